@@ -4,12 +4,13 @@ Called by `api.py`, which has checked the arguments. Knows nothing of routing or
 
 Rows are cut into tiles, and so are the columns of the weights. A *visit* is a pair of a group and a
 row tile that contains some of its rows; XLA computes the list of visits, and the grid is (column
-tiles, visits). Rows and outputs are pipelined by the grid. Weights are streamed by the kernel: one
-column tile of every non-empty group, in order, each read once however many row tiles its group
-spans, and always one tile ahead of the products. A weight tile is waited for in pieces at their
-first use, so the first product starts after one piece. A visit multiplies a few rows at a time, and
-only rows of its group. A tile of padding rows has a visit too, which reads nothing and writes
-zeros.
+tiles, visits). Rows and outputs are pipelined by the grid; rows that are picked by their index may
+be fetched by the kernel instead, a visit ahead (`mosaic_tpu_fetch.py`). Weights are streamed by the
+kernel: one column tile of every non-empty group, in order, each read once however many row tiles
+its group spans, and always one tile ahead of the products. A weight tile is waited for in pieces at
+their first use, so the first product starts after one piece. A visit multiplies a few rows at a
+time, and only rows of its group. A tile of padding rows has a visit too, which reads nothing and
+writes zeros.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.grouped_matmul import mosaic_tpu_fetch as fetch
 from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
+    WeightArray,
+    factor_of,
+    format_name,
+    of_groups,
+    same_format,
+)
 from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_tpu_pick import pick_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
@@ -39,6 +48,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     plan_visits,
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
+from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
 from pallas_kernels.known import when_known
 from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
@@ -49,8 +59,6 @@ from pallas_kernels.tuned import Fields
 from pallas_kernels.varying import varying_shape
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
-
-WeightArray = Array | QuantArray
 
 
 def grouped_matmul(
@@ -64,7 +72,7 @@ def grouped_matmul(
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group."""
-    factor, as_floats = _factor(rows, row_format, target, narrow), row_format == "float"
+    factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     return _grouped_products(
         factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
     )
@@ -85,7 +93,7 @@ def grouped_swiglu(
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
-    factor, as_floats = _factor(rows, row_format, target, narrow), row_format == "float"
+    factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     products = partial(
         _grouped_products,
         group_sizes=group_sizes,
@@ -95,7 +103,7 @@ def grouped_swiglu(
         given=tiles,
     )
     hidden: Any
-    if _same_format(gate_weights, up_weights):
+    if same_format(gate_weights, up_weights):
         out_format = None if row_format == "float" else row_format
         pair = (gate_weights, up_weights)
         hidden = products(factor, pair, out_dtype=rows.dtype, out_format=out_format, source=source)
@@ -104,34 +112,9 @@ def grouped_swiglu(
             products(factor, (weights,), out_dtype=jnp.float32, source=source)
             for weights in (gate_weights, up_weights)
         )
-        hidden = _factor(_swiglu(gate, up), row_format, target)
+        hidden = factor_of(_swiglu(gate, up), row_format, target)
         hidden = hidden if isinstance(hidden, QuantArray) else hidden.astype(rows.dtype)
     return products(hidden, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
-
-
-def _factor(
-    rows: Array, row_format: RowFormat | None, target: Target, narrow: QuantArray | None = None
-) -> Array | QuantArray:
-    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns, if the format asks for that.
-
-    Args:
-      narrow: the rows in the format of the weights, with a scale each; used where the device
-        multiplies that and no other format is asked for.
-
-    Raises:
-      NotImplementedError: the device does not multiply such numbers.
-    """
-    has_fp8 = "7" in target.device_kind
-    if row_format is None and narrow is not None and (has_fp8 or narrow.dtype == jnp.int8):
-        return narrow
-    if row_format is None or row_format == "float":
-        return rows
-    if row_format == "fp8" and not has_fp8:
-        raise NotImplementedError(
-            f"{target.device_kind} multiplies no float8_e4m3fn by itself: leave row_format None, "
-            "and FP8 weights are multiplied by the rows as they are; or use INT8 weights"
-        )
-    return quantize_weight(rows, row_format, (1, ROW_BLOCK))
 
 
 class _Inputs(NamedTuple):
@@ -139,7 +122,8 @@ class _Inputs(NamedTuple):
 
     Attributes:
       visits: in SMEM.
-      rows: [rows, d_in]; the ref [tile_rows, d_in].
+      tables: of rows that the kernel fetches, likewise; else None.
+      rows: [rows, d_in]; the ref [tile_rows, d_in]; of rows that are fetched, in HBM.
       row_scales: of rows in 8 bits: one array [rows, 1], or [rows, blocks of ROW_BLOCK]; the ref
         [tile_rows, _].
       weights: one or two arrays [groups, d_out, d_in], in HBM.
@@ -148,6 +132,7 @@ class _Inputs(NamedTuple):
     """
 
     visits: Visits
+    tables: fetch.Tables | None
     rows: Any
     row_scales: tuple[Any, ...]
     weights: tuple[Any, ...]
@@ -214,34 +199,33 @@ def _grouped_products(
     if weights[0].dtype == jnp.int8 and not row_scales and not as_floats:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
-    if source is not None:
-        rows = pick_rows(rows, source, jnp.sum(group_sizes, dtype=jnp.int32))
-        row_scales = tuple(scales[source] for scales in row_scales)
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     # INT4 in VMEM takes a byte a value.
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     if values[0].dtype == jnp.int4:
-        column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in _of_groups(weights))
+        column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in of_groups(weights))
     quantised = [w for w in weights if isinstance(w, QuantArray)]
     scales = [arrange_scales(w) for w in quantised]
     zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, block_in) if in_blocks else block_in
-    format = _format(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
+    format = format_name(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
     widths = d_in, d_out
     tiles, steps = tpu_tiles(target.device_kind, len(weights), widths, format, given)
-    plan = plan_call(
-        tiles,
-        steps,
-        (count, d_in),
-        rows.dtype.itemsize,
-        d_out,
-        column_bytes,
-        jnp.dtype(out_dtype).itemsize,
-        given,
-    )
+    sizes = (count, d_in), rows.dtype.itemsize, d_out, column_bytes, jnp.dtype(out_dtype).itemsize
+    plan, tables = plan_call(tiles, steps, *sizes, given), None
+    if source is not None:
+        fetching = fetch.plan(target.device_kind, rows.shape[0], plan, tiles, steps, sizes, given)
+        if fetching is None:
+            rows = pick_rows(rows, source, jnp.sum(group_sizes, dtype=jnp.int32))
+            row_scales = tuple(scales[source] for scales in row_scales)
+        else:
+            plan, (tables, row_scales) = fetching, fetch.tables(source, rows, row_scales)
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows, zero_padding)
-    inputs = _Inputs(visits, rows, row_scales, values, tuple(s.array for s in scales), zeros)
+    held = as_words(rows) if target.interpret and tables is not None else rows
+    inputs = _Inputs(
+        visits, tables, held, row_scales, values, tuple(s.array for s in scales), zeros
+    )
     leaves, structure = jax.tree.flatten(inputs)
     column_tiles = d_out // plan.tile_columns
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
@@ -258,20 +242,21 @@ def _grouped_products(
         place = _block(lambda n, v, visits: (n, visits.tile[v], 0))
         out_specs.append(pl.BlockSpec((1, plan.tile_rows, units), place))
         out_shape.append(varying_shape((column_tiles, count, units), jnp.float32, leaves))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     blocks = Blocks(by_column, block_in, product_in)
     call = _Call(plan, structure, column_tiles, blocks, out_format is not None)
     out, *out_scales = pl.pallas_call(
         partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(visits),
+            num_scalar_prefetch=len(jax.tree.leaves((visits, tables))),
             grid=(
                 column_tiles,
                 visit_count if isinstance(visit_count, Array) else int(visit_count),
             ),
             in_specs=[
-                pl.BlockSpec((plan.tile_rows, d_in), rows_block),
+                in_hbm if tables is not None else pl.BlockSpec((plan.tile_rows, d_in), rows_block),
                 *[pl.BlockSpec((plan.tile_rows, s.shape[1]), rows_block) for s in row_scales],
-                *[pl.BlockSpec(memory_space=pl.ANY) for _ in values],
+                *[in_hbm] * len(values),
                 *[
                     pl.BlockSpec(
                         (1, array.shape[1] // column_tiles, *array.shape[2:]), scales_block
@@ -283,11 +268,14 @@ def _grouped_products(
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
                 *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
+                *(fetch.buffers(plan.tile_rows, d_in, rows.dtype) if tables is not None else ()),
             ],
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_bytes
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=plan.vmem_bytes,
+            disable_bounds_checks=tables is not None,  # indices are clipped
         ),
         interpret=INTERPRET if target.interpret else False,
         name="grouped_swiglu" if len(values) == 2 else "grouped_matmul",
@@ -302,9 +290,10 @@ def _kernel(call: _Call, *refs: Any) -> None:
     plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
     out, *others = refs[call.inputs.num_leaves :]
     out_scales = others.pop(0) if call.quantised else None
-    semaphores, *buffers = others
+    semaphores, *others = others
+    buffers, fetched = others[: len(inputs.weights)], others[len(inputs.weights) :]
     # out: [tile_rows, tile_columns]; out_scales: [1, tile_rows, columns / ROW_BLOCK];
-    # buffers: [2, tile_columns, d_in] for each weight
+    # buffers: [2, tile_columns, d_in] for each weight; fetched: `fetch.Buffers`, if rows are
     visits = inputs.visits
     n, v = pl.program_id(0), pl.program_id(1)
     before = jnp.maximum(v - 1, 0)
@@ -347,6 +336,12 @@ def _kernel(call: _Call, *refs: Any) -> None:
 
         for_pieces(start_piece)
 
+    rows: Any = inputs.rows
+    fetched_scales: list[Any] = []
+    if inputs.tables is not None:
+        arriving = fetch.Buffers(*fetched)
+        fetch.start_next(inputs.tables, rows, arriving, visits, call.column_tiles)
+
     # Weights are double-buffered: load the very first tile, then always the next one ahead.
     pl.when((n == 0) & (v == 0) & (groups > 0))(lambda: start(position))
     pl.when(new_weights & (position + 1 < call.column_tiles * groups))(lambda: start(position + 1))
@@ -358,6 +353,8 @@ def _kernel(call: _Call, *refs: Any) -> None:
             out_scales[...] = jnp.ones_like(out_scales)
 
     first, end = visits.start[v], visits.end[v]
+    if inputs.tables is not None:
+        rows, fetched_scales = fetch.finish(inputs.tables, arriving, first, end)
     aligned = first // plan.alignment * plan.alignment
 
     def step(place: Any, step_rows: int) -> None:
@@ -377,11 +374,14 @@ def _kernel(call: _Call, *refs: Any) -> None:
             products = [
                 product(
                     call.blocks,
-                    inputs.rows.at[part],
+                    rows.at[part],
                     buffer.at[position % 2, columns],
                     *(scales.at[0, units] for scales in inputs.scales[i : i + 1]),
                     *(zeros.at[0, units] for zeros in inputs.zeros[i : i + 1]),
-                    row_scales=[scales[part, :] for scales in inputs.row_scales],
+                    row_scales=[
+                        *(scales[part, :] for scales in inputs.row_scales),
+                        *(scales[part, :][:, :1] for scales in fetched_scales),
+                    ],
                 )
                 for i, buffer in enumerate(buffers)
             ]
@@ -414,35 +414,6 @@ def _swiglu(gate: Array, up: Array) -> Array:
     return gate * (1 / (1 + jnp.exp(-gate))) * up
 
 
-def _of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
-    """The arrays of INT4 weights that have numbers for groups: scales, zero points."""
-    return [
-        array
-        for w in weights
-        if isinstance(w, QuantArray)
-        for array in (w.scales, w.zeros)
-        if array is not None
-    ]
-
-
-def _same_format(a: WeightArray, b: WeightArray) -> bool:
-    if isinstance(a, QuantArray) and isinstance(b, QuantArray):
-        same = a.dtype == b.dtype and a.block == b.block
-        return same and (a.zeros is None) == (b.zeros is None)
-    return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
-
-
-def _format(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
-    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it.
-
-    INT8 weights that are converted are cut as FP8 ones, and so are INT4 ones.
-    """
-    converted = dtype == jnp.int4 or (dtype == jnp.int8 and row_dtype != jnp.int8)
-    fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)
-    name = "fp8" if fp8 else jnp.dtype(dtype).name
-    return name + (" rows" if rows else "") + (" blocks" if blocks else "")
-
-
 def _block(index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """An index map of the grid's indices (tile of columns, visit) and the visits."""
-    return lambda n, v, *scalars: index(n, v, Visits(*scalars))
+    return lambda n, v, *scalars: index(n, v, Visits(*scalars[: len(Visits._fields)]))

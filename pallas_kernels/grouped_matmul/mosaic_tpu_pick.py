@@ -1,6 +1,6 @@
 """Brings the rows of a grouped product into the order of its groups, in plain XLA.
 
-Called by `mosaic_tpu.py`.
+Called by `mosaic_tpu.py`, where the kernel does not fetch them itself (`mosaic_tpu_fetch.py`).
 """
 
 from jax import lax

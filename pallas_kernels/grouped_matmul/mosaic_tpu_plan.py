@@ -143,6 +143,7 @@ def plan_call(
     column_bytes: int,
     out_bytes: int,
     given: Fields | None = None,
+    fetched_bytes: int = 0,
 ) -> Sizes:
     """Sizes for a call.
 
@@ -153,6 +154,7 @@ def plan_call(
       column_bytes: bytes of one column of the weights, gate and up together.
       out_bytes: bytes of one element of the output.
       given: the tiles that a caller of the op set.
+      fetched_bytes: of all buffers of a row that the kernel fetches; 0: the grid brings rows.
 
     Raises:
       ValueError: given tiles do not fit.
@@ -162,8 +164,10 @@ def plan_call(
     alignment = 32 if row_bytes == 1 else 16  # rows in a register, packed
     if given:
         _check_given(tiles, steps, alignment, d_in * row_bytes, given)
-    most = min(tiles.tile_rows, tiles.rows_bytes // (d_in * row_bytes))
-    tile_rows = _round_up(min(max(most, steps[-1]), count), alignment)
+    bytes_of_row = fetched_bytes or 2 * d_in * row_bytes
+    most = min(tiles.tile_rows, 2 * tiles.rows_bytes // bytes_of_row)
+    most = max(most // alignment * alignment, alignment) if fetched_bytes else max(most, steps[-1])
+    tile_rows = _round_up(min(most, count), alignment)
     steps = tuple(step for step in steps if step <= tile_rows) or (tile_rows,)
     column_bytes += tile_rows * out_bytes
     tile_columns = d_out
@@ -175,7 +179,7 @@ def plan_call(
             require(fits, OP, "weights_bytes", tiles.weights_bytes, limits)
         most = max(tiles.weights_bytes // (LANES * column_bytes), 1)
         tile_columns = LANES * max(n for n in range(1, most + 1) if units % n == 0)
-    used = 2 * (tile_rows * d_in * row_bytes + tile_columns * column_bytes)
+    used = tile_rows * bytes_of_row + 2 * tile_columns * column_bytes
     if used > tiles.vmem_bytes:
         raise NotImplementedError(
             f"{tile_rows} rows of {d_in} numbers and {tile_columns} columns of {column_bytes} "

@@ -2,7 +2,8 @@
 
 Called by the expert layer of a model. Knows groups, not ranks. Around the products XLA does the
 work with gathers: a token for each row of an expert, and a row for each choice of a token; on TPUs
-a kernel fetches and sums the latter (`mosaic_tpu_combine.py`). A scatter-add gives the same sum,
+the product fetches the former (`mosaic_tpu_fetch.py`), and a kernel fetches and sums the latter
+(`mosaic_tpu_combine.py`). A scatter-add gives the same sum,
 but TPUs execute it one row at a time, and GPUs in a different order each time. For Step-3's layer
 on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900 thousand bundles; the gathers of
 tokens take 150 thousand (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).

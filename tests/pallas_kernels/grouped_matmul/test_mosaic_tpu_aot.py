@@ -229,20 +229,61 @@ def test_one_weight_for_all_rows(d_out, d_in):
     assert program.memory_analysis().temp_size_in_bytes < 2**23
 
 
-def test_tokens_go_to_experts_and_back():
-    """By gathers alone: rows are not added up one by one. Each token is quantised once."""
-    shape, tokens = SHAPES["step3_2a2f"], 512
-    _, *weights, _ = swiglu_arguments(shape, 8, "int8")
-    x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("generation", "name", "format", "tokens", "sorted_by_xla"),
+    [
+        pytest.param("v5e", "step3_2a2f", "int8", 512, False, marks=pytest.mark.slow),
+        ("v6e", "step3_2a2f", "int8", 512, False),
+        pytest.param("v6e", "step3_2a2f", "bf16", 2048, False, marks=pytest.mark.slow),
+        pytest.param("v6e", "qwen3_235b_ep8", "int4_zeros", 64, False, marks=pytest.mark.slow),
+        pytest.param("v6e", "deepseek_v3_ep32", "int8", 2048, True, marks=pytest.mark.slow),
+        pytest.param("v6e", "step3_2a2f", "int8", 8, False, marks=pytest.mark.slow),
+        pytest.param("v7x", "step3_2a2f", "fp8_bits", 2048, False, marks=pytest.mark.slow),
+        ("v7x", "deepseek_v3_ep32", "fp8_block", 2048, False),
+    ],
+)
+def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_by_xla):
+    """By gathers and copies alone: rows are not added up one by one, nor sorted before they are
+    multiplied, unless that is less than fetching them for each tile of columns."""
+    shape = SHAPES[name]
+    x, *weights, _ = swiglu_arguments(shape, tokens, format)
     choices = jax.ShapeDtypeStruct((tokens, shape.top_k), jnp.int32)
     gates = jax.ShapeDtypeStruct(choices.shape, jnp.float32)
-    arguments = (x, choices, gates, *weights)
+    narrow = None
+    if format.startswith(("int8", "fp8")) and generation != "v5e":
+        dtype = jnp.int8 if format == "int8" else jnp.float8_e4m3fn
+        scales = jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
+        narrow = QuantArray(jax.ShapeDtypeStruct(x.shape, dtype), scales, (1, 0))
+    arguments = (x, choices, gates, *weights, narrow)
     specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
-    text = compiled(routed_swiglu, mesh_of("v6e"), arguments, specs).as_text()
+
+    def routed(*arguments):
+        return routed_swiglu(*arguments[:-1], narrow=arguments[-1])
+
+    text = compiled(routed, mesh_of(generation), arguments, specs).as_text()
     assert "grouped_swiglu" in text
     assert not re.search(r"= b?f(?:16|32)\[\d+,\d+\]\S* \S*scatter", text)
-    assert f"s8[{tokens},{shape.d_model}]" in text
     assert f"f32[{tokens * shape.top_k},{shape.d_model}]" not in text
+    # XLA sorts pieces of 256 rows; only results in BF16 have the shape of sorted rows as well.
+    pieces = re.search(rf"= \w+\[256,{shape.d_model}\]\S* \S*(?:gather|fusion)\(", text)
+    assert (pieces is not None) == sorted_by_xla
+
+
+def test_a_token_is_quantised_once():
+    """And not every choice of it."""
+    shape, tokens = SHAPES["step3_2a2f"], 512
+    _, *weights, sizes = swiglu_arguments(shape, 8, "int8")
+    x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)
+    source = jax.ShapeDtypeStruct((tokens * shape.top_k,), jnp.int32)
+    arguments = (x, *weights, sizes, source)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+
+    def picked(*arguments):
+        return grouped_swiglu(*arguments[:-1], source=arguments[-1], zero_padding=False)
+
+    text = compiled(picked, mesh_of("v6e"), arguments, specs).as_text()
+    assert f"s8[{tokens},{shape.d_model}]" in text
+    assert f"s8[{tokens * shape.top_k},{shape.d_model}]" not in text
 
 
 def test_float16_is_not_a_type_of_tpus():

@@ -1,0 +1,72 @@
+"""What the TPU kernel makes of the formats of rows and weights.
+
+Called by `mosaic_tpu.py`. Knows nothing of tiles and visits.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.quantize import QuantArray, quantize_weight
+from pallas_kernels.quantize.product import ROW_BLOCK
+from pallas_kernels.target import Target
+
+WeightArray = Array | QuantArray
+
+
+def factor_of(
+    rows: Array, row_format: RowFormat | None, target: Target, narrow: QuantArray | None = None
+) -> Array | QuantArray:
+    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns, if the format asks for that.
+
+    Args:
+      narrow: the rows in the format of the weights, with a scale each; used where the device
+        multiplies that and no other format is asked for.
+
+    Raises:
+      NotImplementedError: the device does not multiply such numbers.
+    """
+    has_fp8 = "7" in target.device_kind
+    if row_format is None and narrow is not None and (has_fp8 or narrow.dtype == jnp.int8):
+        return narrow
+    if row_format is None or row_format == "float":
+        return rows
+    if row_format == "fp8" and not has_fp8:
+        raise NotImplementedError(
+            f"{target.device_kind} multiplies no float8_e4m3fn by itself: leave row_format None, "
+            "and FP8 weights are multiplied by the rows as they are; or use INT8 weights"
+        )
+    return quantize_weight(rows, row_format, (1, ROW_BLOCK))
+
+
+def of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
+    """The arrays of INT4 weights that have numbers for groups: scales, zero points."""
+    return [
+        array
+        for w in weights
+        if isinstance(w, QuantArray)
+        for array in (w.scales, w.zeros)
+        if array is not None
+    ]
+
+
+def same_format(a: WeightArray, b: WeightArray) -> bool:
+    """Whether one pass can multiply by both."""
+    if isinstance(a, QuantArray) and isinstance(b, QuantArray):
+        same = a.dtype == b.dtype and a.block == b.block
+        return same and (a.zeros is None) == (b.zeros is None)
+    return not isinstance(a, QuantArray) and not isinstance(b, QuantArray)
+
+
+def format_name(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
+    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it.
+
+    INT8 weights that are converted are cut as FP8 ones, and so are INT4 ones.
+    """
+    converted = dtype == jnp.int4 or (dtype == jnp.int8 and row_dtype != jnp.int8)
+    fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)
+    name = "fp8" if fp8 else jnp.dtype(dtype).name
+    return name + (" rows" if rows else "") + (" blocks" if blocks else "")

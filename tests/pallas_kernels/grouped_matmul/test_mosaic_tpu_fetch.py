@@ -1,0 +1,118 @@
+"""Rows that the TPU kernel fetches by their index, interpreted on the CPU, against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul import grouped_swiglu, mosaic_tpu, mosaic_tpu_fetch
+from pallas_kernels.grouped_matmul.mosaic_tpu_plan import plan_call
+from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.grouped_matmul.suite import Weight, by_group_numpy
+from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
+
+pytestmark = pytest.mark.unoptimised
+
+TARGET = Target("mosaic_tpu", "TPU7 of this test", interpret=True)
+# Tiles of rows of 32 and of columns of 128.
+TILES = TpuTiles(32, (16,), (16,), (16,), 128, 2**20, 1, 2**25)
+TOKENS, D, D_FF = 16, 128, 256
+
+
+@pytest.fixture(autouse=True)
+def only_fetched(monkeypatch):
+    """Each row once for each of the two tiles of columns, and none by XLA."""
+    monkeypatch.setitem(TPU, TARGET.device_kind, TILES)
+    monkeypatch.setitem(mosaic_tpu_fetch.MOST_TIMES, TARGET.device_kind, 2)
+    monkeypatch.setattr(mosaic_tpu, "pick_rows", None)
+
+
+def swiglu(rows, weights, sizes, source, row_format=None):
+    function = functools.partial(grouped_swiglu, row_format=row_format, zero_padding=False)
+    arguments = (rows, *(weight.jax for weight in weights), jnp.asarray(sizes, jnp.int32))
+    with use_target(TARGET):
+        found = jax.jit(functools.partial(function, source=jnp.asarray(source)))(*arguments)
+    return np.asarray(found, np.float64)[: sum(sizes)]
+
+
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize(
+    ("format", "row_format", "dtype", "sizes"),
+    [
+        ("float", None, jnp.bfloat16, [21, 0, 2, 18]),
+        ("float", None, jnp.float32, [21, 0, 2, 18]),
+        ("fp8_block", None, jnp.bfloat16, [0, 0, 1, 0]),
+        ("fp8", "fp8", jnp.bfloat16, [21, 0, 2, 18]),
+        ("int8", None, jnp.bfloat16, [21, 0, 2, 18]),
+        ("int8", None, jnp.bfloat16, [0, 41, 0, 1]),
+        ("int4_small_zeros", "int8", jnp.bfloat16, [3, 0, 30, 2]),
+    ],
+)
+def test_as_numpy(format, row_format, dtype, sizes):
+    """Groups over two tiles, several in one, empty ones, one row; indices as NumPy's, negative and
+    too large, and rows that nobody has are poison."""
+    rng = np.random.default_rng(0)
+    shapes = [(4, D_FF, D), (4, D_FF, D), (4, D, D_FF)]
+    gate, up, down = (Weight(rng, shape, format, dtype, sizes) for shape in shapes)
+    rows = (rng.normal(size=(TOKENS, D)) / 16).astype(dtype)
+    rows[5] = np.nan
+    source = rng.choice([0, 1, 2, 3, 4, 6, 14, 99, -1, -3], 51).astype(np.int32)
+    picked = rows[np.minimum(source, TOKENS - 1)]
+
+    def expected_row(row, group):
+        gated = gate.product(row, group, row_format)
+        with np.errstate(over="ignore"):
+            hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, row_format)
+        return down.product(hidden if row_format else hidden.astype(dtype), group, row_format)
+
+    found = swiglu(jnp.asarray(rows), (gate, up, down), sizes, source, row_format)
+    expected = by_group_numpy(picked, sizes, D, expected_row)[: sum(sizes)]
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert scale.min() > 0
+    assert np.all(np.abs(found - expected) <= (1e-4 if dtype == jnp.float32 else 2e-2) * scale)
+
+
+def test_a_dropped_wait_is_noticed(monkeypatch):
+    """Rows would be unpacked that are still on their way."""
+    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    monkeypatch.setattr(mosaic_tpu, "INTERPRET", eager)
+    rng = np.random.default_rng(0)
+    weights = [Weight(rng, (2, D, D), "float", jnp.float32, [3, 4]) for _ in range(3)]
+
+    def run():
+        return swiglu(jnp.ones((8, D)), weights, [3, 4], np.zeros(8, np.int32))
+
+    assert not race_is_reported(run)
+    monkeypatch.setattr(mosaic_tpu_fetch, "wait_for_rows", lambda *_: None)
+    assert race_is_reported(run)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "rows", "dtype", "picked", "d_ff", "given", "tile_rows"),
+    [
+        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, None, 512),
+        ("TPU v6 lite", (1024, 7168), jnp.bfloat16, 3072, 640, None, 464),
+        ("TPU7x", (2048, 7168), jnp.float8_e4m3fn, 6144, 640, None, 256),
+        ("TPU7x", (2048, 7168), jnp.float8_e4m3fn, 16384, 2048, None, 256),
+        ("TPU v6 lite", (2048, 7168), jnp.int8, 16384, 2048, None, None),  # twice
+        ("TPU v6 lite", (1020, 7168), jnp.int8, 3060, 640, None, None),  # no whole words
+        ("TPU v6 lite", (1024, 7104), jnp.int8, 3072, 640, None, None),
+        ("TPU v6 lite", (2**16, 7168), jnp.int8, 2**17, 640, None, None),  # too many indices
+        ("TPU7x", (2048, 32768), jnp.float8_e4m3fn, 6144, 128, None, None),  # tiles of few rows
+        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, {"tile_rows": 256}, 256),
+        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, {"tile_rows": 1024}, None),
+    ],
+)
+def test_where_rows_are_fetched(device_kind, rows, dtype, picked, d_ff, given, tile_rows):
+    """Where every tile of columns would fetch them again, XLA sorts them once; and where tiles
+    would not be those that a caller asks for."""
+    tiles, size = TPU[device_kind]._replace(**(given or {})), jnp.dtype(dtype).itemsize
+    column_bytes = 2 * rows[1] * size
+    sizes = (picked, rows[1]), size, d_ff, column_bytes, 2
+    otherwise = plan_call(tiles, tiles.steps, *sizes, given)
+    found = mosaic_tpu_fetch.plan(device_kind, rows[0], otherwise, tiles, tiles.steps, sizes, given)
+    assert (found and found.tile_rows) == tile_rows
