@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_200,
-    "leader, attention and ffn": 15_150,
-    "follower, attention and ffn": 11_500,
+    "leader, colocated": 14_500,
+    "leader, attention and ffn": 15_450,
+    "follower, attention and ffn": 11_800,
     "alone, colocated": 14_900,
     "alone, attention and ffn": 15_850,
     "attention": 13_750,
-    "ffn": 11_900,
+    "ffn": 12_200,
     "router": 5_200,
-    "serve": 27_300,
+    "serve": 27_600,
 }
 
 

@@ -16,6 +16,7 @@ from jaxserve.bench import (
     machine,
     peers,
     pipeline,
+    plans,
     quality,
     router,
     serving,
@@ -76,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     of_host = benches.add_parser("host", help="the leader's Python a lane and step")
     of_host.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_host.add_argument("--quick", action="store_true", help="few sequences: a smoke test")
+    of_plans = benches.add_parser("plans", help="the leader's CPU for plans to followers")
+    of_plans.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    of_plans.add_argument("--quick", action="store_true", help="few followers: a smoke test")
     of_router = benches.add_parser("router", help="one router before a thousand stub workers")
     of_router.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     of_router.add_argument("--quick", action="store_true", help="few workers: a smoke test")
@@ -132,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return experts.run(options.quick, options.json)
         if options.bench == "host":
             return step_host.run(options.quick, options.json)
+        if options.bench == "plans":
+            return plans.run(options.quick, options.json)
         if options.bench == "load":
             return load.run(options.quick, options.json)
         if options.bench == "peers":

@@ -1,14 +1,16 @@
 """The messages between the leader and its followers.
 
-One gRPC stream a follower, in both directions; every message is msgpack of one of the structs
-below, so no schema has to be compiled and nothing is ever unpickled. `leader.py` and
+One gRPC stream a follower, in both directions, and beside it a tree of connections for what comes
+with every step and is the same for all (`broadcast.py`). Every message is msgpack of one of the
+structs below, so no schema has to be compiled and nothing is ever unpickled. `leader.py` and
 `follower.py` are the two ends; the engine on the leader and the driver on a follower see
 `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
 
-    follower → leader   Register  (Heartbeat | Compiled | Collected | DrainRequest)*
+    follower → leader   Register  Subscribed  (Heartbeat | Compiled | Collected | DrainRequest)*
                         Failure?  Leaving
-    leader → follower   Accepted  (Boundary | LeaderHeartbeat | WarmUp | Collect)*
-                        FailureReceived?  Shutdown
+    leader → follower   Accepted  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
+                        Shutdown, where it is not an orderly one
+    leader → all        (Boundary | LeaderHeartbeat)*  Shutdown
 """
 
 import hashlib
@@ -24,7 +26,7 @@ SERVICE = "jaxserve.fleet.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -87,6 +89,12 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     """First message of a follower."""
 
     identity: Identity
+    port: int = 0
+    """On which it hands on what it receives from the tree."""
+
+
+class Subscribed(msgspec.Struct, frozen=True, tag=True):
+    """A follower hears what is for all, from where `Accepted` sent it."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +144,10 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     leader: Identity
     next_number: int
     """Number that the next boundary will carry."""
+    source: str = ""
+    """`host:port` from which the follower gets what is for all; without a host: the leader's."""
+    source_name: str = "the leader"
+    """Whose that is."""
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +188,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     failure: str = ""
 
 
-FromFollower = Register | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
+FromFollower = (
+    Register | Subscribed | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
+)
 FromLeader = Accepted | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

@@ -3,7 +3,8 @@
 Created by `bootstrap.joined` on every process but 0; `following.follow` iterates `boundaries()` and
 reports what the devices have completed. A thread of this module sends the heartbeats and watches
 the leader, so a driver that is stuck in a device call is still seen, and still ends when the leader
-is gone. Knows nothing of requests or device arrays.
+is gone. Another hands on to the processes below this one what is for all (`broadcast.py`). Knows
+nothing of requests or device arrays.
 """
 
 import logging
@@ -18,6 +19,8 @@ import grpc
 from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.addresses import split_address
+from jaxserve.fleet.broadcast import Broadcaster, Subscription, everywhere
 from jaxserve.fleet.control import (
     CHANNEL_OPTIONS,
     PATH,
@@ -37,6 +40,7 @@ from jaxserve.fleet.control import (
     Position,
     Register,
     Shutdown,
+    Subscribed,
     WarmUp,
     decode_from_leader,
     encode,
@@ -46,6 +50,9 @@ from jaxserve.fleet.control import (
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)
+
+_VERDICT_SECONDS = 3.0
+"""For the leader to say who is to blame where what is for all does not come any more."""
 
 
 class Follower:
@@ -97,9 +104,16 @@ class Follower:
         self._accepted = threading.Event()
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
+        self._verdict = threading.Event()
+        """Whether this process has failed or leaves."""
         self._refusal = ""
         self._closed = False
         """Whether this process is leaving: from now on the stream may end."""
+        self._broadcaster = Broadcaster(token)
+        self._subscription: Subscription | None = None
+        self._source, self._source_name = "", ""
+        self._heard = 0.0
+        """When the last message for all came."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
@@ -110,10 +124,13 @@ class Follower:
 
         Raises:
           ConfigError: the leader refuses this process, and says why.
-          EngineFailedError: no leader answered in time.
+          EngineFailedError: no leader answered in time, or the process that is to hand on what is
+            for all did not.
         """
         attach: Any = self._channel.stream_stream(PATH)
-        self._outbox.put(encode(Register(self.identity)))
+        host, _ = split_address(self.address, "--control")
+        port = self._broadcaster.listen(everywhere(host))
+        self._outbox.put(encode(Register(self.identity, port)))
         self._call = attach(
             iter(self._outbox.get, None), metadata=((TOKEN_KEY, self._token),), wait_for_ready=True
         )
@@ -128,8 +145,16 @@ class Follower:
                 f"{self.identity}: {self._leader} did not answer within "
                 f"{self._cluster.start_seconds:g} s"
             )
-        self._last_message = self._clock.tick()
+        self._last_message = self._heard = self._clock.tick()
         self._watcher.start()
+        source = f"{host}{self._source}" if self._source.startswith(":") else self._source
+        try:
+            self._subscription = Subscription(source, self._token, self._cluster.start_seconds)
+        except OSError as error:
+            problem = f"{self._source_name} does not hand on to it at {source}: {error}"
+            raise EngineFailedError(f"{self.identity}: {problem}") from None
+        threading.Thread(target=self._hear, name="control-hear", daemon=True).start()
+        self._outbox.put(encode(Subscribed()))
 
     def wait_warm_up(self) -> None:
         """Tells the leader that everything is loaded and compiled, and waits for all others.
@@ -216,6 +241,10 @@ class Follower:
                 return
             self._closed = True
         self._wake.set()
+        self._verdict.set()
+        self._broadcaster.close()
+        if self._subscription is not None:
+            self._subscription.close()
         here = threading.current_thread()
         if self._watcher.ident is not None:
             if here is not self._watcher:
@@ -243,6 +272,36 @@ class Follower:
             self._failed(f"{self._leader}: {problem}")
         self._accepted.set()
 
+    def _hear(self) -> None:
+        """Hands on and takes what is for all, until the leader shuts down."""
+        assert self._subscription is not None
+        problem = "its connection closed"
+        try:
+            for data in self._subscription.messages():
+                silent = self._clock.now - self._heard
+                if data is None and silent <= self._allowed:
+                    continue
+                if data is None:
+                    problem = f"no heartbeat for {silent:.1f} s"
+                    break
+                self._broadcaster.send(data)
+                self._heard = self._clock.now
+                message = decode_from_leader(data)
+                self._received(message)
+                if isinstance(message, Shutdown):
+                    return
+        except Exception as error:
+            problem = f"sent an invalid message: {type(error).__name__}: {error}"
+        self._unheard(f"plans from {self._source_name}: {problem}")
+
+    def _unheard(self, problem: str) -> None:
+        """Gives up, but not before the leader could say which process is behind it."""
+        if self.failure is not None or self._closed:
+            return
+        self.fail(problem)
+        if not self._verdict.wait(_VERDICT_SECONDS):
+            self._failed(f"{self.identity}: {problem}")
+
     def _stream_error(self) -> str:
         """What the end of the call means; a refusal is kept for `register`."""
         code, details = self._call.code(), self._call.details()
@@ -264,8 +323,9 @@ class Follower:
                 self._received_failure.set()
             case WarmUp():
                 self._warm_up_begun.set()
-            case Accepted(leader, next_number):
+            case Accepted(leader, next_number, source, name):
                 self._leader = f"the leader ({leader}, {self.address})"
+                self._source, self._source_name = source, name
                 self._next = next_number
                 self._accepted.set()
             case Collect(name):
@@ -315,13 +375,16 @@ class Follower:
                 sent, told_ready = now, self._ready
                 self._outbox.put(encode(self._heartbeat()))
             silent = now - self._last_message
-            allowed = (
-                self._cluster.heartbeat_seconds * 2 if self._ready else self._cluster.start_seconds
-            )
-            if silent > allowed:
+            if silent > self._allowed:
                 self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
             self._wake.wait(tick)
             self._wake.clear()
+
+    @property
+    def _allowed(self) -> float:
+        """Seconds of silence."""
+        cluster = self._cluster
+        return cluster.heartbeat_seconds * 2 if self._ready else cluster.start_seconds
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(self._completed, self._ready, self._position(), self.progress())
@@ -341,6 +404,7 @@ class Follower:
         self._inbox.put(None)
         self._warm_up_begun.set()
         self._received_failure.set()
+        self._verdict.set()
         if self._accepted.is_set():
             logger.error("%s", text)
             self._on_failure(self.failure)

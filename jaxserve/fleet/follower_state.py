@@ -16,6 +16,7 @@ from jaxserve.fleet.control import (
     Identity,
     Leaving,
     Position,
+    Subscribed,
     heartbeat_interval,
 )
 
@@ -26,8 +27,10 @@ SETTLE_SECONDS = 1.0
 class FollowerState:
     """One follower as the leader sees it. Times are those of the leader's `AwakeClock`."""
 
-    def __init__(self, identity: Identity, now: float):
+    def __init__(self, identity: Identity, now: float, address: str = ""):
         self.identity = identity
+        self.address = address
+        """`host:port` on which it hands on what is for all."""
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Encoded messages for this follower; None closes its stream."""
         self.position: Position | None = None
@@ -35,6 +38,8 @@ class FollowerState:
         """The last boundary that its devices have completed."""
         self.progress = 0
         """As its last heartbeat gave it."""
+        self.subscribed = False
+        """Whether it hears what is for all."""
         self.compiled = False
         self.ready = False
         self.leaving = False
@@ -68,6 +73,8 @@ class FollowerState:
                     self.advanced_at = now
                 self.completed, self.position, self.progress = completed, position, progress
                 self.ready = self.ready or ready
+            case Subscribed():
+                self.subscribed = True
             case Compiled():
                 self.compiled = True
             case Collected(name):

@@ -1,7 +1,8 @@
 """The leader's end of the control plane: step plans out, heartbeats in, failures named.
 
 Created by `bootstrap.joined` on process 0. The engine calls `broadcast` once a boundary, which
-costs it one encoding and a queue entry a follower; threads of this module send, receive and watch.
+costs it one encoding and a system call for each process directly below this one (`broadcast.py`);
+threads of this module do what is said to one follower, receive and watch.
 Who is to blame for a failure is decided in `follower_state.py`. Knows nothing of requests or device
 arrays, and never waits without a deadline.
 """
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, cast
+from urllib.parse import unquote
 
 import grpc
 import msgspec
@@ -19,6 +21,8 @@ import msgspec
 from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.addresses import is_loopback
+from jaxserve.fleet.broadcast import Broadcaster, parent_of
 from jaxserve.fleet.control import (
     METHOD,
     SERVER_OPTIONS,
@@ -93,6 +97,8 @@ class Leader:
         self._closing = False
         """Whether `Shutdown` was sent: from now on, followers may leave."""
         self._closed = False
+        self._broadcaster = Broadcaster(token)
+        self._broadcast_port = 0
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
         self._server = grpc.server(
             cast(Any, _Threads()),
@@ -121,16 +127,18 @@ class Leader:
                 "taken, or not an address of this host?"
             )
         self.address = f"{host}:{bound}"
+        self._broadcast_port = self._broadcaster.listen(host)
         self._server.start()
         self._watcher.start()
 
     def wait_registered(self, timeout: float | None = None) -> None:
-        """Waits until every follower has joined (`cluster.start_seconds` unless told otherwise).
+        """Waits until every follower has joined (`cluster.start_seconds` unless told otherwise) and
+        hears what is for all.
 
         Raises:
           EngineFailedError: some did not, or one that had joined is gone. Names them.
         """
-        self._wait(lambda follower: True, "did not register", timeout)
+        self._wait(lambda follower: follower.subscribed, "did not register", timeout)
 
     def begin_warm_up(self, timeout: float | None = None) -> None:
         """Waits until every follower has loaded and compiled, and lets all of them warm up; errors
@@ -160,10 +168,8 @@ class Leader:
             raise EngineFailedError(
                 f"boundary {boundary.number} to broadcast where {self._next} is next"
             )
-        data = encode(boundary)
         self._next += 1
-        for follower in self._followers.values():
-            follower.outbox.put(data)
+        self._broadcaster.send(encode(boundary))
 
     def collect(self, name: str, timeout: float) -> dict[int, bytes]:
         """Bytes that each follower keeps under a name, by process id.
@@ -223,8 +229,12 @@ class Leader:
             followers = list(self._followers.values())
             first, self._closing = not self._closing, True
             if first:
-                for follower in followers:
-                    follower.outbox.put(encode(Shutdown(failure or str(self.failure or ""))))
+                why = failure or str(self.failure or "")
+                if not why and all(follower.ready for follower in followers):
+                    self._broadcaster.send(encode(Shutdown()))  # behind the last boundary
+                else:
+                    for follower in followers:
+                        follower.outbox.put(encode(Shutdown(why)))
             self._changed.wait_for(lambda: all(each.closed for each in followers), timeout)
             late = [str(follower.identity) for follower in followers if not follower.leaving]
             for follower in followers:
@@ -234,6 +244,7 @@ class Leader:
         if late and not self.failure and not failure:
             logger.warning("did not leave within %g s: %s", timeout, ", ".join(late))
         self._server.stop(grace=1.0).wait(2.0)
+        self._broadcaster.close()
         return not late
 
     def _wait(
@@ -296,7 +307,7 @@ class Leader:
         if not isinstance(register, Register):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a registration")
             return
-        follower, problem = self._admit(register.identity)
+        follower, problem = self._admit(register, context.peer())
         if follower is None:
             logger.warning("refused %s: %s", register.identity, problem)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
@@ -309,7 +320,8 @@ class Leader:
         while (data := follower.outbox.get()) is not None:
             yield data
 
-    def _admit(self, identity: Identity) -> tuple[FollowerState | None, str]:
+    def _admit(self, register: Register, peer: str) -> tuple[FollowerState | None, str]:
+        identity = register.identity
         problem = refusal(self.identity, identity)
         with self._changed:
             taken = self._followers.get(identity.process_id)
@@ -320,12 +332,22 @@ class Leader:
             if problem:
                 self._refused.append(f"{identity}: {problem}")
                 return None, problem
-            follower = FollowerState(identity, self._clock.now)
-            follower.outbox.put(encode(Accepted(self.identity, self._next)))
+            follower = FollowerState(identity, self._clock.now, _address(peer, register.port))
+            follower.outbox.put(encode(self._accepted(identity.host)))
             self._followers = {**self._followers, identity.process_id: follower}
             self._changed.notify_all()
         logger.info("joined: %s", identity)
         return follower, ""
+
+    def _accepted(self, host: str) -> Accepted:
+        """The answer to the next follower, on that host."""
+        followers = [*self._followers.values()]
+        hosts = [follower.identity.host for follower in followers]
+        parent = parent_of(host, self.identity.host, hosts)
+        if parent is None:
+            return Accepted(self.identity, self._next, f":{self._broadcast_port}")
+        above = followers[parent]
+        return Accepted(self.identity, self._next, above.address, str(above.identity))
 
     def _read(self, follower: FollowerState, requests: Iterator[bytes]) -> None:
         """Receives from one follower until its stream ends."""
@@ -364,6 +386,7 @@ class Leader:
             now = self._clock.tick()
             if now - sent >= self._interval:
                 sent = now
+                self._broadcaster.send(heartbeat)
                 for follower in self._followers.values():
                     follower.outbox.put(heartbeat)
             with self._changed:
@@ -399,6 +422,12 @@ class Leader:
             self.failure = EngineFailedError(text)
             self._changed.notify_all()
         return bool(text)
+
+
+def _address(peer: str, port: int) -> str:
+    """Where a peer of gRPC's (`ipv4:10.0.0.2:5000`, `ipv6:%5B::1%5D:5000`) has that port."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0]
+    return f"{'127.0.0.1' if is_loopback(host) else host}:{port}"
 
 
 class _Threads(futures.Executor):

@@ -1,7 +1,8 @@
 """One process of a small deployment without a model: what `serve` does with the cluster layer.
 
 Started by the tests through `launch/local.py --module tests.jaxserve.fleet.process`. The leader
-broadcasts a boundary every few milliseconds; with `--jax`, each makes one array go round: a
+broadcasts a boundary every few milliseconds; with `--hosts-of 2`, two processes each say that they
+are on a host of their own. With `--jax`, each makes one array go round: a
 transfer to the first ffn device, one more than it was there, and back.
 """
 
@@ -12,10 +13,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet import bootstrap, devices
+from jaxserve.fleet import bootstrap, devices, membership
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower
@@ -28,6 +30,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--follower-set", action="append", default=[])
+    parser.add_argument("--hosts-of", type=int, help="processes that are on one host")
     parser.add_argument("--jax", action="store_true")
     parser.add_argument("--collective", action="store_true", help="a sum instead of transfers")
     parser.add_argument("--boundaries", type=int, default=10**9)
@@ -42,6 +45,9 @@ def main() -> None:
     extra = [] if arguments.is_leader else options.follower_set
     deployment = load_deployment(".", [*options.set, *extra])
     print(f"pid {os.getpid()} cores {sorted(os.sched_getaffinity(0))}", flush=True)
+    if options.hosts_of:
+        host = f"host{arguments.process_id // options.hosts_of}"
+        membership.socket = SimpleNamespace(gethostname=lambda: host)
     if not options.jax:
         bootstrap.initialise = lambda *_: None
     if options.own_devices:

@@ -153,7 +153,7 @@ def test_silent_leader_raises_within_the_deadline() -> None:
 def test_boundary_that_does_not_fit_is_named_on_both_sides(bad: Boundary, expected: str) -> None:
     with pair() as (ends, leader, follower):
         leader.broadcast(boundary(0))
-        leader._followers[1].outbox.put(encode(bad))
+        leader._broadcaster.send(encode(bad))
         assert str(ends.follower_failures.get(timeout=WAIT)).endswith(expected)
         assert expected in str(ends.failures.get(timeout=WAIT))
         with pytest.raises(EngineFailedError, match=expected):

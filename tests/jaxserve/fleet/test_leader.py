@@ -1,7 +1,9 @@
+import contextlib
 import queue
 import re
 import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.control import PATH, Position
+from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from tests.jaxserve.fleet.ends import SHORT, TOKEN, Ends, boundary, identity, pair
 
@@ -113,6 +116,57 @@ def test_boundaries_reach_every_follower_in_order() -> None:
             received = follower.boundaries()
             assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
             follower.completed(49)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Ends, Leader, list[Follower]]]:
+    """Process 1 is with the leader, 2 hands on to 3 and 4."""
+    with Ends() as ends:
+        leader = ends.leader(processes=5)
+        followers = []
+        for process, host in ((1, "host0"), (2, "host2"), (3, "host2"), (4, "host2")):
+            followers.append(ends.follower(leader, process, host=host))
+            followers[-1].register()
+            followers[-1].ready()
+        leader.wait_ready()
+        yield ends, leader, followers
+
+
+def test_a_host_gets_a_boundary_once_and_all_there_have_it_in_order() -> None:
+    with two_hosts() as (_, leader, followers):
+        sources = [len(end._broadcaster._waiting) for end in (leader, *followers)]
+        assert sources == [2, 0, 2, 0, 0]
+        for number in range(50):
+            leader.broadcast(boundary(number))
+        for follower in followers:
+            received = follower.boundaries()
+            assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
+            follower.completed(49)
+
+
+def test_a_relay_that_hands_on_nothing_more_is_named_within_the_deadline() -> None:
+    with two_hosts() as (ends, _, followers):
+        followers[1]._broadcaster.send = lambda message: None
+        started = time.monotonic()
+        failure = str(ends.failures.get(timeout=WAIT))
+        # two heartbeats' limits, the look of a subscriber, and until errors are believed
+        assert time.monotonic() - started < 1.0 + 0.5 + 1.0 + 2.0
+        relay = r"process 2 \(ffn, host host2, pid 1002\)"
+        for process in (3, 4):
+            expected = rf"process {process} \(.*\): plans from {relay}: no heartbeat for 1\.\d s;"
+            assert re.search(expected, failure)
+        assert not re.search(r"^process 1|; process 1", failure)
+
+
+def test_a_relay_whose_connections_break_is_named() -> None:
+    with two_hosts() as (ends, leader, followers):
+        followers[1]._broadcaster.close()
+        failure = str(ends.failures.get(timeout=WAIT))
+        relay = r"process 2 \(ffn, host host2, pid 1002\)"
+        assert re.search(rf"process 3 .*: plans from {relay}: its connection closed", failure)
+        leader.close(failure=failure, timeout=0.1)
+        causes = {str(ends.follower_failures.get(timeout=WAIT)) for _ in followers}
+        assert all(failure in cause for cause in causes)  # they wait for the leader's word
 
 
 def test_broadcast_out_of_order_names_both_numbers() -> None:

@@ -151,6 +151,47 @@ def test_the_killed_one_of_three_is_named_and_not_who_noticed_first() -> None:
         assert run.end() == 1, run.output
 
 
+TWO_HOSTS = (
+    *("--processes", "4", "--hosts-of", "2"),
+    *("--set", "attention.dp=2", "--set", "ffn.ep=2"),
+)
+
+
+def test_a_killed_relay_is_named_and_not_who_hears_nothing_more() -> None:
+    """Process 2 hands on to 3, which is on its host."""
+    with launched(*TWO_HOSTS) as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        pid = run.pid(2)
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        said = run.wait_for(r"^\[0\] CRITICAL failed: (.*)$")[1]
+        assert time.monotonic() - started < SLACK
+        assert re.match(rf"process 2 \(.*, host host1, pid {pid}\): its connection closed", said)
+        assert "process 3" not in said
+        run.wait_for(r"^\[3\] CRITICAL failed: ")
+        assert run.end() == 1, run.output
+
+
+def test_a_stopped_relay_is_named_within_its_deadline() -> None:
+    with launched(*TWO_HOSTS, followers_end_in=0.5) as run:
+        run.wait_for(r"^\[0\] boundary 49 ")
+        pid = run.pid(2)
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        said = run.wait_for(r"^\[0\] CRITICAL failed: (.*)$")[1]
+        assert time.monotonic() - started < 2.0 + SLACK
+        assert re.match(rf"process 2 \(.*, host host1, pid {pid}\): no heartbeat for ", said)
+        assert "process 3" not in said
+        assert run.end() == 1, run.output
+
+
+def test_what_relays_hand_on_is_carried_out_to_the_end() -> None:
+    with launched(*TWO_HOSTS, "--boundaries", "100") as run:
+        assert run.end() == 0, run.output
+        for process in range(4):
+            assert f"[{process}] leaving" in run.output
+
+
 def test_devices_that_are_not_the_share_are_refused() -> None:
     """1A1F on hosts of four devices: the second process would be left with nothing, silently."""
     with launched("--jax", "--own-devices", "4") as run:

@@ -1,0 +1,254 @@
+"""What the leader says to all followers, handed on over a tree of TCP connections.
+
+`leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
+send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
+twelve times the CPU (jaxserve/planner/README.md). A message is four bytes with its size, then
+itself. Whoever connects answers a challenge with the deployment's token. Nobody is asked again and
+nobody reconnects: who is gone is missed on its stream. Knows nothing of what messages mean.
+"""
+
+import contextlib
+import hmac
+import logging
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from jaxserve.fleet.addresses import is_loopback, split_address
+
+logger = logging.getLogger(__name__)
+
+HOSTS_EACH = 8
+"""To so many other hosts one process hands on."""
+LOOK_SECONDS = 0.5
+"""How often a subscriber to whom nothing comes looks at the time."""
+_HELLO_SECONDS = 10.0
+_CHALLENGE_BYTES = _ANSWER_BYTES = 32
+_SIZE_BYTES = 4
+_READ_BYTES = 1 << 18
+
+
+def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
+    """Which follower hands on to the next one that joins; None: the leader itself.
+
+    The first process of a host gets everything, and hands it on to the others there. The hosts are
+    a tree below the leader's, each with at most `HOSTS_EACH` below it, so that no process has more
+    to send when there are more of them.
+
+    Args:
+      host: of the one that joins.
+      leader: its host.
+      followers: hosts of those that have joined, in that order.
+    """
+    if host == leader:
+        return None
+    if host in followers:
+        return followers.index(host)
+    hosts = [each for each in dict.fromkeys(followers) if each != leader]
+    above = len(hosts) // HOSTS_EACH
+    return followers.index(hosts[above - 1]) if above else None
+
+
+def everywhere(towards: str) -> str:
+    """Where to listen for whoever reaches that host, too: loopback alone if that is loopback."""
+    return "127.0.0.1" if is_loopback(towards) else "[::]"
+
+
+class Broadcaster:
+    """The sending end, for all that are below this process.
+
+    Args:
+      token: the secret that they must know.
+    """
+
+    def __init__(self, token: str):
+        self._token = token.encode()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener: socket.socket | None = None
+        self._waiting: dict[socket.socket, deque[memoryview]] = {}
+        """Of each connection what its buffer has no room for."""
+
+    def listen(self, host: str) -> int:
+        """Takes subscribers from now on; returns the port.
+
+        Raises:
+          OSError: the host is none of this machine's.
+        """
+        self._listener = _listening(host)
+        threading.Thread(target=self._accept, name="broadcast-accept", daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def send(self, message: bytes) -> None:
+        """Sends to all; waits for nobody."""
+        frame = _frame(message)
+        with self._lock:
+            for connection, waiting in self._waiting.items():
+                if waiting:
+                    waiting.append(frame)
+                elif rest := _send(connection, frame):
+                    waiting.append(rest)
+                    behind = connection, waiting
+                    threading.Thread(target=self._catch_up, args=behind, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connections = [*self._waiting]
+            self._waiting.clear()
+        if self._listener is not None:
+            _shut(self._listener)
+        for connection in connections:
+            _shut(connection)
+            connection.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with self._listener:
+            while not self._closed:
+                try:
+                    connection, (peer, *_) = self._listener.accept()
+                except OSError:  # of one connection, or all that there may be, or this is closed
+                    time.sleep(0.05)
+                    continue
+                hello = threading.Thread(target=self._admit, args=(connection, peer), daemon=True)
+                hello.start()
+
+    def _admit(self, connection: socket.socket, peer: str) -> None:
+        """Takes a subscriber that knows the token, and says so by an empty message."""
+        try:
+            connection.settimeout(_HELLO_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+            connection.sendall(challenge)
+            given = _read(connection, _ANSWER_BYTES)
+            if not hmac.compare_digest(given, _answer(self._token, challenge)):
+                raise OSError("wrong cluster token")
+            connection.setblocking(False)
+            with self._lock:
+                if self._closed:
+                    raise OSError("closed meanwhile")
+                _send(connection, _frame(b""))
+                self._waiting[connection] = deque()
+        except OSError as error:
+            logger.warning("refused a subscriber from %s: %s", peer, error)
+            connection.close()
+
+    def _catch_up(self, connection: socket.socket, waiting: deque[memoryview]) -> None:
+        """Sends what waits for room, until nothing does."""
+        room = select.poll()
+        room.register(connection, select.POLLOUT)
+        while True:
+            room.poll(LOOK_SECONDS * 1000)
+            with self._lock:
+                while not self._closed and waiting:
+                    if rest := _send(connection, waiting[0]):
+                        waiting[0] = rest
+                        break
+                    waiting.popleft()
+                if self._closed or not waiting:
+                    return
+
+
+class Subscription:
+    """The receiving end.
+
+    Args:
+      address: `host:port` of a `Broadcaster`.
+      token: as it has.
+      timeout: seconds to get there.
+
+    Raises:
+      OSError: nobody listens there, or it does not take this process.
+    """
+
+    def __init__(self, address: str, token: str, timeout: float):
+        host, port = split_address(address, "broadcaster")
+        self._socket = socket.create_connection((host.strip("[]"), port), timeout)
+        try:
+            challenge = _read(self._socket, _CHALLENGE_BYTES)
+            self._socket.sendall(_answer(token.encode(), challenge))
+            if any(_read(self._socket, _SIZE_BYTES)):
+                raise OSError("another protocol")
+            self._socket.settimeout(LOOK_SECONDS)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def messages(self) -> Iterator[bytes | None]:
+        """Messages in order, None where there was none for `LOOK_SECONDS`, until the connection
+        ends."""
+        buffer = bytearray()
+        with self._socket:
+            while True:
+                try:
+                    piece = self._socket.recv(_READ_BYTES)
+                except TimeoutError:
+                    yield None
+                    continue
+                except OSError:
+                    return
+                if not piece:
+                    return
+                buffer += piece
+                while (end := _end_of_first(buffer)) <= len(buffer):
+                    yield bytes(buffer[_SIZE_BYTES:end])
+                    del buffer[:end]
+
+    def close(self) -> None:
+        """Ends `messages`, from any thread."""
+        _shut(self._socket)
+
+
+def _listening(host: str) -> socket.socket:
+    """On a free port of an address of this host; `[::]` is all of them."""
+    bare, dual = host.strip("[]"), socket.has_dualstack_ipv6()
+    if bare == "::" and not dual:
+        bare = "0.0.0.0"
+    family = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0][0]
+    every = dual and bare == "::"
+    return socket.create_server((bare, 0), family=family, backlog=128, dualstack_ipv6=every)
+
+
+def _frame(message: bytes) -> memoryview:
+    return memoryview(len(message).to_bytes(_SIZE_BYTES) + message)
+
+
+def _end_of_first(buffer: bytearray) -> int:
+    """Where the first message ends, or would, if its size is not there yet."""
+    return _SIZE_BYTES + int.from_bytes(buffer[:_SIZE_BYTES].ljust(_SIZE_BYTES, b"\xff"))
+
+
+def _answer(token: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(token, challenge, "sha256")
+
+
+def _send(connection: socket.socket, frame: memoryview) -> memoryview:
+    """Returns what there was no room for; nothing where the connection has ended."""
+    try:
+        return frame[connection.send(frame) :]
+    except BlockingIOError:
+        return frame
+    except OSError:
+        return frame[len(frame) :]
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise OSError("closed the connection")
+        data += piece
+    return data
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection for whoever waits in it."""
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)

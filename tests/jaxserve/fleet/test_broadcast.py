@@ -1,0 +1,135 @@
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
+
+TOKEN = "a secret"
+
+
+@contextlib.contextmanager
+def broadcaster(host: str = "127.0.0.1") -> Iterator[tuple[Broadcaster, str]]:
+    sender = Broadcaster(TOKEN)
+    port = sender.listen(host)
+    try:
+        yield sender, f"127.0.0.1:{port}"
+    finally:
+        sender.close()
+
+
+def _first(received: Iterator[bytes | None], count: int) -> list[bytes]:
+    found: list[bytes] = []
+    while len(found) < count:
+        message = next(received)
+        if message is not None:
+            found.append(message)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "followers", "expected"),
+    [
+        ("a", [], None),  # the leader's own
+        ("a", ["a", "b"], None),
+        ("b", ["a"], None),  # the first of another host
+        ("b", ["a", "b", "c"], 1),
+        ("c", ["a", "b", "c", "b", "c"], 2),
+        ("x", ["b", "c", "d", "e", "f", "g", "h"], None),  # the eighth of other hosts
+        ("x", ["a", "b", "c", "d", "e", "f", "g", "h", "b", "i"], 1),  # the ninth is below b
+        ("x", [*"bcdefghijklmnopq"], 1),  # the seventeenth is below c
+    ],
+)
+def test_parents(host: str, followers: list[str], expected: int | None) -> None:
+    assert parent_of(host, "a", followers) == expected
+
+
+def test_nobody_hands_on_to_more_hosts_than_a_few_however_many_there_are() -> None:
+    hosts = [f"host{number}" for number in range(1, 400)]
+    parents = [parent_of(host, "host0", hosts[:at]) for at, host in enumerate(hosts)]
+    assert parents[:9] == [None] * 8 + [0]
+    assert all(parent is None or parent < at for at, parent in enumerate(parents))
+    assert max(parents.count(parent) for parent in set(parents)) == HOSTS_EACH == 8
+
+    def depth(at: int | None) -> int:
+        return 0 if at is None else 1 + depth(parents[at])
+
+    assert max(map(depth, range(399))) == 3
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::]", "localhost", "0.0.0.0"])
+def test_all_get_all_messages_in_order(host: str) -> None:
+    messages = [bytes([number]) * 1000 * number for number in range(100)]
+    with broadcaster(host) as (sender, address):
+        subscriptions = [Subscription(address, TOKEN, 5.0) for _ in range(3)]
+        for message in messages:
+            sender.send(message)
+        for subscription in subscriptions:
+            assert _first(subscription.messages(), 100) == messages
+
+
+def test_the_end_of_the_sender_is_the_end_of_the_messages() -> None:
+    with broadcaster() as (sender, address):
+        subscription = Subscription(address, TOKEN, 5.0)
+        sender.send(b"last")
+        sender.close()
+        assert list(subscription.messages()) == [b"last"]
+
+
+def test_silence_is_said_and_a_subscription_can_be_closed_from_elsewhere() -> None:
+    with broadcaster() as (_, address):
+        subscription = Subscription(address, TOKEN, 5.0)
+        messages = subscription.messages()
+        started = time.monotonic()
+        assert next(messages) is None
+        assert 0.4 < time.monotonic() - started < 5
+        threading.Timer(0.1, subscription.close).start()
+        assert [message for message in messages if message is not None] == []
+
+
+def test_strangers_get_nothing() -> None:
+    with broadcaster() as (sender, address):
+        with pytest.raises(OSError, match="closed the connection"):
+            Subscription(address, "guess", 5.0)
+        known = Subscription(address, TOKEN, 5.0)
+        sender.send(b"x")
+        assert _first(known.messages(), 1) == [b"x"]
+        known.close()
+
+
+def test_nobody_there_is_an_error() -> None:
+    with broadcaster() as (sender, address):
+        sender.close()
+        with pytest.raises(OSError, match="refused"):
+            Subscription(address, TOKEN, 5.0)
+
+
+def test_who_does_not_read_delays_nobody_and_gets_everything_later() -> None:
+    """64 MB, more than the buffers of a connection hold."""
+    messages = [bytes([number]) * (1 << 20) for number in range(64)]
+    with broadcaster() as (sender, address):
+        slow, quick = (Subscription(address, TOKEN, 5.0) for _ in range(2))
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda: found.extend(_first(quick.messages(), 65)))
+        reader.start()
+        for message in messages:
+            sender.send(message)
+        sender.send(b"after")
+        reader.join(60.0)
+        assert found == [*messages, b"after"]
+        received = slow.messages()
+        assert _first(received, 65) == [*messages, b"after"]
+        sender.send(b"again")
+        assert _first(received, 1) == [b"again"]
+
+
+def test_who_is_gone_is_left_out() -> None:
+    with broadcaster() as (sender, address):
+        gone, here = (Subscription(address, TOKEN, 5.0) for _ in range(2))
+        list(zip(range(1), gone.messages(), strict=False))
+        gone.close()
+        for number in range(100):
+            sender.send(bytes([number]) * 100_000)
+        assert _first(here.messages(), 100)[-1] == bytes([99]) * 100_000
