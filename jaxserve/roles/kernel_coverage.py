@@ -47,8 +47,9 @@ def kernel_gaps(
     impossible: list[str] = []
     for role, kind in device_kinds.items():
         target = target_of(platform_of(kind), kind)
-        with use_target(target):  # what layers share of a batch is the kernels'
+        with use_target(target), collect_fallbacks() as found:  # what layers share is the kernels'
             programs = list(_programs(config, deployment, role))
+        slow += [f"{role}: {fallback}" for fallback in found]
         for program in programs:
             arguments = [
                 jax.ShapeDtypeStruct(

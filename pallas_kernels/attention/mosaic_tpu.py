@@ -176,7 +176,7 @@ def _check_format(pages: Array, target: Target) -> None:
         )
     if page_size < LEAST_PAGE:
         size = pages.dtype.itemsize * math.prod(pages.shape[1:])
-        cost = f"starts {128 / page_size:g} times the copies of pages of 128, {size} bytes each"
+        cost = f"starts {128 / page_size:.2g} times the copies of pages of 128, {size} bytes each"
         reason = f"pages of {page_size} tokens"
         fall_back(SlowKernel("paged_attention", target.device_kind, reason, cost))
 

@@ -2,10 +2,14 @@
 
 import pytest
 
+from jaxserve import serve
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS, device_kind
+from jaxserve.engine.build import build_engine
 from jaxserve.roles.kernel_coverage import kernel_gaps
+from pallas_kernels import coverage
+from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts
 
 
@@ -44,3 +48,35 @@ def test_a_tpu_refuses_pages_that_are_too_short(tiny_model):
         "attention: pages of 8 tokens, float32, width 32: on a TPU use a page_size that is a "
         "multiple of 128 (and 128 or 256 for speed)"
     ]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_check_says_it_and_refuses_where_that_is_wanted(strict, capsys, caplog):
+    sizes = ["cache.page_size=48", "scheduler.page_buckets=[64,854]", "attention.hardware=h200"]
+    overrides = [*sizes, f"strict_kernels={str(strict).lower()}"]
+    arguments = [word for one in overrides for word in ("--set", one)]
+    config = str(CONFIGS / "qwen3-30b-a3b.yaml")
+    assert serve.main(["--config", config, "--check", *arguments]) == int(strict)
+    output, error = capsys.readouterr()
+    said = "attention: paged_attention: no kernel on NVIDIA H200 for page_size 48"
+    assert f"kernels (attention on NVIDIA H200): \n  {said}" in output
+    assert error.startswith(f"jaxserve: {said}") if strict else not error
+    assert not caplog.messages  # said once, where it was asked for
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_worker_says_it_once_and_refuses_where_that_is_wanted(
+    tiny_model, strict, caplog, monkeypatch
+):
+    """As on a GPU that has no kernels: plain XLA runs there as it does here."""
+    monkeypatch.setattr(coverage, "_said", set())
+    monkeypatch.setattr(coverage, "_refused", False)
+    deployment = layouts.deployment(tiny_model, {"strict_kernels": strict})
+    said = "paged_attention: no kernel on NVIDIA A100 for this device"
+    with use_target(Target("reference", "NVIDIA A100")):
+        if strict:
+            with pytest.raises(NotImplementedError, match=said):
+                build_engine(deployment)
+            return
+        build_engine(deployment).close()
+    assert sum(text.startswith(said) for text in caplog.messages) == 1
