@@ -56,6 +56,8 @@ class Warpgroup:
     """Bits of copies to global memory that nobody waited for."""
     waits: dict[tuple[int, int], int] = field(default_factory=dict)
     """How often it has waited, by barrier."""
+    loads: bool = False
+    """Whether some of its threads may still be about to load what the others have."""
 
     @property
     def now(self) -> int:
@@ -66,6 +68,7 @@ class Warpgroup:
 
     def fence(self) -> None:
         self.knows.fenced = np.maximum(self.knows.fenced, self.knows.seen)
+        self.loads = False  # its threads have met
         self.tick()
 
     def finish(self, running: list[int], left: int) -> None:
@@ -150,6 +153,7 @@ class Buffer:
         """Loads of threads."""
         self._check_writes(who, at, "a load")
         self._read[who.index, at] = who.now
+        who.loads = True
 
     def read_beside(self, who: Warpgroup, at: np.ndarray, bit: int, what: str) -> None:
         """TMA or wgmma reads until `bit` is done."""

@@ -6,7 +6,8 @@ runs beside the code that started it; so kernels are interpreted as variants. Th
 kernel of the real target, runs its warpgroups in turns, and checks every access to shared memory
 (`hopper_memory.py`): a wait, a fence or a meeting too few raises `Unordered`, whatever the turns.
 The blocks of a cluster run beside each other, and may write into each other's memory.
-What it does not see: registers, the threads within a warpgroup, and what the compiler makes of it.
+What it does not see: registers, the threads within a warpgroup (but for those that load before
+one arrives for all, at the barriers of a cluster), and what the compiler makes of it.
 """
 
 import functools
@@ -47,7 +48,8 @@ def replay(function: Callable[..., Any], *arguments: Any) -> Any:
         traced, shape = jax.make_jaxpr(functools.partial(function), return_shape=True)(*arguments)
     flat = [np.asarray(array) for array in jax.tree.leaves(arguments)]
     with np.errstate(all="ignore"):
-        results = _finish(_run(traced.jaxpr, traced.consts, flat, _Outside()))
+        consts = [np.asarray(array) for array in traced.consts]
+        results = _finish(_run(traced.jaxpr, consts, flat, _Outside()))
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
@@ -244,6 +246,8 @@ class _Inside:
     def barrier_arrive(self, eqn: Any, barriers: Barriers, *leaves: Any) -> list[Any]:
         assert not eqn.params.get("has_user_predicate"), "unknown: a predicate"
         index = _barrier(barriers, eqn.params["transforms_treedef"].unflatten(leaves))
+        if barriers.of_cluster and self.me.loads:  # one thread arrives for all of them
+            raise Unordered(f"warpgroup {self.me.index} arrives while its threads may still load")
         for one in self.everywhere(barriers) if barriers.of_cluster else [barriers]:
             one.arrive(index, self.me.knows)
         if barriers.of_cluster:

@@ -44,7 +44,7 @@ def run(case):
     [
         (PLAIN._replace(window=70), [(260, 1), PADDING, (70, 1)]),
         (PLAIN._replace(kv_heads=2, cache="fp8"), [(260, 1), (70, 1)]),
-        (WIDE, [(260, 1)]),
+        (WIDE, [(200, 1), (70, 1)]),
         (WIDE._replace(cache="int8"), [(70, 1)]),
         (EIGHT_BITS_WIDE, [(140, 1)]),
         (EIGHT_BITS._replace(head_dim=128, v_width=64, shared=True), [(200, 1)]),

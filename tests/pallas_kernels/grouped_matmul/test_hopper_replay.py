@@ -12,6 +12,7 @@ from pallas_kernels.grouped_matmul import (
     mosaic_gpu,
     mosaic_gpu_kernel,
     mosaic_gpu_rows_first,
+    mosaic_gpu_walk,
     mosaic_gpu_weights_first,
 )
 from pallas_kernels.quantize import quantize_weight
@@ -42,7 +43,7 @@ def _small(monkeypatch):
     )
 
 
-def call(format, row_format=None, tiles=None):
+def call(format, row_format=None, tiles=None, *, sizes=(8, 13), zero_padding=True):
     """Two groups, of 8 and 13 rows, and three rows of none."""
     rng = np.random.default_rng(0)
     weights = [
@@ -52,10 +53,11 @@ def call(format, row_format=None, tiles=None):
     if format != "bf16":
         weights = [quantize_weight(array, format) for array in weights]
     rows = jnp.asarray(rng.normal(size=(24, D_MODEL)), jnp.bfloat16)
-    sizes = jnp.asarray([8, 13], jnp.int32)
+    sizes = jnp.asarray(sizes, jnp.int32)
+    options = {"row_format": row_format, "tiles": tiles, "zero_padding": zero_padding}
 
     def product(rows, *weights):
-        return grouped_swiglu(rows, *weights, sizes, row_format=row_format, tiles=tiles)
+        return grouped_swiglu(rows, *weights, sizes, **options)
 
     return product, (rows, *weights)
 
@@ -87,6 +89,18 @@ def reference(format, row_format=None):
     product, arguments = call(format, row_format)
     with use_target(Target("reference", "cpu")):
         return np.asarray(jax.jit(product)(*arguments), np.float32)
+
+
+def test_where_no_group_has_rows_no_tile_is_read_but_the_first(monkeypatch):
+    """The list of tiles is empty; who loads ahead looks at it before the first step."""
+    rows_come_first(monkeypatch)
+    product, arguments = call("fp8_block", "fp8", sizes=(0, 0), zero_padding=False)
+    replay(product, *arguments)
+    clamped = "jnp.minimum(row_tile, total - 1)"
+    changed = mutated(mosaic_gpu_walk._tile_at, (f"jnp.maximum({clamped}, 0)", clamped))
+    monkeypatch.setattr(mosaic_gpu_walk, "_tile_at", changed)
+    with pytest.raises(AssertionError, match="index -1 of"):
+        replay(product, *arguments)
 
 
 @pytest.fixture
@@ -157,6 +171,16 @@ def test_an_order_of_blocks_that_is_taken_for_granted(module, function, changes,
     product, arguments = call("bf16", tiles={"cluster": 2})
     with pytest.raises(Unordered, match=said):
         replay(product, *arguments)
+
+
+@pytest.mark.usefixtures("clusters")
+def test_one_thread_arrives_for_those_that_have_loaded(monkeypatch):
+    """Scales of rows, as rows come first."""
+    rows_come_first(monkeypatch)
+    changed = mutated(mosaic_gpu_walk.release, ("plgpu.commit_smem()", "pass"))
+    monkeypatch.setattr(mosaic_gpu_rows_first, "release", changed)
+    with pytest.raises(Unordered, match="arrives while its threads may still load"):
+        replayed("fp8_block", "fp8", {"cluster": 2})
 
 
 COMMIT, WAIT = "plgpu.commit_smem()", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)"

@@ -16,11 +16,12 @@ from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import use_target
 
 PAGE_SIZE, POOL = 8, 6
-TABLE = np.asarray([[4, 1, POOL], [0, 5, 2]], np.int32)
-SEQUENCES = np.asarray([0, 1, 1, 0, 1, 0, 2, 1], np.int32)
-POSITIONS = np.asarray([3, 9, 10, 20, -1, 24, 1, 23], np.int32)
-PLACES = {0: (4, 3), 1: (5, 1), 2: (5, 2), 7: (2, 7)}
-"""Page and row of each token: of the others the page, the position or the sequence is outside."""
+TABLE = np.asarray([[4, 1, POOL, -1], [0, 5, 2, 3]], np.int32)
+SEQUENCES = np.asarray([0, 1, -1, 0, 1, 1, 2, 0], np.int32)
+POSITIONS = np.asarray([3, 23, 10, 20, -1, 32, 1, 28], np.int32)
+PLACES = {0: (4, 3), 1: (2, 7)}
+"""Page and row of each token: of the others the sequence, page, position, position, sequence or
+page is outside, on either side. The nearest place that there is, is another page's."""
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 

@@ -59,7 +59,17 @@ def test_what_ships_of_latents_gives_what_it_should(cache, sizes):
     run_and_check_latents(cache, **sizes)
 
 
-@pytest.mark.parametrize("old", ["(place >= 0) & ", " & (sequence < sequences)"])
+@pytest.mark.parametrize(
+    "old",
+    [
+        "(place >= 0) & ",
+        " & (column < columns)",
+        " & (sequence >= 0)",
+        " & (sequence < sequences)",
+        "(page >= 0) & ",
+        " & (page < pool)",
+    ],
+)
 @pytest.mark.parametrize("module", [mosaic_gpu, mosaic_gpu_latents])
 def test_a_place_that_is_not_checked(old, module, monkeypatch):
     """The suites notice what is then written."""

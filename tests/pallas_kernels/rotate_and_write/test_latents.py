@@ -29,7 +29,7 @@ NAMES = ("pages", "down", "cosine", "sine", "page_table")
         ("pages", lambda x: (x[0], x[1][1:]), r"pages\[1\] has shape \(5, 1, 8\), needs \(6, 1"),
         ("pages", lambda x: (x[0][..., 1:], x[1]), r"pages\[0\] has shape .*191\), needs .*192\)"),
         ("pages", lambda x: (x[0], x[1].astype(jnp.bfloat16)), "scales are bfloat16"),
-        ("page_table", lambda x: x.astype(jnp.float32), r"page_table is float32\(2, 3\)"),
+        ("page_table", lambda x: x.astype(jnp.float32), r"page_table is float32\(2, 4\)"),
     ],
 )
 def test_bad_calls(name, change, message):

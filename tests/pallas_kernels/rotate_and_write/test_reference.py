@@ -29,7 +29,7 @@ NAMES = ("pages", "query", "key", "value", "cosine", "sine", "page_table")
         (
             "page_table",
             lambda x: x.astype(jnp.float32),
-            r"page_table is float32\(2, 3\), needs int32",
+            r"page_table is float32\(2, 4\), needs int32",
         ),
         ("query_norm", lambda x: x[:4], r"query_norm is bfloat16\(4,\), needs bfloat16\(128,\)"),
     ],
