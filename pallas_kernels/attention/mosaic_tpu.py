@@ -51,7 +51,7 @@ LEAST_PAGE = 64
 
 Places = tuple[Array, ...]
 """Where the tokens of a batch read, the same for every layer of a window: the fields of `Items`,
-and how many there are."""
+how many there are, and how many padding tokens."""
 
 SMEM_BYTES = 768 * 2**10
 """What the page table and the items may take of the scalar memory of 1 MiB."""
@@ -148,13 +148,11 @@ def paged_attention(
         _check_memory(plan, grouped, stored, scales)
     call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
     output, *lse = call(*items, grouped, *stored, *scales)
-    # What the kernel does not write may hold anything.
-    real = (position >= 0)[:, None, None]
     each = q_heads // kv_heads
-    output = jnp.where(real[..., None], output[:, :, :each], 0).reshape(tokens, q_heads, v_width)
+    output = output[:, :, :each].reshape(tokens, q_heads, v_width)
     if not with_lse:
         return output, None
-    return output, jnp.where(real, lse[0][:, :, :each], -jnp.inf).reshape(tokens, q_heads)
+    return output, lse[0][:, :, :each].reshape(tokens, q_heads)
 
 
 def _check_format(pages: Array, target: Target) -> None:
@@ -298,6 +296,7 @@ def _items(
         start * page_size,
         pages,
         items.total,
+        jnp.sum(position < 0, dtype=jnp.int32)[None],
     )
 
 
@@ -310,7 +309,7 @@ def _call(
     with_lse: bool,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """The kernel, as a function of items, total, table, queries, pages and the scales there are."""
+    """The kernel, as a function of places, table, queries, pages and the scales there are."""
     heads, group, block = plan.kv_heads, plan.group, plan.block
     tiles, rows = plan.item_tokens // plan.tile, plan.tile * group
     scaled = [array is not None for array in scales]
@@ -333,7 +332,7 @@ def _call(
     def kernel(*refs: Any) -> None:
         at = iter(refs)
         items = Items(*(next(at) for _ in Items._fields))
-        total, table, query_ref = next(at), next(at), next(at)
+        total, padding, table, query_ref = (next(at) for _ in range(4))
         page_refs = [next(at) for _ in pages]
         scale_refs = [next(at) if has else None for has in scaled]
         outputs = [next(at) for _ in out_shapes]
@@ -350,6 +349,7 @@ def _call(
             plan,
             items,
             total,
+            padding,
             table,
             Copied(query_ref, query_buffer),
             pools,
@@ -364,7 +364,7 @@ def _call(
         kernel,
         name="paged_attention",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(Items._fields) + 2,
+            num_scalar_prefetch=len(Items._fields) + 3,
             grid=(1,),
             in_specs=[anywhere] * arguments,
             out_specs=[anywhere] * len(out_shapes),

@@ -75,6 +75,7 @@ class Items(NamedTuple):
     """The fields of every work item, in scalar memory."""
 
     first: Any
+    """Its first token; after the items, the padding tokens."""
     count: Any
     length: Any
     """Number of positions that the last token sees."""

@@ -64,6 +64,7 @@ class Kernel:
         plan: Sizes,
         items: Items,
         total: Any,
+        padding: Any,
         table: Any,
         queries: Copied,
         pools: list[Pool],
@@ -74,7 +75,7 @@ class Kernel:
         written: Any,
     ):
         self.fetcher = Fetcher(plan, items, total, table, queries, pools, arrived, query_arrived)
-        self.plan, self.items, self.total = plan, items, total
+        self.plan, self.items, self.total, self.padding = plan, items, total, padding
         self.queries, self.pools, self.outputs, self.state = queries, pools, outputs, state
         self.written = written
         # The pools that make a key, with the columns of a query that meet them.
@@ -88,6 +89,7 @@ class Kernel:
         producer = self.fetcher.first()
         for _ in range(AHEAD):
             producer = self.fetcher.fetch(producer)
+        pl.when(self.padding[0] > 0)(self.write_padding)
         lax.fori_loop(0, self.total[0], self.attend, (jnp.int32(0), producer))
         for before in (2, 1):
             pl.when(self.total[0] >= before)(
@@ -300,6 +302,27 @@ class Kernel:
         return (place <= last) & (place > first - self.plan.window)
 
     # Writing
+
+    def write_padding(self) -> None:
+        """Results of padding tokens: zeros, and -inf."""
+        for output, nothing in zip(self.outputs, (0.0, -jnp.inf), strict=False):
+            place = output.buffer.at[0, 0]
+            place[...] = jnp.full(place.shape, nothing, place.dtype)
+
+        def each(do: Callable[[Any], None]) -> None:
+            def token(number: Any, carry: None) -> None:
+                for output in self.outputs:
+                    where = self.items.first[self.total[0] + number]
+                    do(
+                        pltpu.make_async_copy(
+                            output.buffer.at[0, 0], output.outside.at[where], self.written.at[0]
+                        )
+                    )
+
+            lax.fori_loop(0, self.padding[0], token, None)
+
+        each(lambda copy: copy.start())
+        each(lambda copy: copy.wait())
 
     def write(self, item: Any) -> None:
         """Divides by the totals, and starts the copies of an item's results."""

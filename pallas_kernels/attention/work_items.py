@@ -21,7 +21,7 @@ class WorkItems(NamedTuple):
     """
 
     first: Int32[Array, " tokens"]
-    """Index in the batch of the item's first token."""
+    """Index in the batch of the item's first token; from `total` on, of the padding tokens."""
     count: Int32[Array, " tokens"]  # type: ignore[assignment]  # hides a method of tuples
     """Tokens of the item; 0 from `total` on."""
     sequence: Int32[Array, " tokens"]
@@ -31,7 +31,7 @@ class WorkItems(NamedTuple):
     stride: Int32[Array, " tokens"]
     """Difference between the positions of consecutive tokens: 1 or 0."""
     total: Int32[Array, "1"]
-    """Number of items; the entries after them are empty."""
+    """Number of items; the entries after them are empty, but for `first`."""
 
 
 def work_items(
@@ -60,9 +60,8 @@ def work_items(
         count = real.astype(jnp.int32)
         columns = (1 - count, token, count, jnp.where(real, sequence, 0), (position + 1) * count)
         _, first, count, sequence, kv_length = jax.lax.sort(columns, num_keys=1, is_stable=True)
-        return WorkItems(
-            first * count, count, sequence, kv_length, jnp.ones_like(count), jnp.sum(count)[None]
-        )
+        total = jnp.sum(count)[None]
+        return WorkItems(first, count, sequence, kv_length, jnp.ones_like(count), total)
     # Step 1: the difference to the previous token's position; -1 where the two cannot share an
     # item (another sequence, padding, or a gap).
     related = real[1:] & real[:-1] & (sequence[1:] == sequence[:-1])
@@ -75,12 +74,13 @@ def work_items(
     run_start = jnp.maximum.accumulate(jnp.where(continues, 0, token))
     starts = real & ((token - run_start) % largest == 0)
 
-    # Step 3: number the items and collect their fields. Padding is scattered past the end, where
-    # it is dropped.
+    # Step 3: number the items and collect their fields. What is scattered past the end is dropped.
     item_of_token = jnp.cumsum(starts, dtype=jnp.int32) - 1
     total = item_of_token[-1:] + 1
     place = jnp.where(real, item_of_token, tokens)
-    first = jnp.zeros(tokens, jnp.int32).at[jnp.where(starts, place, tokens)].set(token)
+    after = total + jnp.cumsum(~real, dtype=jnp.int32) - 1
+    first_place = jnp.where(real, jnp.where(starts, place, tokens), after)
+    first = jnp.zeros(tokens, jnp.int32).at[first_place].set(token)
     count = jnp.zeros(tokens, jnp.int32).at[place].add(1)
     last = jnp.clip(first + count - 1, 0, tokens - 1)
     exists = count > 0

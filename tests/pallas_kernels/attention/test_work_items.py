@@ -43,6 +43,8 @@ def run(sequence_of_token, position, largest):
     total = int(items.total[0])
     fields = np.asarray(items[:5])
     assert not fields[1, total:].any()
+    padding = [token for token, place in enumerate(position) if place < 0]
+    assert fields[0, total : total + len(padding)].tolist() == padding
     return [tuple(map(int, column)) for column in fields[:, :total].T]
 
 
