@@ -2,8 +2,8 @@
 
 Called by attention layers between their projections and `paged_attention`. Only Hopper GPUs have a
 kernel (`mosaic_gpu.py`): there, what takes time in a decode step is that kernels start one after
-the other. On TPUs, as elsewhere, XLA fuses the norms and the rotation into the projections, and
-`write_rows` writes.
+the other. On TPUs, as elsewhere, XLA fuses the norms and the rotation, of queries in the form of
+`rotate_tpu.py`, and `write_rows` writes.
 """
 
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pallas_kernels.attention.api import write_rows
 from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.norm_quantize.reference import rms_norm
 from pallas_kernels.quantize import EIGHT_BITS
-from pallas_kernels.rotate_and_write import reference
+from pallas_kernels.rotate_and_write import reference, rotate_tpu
+from pallas_kernels.target import current_target
 from pallas_kernels.transforms import run_op
 
 OP = "rotate_and_write"
@@ -85,8 +87,7 @@ def rotate_and_write(
                 pages, heads, turn, where, norms, epsilon=epsilon, target=target
             )
         query, key = (
-            reference.rotated(x, norm, epsilon, *turn)
-            for x, norm in zip(heads[:2], norms, strict=True)
+            _rotated(x, norm, epsilon, turn) for x, norm in zip(heads[:2], norms, strict=True)
         )
         kept = [reference.kept(new, pages[0]) for new in (key, heads[2])]
         rows = [values for values, _ in kept]
@@ -98,6 +99,12 @@ def rotate_and_write(
         OP, compute, pages, (query, key, value), (cosine, sine), wheres, norms
     )
     return queries, written
+
+
+def _rotated(x: Array, norm: Array | None, epsilon: float, turn: tuple[Array, Array]) -> Array:
+    if current_target().backend != "mosaic_tpu" or not rotate_tpu.covers(x):
+        return reference.rotated(x, norm, epsilon, *turn)
+    return rotate_tpu.rotate(x if norm is None else rms_norm(x, norm, epsilon), *turn)
 
 
 def _gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
