@@ -34,7 +34,10 @@ GROUPED = (
     *(f"step3_2a2f {form} {tokens}" for form in ("bf16", "fp8") for tokens in (512, 16384)),
     *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 16384)),
 )
-TPU = ("step3 bf16", "step3 int8", "step3 fp8")
+TPU = (
+    *(f"step3 {form}" for form in FORMATS),
+    *(f"step3_2a2f {form}" for form in FORMATS),
+)
 PLATFORMS = ("v6e", "v7x")
 H200 = Target("mosaic_gpu", "NVIDIA H200")
 
@@ -173,29 +176,39 @@ def _kernel(
 
 
 def count_tpu(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The cases of attention of these names, for cores of TPUs."""
+    """The cases of these names, for cores of TPUs."""
     for platform in PLATFORMS:
-        about = aot.GENERATIONS[platform]
-        for case in aot.cases("attention", platform):
-            if case.loop is None or case.name not in names:
-                continue
-            floor = bundles.measure("attention", case.name, case.loop, platform)
-            loop = case.loop
-            yield {
-                "jax": jax.__version__,
-                "platform": platform,
-                "op": "attention",
-                "case": case.name,
-                "units": _units(case),
-                "bundles": floor.bundles,
-                "bytes": loop.bytes_per_unit,
-                "copies": loop.copies / loop.units,
-                "hertz": about.hertz,
-                "bandwidth": about.memory_bandwidth,
-            }
+        for op in bundles.OPS:
+            for case in aot.cases(op, platform):
+                if case.loop is not None and case.name in names:
+                    yield _count_tpu(op, case, case.loop, platform)
 
 
-def _units(case: aot.Case) -> int:
-    """KV tokens of the batch."""
+def _count_tpu(op: str, case: aot.Case, loop: aot.Loop, platform: str) -> dict[str, Any]:
+    """Of the experts only gate and up, whose loop is the one that is looked into."""
+    about = aot.GENERATIONS[platform]
+    of_experts = op == "grouped_matmul"
+    return {
+        "jax": jax.__version__,
+        "platform": platform,
+        "op": op,
+        "case": case.name + ": gate and up" * of_experts,
+        "units": _columns(case) if of_experts else _kv_tokens(case),
+        "bundles": bundles.measure(op, case.name, loop, platform).bundles,
+        "bytes": loop.bytes_per_unit,
+        "copies": loop.copies / loop.units,
+        "hertz": about.hertz,
+        "bandwidth": about.memory_bandwidth,
+    }
+
+
+def _kv_tokens(case: aot.Case) -> int:
+    """Of the batch."""
     pages = max(jax.tree.leaves(case.arguments), key=lambda array: array.size)
     return int(pages.shape[0] * pages.shape[2])
+
+
+def _columns(case: aot.Case) -> int:
+    """Of all experts' gates, each with the column of up beside it."""
+    groups, d_ff, _ = case.arguments[1].shape
+    return int(groups * d_ff)
