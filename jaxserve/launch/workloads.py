@@ -69,9 +69,9 @@ def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     """The argument by which each process that is started runs one for every GPU that it has, in a
     runtime with both roles: the host time of a layer grows with the devices of a process
     (jaxserve/README.md, Measured)."""
-    on_gpus = work.hardware is not None and work.hardware.platform == "gpu"
+    alone = work.hardware is not None and work.hardware.process_devices == 1
     all_roles = work.role in ("", "decode", "prefill")
-    if not (on_gpus and all_roles and work.devices > 1):
+    if not (alone and all_roles and work.devices > 1):
         return []
     if deployment_of(deployment, work.role).mode != "afd":
         return []

@@ -120,8 +120,12 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     host_seconds: float = 3e-6
     """Of the host, for a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
     host_device_seconds: float = 10e-6
-    """And for each device of the role on a host: a call and a message with its answer take 36 and
-    44 µs with eight devices (the same table, CPU devices)."""
+    """And for each device of the process: a call and a message with its answer take 36 and 44 µs
+    with eight devices (the same table, CPU devices)."""
+    plan_seconds: float = 140e-6
+    """Of the process that leads others, for a step's plan of 2,048 sequences."""
+    plan_below_seconds: float = 14e-6
+    """And for each process or host that it sends it to (`python -m jaxserve.bench plans`)."""
     imbalance: float = 0.0
     """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
     are equally popular, which is what a perfect placement leaves."""

@@ -6,6 +6,7 @@ work for one layer on one role: launches, bytes, what its kernels take beyond th
 collectives, one after the other, but for the kernels that the program's schedule has beside one.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -210,7 +211,8 @@ def _mean(counts: Counts, seconds: dict[str, float], *, ffn: bool) -> float:
 def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
     """Seconds that a lane's layer takes of the busiest process's thread that enqueues, by what it
     does: a call of a program, its launches, a message with its answer, and the plans to the other
-    processes, which the first of attention's sends.
+    processes of its host and to other hosts, which the first of attention's sends and the first of
+    each host hands on.
 
     The calling thread launches a single device's kernels; of several each has a thread (XLA's
     `PjRtStreamExecutorLoadedExecutable::Execute`), taken to be as fast side by side.
@@ -222,7 +224,9 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
     call = assumed("host.call") + (own - 1) * assumed("host.call_device")
     argument = assumed("host.argument") + (own - 1) * assumed("host.argument_device")
     message = assumed("host.message") + (own - 1) * assumed("host.message_device")
-    others = sum(counts.devices.values()) / own - 1
+    devices, of_host = sum(counts.devices.values()), assumed("h200.host_devices")
+    here = math.ceil(min(devices, of_host) / own) - 1
+    hosts = min(math.ceil(devices / of_host) - 1, assumed("host.hosts_each"))
     found = []
     for ffn in (False, True):
         of_programs = {
@@ -235,8 +239,9 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
         }
         parts = {name: _mean(counts, each, ffn=ffn) for name, each in of_programs.items()}
         parts |= {"message": message, "driver": assumed("host.python")}
-        if not ffn:
-            parts["plans"] = others * assumed("host.follower") / counts.layers
+        if below := (here if hosts else 0) if ffn else here + hosts:
+            plan = assumed("host.plan") + below * assumed("host.plan_below")
+            parts["plans"] = plan / counts.layers
         found.append(parts)
     return max(found, key=lambda parts: sum(parts.values()))
 

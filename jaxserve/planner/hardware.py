@@ -68,6 +68,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return "gpu" if self.device_kinds else self.name
 
     @property
+    def process_devices(self) -> int:
+        """Devices of a process of a runtime with both roles, as `python -m jaxserve.launch` starts
+        it: of several on GPUs each has a process of its own, since the host time of a layer grows
+        with them."""
+        return 1 if self.platform == "gpu" else self.devices_per_host
+
+    @property
     def pads(self) -> bool:
         """Whether a stage takes the time of its bucket, however little is in it: there are no
         kernels for CPUs."""

@@ -103,7 +103,14 @@ def _number(text: str) -> float | None:
         return None
 
 
-PAPER = Assumptions(overlap=1.0, broadcast=True, host_seconds=0.0, host_device_seconds=0.0)
+PAPER = Assumptions(
+    overlap=1.0,
+    broadcast=True,
+    host_seconds=0.0,
+    host_device_seconds=0.0,
+    plan_seconds=0.0,
+    plan_below_seconds=0.0,
+)
 """How Step-3's own system moves rows (§7.1)."""
 
 PUBLISHED = msgspec.structs.replace(PAPER, overlapped=True, whole_dense=True, replicas=True)
@@ -153,6 +160,8 @@ _RANGES = {
     "hop_seconds": (0.0, 1.0),
     "host_seconds": (0.0, 1.0),
     "host_device_seconds": (0.0, 1.0),
+    "plan_seconds": (0.0, 1.0),
+    "plan_below_seconds": (0.0, 1.0),
     "imbalance": (0.0, 100.0),
     "overlap": (0.0, 1.0),
     "reserve": (0.0, 0.9),

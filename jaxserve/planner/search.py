@@ -243,13 +243,14 @@ class Searcher:
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
 
     def host_seconds(self, layout: Layout) -> float:
-        """Of the busier role's hosts, for a layer and lane; 0 if colocated, where a step is one
+        """Of the busiest process, for a layer and lane; 0 if colocated, where a step is one
         program."""
         if layout.mode != "afd":
             return 0.0
         a, f = self._attention[layout.attention], self._ffn[layout.ffn]
+        leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
         return max(
-            self.calculator.host(a, layout.attention_devices),
+            self.calculator.host(a, layout.attention_devices) + leading,
             self.calculator.host(f, layout.ffn_devices),
         )
 

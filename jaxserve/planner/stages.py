@@ -37,6 +37,9 @@ from jaxserve.planner.kernels import (
 )
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
+HOSTS_EACH = 8
+"""As `fleet/broadcast.py` has it."""
+
 
 class StageTime(NamedTuple):
     """The time of a stage, and its largest component."""
@@ -218,9 +221,20 @@ class Calculator(NamedTuple):
         return float(self.measured.seconds("host", hardware.name, form, 0, terms, 0.0))
 
     def host(self, hardware: Hardware, devices: int) -> float:
-        """Seconds of a host for a layer and lane of a role with so many devices."""
-        local = min(devices, hardware.devices_per_host)
+        """Seconds of a process for a layer and lane of a role with so many devices."""
+        local = min(devices, hardware.process_devices)
         return self.assumed.host_seconds + local * self.assumed.host_device_seconds
+
+    def plans(self, hardware: Hardware, devices: int) -> float:
+        """More of it in the process that leads so many devices of all roles: a step's plan goes to
+        the others of its host and, once each, to a few other hosts (`fleet/broadcast.py`)."""
+        here = min(devices, hardware.devices_per_host)
+        hosts = math.ceil(devices / hardware.devices_per_host)
+        below = math.ceil(here / hardware.process_devices) - 1 + min(hosts - 1, HOSTS_EACH)
+        if below == 0:
+            return 0.0
+        step = self.assumed.plan_seconds + below * self.assumed.plan_below_seconds
+        return step / self.model.layers
 
     def cross(
         self, bandwidths: Sequence[float], rows: Sequence[float], row_bytes: float

@@ -19,6 +19,7 @@ class Assumption(NamedTuple):
 
 _DISSECTED = "arXiv 2402.13499 (microbenchmarks of H100)"
 _MEASURED = "CPU devices (jaxserve/README.md, Measured)"
+_PLANS = "CPU of all its threads, python -m jaxserve.bench plans, load 11 to 25"
 _GUIDE = "CUDA programming guide, throughput of instructions, compute capability 9.0"
 
 ASSUMPTIONS = {
@@ -65,12 +66,13 @@ ASSUMPTIONS = {
         "of a kernel, by XLA and the driver, without CUDA graphs; 3.8 between two launches in "
         "NVIDIA's Getting Started with CUDA Graphs (V100); a guess",
     ),
-    "host.follower": Assumption(
-        94e-6,
-        "s",
-        "of the leading process, for a step and each other process: 2.9 ms of CPU for 31 streams "
-        "of 8 KB, 0.55 for 3; load 15",
+    "host.plan": Assumption(
+        140e-6, "s", "of the leading process, for a step's plan of 2,048 rows; " + _PLANS
     ),
+    "host.plan_below": Assumption(
+        14e-6, "s", "and for each process or host that it sends it to; " + _PLANS
+    ),
+    "host.hosts_each": Assumption(8, "", "to which a process hands plans on: fleet/broadcast.py"),
     "tpu.descriptor": Assumption(5e-9, "s", "between two DMAs of a core: ten cycles; a guess"),
 }
 

@@ -5,8 +5,9 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.broadcast import HOSTS_EACH
 from jaxserve.plan import main
-from jaxserve.planner import estimate
+from jaxserve.planner import estimate, stages
 from jaxserve.planner.estimate_command import COMMITTED
 from jaxserve.planner.measurements import (
     Measurement,
@@ -15,6 +16,7 @@ from jaxserve.planner.measurements import (
     joined,
     read_measurements,
 )
+from pallas_kernels.estimate.assumptions import assumed
 
 COUNTS = estimate.Counts(
     config="x",
@@ -70,7 +72,7 @@ def test_the_longest_sets_the_pace():
     assert found.ffn == pytest.approx(164e-6)
     assert found.network == pytest.approx(20e-6)
     assert found.host == pytest.approx(sum(estimate.host_parts(COUNTS).values()))
-    assert found.longest() == "host"
+    assert found.longest() == "ffn"
     # A lane's 1,000 tokens in 2 layers of 164 µs, on 2 devices.
     assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
 
@@ -85,7 +87,7 @@ def test_the_host_of_a_process():
             "launches": 10 * 3e-6,
             "message": 21e-6,
             "driver": 3e-6,
-            "plans": 3 * 94e-6 / 2,
+            "plans": (140e-6 + 3 * 14e-6) / 2,
         }
     )
     # All in one process: there are no others, and ffn has more to launch.
@@ -99,9 +101,26 @@ def test_the_host_of_a_process():
         }
     )
     assert estimate.bounds(COUNTS, process_devices=4).longest() == "ffn"
-    # Step-3: 8 GPUs in one process take more of it than 31 others take of the one that leads.
+    # Step-3 on 4 hosts: what ffn launches. The process that leads has 3 hosts and 7 neighbours to
+    # send to, the first of ffn's hosts its neighbours.
     counts = estimate.read(COMMITTED)
-    assert sum(estimate.host_parts(counts).values()) < sum(estimate.host_parts(counts, 8).values())
+    parts = estimate.host_parts(counts)
+    assert parts["plans"] == pytest.approx((140e-6 + 7 * 14e-6) / 61)
+    assert sum(parts.values()) < sum(estimate.host_parts(counts, 8).values())
+    leading = estimate.host_parts(msgspec.structs.replace(counts, programs=_launching(counts, 0)))
+    assert leading["plans"] == pytest.approx((140e-6 + 10 * 14e-6) / 61)
+    assert sum(leading.values()) < 120e-6
+    assert assumed("host.hosts_each") == HOSTS_EACH == stages.HOSTS_EACH
+
+
+def _launching(counts, instructions):
+    """The programs, those of ffn with so many launches."""
+    return {
+        name: msgspec.structs.replace(one, instructions=instructions, arguments=0)
+        if name.startswith("ffn")
+        else one
+        for name, one in counts.programs.items()
+    }
 
 
 def test_collectives():

@@ -96,15 +96,26 @@ class TestColocated:
 
 class TestHost:
     def test_lanes_are_as_slow_as_their_host(self):
-        """Eight devices a host: 3 µs of the driver and 80 of calls and messages a lane."""
-        free = Assumptions(host_seconds=0.0, host_device_seconds=0.0, stage_seconds=0.0)
-        busy = msgspec.structs.replace(free, host_device_seconds=100e-6)
+        """A process a GPU: 3 µs of the driver and 10 of a call and a message a lane. The process
+        that leads sends a step's plan to its 7 neighbours and 3 other hosts."""
+        free = Assumptions(
+            host_seconds=0.0, host_device_seconds=0.0, plan_seconds=0.0, stage_seconds=0.0
+        )
+        busy = msgspec.structs.replace(free, host_device_seconds=800e-6)
         layout = afd(16, lanes=4)
         plans = [searcher(assumed=each).evaluate(layout, 1) for each in (free, busy)]
         assert plans[0].tpot < 61 * 4 * 800e-6 < plans[1].tpot
-        assert searcher().host_seconds(layout) == pytest.approx(83e-6)
+        assert searcher().host_seconds(layout) == pytest.approx(13e-6 + (140 + 10 * 14) / 61 * 1e-6)
         colocated = msgspec.structs.replace(layout, mode="ep", lanes=1)
         assert searcher().host_seconds(colocated) == 0.0
+
+    def test_a_process_of_several_devices(self):
+        """TPUs: a process a host, of eight chips."""
+        on_tpus = searcher("qwen3-30b-a3b", "v6e")
+        layout = msgspec.structs.replace(afd(8, ep=1), attention="v6e", ffn="v6e")
+        assert on_tpus.host_seconds(layout) == pytest.approx(83e-6 + (140 + 14) / 48 * 1e-6)
+        alone = msgspec.structs.replace(layout, dp=4, ffn_tp=4)
+        assert on_tpus.host_seconds(alone) == pytest.approx(43e-6)
 
 
 class TestSearch:
