@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_500,
-    "leader, attention and ffn": 15_450,
-    "follower, attention and ffn": 11_800,
-    "alone, colocated": 14_900,
-    "alone, attention and ffn": 15_850,
-    "attention": 13_750,
-    "ffn": 12_200,
+    "leader, colocated": 14_600,
+    "leader, attention and ffn": 15_550,
+    "follower, attention and ffn": 11_900,
+    "alone, colocated": 15_000,
+    "alone, attention and ffn": 15_950,
+    "attention": 13_850,
+    "ffn": 12_300,
     "router": 5_200,
-    "serve": 27_600,
+    "serve": 27_750,
 }
 
 

@@ -3,10 +3,10 @@
 Called by the families, for what a role's `auto` means, and by `hf.py`, for how to read. What is not
 covered is refused by field, value and what would be. Read as the formats' own libraries write it:
 DeepSeek's FP8 blocks, compressed-tensors (LLM Compressor), GPTQ (AutoGPTQ, GPTQModel), AWQ
-(AutoAWQ).
+(AutoAWQ), AutoRound, which packs as either of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxserve.checkpoint.entries import Entries
@@ -14,7 +14,7 @@ from jaxserve.checkpoint.packed import Packing
 from jaxserve.config.model import Int4
 
 SECTION = "quantization_config"
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
 
 StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
 
@@ -68,6 +68,7 @@ def quantisation(section: Mapping[str, Any], outer: Entries) -> Quantisation:
         "compressed-tensors": _compressed_tensors,
         "gptq": _gptq,
         "awq": _awq,
+        "auto-round": _auto_round,
     }
     found = Quantisation("plain")
     if method in readers:
@@ -104,6 +105,15 @@ PROVENANCE = (
 """Entries of GPTQ's and AWQ's writers that say how a folder was made, or what computes with it;
 which modules are plain is seen by their tensors."""
 
+TUNING = (
+    *("lr", "minmax_lr", "amp", "enable_torch_compile", "enable_minmax_tuning", "scale_dtype"),
+    *("enable_norm_bias_tuning", "gradient_accumulate_steps", "nblocks", "not_use_best_mse"),
+    *("enable_alg_ext", "to_quant_block_names", "disable_opt_rtn", "scheme"),
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym"),
+)
+"""AutoRound's entries that say how its rounding was found, and those of activations, which are not
+quantised where `act_bits` is 16."""
+
 
 def _gptq(inner: Entries) -> Quantisation:
     bits, group = inner.size("bits"), _group(inner)
@@ -133,6 +143,43 @@ def _awq(inner: Entries) -> Quantisation:
     return _kept(Packing("awq", bits, group, symmetric=False))
 
 
+AUTO_ROUND: dict[str, tuple[Literal["gptq", "awq"], int]] = {
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptq": ("gptq", 1),
+    "auto_round": ("gptq", 0),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+    "auto_round:awq": ("awq", 0),
+}
+"""AutoRound's `packing_format` -> layout, and what is added to stored zero points (its
+`inference/backend.py`, which calls them GPTQ_FORMAT, GPTQ_FORMAT_NO_ZP and AWQ_FORMAT)."""
+
+
+def _auto_round(inner: Entries) -> Quantisation:
+    """Matrices as GPTQ's or AWQ's, with `g_idx` in order or without."""
+    bits, group = inner.size("bits"), _group(inner)
+    name = inner.any("packing_format")
+    if name is None:
+        inner.problems.append(f"{SECTION}.packing_format is missing")
+    inner.only("packing_format", *AUTO_ROUND)
+    layout, plus = AUTO_ROUND.get(str(name), ("gptq", 1))
+    inner.only("bits", *((4,) if layout == "awq" else (4, 8, 2)))
+    inner.only("data_type", "int")
+    inner.only("act_bits", 16, 32)
+    inner.only("super_bits", None)
+    inner.only("quant_lm_head", False)
+    symmetric = inner.flag("sym", default=True) and layout == "gptq"
+    other = [
+        name
+        for name, own in inner.section("extra_config").items()
+        if not (isinstance(own, Mapping) and own.get("bits") in (16, 32))
+    ]
+    if other:
+        inner.problems.append(_own_numbers("extra_config", other))
+    inner.meaningless("super_group_size", *PROVENANCE, *TUNING)
+    return _kept(Packing(layout, bits, group, plus, symmetric=symmetric))
+
+
 def _names(inner: Entries, method: str, *layouts: str) -> None:
     """The method and the layout by all names that GPTQModel and AutoRound have for them."""
     inner.only("method", method)
@@ -148,10 +195,14 @@ def _no_overrides(inner: Entries) -> None:
     dynamic = inner.section("dynamic") if inner.any("dynamic") is not False else {}
     other = {name: value for name, value in dynamic.items() if not name.startswith("-:")}
     if other:
-        inner.problems.append(
-            f"{SECTION}.dynamic has modules with bits or groups of their own, which is not "
-            f"supported: {', '.join(sorted(other))}"
-        )
+        inner.problems.append(_own_numbers("dynamic", other))
+
+
+def _own_numbers(entry: str, modules: Iterable[str]) -> str:
+    return (
+        f"{SECTION}.{entry} has modules with bits or groups of their own, which is not "
+        f"supported: {', '.join(sorted(modules))}"
+    )
 
 
 def _group(inner: Entries) -> int:

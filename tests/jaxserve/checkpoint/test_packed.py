@@ -118,6 +118,13 @@ class Packer:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False}
+
+
+def without_index(parts, matrix):
+    """AutoRound writes no g_idx."""
+    return {name: part for name, part in parts.items() if not name.endswith("g_idx")}, matrix
+
 
 def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None):
     """As LLM Compressor writes it."""
@@ -178,6 +185,18 @@ FORMATS = {
         lambda *a: Packer(bits=8, group=64).gptq(*a),
     ),
     "awq": (AWQ, lambda *a: Packer().awq(*a)),
+    "auto-round gptq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"},
+        lambda *a: without_index(*Packer().gptq(*a)),
+    ),
+    "auto-round": (
+        AUTO_ROUND | {"packing_format": "auto_round"},
+        lambda *a: without_index(*Packer().gptq(*a, plus=0)),
+    ),
+    "auto-round awq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+        lambda *a: Packer().awq(*a),
+    ),
     "w4a16": (compressed("pack-quantized", W4A16), lambda *a: Packer().compressed(*a)),
     "w4a16 asymmetric": (
         compressed("pack-quantized", W4A16 | {"symmetric": False}),
@@ -274,6 +293,7 @@ def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
 KEPT = {
     "awq": Int4(GROUP, zero_points=True),
     "gptq": Int4(GROUP, zero_points=True),
+    "auto-round": Int4(GROUP, zero_points=True),
     "w4a16": Int4(GROUP),
 }
 IN_ORDER = GPTQ | {"desc_act": False}

@@ -54,6 +54,17 @@ GPTQMODEL_AWQ = GPTQMODEL | {
     "version": "gemm",
     "zero_point": True,
 }
+AUTO_ROUND = {
+    "autoround_version": "0.16.1",
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "enable_quanted_input": False,
+    "group_size": 64,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "sym": True,
+}
 WEIGHTS = {
     "actorder": None,
     "block_structure": None,
@@ -135,6 +146,23 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
             GPTQ | {"provider": "auto-round", "autoround_version": "0.16.1", "data_type": "int"},
             Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1)),
         ),
+        (AUTO_ROUND, Quantisation("int4", Packing("gptq", 4, 64, zero_plus=1))),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round", "sym": False},
+            Quantisation("int4", Packing("gptq", 4, 64, zero_plus=0, symmetric=False)),
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "bits": 2},
+            Quantisation("plain", Packing("gptq", 2, 64, zero_plus=0)),
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+            Quantisation("int4", Packing("awq", 4, 64, symmetric=False)),
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.gate": {"bits": 16}}},
+            Quantisation("int4", Packing("gptq", 4, 64, zero_plus=1)),
+        ),
         (compressed(), Quantisation("int4", Packing("packed", 4, 32))),
         (
             compressed(actorder="group"),
@@ -196,7 +224,7 @@ GROUP = "quantization_config.config_groups.group_0"
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             [
                 "quantization_config.quant_method = 'bitsandbytes' is not supported, only 'fp8' or "
-                "'compressed-tensors' or 'gptq' or 'awq'"
+                "'compressed-tensors' or 'gptq' or 'awq' or 'auto-round'"
             ],
         ),
         (
@@ -228,6 +256,39 @@ GROUP = "quantization_config.config_groups.group_0"
             [
                 "quantization_config.rotation = 'hadamard' is not known, and might change what the "
                 "model computes"
+            ],
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+            [
+                "quantization_config.packing_format = 'auto_round:llm_compressor' is not "
+                "supported, only 'auto_round:auto_gptq' or 'auto_round:gptq' or 'auto_round' or "
+                "'auto_round:gptqmodel' or 'auto_round:auto_awq' or 'auto_round:awq'"
+            ],
+        ),
+        (
+            {**AUTO_ROUND, "packing_format": None},
+            ["quantization_config.packing_format is missing"],
+        ),
+        (
+            AUTO_ROUND | {"bits": 3, "act_bits": 8},
+            [
+                "quantization_config.bits = 3 is not supported, only 4 or 8 or 2",
+                "quantization_config.act_bits = 8 is not supported, only 16 or 32",
+            ],
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4}, "gate": {"bits": 16}}},
+            [
+                "quantization_config.extra_config has modules with bits or groups of their own, "
+                "which is not supported: lm_head"
+            ],
+        ),
+        (
+            AUTO_ROUND | {"static_kv_dtype": "fp8"},
+            [
+                "quantization_config.static_kv_dtype = 'fp8' is not known, and might change what "
+                "the model computes"
             ],
         ),
         (
