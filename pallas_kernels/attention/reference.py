@@ -5,7 +5,6 @@ Called by `api.py`, which has checked the arguments, and by the tests of the ker
 with any kernel.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -91,70 +90,17 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time.
 
-    Without a window positions are taken block by block of `BLOCK_TOKENS`, up to the last one that a
-    token sees: the time is proportional to the sequences, not to the tables, and a table's width
-    changes no bit.
+    Positions are taken block by block of `BLOCK_TOKENS`, of each token from the first that it sees
+    to the last: the time is proportional to the sequences or to the window, not to the tables, and
+    a table's width changes no bit.
     """
     tokens, q_heads, head_dim = queries.shape
-    kv_heads, page_size = cache.k_pages.shape[1:3]
+    kv_heads = cache.k_pages.shape[1]
     grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
     width = head_dim if cache.v_pages is None else head_dim + cache.v_width
-    if not window:
-        output, lse = _attend_to_blocks(grouped, cache, pages_of_token, position, scale, width)
-        return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
-    # The pages in which the visible positions of a token may lie.
-    count = min(page_table.shape[1], (window + page_size - 2) // page_size + 1)
-    first_page = jnp.maximum(position - window + 1, 0) // page_size
-    first_page = jnp.minimum(first_page, page_table.shape[1] - count)
-    columns = first_page[:, None] + jnp.arange(count, dtype=jnp.int32)
-    pages_of_token = jnp.take_along_axis(pages_of_token, columns, axis=1)
-    context, first = count * page_size, first_page * page_size
-
-    def attend_one(token: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        query, pages, first, last = token
-        place = first + jnp.arange(context, dtype=jnp.int32)
-        visible = (place <= last) & (place > last - window)
-        return _attend_one(query, cache, pages, visible, scale)
-
-    inputs = (grouped, pages_of_token, first, position)
-    block = max(1, GATHERED_BYTES // (context * kv_heads * width * 4))
-    if tokens <= block:
-        output, lse = jax.vmap(attend_one)(inputs)
-    else:
-        output, lse = jax.lax.map(attend_one, inputs, batch_size=block)
+    output, lse = _attend_to_blocks(grouped, cache, pages_of_token, position, scale, width, window)
     return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
-
-
-def _attend_one(
-    query: Float[Array, "kv_heads group head_dim"],
-    cache: Cache,
-    pages: Int32[Array, " pages_of_token"],
-    visible: Array,
-    scale: float,
-) -> tuple[Float[Array, "kv_heads group v_width"], Float32[Array, "kv_heads group"]]:
-    """Attend from one token to the `visible` rows [context] of these pages."""
-    gather = functools.partial(_gather, pages=pages)
-    keys, scores = _scores(query.astype(jnp.float32), cache, gather, scale)
-    values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
-    v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
-    # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
-    values = jnp.where(visible[:, None], values, 0.0)
-
-    highest = jax.lax.Precision.HIGHEST
-    scores = jnp.where(visible, scores, -jnp.inf)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    # A padding token sees nothing: its largest score is -inf and its total 0.
-    blind = jnp.logical_not(jnp.any(visible))
-    weights = jnp.exp(scores - jnp.where(blind, 0.0, largest))
-    total = jnp.where(blind, 1.0, jnp.sum(weights, axis=-1, keepdims=True))
-    if v_scales is not None:
-        weights *= jnp.where(visible, gather(v_scales), 0.0)[:, None]
-    if cache.int8_products:
-        output = _mix_int8(weights, values) / total
-    else:
-        output = jnp.einsum("kgc,kcd->kgd", weights, values, precision=highest) / total
-    return output.astype(query.dtype), (largest + jnp.log(total))[..., 0]
 
 
 def _attend_to_blocks(
@@ -164,6 +110,7 @@ def _attend_to_blocks(
     position: Int32[Array, " tokens"],
     scale: float,
     width: int,
+    window: int,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
     """Attend block by block of `BLOCK_TOKENS` positions, with a running maximum (Milakov and
     Gimelshein, 2018, "Online normalizer calculation for softmax"); `width` is that of a key and a
@@ -174,7 +121,7 @@ def _attend_to_blocks(
     pages = jnp.pad(pages_of_token, ((0, 0), (0, -pages_of_token.shape[1] % count)))
 
     def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        return _attend_some(*some, cache, count, scale)
+        return _attend_some(*some, cache, count, scale, window)
 
     if tokens <= at_once:
         return attend((queries, pages, position))
@@ -197,17 +144,27 @@ def _attend_some(
     cache: Cache,
     count: int,
     scale: float,
+    window: int,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
     """Attend from some tokens, `count` pages of each at a time."""
     highest = jax.lax.Precision.HIGHEST
     block = count * cache.k_pages.shape[2]
+    # Blocks are cut alike for all tokens; with a window each token has a first one of its own.
+    first = jnp.maximum(position - window + 1, 0) // block if window else jnp.zeros_like(position)
     wide = queries.astype(jnp.float32)
 
     def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, total, mixed = state
-        pages = jax.lax.dynamic_slice_in_dim(pages_of_token, index * count, count, axis=1)
-        place = index * block + jnp.arange(block, dtype=jnp.int32)
-        visible = (place <= position[:, None])[:, None, None]  # [tokens, 1, 1, block]
+        if window:
+            columns = (first[:, None] + index) * count + jnp.arange(count, dtype=jnp.int32)
+            pages = jnp.take_along_axis(pages_of_token, columns, axis=1, mode="clip")
+        else:
+            pages = jax.lax.dynamic_slice_in_dim(pages_of_token, index * count, count, axis=1)
+        place = (first[:, None] + index) * block + jnp.arange(block, dtype=jnp.int32)
+        seen_now = place <= position[:, None]
+        if window:
+            seen_now &= place > position[:, None] - window
+        visible = seen_now[:, None, None]  # [tokens, 1, 1, block]
 
         def gather(array: Array) -> Array:
             return jax.vmap(_gather, in_axes=(None, 0))(array, pages)
@@ -238,7 +195,7 @@ def _attend_some(
     )
     others = (queries, pages_of_token, position, *(a for a in cache if isinstance(a, jax.Array)))
     start = jax.tree.map(lambda array: vary_like(array, others), start)
-    blocks = (jnp.max(position) + block) // block
+    blocks = jnp.max((position + block) // block - first)
     largest, total, mixed = jax.lax.fori_loop(0, blocks, step, start)
     # A padding token sees nothing: its largest score is -inf and its total 0.
     total = jnp.where(total == 0, 1.0, total)

@@ -15,18 +15,22 @@ from pallas_kernels.attention.api import paged_attention
 WIDTH, PAGES, PAGE_SIZE = 512, 12, 16
 
 
-def _body(page_bucket, x, pages, position):
+def _body(page_bucket, window, x, pages, position):
     """A norm, and attention of 8 heads to blocks of one sequence's pages: all that is summed along
     rows in a step and is not a product."""
     normed = rms_norm(x, jnp.ones(WIDTH), 1e-6)
     table = jnp.arange(page_bucket, dtype=jnp.int32)[None] % PAGES
     mine = jnp.zeros(x.shape[0], jnp.int32)
     queries = normed.reshape(-1, 8, 64)
-    return normed, paged_attention(queries, pages, pages, table, mine, position, scale=0.125)
+    attended = paged_attention(
+        queries, pages, pages, table, mine, position, scale=0.125, window=window
+    )
+    return normed, attended
 
 
+@pytest.mark.parametrize("window", [0, 7, 40, 150, 1000])
 @pytest.mark.parametrize(("other_rows", "page_bucket"), [(1, 12), (7, 12), (40, 5), (2, 64)])
-def test_a_row_is_the_same_in_any_step_on_cpus(other_rows, page_bucket):
+def test_a_row_is_the_same_in_any_step_on_cpus(other_rows, page_bucket, window):
     """XLA:CPU would begin to sum otherwise at 8 rows of 512, and at 4 of 8 heads' 128 scores."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(41, WIDTH)).astype(np.float32)
@@ -39,9 +43,8 @@ def test_a_row_is_the_same_in_any_step_on_cpus(other_rows, page_bucket):
         arguments = rows[-count:], pages, position[-count:]
         shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments)
         specs = (REPLICATED,) * 3
-        program = Program(
-            "rows", functools.partial(_body, bucket), mesh, shapes, specs, (REPLICATED,) * 2, ()
-        )
+        body = functools.partial(_body, bucket, window)
+        program = Program("rows", body, mesh, shapes, specs, (REPLICATED,) * 2, ())
         found.append([np.asarray(made[-1]) for made in program.compile()(*arguments)])
     for alone, among in zip(*found, strict=True):
         assert np.abs(alone).max() > 0
