@@ -13,6 +13,10 @@ class ConfigError(JaxserveError):
     """A model or deployment configuration is wrong; the message names the field and the value."""
 
 
+class MemoryTakenError(ConfigError):
+    """The host has the memory that a deployment needs, and others use it: later it may fit."""
+
+
 class CheckpointError(JaxserveError):
     """A checkpoint cannot be read or does not fit the model; the message lists every problem."""
 
@@ -45,6 +49,12 @@ class DrainingError(JaxserveError):
 
 class EngineFailedError(JaxserveError):
     """The engine or a process of the deployment is gone; the message says which and where."""
+
+
+def exit_code(error: ConfigError | CheckpointError) -> int:
+    """Of a process that could not start: 75 (EX_TEMPFAIL of sysexits.h) where it is worth another
+    try as it is, 2 where it would end alike."""
+    return 75 if isinstance(error, MemoryTakenError) else 2
 
 
 class StepLostError(EngineFailedError):

@@ -7,8 +7,9 @@ none of the devices. It exits 0 if that fits, 1 if not.
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready` (with `--log-format json`: an object with that message), serve; on SIGTERM
 or SIGINT finish what runs and exit 0. Of several processes, any may get the signal. Exit codes: 1
-the engine failed, 2 the configuration or the checkpoint is wrong, 128 + n a signal before ready or
-a second one.
+the engine failed, 2 the configuration or the checkpoint is wrong, 75 it would fit if others had
+less of the host's memory (worth another start, which 2 is not), 128 + n a signal before ready or a
+second one.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from jaxserve.config.command_line import (
 )
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
-from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
+from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, exit_code
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.sizing import Sizing
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         # Whoever starts a stand-in again starts what it was before.
-        return 1 if options.stand_in else 2
+        return 1 if options.stand_in else exit_code(error)
     except EngineFailedError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1

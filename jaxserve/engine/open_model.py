@@ -11,8 +11,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Role, Submeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.capacity import check_capacity
-from jaxserve.roles.host_memory import available_memory
+from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.weights import LeafSource, OpenSource
 from pallas_kernels.coverage import refuse_fallbacks
@@ -50,7 +49,7 @@ def open_model(
     else:
         config = with_int8_products(config, deployment)
     meshes = Submeshes(deployment)
-    check_capacity(config, deployment, available_memory(config, deployment, _local_devices(meshes)))
+    check_memory(config, deployment, _local_devices(meshes))
     templates = ModelTemplates(config, deployment, meshes)
     return OpenModel(config, names, meshes, templates, open_source(deployment, names))
 

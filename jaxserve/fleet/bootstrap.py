@@ -23,7 +23,13 @@ import jax
 
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
-from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, JaxserveError
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineFailedError,
+    JaxserveError,
+    exit_code,
+)
 from jaxserve.fleet.addresses import listening_address
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
@@ -156,8 +162,8 @@ def abandon(
 
     Args:
       reason: what to say; of an error that is no `JaxserveError`, the traceback is logged as well.
-      code: exit code; None: 2 for a wrong configuration or checkpoint, the one of a `SystemExit`,
-        otherwise 1.
+      code: exit code; None: that of `errors.exit_code` for a wrong configuration or checkpoint, the
+        one of a `SystemExit`, otherwise 1.
       peers: who is told the reason: the followers of a leader, the leader of a follower.
     """
     text = reason if isinstance(reason, str) else describe(reason)
@@ -184,7 +190,7 @@ def describe(error: BaseException) -> str:
 def _exit_code(reason: str | BaseException) -> int:
     match reason:
         case ConfigError() | CheckpointError():
-            return 2
+            return exit_code(reason)
         case SystemExit(code=int(code)):
             return code
         case KeyboardInterrupt():

@@ -19,8 +19,7 @@ from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
 from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.capacity import check_capacity
-from jaxserve.roles.host_memory import available_memory
+from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from pallas_kernels.coverage import refuse_fallbacks
 
@@ -60,7 +59,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     config, names = read_model(deployment)
     runtime = RoleRuntime.of(config, names, deployment, role)
     own = {role: runtime.mesh.local_devices}
-    check_capacity(config, deployment, available_memory(config, deployment, own))
+    check_memory(config, deployment, own)
     return runtime
 
 

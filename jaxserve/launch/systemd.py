@@ -121,7 +121,7 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
             # A process that has drained ends with 0.
             ("Restart", "on-failure"),
             ("RestartSec", "1"),
-            # A wrong configuration stays wrong.
+            # A wrong configuration stays wrong; memory that others have (75) may become free.
             ("RestartPreventExitStatus", "2"),
             # SIGTERM drains; whoever is left afterwards is killed.
             ("KillMode", "mixed"),

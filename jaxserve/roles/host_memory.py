@@ -3,32 +3,62 @@ anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where s
 (`fleet/sizing.py`)."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import jax
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError, MemoryTakenError
 from jaxserve.mesh import Role, memory_limit
-from jaxserve.roles.capacity import memory_of, role_bytes
+from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
 
 GROUPS = (
-    ("", "memory.max", "memory.current", ""),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ("", ("memory.max", "memory.high"), "memory.current", ""),
+    ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
 )
-"""Of control groups, version 2 and 1: folder, limit, what is used, and how entries of memory.stat
+"""Of control groups, version 2 and 1: folder, limits, what is used, and how entries of memory.stat
 begin that count the groups inside, too."""
 
 
-def available_memory(
+def check_memory(
     config: ModelConfig, deployment: Deployment, devices: Mapping[Role, Collection[jax.Device]]
+) -> None:
+    """Refuses a deployment that does not fit on this process's devices.
+
+    Args:
+      devices: as of `available_memory`.
+
+    Raises:
+      MemoryTakenError: it would fit, if others on this host needed nothing.
+      ConfigError: it would not.
+    """
+    try:
+        check_capacity(config, deployment, available_memory(config, deployment, devices))
+    except ConfigError as error:
+        whole = available_memory(config, deployment, devices, free=whole_host_memory())
+        try:
+            check_capacity(config, deployment, whole)
+        except ConfigError:
+            raise error from None
+        raise MemoryTakenError(
+            f"{error}\n  it would fit if nothing else were in this host's memory"
+        ) from None
+
+
+def available_memory(
+    config: ModelConfig,
+    deployment: Deployment,
+    devices: Mapping[Role, Collection[jax.Device]],
+    free: int | None = None,
 ) -> dict[Role, int | None]:
     """Bytes that the deployment may use of a device, by role: what it says, else what devices
     report, of simulated ones their share of the host's free memory.
 
     Args:
       devices: this process's, of each role that it has.
+      free: of the host; None: what is free now.
     """
     reported: dict[Role, int | None] = {}
     for role, own in devices.items():
@@ -36,28 +66,68 @@ def available_memory(
         reported[role] = min(known, default=None)
     if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
         counts = {role: len(own) for role, own in devices.items() if own}
-        reported |= simulated_memory(config, deployment, counts, free_host_memory())
+        free = free_host_memory() if free is None else free
+        reported |= simulated_memory(config, deployment, counts, free)
     return memory_of(deployment, reported)
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of the host's memory that nobody needs, of the container's where it has fewer: what was
-    read of files and stays in memory is free in both, since the kernel drops it first."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for folder, *names, prefix in GROUPS:
-        group = root / "sys/fs/cgroup" / folder
+    """Bytes of the host's memory that nobody needs; of the container's or the systemd unit's where
+    it has fewer, and of the slices that it is in: what was read of files and stays in memory is
+    free in all, since the kernel drops it first."""
+    sizes = _of_host(root, "MemAvailable:")
+    for group, limit, current, prefix in _limits(root):
         try:
-            limit, used = (int((group / name).read_text()) for name in names)
+            used = int((group / current).read_text())
             entries = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-        except (OSError, ValueError):  # the other version, or no limit ("max")
+        except (OSError, ValueError):
             continue
         files = sum(int(entries.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
         sizes.append(max(0, limit - used + files))
     return min(sizes, default=None)
+
+
+def whole_host_memory(root: Path = Path("/")) -> int | None:
+    """The same if nobody needed any."""
+    sizes = _of_host(root, "MemTotal:") + [limit for _, limit, _, _ in _limits(root)]
+    return min(sizes, default=None)
+
+
+def _of_host(root: Path, entry: str) -> list[int]:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return [size] if size else []
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(entry)]
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int, str, str]]:
+    """The control groups of this process that have a limit: their folder, the limit, and the names
+    of what is used, as of `GROUPS`. Groups are in groups, as a unit in its slice; in a container
+    its own is the outermost that is seen, whatever the kernel calls it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
+    for folder, names, current, prefix in GROUPS:
+        top = root / "sys/fs/cgroup" / folder
+        inner = top / own.get(folder, "/").lstrip("/")
+        for group in (inner, *inner.parents):
+            if not group.is_relative_to(top):
+                break
+            limits = [size for name in names if (size := _size(group / name)) is not None]
+            if limits:
+                yield group, min(limits), current, prefix
+
+
+def _size(path: Path) -> int | None:
+    """The number in a file; None: there is none, or no limit ("max")."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def simulated_memory(

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import warm_up_plans
-from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
@@ -75,6 +75,18 @@ class TestErrorsBeforeAnythingIsLoaded:
         refused = ConfigError if message != "too late" else AssertionError
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, overrides))
+
+    @pytest.mark.parametrize(
+        ("whole", "refused"), [(10**6, ConfigError), (10**9, MemoryTakenError)]
+    )
+    def test_memory_that_others_have(self, tiny_model, whole, refused, monkeypatch):
+        """A later start may find it free; what the host has not it will never have."""
+        monkeypatch.setattr("jaxserve.roles.host_memory.free_host_memory", lambda: 10**6)
+        monkeypatch.setattr("jaxserve.roles.host_memory.whole_host_memory", lambda: whole)
+        with pytest.raises(ConfigError, match=r"of 0\.0003 GB \(reported") as error:
+            build_runtime(layouts.deployment(tiny_model, {}))
+        assert type(error.value) is refused
+        assert exit_code(error.value) == {ConfigError: 2, MemoryTakenError: 75}[refused]
 
     def test_a_model_that_is_too_short(self, tiny_model):
         longer = {"scheduler.max_length": 4096, "scheduler.page_buckets": [512], "cache.pages": 512}

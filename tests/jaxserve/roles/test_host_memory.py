@@ -4,7 +4,11 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.roles.capacity import role_bytes
-from jaxserve.roles.host_memory import free_host_memory, simulated_memory
+from jaxserve.roles.host_memory import (
+    free_host_memory,
+    simulated_memory,
+    whole_host_memory,
+)
 
 
 def test_what_is_free_on_the_host_and_in_the_container(tmp_path):
@@ -35,6 +39,58 @@ def test_a_container_of_cgroup_v1(tmp_path):
     assert free_host_memory(tmp_path) == 4_000_000
     (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     assert free_host_memory(tmp_path) == 8_192_000
+
+
+UNIT = "system.slice/jaxserve-domain@0.service"
+
+
+def in_unit(root, version=2):
+    """This process in a unit of a slice, on a host of 9,216,000 bytes with 8,192,000 free."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    line = {1: f"12:pids:/else\n4:memory:/{UNIT}\n0::/x\n", 2: f"0::/{UNIT}\n"}[version]
+    (root / "proc/self/cgroup").write_text(line)
+    group = root / "sys/fs/cgroup" / ("memory" if version == 1 else "") / UNIT
+    group.mkdir(parents=True)
+    return group
+
+
+def limit(group, size, used, name="memory.max", files=0):
+    (group / name).write_text(f"{size}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon {used}\ninactive_file {files}\nactive_file 0\n")
+
+
+def test_a_systemd_unit(tmp_path):
+    group = in_unit(tmp_path)
+    assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (8_192_000, 9_216_000)
+    limit(group, 6_000_000, 1_000_000, files=200_000)
+    assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (5_200_000, 6_000_000)
+    limit(group, 4_000_000, 1_000_000, "memory.high")  # where it is slowed down
+    assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (3_000_000, 4_000_000)
+    limit(group.parent, 3_500_000, 1_500_000)  # the slice, with another unit
+    assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (2_000_000, 3_500_000)
+    for name in ("memory.max", "memory.high"):
+        (group / name).write_text("max\n")
+    assert free_host_memory(tmp_path) == 2_000_000
+    limit(group.parents[2], 1, 1)  # outside of the control groups' file system
+    assert free_host_memory(tmp_path) == 2_000_000
+
+
+def test_a_systemd_unit_of_cgroup_v1(tmp_path):
+    group = in_unit(tmp_path, version=1)
+    (group / "memory.limit_in_bytes").write_text("6000000\n")
+    (group / "memory.usage_in_bytes").write_text("1000000\n")
+    (group / "memory.stat").write_text("total_inactive_file 100000\n")
+    assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (5_100_000, 6_000_000)
+
+
+def test_a_container_that_has_the_kernels_name_of_its_group(tmp_path):
+    """Its own group is mounted as the outermost one."""
+    top = in_unit(tmp_path).parents[1]
+    (tmp_path / "proc/self/cgroup").write_text("0::/kubepods/pod1/abc\n")
+    limit(top, 5_000_000, 1_000_000)
+    assert free_host_memory(tmp_path) == 4_000_000
 
 
 def test_a_role_has_what_the_other_leaves():
