@@ -54,6 +54,11 @@ COLOCATED_FFN_RULES: Rules = {
 """The ffn role's rules on the one mesh of colocated mode: `dp` is the expert-parallel axis too."""
 
 
+def on_cpus(mesh: Mesh) -> bool:
+    """Whether its devices are CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 class Submeshes:
     """The meshes of a deployment.
 

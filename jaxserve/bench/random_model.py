@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding
+from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding, on_cpus
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
@@ -119,7 +119,9 @@ def templates_of(
 ) -> tuple[ModelTemplates, Deployment, Submeshes]:
     """What programs are made of, on the devices of this runtime."""
     meshes = Submeshes(deployment)
-    return ModelTemplates(config, deployment, meshes), deployment, meshes
+    input_major = on_cpus(meshes.ffn)
+    templates = ModelTemplates(config, deployment, meshes, input_major=input_major)
+    return templates, deployment, meshes
 
 
 def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:

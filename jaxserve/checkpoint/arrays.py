@@ -66,14 +66,41 @@ class Leaf(NamedTuple):
 def wanted_leaves(
     template: Template, shardings: Sequence[Sharding], layers: int | None
 ) -> dict[str, Leaf]:
-    """The template's leaves by name."""
+    """The template's leaves by name, as the checkpoint has their axes."""
     leaves = {}
     parts = zip(template.names, template.leaves, template.dimensions, shardings, strict=True)
-    for name, leaf, dimensions, sharding in parts:
+    for (name, leaf, dimensions, sharding), exchanged in zip(
+        parts, template.input_major, strict=True
+    ):
         assert isinstance(sharding, NamedSharding)
         entries = template.entries.get(dimensions[0] or "") if dimensions else None
-        leaves[name] = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
+        shape = leaf.shape
+        if exchanged:
+            shape, sharding = stored_order(shape), _stored_sharding(sharding, len(shape), layers)
+        leaves[name] = Leaf(shape, leaf.dtype, sharding, layers, entries)
     return leaves
+
+
+def stored_order[T](axes: tuple[T, ...]) -> tuple[T, ...]:
+    """Of a matrix, or stack, that lies input by input: what is said of its axes in the order in
+    which the checkpoint has them."""
+    return (*axes[:-2], axes[-1], axes[-2])
+
+
+def _stored_sharding(sharding: NamedSharding, ndim: int, layers: int | None) -> NamedSharding:
+    ndim += layers is not None
+    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*stored_order(spec)))
+
+
+@functools.lru_cache(maxsize=256)
+def _by_inputs(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    """A compiled function that exchanges the last two axes."""
+
+    def exchange(array: jax.Array) -> jax.Array:
+        return jnp.swapaxes(array, -1, -2)
+
+    return jax.jit(exchange, out_shardings=sharding)
 
 
 class Blocks(abc.ABC):
@@ -90,7 +117,7 @@ class Blocks(abc.ABC):
         self, template: Template, sources: Sources, shardings: Sequence[Sharding]
     ) -> Iterator[jax.Array]:
         """The leaves of one block, one at a time; each shard is read separately."""
-        return self.block(template, wanted_leaves(template, shardings, None), [sources])
+        return self._all(template, [sources], shardings, None)
 
     def stacks(
         self, template: Template, tables: Sequence[Sources], shardings: Sequence[Sharding]
@@ -101,7 +128,19 @@ class Blocks(abc.ABC):
           tables: the sources of each block.
           shardings: the shardings of the stacked arrays.
         """
-        return self.block(template, wanted_leaves(template, shardings, len(tables)), tables)
+        return self._all(template, tables, shardings, len(tables))
+
+    def _all(
+        self,
+        template: Template,
+        tables: Sequence[Sources],
+        shardings: Sequence[Sharding],
+        layers: int | None,
+    ) -> Iterator[jax.Array]:
+        """Leaves that lie input by input are made as the checkpoint has them, and exchanged."""
+        made = self.block(template, wanted_leaves(template, shardings, layers), tables)
+        for array, sharding, exchanged in zip(made, shardings, template.input_major, strict=True):
+            yield _by_inputs(sharding)(array) if exchanged else array
 
     @abc.abstractmethod
     def block(

@@ -9,7 +9,7 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.mesh import Role, Submeshes
+from jaxserve.mesh import Role, Submeshes, on_cpus
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
@@ -50,7 +50,8 @@ def open_model(
         config = with_int8_products(config, deployment)
     meshes = Submeshes(deployment)
     check_memory(config, deployment, _local_devices(meshes))
-    templates = ModelTemplates(config, deployment, meshes)
+    input_major = on_cpus(meshes.ffn)
+    templates = ModelTemplates(config, deployment, meshes, input_major=input_major)
     return OpenModel(config, names, meshes, templates, open_source(deployment, names))
 
 

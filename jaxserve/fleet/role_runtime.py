@@ -17,7 +17,7 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
+from jaxserve.mesh import AbstractSubmeshes, Role, on_cpus, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
@@ -43,7 +43,8 @@ class RoleRuntime(NamedTuple):
     ) -> "RoleRuntime":
         """Of a model that is known already, on this runtime's devices."""
         mesh = role_mesh(deployment, role)
-        templates = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
+        meshes = AbstractSubmeshes(deployment)
+        templates = ModelTemplates(config, deployment, meshes, input_major=on_cpus(mesh))
         contract = Contract.of(config, deployment)
         return cls(config, names, templates, mesh, contract, _hello(deployment, contract, role))
 

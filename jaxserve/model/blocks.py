@@ -34,6 +34,7 @@ from jaxserve.model.module import (
     Rngs,
     Template,
     WeightFormat,
+    matrix,
     rms_norm,
     scale,
     weight,
@@ -188,11 +189,12 @@ class Embedding(Module):
 class Head(Module):
     """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
 
-    def __init__(self, config: ModelConfig, tensor_ranks: int, dtype: jnp.dtype, rngs: Rngs):
+    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
-        self.norm = scale(dtype, d_model=config.d_model)
-        self.weight = weight(rngs, dtype, vocab=vocab, d_model=config.d_model)
+        self.norm = scale(formats.dtype, d_model=config.d_model)
+        formats = dataclasses.replace(formats, weights="plain")
+        self.weight = matrix(rngs, formats, vocab=vocab, d_model=config.d_model)
 
     def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """FP32 logits."""
@@ -222,10 +224,19 @@ def _all_columns(local: Float[Array, "rows local_columns"]) -> Float[Array, "row
 
 
 class ModelTemplates:
-    """The templates of every block of a model on a deployment's meshes."""
+    """The templates of every block of a model on a deployment's meshes.
+
+    Args:
+      input_major: whether float matrices lie input by input, as CPUs multiply them.
+    """
 
     def __init__(
-        self, config: ModelConfig, deployment: Deployment, meshes: Submeshes | AbstractSubmeshes
+        self,
+        config: ModelConfig,
+        deployment: Deployment,
+        meshes: Submeshes | AbstractSubmeshes,
+        *,
+        input_major: bool = False,
     ):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)
@@ -238,6 +249,7 @@ class ModelTemplates:
             weight_format(deployment.attention.weights, config, "attention"),
             shards(meshes.attention, ATTENTION_RULES),
             int4=config.int4,
+            input_major=input_major,
         )
         ffn = Formats(
             dtype,
@@ -246,9 +258,10 @@ class ModelTemplates:
             expert_rows(deployment, config),
             config.int4,
             dense=weight_format(deployment.ffn.weights, config, "dense"),
+            input_major=input_major,
         )
         self.embedding = Template(functools.partial(Embedding, config, dtype))
-        self.head = Template(functools.partial(Head, config, tensor_ranks, dtype))
+        self.head = Template(functools.partial(Head, config, tensor_ranks, attention))
         self.prediction = Template(functools.partial(Prediction, config, dtype))
         self.attention = {
             kind: Template(

@@ -24,6 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import Rules, partition_spec
 from jaxserve.model.quant.matmul import matmul
 from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.input_major import InputMajor
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
 
@@ -49,6 +50,7 @@ class Formats:
       expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it.
       int4: how INT4 matrices are scaled.
       dense: storage format of dense FFNs and the shared expert, where it is another one.
+      input_major: whether float matrices lie input by input, as CPUs multiply them.
     """
 
     dtype: jnp.dtype
@@ -57,6 +59,7 @@ class Formats:
     expert_rows: RowFormat | None = None
     int4: Int4 = dataclasses.field(default_factory=Int4)
     dense: WeightFormat | None = None
+    input_major: bool = False
 
 
 class Weight:
@@ -65,14 +68,25 @@ class Weight:
     Attributes:
       value: the array, all of it or one device's slice; in a template its shape and dtype.
       dimensions: names of its axes for the sharding rules.
+      input_major: whether it is a matrix, or a stack of them, whose last two axes are exchanged.
     """
 
-    def __init__(self, value: Any, dimensions: tuple[str | None, ...] = ()):
-        self.value, self.dimensions = value, dimensions
+    def __init__(
+        self, value: Any, dimensions: tuple[str | None, ...] = (), *, input_major: bool = False
+    ):
+        self.value, self.dimensions, self.input_major = value, dimensions, input_major
 
-    def __getitem__(self, key: EllipsisType) -> Array:
-        """`[...]` is the array."""
+    def __getitem__(self, key: EllipsisType) -> Any:
+        """`[...]` is the array, as products take it."""
+        if self.input_major and not isinstance(self.value, InputMajor):
+            return InputMajor(self.value)
         return self.value
+
+    def by_inputs(self) -> "Weight":
+        """The same matrix, or stack, with its last two axes exchanged."""
+        *outer, d_out, d_in = self.dimensions
+        exchanged = jnp.swapaxes(self.value, -1, -2)
+        return Weight(exchanged, (*outer, d_in, d_out), input_major=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +109,8 @@ class Module:
         rest, made = iter(values), copy.copy(self)
         for name, value in sorted(vars(self).items()):
             if isinstance(value, Weight):
-                setattr(made, name, Weight(next(rest), value.dimensions))
+                kept = value.input_major
+                setattr(made, name, Weight(next(rest), value.dimensions, input_major=kept))
             elif isinstance(value, Module):
                 setattr(made, name, value.replaced(rest))
         return made
@@ -178,7 +193,7 @@ def side_by_side(
     """
     plain = weight(rngs, formats.dtype, **dimensions)
     if formats.weights == "plain":
-        return plain
+        return plain.by_inputs() if formats.input_major else plain
     names = _names(dimensions)
     if formats.weights == "int4":
         axis = list(dimensions)[-1]
@@ -260,6 +275,7 @@ class Template:
       names: dotted path of each leaf.
       leaves: shape and dtype of each leaf, global.
       dimensions: the axis names of each leaf.
+      input_major: of each leaf, whether it has the last two axes of the checkpoint's exchanged.
       entries: of a first axis, by its name: which entry of the checkpoint's each of its own is at
         first; negative: none.
       parts: by the path of a matrix: what its entries are that the checkpoint's has not.
@@ -277,15 +293,16 @@ class Template:
 
         def values() -> list[Array]:
             made.append(build(Rngs(0)))
-            return [weight[...] for _, weight in made[-1].weights()]
+            return [weight.value for _, weight in made[-1].weights()]
 
         self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.eval_shape(values))
         self._module = made[-1].replaced(self.leaves)
         weights = list(self._module.weights())
         self.names = tuple(name for name, _ in weights)
         self.dimensions = tuple(weight.dimensions for _, weight in weights)
+        self.input_major = tuple(weight.input_major for _, weight in weights)
 
-    def merge(self, leaves: Sequence[Array]) -> Any:
+    def merge(self, leaves: Sequence[Array | InputMajor]) -> Any:
         """The module with these leaves (global or one device's slices)."""
         if len(leaves) != len(self.leaves):
             raise ValueError(f"{len(leaves)} leaves for a module of {len(self.leaves)}")
@@ -302,5 +319,5 @@ class Template:
         for _, made in self._build(Rngs(seed)).weights():
             own = self.entries.get(made.dimensions[0] or "") if self.parts else None
             same = own and jnp.array([own.index(entry) for entry in own])
-            leaves.append(made[...] if same is None else made[...][same])
+            leaves.append(made.value if same is None else made.value[same])
         return leaves

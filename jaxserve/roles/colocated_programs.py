@@ -1,6 +1,7 @@
 """The program of colocated mode (design, decision 2): a step, scanning over stacked layers."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import REPLICATED, ROWS, Program, cut
 from jaxserve.roles.token_programs import TokenPrograms
+from pallas_kernels.input_major import InputMajor
+
+_Leaves = tuple[dict[int, Any], dict[int, Any]]
+"""Of an attention and an ffn block, by place."""
 
 
 class ColocatedPrograms(TokenPrograms):
@@ -97,10 +102,10 @@ class ColocatedPrograms(TokenPrograms):
             loads: list[Array] = []
             for index, (kind, start, stop) in enumerate(self.stacked()):
                 attention, ffn = (tuple(map(sliceable, s)) for s in stacks[2 * index :][:2])
-                experts, rest = self._part_experts(kind, ffn)
+                whole, sliced = self._parted(kind, attention, ffn)
                 of_layers = tables[len(loads)] if kind.ffn == "moe" else None
-                scanned = (jnp.arange(stop - start, dtype=jnp.int32), attention, rest, of_layers)
-                layer = functools.partial(self._layer, kind, start, context.batch, experts)
+                scanned = (jnp.arange(stop - start, dtype=jnp.int32), sliced, of_layers)
+                layer = functools.partial(self._layer, kind, start, context.batch, whole)
                 (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
                 if load is not None:
                     loads.append(load)
@@ -173,7 +178,7 @@ class ColocatedPrograms(TokenPrograms):
             )
             pages, embedding, head, *stacks = cut(others, parts)
             prediction, attention, ffn = (tuple(map(sliceable, stack)) for stack in stacks)
-            experts, rest = self._part_experts(kind, ffn)
+            whole, sliced = self._parted(kind, attention, ffn)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             own = sampled[jax.lax.axis_index("dp")]
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
@@ -184,11 +189,9 @@ class ColocatedPrograms(TokenPrograms):
                 module = [leaf[index] for leaf in prediction]
                 x = enter_module(self, tokens, start, embedding, module)
                 context = self.step_context(bucket, start.batch[None], table)
-                scanned = jax.tree.map(
-                    lambda leaf, index=index: leaf[index], (attention, rest, slots)
-                )
+                scanned = jax.tree.map(lambda leaf, index=index: leaf[index], (sliced, slots))
                 layer = functools.partial(
-                    self._layer, kind, self.config.layers, context.batch, experts
+                    self._layer, kind, self.config.layers, context.batch, whole
                 )
                 (x, pages), load = layer((x, pages), (jnp.int32(index), *scanned))
                 loads = loads.at[index].add(load)
@@ -252,45 +255,55 @@ class ColocatedPrograms(TokenPrograms):
         """The residual stream, which is x itself."""
         return parts[0]
 
-    def _part_experts(
-        self, kind: LayerKind, stacks: Sequence[Array]
-    ) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Leaves of routed experts, all layers' in one row, and the rest; by place in the block.
+    def _parted(self, kind: LayerKind, *blocks: Sequence[Array]) -> tuple[_Leaves, _Leaves]:
+        """Leaves of attention and ffn that are not cut out of the stack of layers, and those that
+        are; by place in their block.
 
-        The scan would copy a layer's experts out of the stack before every use. The experts' op
-        finds the right ones itself.
+        The scan would copy a layer's experts, and matrices that lie input by input, before every
+        use. Their products find the right ones themselves; experts of all layers are in one row.
         """
-        experts, rest = {}, {}
-        for place, names in enumerate(self.templates.ffn[kind.ffn].dimensions):
-            if names[0] == "slots":
-                experts[place] = stacks[place].reshape(-1, *stacks[place].shape[2:])
-            else:
-                rest[place] = stacks[place]
-        return experts, rest
+        whole: _Leaves = ({}, {})
+        sliced: _Leaves = ({}, {})
+        templates = self.templates.attention[kind], self.templates.ffn[kind.ffn]
+        for number, (template, stacks) in enumerate(zip(templates, blocks, strict=True)):
+            for place, stack in enumerate(stacks):
+                if template.dimensions[place][0] == "slots":
+                    whole[number][place] = stack.reshape(-1, *stack.shape[2:])
+                elif template.input_major[place]:
+                    whole[number][place] = InputMajor(stack)
+                else:
+                    sliced[number][place] = stack
+        return whole, sliced
 
     def _layer(
         self,
         kind: LayerKind,
         start: int,
         batch: RaggedBatch,
-        experts: dict[int, Array],
+        whole: _Leaves,
         carry: Any,
         scanned: Any,
     ) -> tuple[Any, Array | None]:
         """One layer of a run that begins at layer `start`."""
-        (x, pages), (layer, attention, rest, table) = carry, scanned
+        (x, pages), (layer, sliced, table) = carry, scanned
+        attention, ffn = (
+            [_of_layer(leaves[place], layer) for place in range(len(leaves))]
+            for leaves in map(operator.or_, whole, sliced)
+        )
         first_page = (start + layer) * self.deployment.cache.pages
         shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
         x, message, pages = block(x, pages, shifted, self.sentinel)
-        formats, leaves = self.formats[kind.ffn], experts | rest
-        ffn_block = self.templates.ffn[kind.ffn].merge(
-            [leaves[place] for place in range(len(leaves))]
-        )
+        formats = self.formats[kind.ffn]
+        ffn_block = self.templates.ffn[kind.ffn].merge(ffn)
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
         rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
         # Rounded as a link would round them.
         return (x + self.answers.unpack(self.answers.pack(rows), x.dtype), pages), load
+
+
+def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:
+    return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf
 
 
 def _stacked(template: Template, layers: int) -> list[jax.ShapeDtypeStruct]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of
+from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of, stored_order
 from jaxserve.checkpoint.peer import scales_shape, weights_hello
 from jaxserve.checkpoint.regions import leaf_shape
 from jaxserve.config.deployment import Deployment
@@ -102,7 +102,8 @@ class HeldWeights:
         )
         if not inside or (array.held.apart and ranges[0][1] - ranges[0][0] > 1):
             raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
-        own = array.block
+        own, exchanged = array.block, array.block.template.input_major[array.place]
+        ranges = stored_order(ranges) if exchanged else ranges
         if not array.held.apart:
             where = ranges if own.entry is None else (_one(own.entry), *ranges)
             parts = _overlaps(own.leaves()[array.place], where, apart=False)
@@ -113,7 +114,9 @@ class HeldWeights:
                 where = (_one(slot), *ranges[1:])
                 where = where if own.entry is None else (_one(own.entry), *where)
                 parts = _overlaps(own.leaves()[array.place], where, apart=True)
-        return _assembled(parts, where)
+        whole = _assembled(parts, where)
+        whole = np.ascontiguousarray(np.swapaxes(whole, -1, -2) if exchanged else whole)
+        return whole.reshape(-1).view(np.uint8)
 
 
 def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
@@ -180,16 +183,14 @@ def _cut(array: jax.Array, starts: jax.Array, *, sizes: tuple[int, ...]) -> jax.
 
 
 def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ranges) -> np.ndarray:
-    """The bytes of a part, row by row."""
+    """The values of a part."""
     if len(parts) == 1:
-        whole = np.ascontiguousarray(parts[0][1])
-    else:
-        sizes = [high - low for low, high in where]
-        whole = np.empty(sizes, parts[0][1].dtype)
-        for ranges, values in parts:
-            spans = zip(ranges, where, strict=True)
-            whole[tuple(slice(a - low, b - low) for (a, b), (low, _) in spans)] = values
-    return whole.reshape(-1).view(np.uint8)
+        return np.asarray(parts[0][1])
+    whole = np.empty([high - low for low, high in where], parts[0][1].dtype)
+    for ranges, values in parts:
+        spans = zip(ranges, where, strict=True)
+        whole[tuple(slice(a - low, b - low) for (a, b), (low, _) in spans)] = values
+    return whole
 
 
 def serve_weights(

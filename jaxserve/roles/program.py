@@ -14,10 +14,14 @@ ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
 REPLICATED = PartitionSpec()
 
-_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_ON_CPU = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    "xla_cpu_prefer_vector_width": 512,
+}
 """YNNPACK for products, as XLA:CPU has it anyway, and for nothing else: it would reduce arrays of
 4,096 elements and more, in another order than XLA does fewer, so that a token's norms and softmaxes
-would depend on how many others are in its step."""
+would depend on how many others are in its step. Vectors as wide as the CPU has them: half as many
+instructions in products (`pallas_kernels/input_major.py`)."""
 
 
 class Program(NamedTuple):

@@ -29,7 +29,7 @@ refused (`pallas_kernels/coverage.py`).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target
@@ -45,7 +46,9 @@ from pallas_kernels.tuned import Fields
 
 RowFormat = Literal["fp8", "int8", "float"]
 
-_Weights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
+_Stack = Array | QuantArray | InputMajor
+_Weights = tuple[_Stack, _Stack, _Stack]
+_KernelWeights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
 _EIGHT_BITS = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "fp8"}
 _COST = "multiplies 8 rows at a time, one block after the other"
 
@@ -107,9 +110,9 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
@@ -141,7 +144,7 @@ def grouped_swiglu(
         traffic.
       average: how many rows a group has on average, where that is not all rows over all groups:
         rows that may exist, groups that surely have none. Only sizes of tiles on Hopper GPUs
-        depend on it.
+        depend on it, and of blocks of rows on CPUs.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -174,9 +177,11 @@ def grouped_swiglu(
         narrow: QuantArray | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
-        arrays = (rows, *weights, group_sizes)
         if target is None:
-            return reference.grouped_swiglu(*arrays, row_format, source)
+            return reference.grouped_swiglu(
+                rows, *weights, group_sizes, row_format, source, average
+            )
+        arrays = (rows, *cast(_KernelWeights, weights), group_sizes)
         options: dict[str, Any] = {"zero_padding": zero_padding, "tiles": tiles}
         if target.backend == "mosaic_tpu":
             from pallas_kernels.grouped_matmul import mosaic_tpu
@@ -192,7 +197,9 @@ def grouped_swiglu(
     return out
 
 
-def _in_format(narrow: QuantArray | None, *weights: Array | QuantArray) -> QuantArray | None:
+def _in_format(
+    narrow: QuantArray | None, *weights: Array | QuantArray | InputMajor
+) -> QuantArray | None:
     """Rows in 8 bits if these are those of the weights, too; FP8 of either may be its bits."""
     if narrow is None:
         return None
@@ -211,7 +218,7 @@ def _run(
 
 
 def fastest_row_format(
-    rows: Float[Array, "rows d_model"], weights: tuple[Array | QuantArray, ...]
+    rows: Float[Array, "rows d_model"], weights: tuple[Array | QuantArray | InputMajor, ...]
 ) -> RowFormat | None:
     """The `row_format` of a SwiGLU network (gate, up, down) where None would not be the fastest.
 
@@ -227,14 +234,15 @@ def fastest_row_format(
             return None
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    return None if mosaic_gpu.gap(rows.dtype, weights, "fp8") else "fp8"
+    quantised = [array for array in weights if isinstance(array, QuantArray)]
+    return None if mosaic_gpu.gap(rows.dtype, quantised, "fp8") else "fp8"
 
 
 def _target(
     op: str,
     implementation: Implementation,
     rows: Array,
-    weights: tuple[Array | QuantArray, ...],
+    weights: tuple[Array | QuantArray | InputMajor, ...],
     row_format: RowFormat | None,
     tiles: Fields | None,
 ) -> Target | None:
@@ -245,7 +253,8 @@ def _target(
             return ""  # which refuses what it cannot take
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.gap(rows.dtype, weights, row_format)
+        kept = [array for array in weights if not isinstance(array, InputMajor)]  # all: CPUs'
+        return mosaic_gpu.gap(rows.dtype, kept, row_format)
 
     return kernel_target(op, implementation, gap, _COST, tiles)
 
@@ -260,11 +269,16 @@ def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:
 
 
 def _check_weights(
-    name: str, weights: Array | QuantArray, rows: Array, expected: tuple[int, int | None, int]
+    name: str,
+    weights: Array | QuantArray | InputMajor,
+    rows: Array,
+    expected: tuple[int, int | None, int],
 ) -> None:
     """Check shape (None: any size) and dtype of one weight array."""
     if isinstance(weights, QuantArray):
         check_quant_array(name, weights)
+    if isinstance(weights, InputMajor) and current_target().device_kind != "cpu":
+        raise ValueError(f"{name} lies input by input, which {current_target().device_kind} cannot")
     fits = weights.ndim == 3 and all(
         size in (None, actual) for size, actual in zip(expected, weights.shape, strict=True)
     )
@@ -275,7 +289,7 @@ def _check_weights(
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")
 
 
-def _check_row_format(row_format: str | None, **weights: Array | QuantArray) -> None:
+def _check_row_format(row_format: str | None, **weights: Array | QuantArray | InputMajor) -> None:
     """Check that all of the weights can be multiplied by rows in this format."""
     if row_format is None:
         return

@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
+from pallas_kernels.input_major import InputMajor
+from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize import QuantArray, from_bits
 from pallas_kernels.quantize.product import product_of_rows, quant_product
 from pallas_kernels.target import current_target
@@ -28,7 +30,7 @@ from pallas_kernels.target import current_target
 _COST = "multiplies one block of columns after the other, several launches each"
 
 
-def covers(rows: Array, *weights: Array | QuantArray) -> bool:
+def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
     """Whether a kernel, rather than XLA, should multiply rows [rows, d_in] by 8-bit weights
     [d_out, d_in]."""
     target = current_target()
@@ -60,7 +62,7 @@ def _in_blocks(weights: QuantArray) -> bool:
 
 def dense_matmul(
     rows: Float[Array, "*batch rows d_in"],
-    weights: Float[Array, "*batch d_out d_in"] | QuantArray,
+    weights: Float[Array, "*batch d_out d_in"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float32[Array, "*batch rows d_out"]:
     """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
@@ -72,6 +74,8 @@ def dense_matmul(
     Returns:
       FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
     """
+    if isinstance(weights, InputMajor):
+        return input_major_product(rows, weights)
     if rows.shape[-2] == 1 and current_target().device_kind == "cpu":
         return dense_matmul(_two_rows(rows), weights)[..., :1, :]
     if covers(rows, weights):
@@ -88,9 +92,9 @@ def dense_matmul(
 
 def dense_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "d_out d_ff"] | QuantArray,
+    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float[Array, "rows d_out"]:
     """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are rounded to
@@ -112,7 +116,7 @@ def dense_swiglu(
 
 def dense_product(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "d_out d_in"] | QuantArray,
+    weights: Float[Array, "d_out d_in"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float32[Array, "rows d_out"]:
     """`dense_matmul` of rows that may have come in 8 bits: the products of `dense_swiglu`.
@@ -126,7 +130,7 @@ def dense_product(
     return dense_matmul(values, weights) * narrow.scales
 
 
-def _takes_narrow(rows: Array, weights: Array | QuantArray) -> bool:
+def _takes_narrow(rows: Array, weights: Array | QuantArray | InputMajor) -> bool:
     """Whether products of rows in 8 bits are those of their values in 16 (INT8 weights round
     rows)."""
     is_gpu, wide = current_target().backend == "mosaic_gpu", rows.dtype.itemsize == 2
@@ -143,6 +147,6 @@ def _one_group(rows: Array) -> np.ndarray:
     return np.asarray([rows.shape[0]], np.int32)
 
 
-def _stack(weights: Array | QuantArray) -> Any:
+def _stack(weights: Any) -> Any:
     """The weight as the weights of a single group."""
     return jax.tree.map(lambda array: array[None], weights)

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.input_major import InputMajor
+from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.quantize.product import (
     product_of_rows,
@@ -33,7 +35,7 @@ from pallas_kernels.varying import vary_like
 
 BLOCK_ROWS = 8
 
-WeightArray = Array | QuantArray
+WeightArray = Array | QuantArray | InputMajor
 
 
 def grouped_matmul(
@@ -52,14 +54,19 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
     group_sizes: Int32[Array | np.ndarray, " groups"],
     row_format: str | None = None,
     source: Int32[Array, " picked"] | None = None,
+    average: int | None = None,
 ) -> Float[Array, "picked d_out"]:
-    """Run every row through the SwiGLU network of its group."""
+    """Run every row through the SwiGLU network of its group.
+
+    Args:
+      average: rows of a group, as the caller expects; for speed alone.
+    """
 
     def swiglu(some: Array, gate: WeightArray, up: WeightArray, down: WeightArray) -> Array:
         hidden = jax.nn.silu(_matmul(some, gate, row_format)) * _matmul(some, up, row_format)
@@ -68,11 +75,14 @@ def grouped_swiglu(
         return _matmul(hidden, down, row_format).astype(rows.dtype)
 
     picked = rows if source is None else rows[source]
-    return _map_rows(swiglu, picked, (gate_weights, up_weights, down_weights), group_sizes)
+    weights = gate_weights, up_weights, down_weights
+    return _map_rows(swiglu, picked, weights, group_sizes, average)
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
     """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
+    if isinstance(right, InputMajor):
+        return input_major_product(left, right)
     if not isinstance(right, QuantArray):
         left = left.astype(right.dtype)  # FP32 where single rows are multiplied
         return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
@@ -87,9 +97,12 @@ def _map_rows(
     rows: Array,
     weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
+    average: int | None = None,
 ) -> Array:
     """Apply `function(some rows, *weights of their group)` to all rows that belong to a group."""
-    floats = [stack for stack in weights if not isinstance(stack, QuantArray)]
+    if any(isinstance(stack, InputMajor) for stack in weights):
+        return _map_blocks(function, rows, weights, sizes, _block_of(rows, average))
+    floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
         return _map_blocks(function, rows, weights, sizes)
     count, group_sizes = rows.shape[0], jnp.asarray(sizes)
@@ -120,29 +133,45 @@ def _map_blocks(
     rows: Array,
     weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
+    block_rows: int = BLOCK_ROWS,
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
     count, group_sizes = rows.shape[0], jnp.asarray(sizes)
     weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
-    blocks_of_group = -(-group_sizes // BLOCK_ROWS)
+    blocks_of_group = -(-group_sizes // block_rows)
     block_end = jnp.cumsum(blocks_of_group)  # [groups]: where a group's blocks end
     block_start = block_end - blocks_of_group
     # The last block may reach past the last row.
-    padded_rows = jnp.pad(rows, ((0, BLOCK_ROWS), (0, 0)))
+    padded_rows = jnp.pad(rows, ((0, block_rows), (0, 0)))
 
     def run_block(index: Array, output: Array) -> Array:
         group = jnp.sum(block_end <= index)
-        start = row_start[group] + (index - block_start[group]) * BLOCK_ROWS
-        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, BLOCK_ROWS)
-        result = function(block, *jax.tree.map(lambda stack: stack[group], weights))
+        start = row_start[group] + (index - block_start[group]) * block_rows
+        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, block_rows)
+        result = function(block, *(_of_group(stack, group) for stack in weights))
         # A block that reaches into the next group must leave that group's rows alone.
-        owned = start + jnp.arange(BLOCK_ROWS) < row_end[group]
-        before = jax.lax.dynamic_slice_in_dim(output, start, BLOCK_ROWS)
+        owned = start + jnp.arange(block_rows) < row_end[group]
+        before = jax.lax.dynamic_slice_in_dim(output, start, block_rows)
         result = jnp.where(owned[:, None], result, before)
         return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
 
-    output = jnp.zeros((count + BLOCK_ROWS, weights[-1].shape[-2]), rows.dtype)
+    output = jnp.zeros((count + block_rows, weights[-1].shape[-2]), rows.dtype)
     output = vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))
     return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]
+
+
+def _of_group(stack: WeightArray, group: Array) -> WeightArray:
+    if isinstance(stack, InputMajor):  # whose products find it themselves
+        return InputMajor(stack.values, group)
+    return jax.tree.map(lambda array: array[group], stack)
+
+
+def _block_of(rows: Array, average: int | None) -> int:
+    """Rows of a block where a row's sums do not depend on that: few, and few are multiplied for
+    nothing; many, and weights are seldom read again."""
+    if average is None:
+        return BLOCK_ROWS
+    block = 2 if average == 0 else BLOCK_ROWS if average < 2 * BLOCK_ROWS else 4 * BLOCK_ROWS
+    return min(block, max(rows.shape[0], 1))

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
+from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import current_target
 from pallas_kernels.transforms import run_op
@@ -154,9 +155,9 @@ def routed_swiglu(
     x: Float[Array, "tokens d_model"],
     choices: Int32[Array, "tokens top_k"],
     gates: Float[Array, "tokens top_k"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
     *,
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,
@@ -190,9 +191,9 @@ def routed_choices(
     x: Float[Array, "tokens d_model"],
     choices: Int32[Array, "tokens top_k"],
     gates: Float[Array, "tokens top_k"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
     *,
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,

@@ -10,17 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, check_quant_array
 
 
 def matmul(
-    x: Float[Array, "*batch tokens d_in"], w: Float[Array, "*batch d_out d_in"] | QuantArray
+    x: Float[Array, "*batch tokens d_in"],
+    w: Float[Array, "*batch d_out d_in"] | QuantArray | InputMajor,
 ) -> Float32[Array, "*batch tokens d_out"]:
     """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32), for the caller to round. Results of
     kernels are rounded to x's dtype already.
 
     Formats of w:
-      a float array: of x's dtype; FP32 inputs have FP32 products on every platform.
+      a float array, or one that lies input by input: of x's dtype; FP32 inputs have FP32 products
+        on every platform.
       FP8 (`quantize_weight`'s "fp8", "fp8_block", or any block): x is not quantised; its products
         with the e4m3 values are summed over each block's columns, scaled, and accumulated.
       INT8: every token of x is quantised to INT8 over this device's d_in; products are summed in

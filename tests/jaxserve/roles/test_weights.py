@@ -20,11 +20,11 @@ from tests.jaxserve.both_roles import load_both
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
-def load(model, overrides, source=None, modules=0):
+def load(model, overrides, source=None, modules=0, input_major=False):
     deployment = layouts.deployment(model, overrides)
     config, names = read_config(model, modules=modules)
     meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
+    templates = ModelTemplates(config, deployment, meshes, input_major=input_major)
     source = source or HFCheckpoint(model, names)
     if deployment.mode == "colocated":
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
@@ -75,8 +75,10 @@ def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[s
 def check(template, leaves, expected):
     assert set(template.names) == set(expected)
     parts = zip(template.names, template.leaves, template.dimensions, leaves, strict=True)
-    for name, shape, dimensions, leaf in parts:
-        padded = np.zeros(shape.shape, np.float32)
+    for (name, shape, dimensions, leaf), exchanged in zip(parts, template.input_major, strict=True):
+        assert leaf.shape[-len(shape.shape) :] == shape.shape
+        leaf = np.swapaxes(leaf, -1, -2) if exchanged else leaf
+        padded = np.zeros(leaf.shape, np.float32)
         if dimensions[0] == "slots":
             for slot, expert in enumerate(template.entries["slots"]):
                 if expert >= 0:
@@ -159,6 +161,40 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
                 leaves = [np.asarray(stack)[layer - start] for stack in stacks]
                 check(template, leaves, expected_leaves(layer, role))
     assert flat == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention.tp": 2, "ffn.ep": 3, "ffn.redundant_slots": 1},
+        {"ffn.ep": 2, "ffn.tp": 2},
+        layouts.COLOCATED | {"attention.dp": 2, "attention.tp": 2},
+    ],
+    ids=str,
+)
+def test_input_by_input(tiny_model, overrides):
+    """All matrices, and those of the other tests with their last two axes exchanged."""
+    plain = load(tiny_model, overrides)[1]
+    programs, weights = load(tiny_model, overrides, input_major=True)
+    if "ffn.ep" not in overrides:
+        pairs = list(zip(plain.flat, weights.flat, strict=True))
+    else:
+        kind = programs.config.kind(1)
+        check(
+            programs.templates.attention[kind],
+            weights.attention[1],
+            expected_leaves(1, "attention"),
+        )
+        check(programs.templates.ffn["moe"], weights.ffn[1], expected_leaves(1, "ffn"))
+        pairs = list(zip(plain.leaves, weights.leaves, strict=True))
+    exchanged = 0
+    for leaf, made in pairs:
+        if leaf.shape == made.shape:
+            np.testing.assert_array_equal(leaf, made)
+        else:
+            np.testing.assert_array_equal(leaf, np.swapaxes(made, -1, -2))
+            exchanged += 1
+    assert exchanged >= 10
 
 
 @pytest.fixture(scope="module")
