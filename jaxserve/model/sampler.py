@@ -4,6 +4,7 @@ The randomness of a draw depends only on the request's seed and the token's posi
 tokens depend neither on its neighbours in the batch nor on the layout.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -223,10 +224,34 @@ def _blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128
 
 
 def _greedy(blocks: Float[Array, "rows blocks 128"], vocab: int) -> Int[Array, " rows"]:
-    """The first of the largest; a maximum and a minimum vectorise where argmax does not."""
+    """The first of the largest; vocab - 1 where there is a NaN."""
+    at_once = functools.partial(_greedy_at_once, vocab=vocab)
+    by_blocks = functools.partial(_greedy_by_blocks, vocab=vocab)
+    found: Array = jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
+    return found
+
+
+def _greedy_at_once(blocks: Float[Array, "rows blocks 128"], vocab: int) -> Int[Array, " rows"]:
+    """A maximum and a minimum vectorise where argmax does not."""
     ids = jnp.arange(blocks.shape[1] * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK)
     equal = blocks == _largest(blocks)[:, None, None]
     return jnp.min(jnp.min(jnp.where(equal, ids, vocab - 1), axis=1), axis=1)
+
+
+def _greedy_by_blocks(blocks: Float[Array, "rows blocks 128"], vocab: int) -> Int[Array, " rows"]:
+    """The same in one pass: a third of the time on CPUs (32 rows of 32,768 take a core of an Intel
+    Xeon 0.36 ms, and 1.11 at once; 2026-11-23)."""
+
+    def compare(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest, place = found
+        block = jax.lax.dynamic_index_in_dim(blocks, index, 1, keepdims=False)
+        return jnp.maximum(largest, block), jnp.where(block > largest, index, place)
+
+    start = blocks[:, 0], jnp.zeros(blocks[:, 0].shape, jnp.int32)
+    largest, place = jax.lax.fori_loop(1, blocks.shape[1], compare, start)
+    ids = place * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+    equal = largest == jnp.max(largest, axis=1, keepdims=True)
+    return jnp.min(jnp.where(equal, ids, vocab - 1), axis=1)
 
 
 def _largest(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:

@@ -76,6 +76,22 @@ def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.
 
 
 class TestGreedy:
+    @pytest.mark.parametrize("vocab", [5, 128, 300, 1000])
+    def test_the_first_of_the_largest(self, vocab):
+        logits = np.random.default_rng(vocab).integers(-3, 4, (7, vocab)).astype(np.float32)
+        expected = logits.argmax(axis=1).tolist()  # of many equal ones, too
+        assert draw(logits, [{"temperature": 0.0}] * 7) == expected
+
+    def test_no_more_than_the_vocabulary(self):
+        assert draw(np.full((1, 130), -np.inf), [{"temperature": 0.0}]) == [0]
+
+    @pytest.mark.parametrize("place", [0, 127, 299])
+    def test_a_nan_gives_a_token_all_the_same(self, place):
+        logits = np.zeros((2, 300), np.float32)
+        logits[0, place] = np.nan
+        logits[:, 200] = 1.0
+        assert draw(logits, [{"temperature": 0.0}] * 2) == [299, 200]
+
     def test_takes_the_largest_and_the_first_of_equals(self):
         logits = [[0.0, 3.0, 1.0, 3.0], [-5.0, -9.0, -6.0, -5.5]]
         assert draw(logits, [{"temperature": 0.0}] * 2) == [1, 0]
