@@ -1,8 +1,9 @@
 """`python -m jaxserve.serve --config F`: a deployment on the network, until a signal ends it.
 
 `--model DIR` serves a bare model folder, or replaces the model of the deployment file. `--check`
-only says how large the model is and what every device would hold; it needs config.json alone, and
-none of the devices. It exits 0 if that fits, 1 if not.
+only says how large the model is and what every device would hold, and compares the tensors that the
+headers of its weight files name with those that it has; it needs config.json alone, and none of the
+devices. It exits 0 if that fits, 1 if not, 2 if tensors are missing or others.
 
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready` (with `--log-format json`: an object with that message), serve; on SIGTERM

@@ -50,10 +50,11 @@ from jaxserve.checkpoint.stored_array import (
     open_array,
     read_array,
 )
+from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import local_folder
+from jaxserve.storage.mirror import local_folder, weight_files
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
 logger = logging.getLogger(__name__)
@@ -349,6 +350,12 @@ def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint 
     """
     converted = read_manifest(local_folder(folder)) is not None
     return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder has, or says that it has, more than an architecture."""
+    here = local_folder(folder)
+    return any((here / name).exists() for name in (MANIFEST, INDEX)) or bool(weight_files(here))
 
 
 def open_folder(deployment: Deployment, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:

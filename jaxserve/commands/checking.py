@@ -1,15 +1,19 @@
 """`serve --check`: what a deployment weighs, and how what it leaves open was chosen.
 
-No weight is read, and no device touched, unless an accelerator's memory decides over a size."""
+Of the weight files only what says which tensors they have is read, and no device is touched, unless
+an accelerator's memory decides over a size."""
 
 import sys
+import time
 
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.checkpoint.store import has_weights, open_checkpoint
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import device_kind
-from jaxserve.errors import ConfigError
+from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.membership import describe_roles
 from jaxserve.fleet.sizing import Sizing
 from jaxserve.mesh import Role
@@ -19,7 +23,8 @@ from jaxserve.roles.kernel_coverage import kernel_gaps
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
-    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names.
+    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names, 2
+    if the weight files are not those of the model.
 
     Args:
       sizing: what chose the keys that were not written.
@@ -27,7 +32,8 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
-    models = {title: read_model(worker)[0] for title, worker in workers.items()}
+    read = {title: read_model(worker) for title, worker in workers.items()}
+    models = {title: config for title, (config, _) in read.items()}
     reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
@@ -35,13 +41,33 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
+    wrong = [_check_files(workers[title], names) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
             check_capacity(models[title], worker, memory_of(worker, reported))
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
-        return 1
-    return _check_kernels(models, workers)
+        return max(1, *wrong)
+    return max(_check_kernels(models, workers), *wrong)
+
+
+def _check_files(deployment: Deployment, names: CheckpointNames) -> int:
+    """Compares the tensors that the weight files say to have with those of the model, also where
+    the folder is in a bucket; returns the exit code."""
+    begin, folder = time.monotonic(), deployment.model
+    try:
+        if not has_weights(folder):
+            print(f"\nweight files: none in {folder}; it was read as an architecture alone")
+            return 0
+        size = open_checkpoint(folder, names).size
+    except CheckpointError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return exit_code(error)
+    seconds = time.monotonic() - begin
+    print(
+        f"\nweight files: all tensors there, {size / 1e9:.2f} GB, headers read in {seconds:.1f} s"
+    )
+    return 0
 
 
 def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment]) -> int:

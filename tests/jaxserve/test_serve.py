@@ -18,6 +18,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import serve
 from jaxserve.commands import following
@@ -29,6 +30,8 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from tests.jaxserve.text.letters import raw_letters
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import TinyQwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30
@@ -336,6 +339,37 @@ class TestCheck:
         assert "24.84" in output
         assert error.startswith("jaxserve: the deployment does not fit:\n  weights 24.84 + activ")
         assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
+
+    def test_weight_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Their headers alone, which say what is missing before anything is loaded."""
+        TinyModel("checked", TinyQwen3()).write(tmp_path, shards=3)
+        arguments = ["--model", str(tmp_path), "--check"]
+        assert serve.main(arguments) == 0
+        assert "weight files: all tensors there, 0.00 GB, headers read in 0." in (
+            capsys.readouterr().out
+        )
+        last, first = (tmp_path / f"model-0000{n}-of-00003.safetensors" for n in (3, 1))
+        tensors = load_file(first)
+        name = min(n for n in tensors if n.endswith("_proj.weight"))
+        shape = list(tensors[name].shape)
+        tensors[name] = tensors[name][1:].copy()
+        gone = sorted(tensors)[-1]
+        del tensors[gone]
+        save_file(tensors, first)
+        last.unlink()
+        assert serve.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert f"{last.name} is missing, and model.safetensors.index.json names it" in error
+        assert f"  missing {gone} [" in error
+        assert f"  {name} is {[shape[0] - 1, shape[1]]}, not {shape}" in error
+        first.unlink()
+        first.with_name("model-00002-of-00003.safetensors").unlink()
+        assert serve.main(arguments) == 2, "an index without files"
+        assert "no .safetensors file" in capsys.readouterr().err
+
+    def test_an_architecture_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert serve.main(["--config", str(ROOT / "configs/qwen3-32b.yaml"), "--check"]) == 0
+        assert "it was read as an architecture alone" in capsys.readouterr().out
 
     def test_another_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         model = str(ROOT / "configs/models/qwen3-30b-a3b")
