@@ -411,23 +411,24 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
             matrices |= set(source.names)
     matrices |= names.unloaded.keys()
     known = names.optional | expected
-    for name in matrices:
-        tensor = tensors.get(name)
-        if tensor is not None and _is_blocked(tensor):
-            expected[name + SCALES] = known[name + SCALES] = _grid_shape(tensor.shape)
+    blocked = {name for name in matrices & tensors.keys() if _is_blocked(tensors[name])}
+    grids = {name + SCALES: _grid_shape(tensors[name].shape) for name in blocked}
+    expected |= grids
+    known |= grids
     present = {name for name in tensors if not name.startswith(names.ignored)}
     missing = expected.keys() - present - listing.lost
     problems += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
     problems += [f"unexpected {name}" for name in sorted(present - known.keys())]
-    for name in sorted(present & known.keys()):
+    wrong = []
+    for name in present & known.keys():
         tensor = tensors[name]
         if tensor.shape != known[name]:
-            problems.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
-        elif isinstance(tensor, PackedTensor):
+            wrong.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
+        elif isinstance(tensor, PackedTensor) or tensor.kind in READABLE or name in blocked:
             continue
-        elif tensor.kind not in READABLE and not (_is_blocked(tensor) and name in matrices):
-            problems.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
-    return problems
+        else:
+            wrong.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
+    return problems + sorted(wrong)
 
 
 def _is_int4(tensor: PackedTensor, group: int) -> bool:
@@ -443,4 +444,5 @@ def _is_blocked(tensor: Tensor | PackedTensor) -> bool:
 
 
 def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], *(-(-size // SCALE_BLOCK) for size in shape[-2:]))
+    *first, rows, columns = shape
+    return (*first, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))

@@ -6,12 +6,13 @@ because the safetensors library does not expose byte offsets, which `reading.py`
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxserve.errors import CheckpointError
@@ -42,6 +43,22 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 """Dtypes by their names in the header."""
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """What a header says of a tensor. Decoded as such, because a model has 100 000 of them."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
 
 
 class Tensor(NamedTuple):
@@ -60,7 +77,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * _ITEM_BYTES[self.kind]
 
 
 class Listing(NamedTuple):
@@ -89,6 +106,7 @@ def list_tensors(folder: Path) -> Listing:
     if not files:
         raise CheckpointError(f"{folder}: no .safetensors file")
     tensors: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
     problems = [f"{name} is missing, and {INDEX} names it" for name in sorted(gone)]
     broken = []
     for path, found in zip(files, _headers(files), strict=True):
@@ -96,13 +114,13 @@ def list_tensors(folder: Path) -> Listing:
             broken.append(str(found))
             continue
         for name in sorted(found.keys() & tensors.keys()):
-            problems.append(f"{name} is in {tensors[name].path.name} and in {path.name}")
+            problems.append(f"{name} is in {places[name]} and in {path.name}")
         tensors |= found
+        places |= dict.fromkeys(found, path.name)
     if broken:
         raise CheckpointError("\n  ".join(broken))
-    for name, file in sorted(index.items()):
-        if name in tensors and tensors[name].path.name != file:
-            problems.append(f"{name} is in {tensors[name].path.name}; {INDEX} says {file}")
+    elsewhere = sorted(name for name, file in index.items() if places.get(name, file) != file)
+    problems += [f"{name} is in {places[name]}; {INDEX} says {index[name]}" for name in elsewhere]
     lost = {name for name, file in index.items() if file in gone}
     return Listing(tensors, files, problems, lost)
 
@@ -127,7 +145,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 def _is_plain(name: str) -> bool:
     """Whether this names a safetensors file directly in the folder."""
-    return name.endswith(".safetensors") and Path(name).name == name and "\0" not in name
+    return name.endswith(".safetensors") and "/" not in name and "\0" not in name
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -142,7 +160,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         with open_file(path) as file:
             name = file.name
             header = read_header_bytes(file)
-            tensors, end = _entries(path, _tree(header), 8 + len(header))
+            tensors, end = _entries(path, header)
             file.check_end(end)
             return tensors
     except (ValueError, RecursionError, CheckpointError) as error:
@@ -172,7 +190,7 @@ def header_and_end(file: StoredFile) -> tuple[bytes, int]:
     """
     try:
         header = read_header_bytes(file)
-        return header, _entries(Path(file.name), _tree(header), 8 + len(header))[1]
+        return header, _entries(Path(file.name), header)[1]
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name}: truncated or no safetensors: {error}") from None
 
@@ -191,38 +209,26 @@ def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]
         yield from pool.map(tensors_of, files)
 
 
-def _tree(header: bytes) -> Any:
-    return json.loads(header, object_pairs_hook=_unique)
+def _entries(path: Path, header: bytes) -> tuple[dict[str, Tensor], int]:
+    """The tensors of a header, and where the last one ends; ValueError if an entry is wrong.
 
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in tree:
-            raise ValueError(f"{name} is there twice")
-        tree[name] = value
-    return tree
-
-
-def _entries(path: Path, tree: Any, start: int) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a header, and where the last one ends; ValueError if an entry is wrong."""
-    if not isinstance(tree, dict):
-        raise ValueError("the header is not an object")
+    Names that are there twice in other places leave a gap; in the same place, the last one counts,
+    as it does for the safetensors library."""
+    tree = _HEADER.decode(header)
+    tree.pop("__metadata__", None)
+    start = 8 + len(header)
     tensors, places = {}, []
-    for name, entry in tree.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{name} is not a dtype, a shape and data_offsets")
-        kind, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(kind, str) or kind not in DTYPES:
+    for name, text in tree.items():
+        try:
+            entry = _ENTRY.decode(text)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}: {error}") from None
+        kind, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
+        if kind not in DTYPES:
             raise ValueError(f"{name}: dtype {kind!r} is not known")
-        if not _sizes(shape) or not _sizes(place) or len(place) != 2:
-            raise ValueError(f"{name}: shape {shape!r} at {place!r}")
-        begin, end = place
-        if end - begin != math.prod(shape) * DTYPES[kind].itemsize:
-            raise ValueError(f"{name}: {kind}{shape} in the bytes {begin} to {end}")
-        tensors[name] = Tensor(path, kind, tuple(shape), start + begin)
+        if end - begin != math.prod(shape) * _ITEM_BYTES[kind]:
+            raise ValueError(f"{name}: {kind}{[*shape]} in the bytes {begin} to {end}")
+        tensors[name] = Tensor(path, kind, shape, start + begin)
         places.append((begin, end, name))
     at = 0
     for begin, end, name in sorted(places):
@@ -230,8 +236,3 @@ def _entries(path: Path, tree: Any, start: int) -> tuple[dict[str, Tensor], int]
             raise ValueError(f"{name} starts at byte {begin}, and not at {at}")
         at = end
     return tensors, start + at
-
-
-def _sizes(values: Any) -> bool:
-    """Whether this is a list of non-negative integers within the range of offsets."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**62 for v in values)
