@@ -29,6 +29,8 @@ LOOK_SECONDS = 0.5
 _HELLO_SECONDS = 10.0
 _CHALLENGE_BYTES = _ANSWER_BYTES = 32
 _SIZE_BYTES = 4
+_MESSAGE_BYTES = 256 << 20
+"""Cap of a message; a plan takes kilobytes."""
 _READ_BYTES = 1 << 18
 
 
@@ -126,7 +128,7 @@ class Broadcaster:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             challenge = secrets.token_bytes(_CHALLENGE_BYTES)
             connection.sendall(challenge)
-            given = _read(connection, _ANSWER_BYTES)
+            given = _read(connection, _ANSWER_BYTES, _HELLO_SECONDS)
             if not hmac.compare_digest(given, _answer(self._token, challenge)):
                 raise OSError("wrong cluster token")
             connection.setblocking(False)
@@ -171,9 +173,9 @@ class Subscription:
         host, port = split_address(address, "broadcaster")
         self._socket = socket.create_connection((host.strip("[]"), port), timeout)
         try:
-            challenge = _read(self._socket, _CHALLENGE_BYTES)
+            challenge = _read(self._socket, _CHALLENGE_BYTES, timeout)
             self._socket.sendall(_answer(token.encode(), challenge))
-            if any(_read(self._socket, _SIZE_BYTES)):
+            if any(_read(self._socket, _SIZE_BYTES, timeout)):
                 raise OSError("another protocol")
             self._socket.settimeout(LOOK_SECONDS)
         except OSError:
@@ -182,7 +184,11 @@ class Subscription:
 
     def messages(self) -> Iterator[bytes | None]:
         """Messages in order, None where there was none for `LOOK_SECONDS`, until the connection
-        ends."""
+        ends.
+
+        Raises:
+          ValueError: one would be larger than any is.
+        """
         buffer = bytearray()
         with self._socket:
             while True:
@@ -199,6 +205,8 @@ class Subscription:
                 while (end := _end_of_first(buffer)) <= len(buffer):
                     yield bytes(buffer[_SIZE_BYTES:end])
                     del buffer[:end]
+                if len(buffer) >= _SIZE_BYTES and end > _SIZE_BYTES + _MESSAGE_BYTES:
+                    raise ValueError(f"{end - _SIZE_BYTES} bytes, more than {_MESSAGE_BYTES}")
 
     def close(self) -> None:
         """Ends `messages`, from any thread."""
@@ -238,9 +246,11 @@ def _send(connection: socket.socket, frame: memoryview) -> memoryview:
         return frame[len(frame) :]
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
-    data = b""
+def _read(connection: socket.socket, count: int, seconds: float) -> bytes:
+    """So many bytes, all of them within that time."""
+    data, end = b"", time.monotonic() + seconds
     while len(data) < count:
+        connection.settimeout(max(0.001, end - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
             raise OSError("closed the connection")

@@ -1,10 +1,12 @@
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from jaxserve.fleet import broadcast
 from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
 
 TOKEN = "a secret"
@@ -97,6 +99,52 @@ def test_strangers_get_nothing() -> None:
         sender.send(b"x")
         assert _first(known.messages(), 1) == [b"x"]
         known.close()
+
+
+def _is_closed(stranger: socket.socket) -> bool:
+    """By the other end, while a byte comes every 0.2 s."""
+    stranger.settimeout(0.2)
+    for _ in range(31):
+        try:
+            stranger.sendall(b"x")
+            if not stranger.recv(1):
+                return True
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            return True
+    return False
+
+
+def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of all bytes, not of each."""
+    monkeypatch.setattr(broadcast, "_HELLO_SECONDS", 0.6)
+    with broadcaster() as (_, address):
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), 5.0) as stranger:
+            assert len(stranger.recv(64)) == 32
+            started = time.monotonic()
+            assert _is_closed(stranger)
+            assert time.monotonic() - started < 3
+
+
+def test_a_size_beyond_any_is_refused_before_its_bytes_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(bytes(32))
+            connection.recv(32)
+            connection.sendall(bytes(4))
+            connection.sendall((1 << 30).to_bytes(4) + b"rest")
+            with connection:
+                connection.recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        subscription = Subscription(f"127.0.0.1:{port}", TOKEN, 5.0)
+        with pytest.raises(ValueError, match="1073741824 bytes, more than 268435456"):
+            list(zip(range(3), subscription.messages(), strict=False))
 
 
 def test_nobody_there_is_an_error() -> None:
