@@ -44,7 +44,7 @@ def listening_address(address: str, flag: str) -> str:
     yet; nobody else could connect then, so all interfaces take its place.
     """
     host, port = split_address(address, flag)
-    if is_loopback(host) or _is_ip(host):
+    if is_loopback(host) or is_ip(host):
         return address
     try:
         resolved = [str(info[4][0]) for info in socket.getaddrinfo(host, port)]
@@ -93,7 +93,8 @@ def _address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_ip(host: str) -> bool:
+def is_ip(host: str) -> bool:
+    """Whether it is an address, rather than a name."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from jaxserve.fleet.addresses import is_loopback, split_address
+from jaxserve.fleet.addresses import is_ip, is_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +214,11 @@ class Subscription:
 
 
 def _listening(host: str) -> socket.socket:
-    """On a free port of an address of this host; `[::]` is all of them."""
+    """On a free port of an address of this host; `[::]` is all of them, and so is a name, which may
+    have several."""
     bare, dual = host.strip("[]"), socket.has_dualstack_ipv6()
+    if not is_ip(host) and not is_loopback(host):
+        bare = "::"
     if bare == "::" and not dual:
         bare = "0.0.0.0"
     family = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0][0]

@@ -3,6 +3,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,29 @@ def test_a_size_beyond_any_is_refused_before_its_bytes_come() -> None:
         subscription = Subscription(f"127.0.0.1:{port}", TOKEN, 5.0)
         with pytest.raises(ValueError, match="1073741824 bytes, more than 268435456"):
             list(zip(range(3), subscription.messages(), strict=False))
+
+
+def test_a_name_is_every_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them, as of Debian's 127.0.1.1 beside that of the network, is not where others come
+    to."""
+    name, real = "many.example", socket.create_server
+
+    def first_only(address: tuple[str, int], **options: Any) -> socket.socket:
+        host, port = address
+        if host == name:
+            host, options = "127.0.0.2", {}
+        return real((host, port), **options)
+
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0))]
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda h, *a, **k: found if h == name else resolve(h, *a, **k)
+    )
+    monkeypatch.setattr(socket, "create_server", first_only)
+    with broadcaster(name) as (sender, address):
+        subscription = Subscription(address, TOKEN, 5.0)
+        sender.send(b"x")
+        assert _first(subscription.messages(), 1) == [b"x"]
 
 
 def test_nobody_there_is_an_error() -> None:
