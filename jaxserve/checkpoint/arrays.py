@@ -62,6 +62,14 @@ class Leaf(NamedTuple):
         spec = PartitionSpec(*self.sharding.spec[1:])
         return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
 
+    def exchanged(self) -> "Leaf":
+        """The same with its last two axes exchanged: of a matrix that lies input by input, as the
+        checkpoint has it, and back."""
+        rest = len(self.full_shape) - len(self.sharding.spec)
+        spec = stored_order((*self.sharding.spec, *[None] * rest))
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec))
+        return self._replace(shape=stored_order(self.shape), sharding=sharding)
+
 
 def wanted_leaves(
     template: Template, shardings: Sequence[Sharding], layers: int | None
@@ -74,10 +82,8 @@ def wanted_leaves(
     ):
         assert isinstance(sharding, NamedSharding)
         entries = template.entries.get(dimensions[0] or "") if dimensions else None
-        shape = leaf.shape
-        if exchanged:
-            shape, sharding = stored_order(shape), _stored_sharding(sharding, len(shape), layers)
-        leaves[name] = Leaf(shape, leaf.dtype, sharding, layers, entries)
+        wanted = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
+        leaves[name] = wanted.exchanged() if exchanged else wanted
     return leaves
 
 
@@ -87,14 +93,8 @@ def stored_order[T](axes: tuple[T, ...]) -> tuple[T, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
-def _stored_sharding(sharding: NamedSharding, ndim: int, layers: int | None) -> NamedSharding:
-    ndim += layers is not None
-    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    return NamedSharding(sharding.mesh, PartitionSpec(*stored_order(spec)))
-
-
 @functools.lru_cache(maxsize=256)
-def _by_inputs(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+def _exchanger(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     """A compiled function that exchanges the last two axes."""
 
     def exchange(array: jax.Array) -> jax.Array:
@@ -138,9 +138,29 @@ class Blocks(abc.ABC):
         layers: int | None,
     ) -> Iterator[jax.Array]:
         """Leaves that lie input by input are made as the checkpoint has them, and exchanged."""
-        made = self.block(template, wanted_leaves(template, shardings, layers), tables)
-        for array, sharding, exchanged in zip(made, shardings, template.input_major, strict=True):
-            yield _by_inputs(sharding)(array) if exchanged else array
+        wanted = wanted_leaves(template, shardings, layers)
+        by_inputs = dict(zip(wanted, template.input_major, strict=True))
+        others = {name: leaf for name, leaf in wanted.items() if not by_inputs[name]}
+        made = self.block(template, others, tables)
+        for name, leaf in wanted.items():
+            yield self._by_inputs(template, name, leaf, tables) if by_inputs[name] else next(made)
+
+    def _by_inputs(
+        self, template: Template, name: str, leaf: Leaf, tables: Sequence[Sources]
+    ) -> jax.Array:
+        """A stack is exchanged layer by layer, so that at most one layer exists twice."""
+
+        def layer(own: Leaf, table: Sources) -> jax.Array:
+            (stored,) = self.block(template, {name: own}, [table])
+            return _exchanger(own.exchanged().sharding)(stored)
+
+        if leaf.layers is None:
+            return layer(leaf, tables[0])
+        stack = zeroed(leaf.exchanged())
+        for index, table in enumerate(tables):
+            stack = fill(stack, layer(leaf.of_one_layer(), table), index)
+            jax.block_until_ready(stack)
+        return stack
 
     @abc.abstractmethod
     def block(

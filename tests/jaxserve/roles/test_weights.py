@@ -197,6 +197,28 @@ def test_input_by_input(tiny_model, overrides):
     assert exchanged >= 10
 
 
+def test_of_a_stack_one_layer_at_a_time_is_there_in_two_orders(tiny_model):
+    """Memory is checked for one copy of the weights."""
+    deployment = layouts.deployment(tiny_model, layouts.COLOCATED)
+    config, names = read_config(tiny_model)
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(config, deployment, meshes, input_major=True)
+    asked = []
+
+    class Checkpoint(HFCheckpoint):
+        def block(self, template, leaves, tables):
+            exchanged = dict(zip(template.names, template.input_major, strict=True))
+            asked.extend(
+                (leaf.layers, len(tables)) for name, leaf in leaves.items() if exchanged[name]
+            )
+            return super().block(template, leaves, tables)
+
+    programs = ColocatedPrograms(templates, deployment, meshes.attention)
+    ColocatedWeights(Checkpoint(tiny_model, names), names, programs)
+    assert len(asked) > 10
+    assert set(asked) == {(None, 1)}
+
+
 @pytest.fixture(scope="module")
 def with_module(tmp_path_factory):
     return write_tiny_step3(
