@@ -13,7 +13,7 @@ what a domain beside prefill workers takes for a prompt that it computes itself:
 import functools
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,7 @@ from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, 
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages import NOTHING_HELD, PagesSource
 from jaxserve.planner.simulate import Percentiles, no_garbage_collection, percentiles
-from jaxserve.planner.simulated_engine import News, SimulatedEngine
+from jaxserve.planner.simulated_engine import SimulatedEngine
 from jaxserve.planner.stage_times import StageTimes
 
 SHARED = 2**30
@@ -160,8 +160,8 @@ class FleetSimulation:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
         elif due < float("inf"):
-            for at, news in itertools.groupby(worker.engine.turn(), lambda one: one.at):
-                self._at(at, functools.partial(self._news, name, worker.engine, list(news)))
+            for at, outputs in worker.engine.turn():
+                self._at(at, functools.partial(self._news, name, worker.engine, outputs))
         else:
             return False
         return True
@@ -288,12 +288,12 @@ class FleetSimulation:
         self._link_free[prefill] = self._link_free[domain] = done
         return done
 
-    def _news(self, name: str, engine: SimulatedEngine, news: list[News]) -> None:
+    def _news(self, name: str, engine: SimulatedEngine, outputs: Sequence[TokenOutput]) -> None:
         """A worker tells the router what it has at one time."""
         worker = self._workers[name]
         if worker.engine is not engine:
             return  # it was lost meanwhile
-        for _, output in news:
+        for output in outputs:
             self._take(name, worker, output)
 
     def _take(self, name: str, worker: _Worker, output: TokenOutput) -> None:

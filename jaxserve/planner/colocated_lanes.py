@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.observe.timeline import AFDStage, Span
+from jaxserve.observe.timeline import STAGES, AFDStage, Span
 from jaxserve.planner.lanes import Busy, Disturb, Note
 from jaxserve.planner.stage_times import StepTimes
 
@@ -72,13 +72,43 @@ class Colocated:
     def advance(self, now: float) -> tuple[int, float]:
         """Runs the step that waited longest: (lane, when its last device had sampled)."""
         lane, number, times = self._begun.pop(0)
-        at = np.maximum(self._free, now)
+        first = np.maximum(self._free, now)
+        attend, there, ffn, back = self._disturbed(times)
+        # A collective ends for all devices at once, so each layer's two follow those before.
+        lasting = np.stack([(attend + there).max(axis=1), (ffn + back).max(axis=1)], axis=1)
+        lasting[0, 0] = (first + attend[0] + there[0]).max()
+        dispatched, combined = np.cumsum(lasting).reshape(-1, 2, 1).swapaxes(0, 1)
+        begun = np.concatenate([first[None], np.broadcast_to(combined[:-1], attend[1:].shape)])
+        attended, done = begun + attend, dispatched + ffn
+        self._wait("dispatch", attended, dispatched)
+        self._wait("combine", done, combined)
+        self._busy += (
+            attend.mean(axis=1).sum(),
+            ffn.mean(axis=1).sum(),
+            sum(times.dispatch),
+            sum(times.combine),
+        )
+        for layer in range(self._layers if self._note else 0):
+            at = begun[layer], attended[layer], dispatched[layer], done[layer], combined[layer]
+            for stage, begin, end in zip(STAGES, at[:-1], at[1:], strict=True):
+                self._tell(stage, lane, number, layer, begin, end)
+        return lane, self._leave(lane, number, np.full_like(first, combined[-1]), times.leave)
+
+    def _disturbed(self, times: StepTimes) -> np.ndarray:
+        """[stages, layers, groups] seconds with noise, drawn in the order in which stages run."""
+        attend = np.stack(times.attend)
+        others = np.array([times.dispatch, times.ffn, times.combine])
+        seconds = np.stack([attend, *np.broadcast_to(others[..., None], (3, *attend.shape))])
         for layer in range(self._layers):
-            at = self._work("attend", lane, number, layer, at, times.attend[layer])
-            at = self._exchange("dispatch", lane, number, layer, at, times.dispatch[layer])
-            at = self._work("ffn", lane, number, layer, at, np.full_like(at, times.ffn[layer]))
-            at = self._exchange("combine", lane, number, layer, at, times.combine[layer])
-        return lane, self._leave(lane, number, at, times.leave)
+            for place, stage in enumerate(STAGES):
+                seconds[place, layer] = self._disturb(stage, seconds[place, layer])
+        return seconds
+
+    def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
+        """Notes how long devices were in the layers' collectives, [layers, groups]."""
+        waited = end - at
+        columns = waited.mean(axis=1), waited.min(axis=1), waited.max(axis=1)
+        self._seen[stage] += zip(*(column.tolist() for column in columns), strict=True)
 
     def _leave(self, lane: int, number: int, at: np.ndarray, seconds: float) -> float:
         """Head and sampling; returns when the last device has sampled."""
@@ -91,25 +121,6 @@ class Colocated:
         """Durations of a collective over all layers, steps and devices."""
         means, least, most = zip(*self._seen[stage], strict=True)
         return Seen(float(np.mean(means)), min(least), max(most))
-
-    def _work(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
-    ) -> np.ndarray:
-        seconds = self._disturb(stage, work)
-        self._busy[0 if stage == "attend" else 1] += seconds.mean()
-        self._tell(stage, lane, number, layer, at, at + seconds)
-        return at + seconds
-
-    def _exchange(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
-    ) -> np.ndarray:
-        moving = self._disturb(stage, np.full_like(at, seconds))
-        end = np.full_like(at, (at + moving).max())
-        waited = end - at
-        self._seen[stage].append((float(waited.mean()), float(waited.min()), float(waited.max())))
-        self._busy[2 if stage == "dispatch" else 3] += seconds
-        self._tell(stage, lane, number, layer, at, end)
-        return end
 
     def _tell(
         self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, end: np.ndarray
@@ -202,3 +213,21 @@ class Overlapped(Colocated):
             self._free = end
         if attending is not None:
             self._tell("attend", attending.lane, attending.number, attending.layer, start, end)
+
+    def _work(
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, work: np.ndarray
+    ) -> np.ndarray:
+        seconds = self._disturb(stage, work)
+        self._busy[0 if stage == "attend" else 1] += seconds.mean()
+        self._tell(stage, lane, number, layer, at, at + seconds)
+        return at + seconds
+
+    def _exchange(
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
+    ) -> np.ndarray:
+        moving = self._disturb(stage, np.full_like(at, seconds))
+        end = np.full_like(at, (at + moving).max())
+        self._wait(stage, at[None], end[None])
+        self._busy[2 if stage == "dispatch" else 3] += seconds
+        self._tell(stage, lane, number, layer, at, end)
+        return end

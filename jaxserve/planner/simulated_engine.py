@@ -8,6 +8,7 @@ router, can run in one simulated time (`fleet/simulation.py`).
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,10 +68,10 @@ def rows_of(deployment: Deployment, plan: StepPlan, *, elsewhere: bool) -> Rows:
 
 
 class News(NamedTuple):
-    """An output, and when the engine had it."""
+    """Outputs, and when the engine had them."""
 
     at: float
-    output: TokenOutput
+    outputs: Sequence[TokenOutput]
 
 
 class SimulatedEngine:
@@ -141,7 +142,7 @@ class SimulatedEngine:
         self.now, self._idle = self.next_at, False
         news: list[News] = []
         while self._ends and self._ends[0] <= self.now:
-            news += self._read()
+            news.append(self._read())
         while self._arrivals and self._arrivals[0][0] <= self.now:
             _, _, request = heapq.heappop(self._arrivals)
             self._loop.submit(request, choose_domain(self.schedulers, request))
@@ -156,13 +157,13 @@ class SimulatedEngine:
                 self._loop.enqueued(lane)
                 self._ends.append(end)
             case Await():
-                news += self._read()
+                news.append(self._read())
             case _:
                 self._idle = True
         return news
 
-    def _read(self) -> list[News]:
+    def _read(self) -> News:
         """Waits for the oldest step in flight and takes its result."""
         lane, plan = self._loop.in_flight[0]
         self.now = max(self.now, self._ends.popleft())
-        return [News(self.now, out) for out in self._loop.complete(lane, plan, self._sampled)]
+        return News(self.now, self._loop.complete(lane, plan, self._sampled))

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.observe.timeline import Span
+from jaxserve.observe.timeline import STAGES, Span
 from jaxserve.planner.colocated_lanes import Colocated, Overlapped
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.search import overlapped_seconds
 from jaxserve.planner.stage_times import Given, Rows, StepTimes
 
@@ -28,6 +29,54 @@ class TestColocated:
         assert pipeline.advance(0.0) == (0, 7.75)
         assert pipeline.seen("dispatch") == (pytest.approx(3.5), 0.5, 5.5)
         assert pipeline.seen("combine") == (0.25, 0.25, 0.25)
+
+    def test_devices_are_disturbed_stage_by_stage(self):
+        """Three steps against the same stages one after the other, with the same random numbers."""
+        layers, groups = 3, 4
+        jitter = Jitter(spread={"attend": 0.3, "dispatch": 0.5, "combine": 0.2})
+        times = StepTimes(
+            [np.arange(1.0, 5.0) * (layer + 1) for layer in range(layers)],
+            [0.5, 0.7, 0.9],
+            [1.0, 3.0, 2.0],
+            [0.25, 0.5, 0.75],
+            0.125,
+        )
+        spans: list[Span] = []
+        drawn = np.random.default_rng(7)
+        pipeline = Colocated(
+            layers=layers,
+            lanes=1,
+            groups=groups,
+            disturb=lambda stage, seconds: jitter.draw(drawn, stage, seconds),
+            note=spans.append,
+        )
+        random, free, busy = np.random.default_rng(7), np.zeros(groups), np.zeros(2)
+        waits, expected = [], []
+        for number, now in enumerate((0.0, 1.0, 100.0)):
+            pipeline.begin(0, number, now, times)
+            at = np.maximum(free, now)
+            for layer in range(layers):
+                for stage in STAGES:
+                    alike = np.broadcast_to(getattr(times, stage)[layer], groups)
+                    end = at + jitter.draw(random, stage, alike)
+                    if stage in ("attend", "ffn"):
+                        busy[int(stage == "ffn")] += (end - at).mean()
+                    else:
+                        end = np.full(groups, end.max())
+                    if stage == "dispatch":
+                        waits.append(end - at)
+                    expected.append((stage, layer, number, at.min(), end.max()))
+                    at = end
+            expected.append(("attend", layers, number, at.min(), at.max() + 0.125))
+            free = at + 0.125
+            busy[0] += 0.125
+            assert pipeline.advance(now) == (0, pytest.approx(free.max(), rel=1e-12))
+        assert [(s.stage, s.layer, s.step) for s in spans] == [e[:3] for e in expected]
+        got = [(s.start_ns * 1e-9, s.end_ns * 1e-9) for s in spans]
+        assert got == [pytest.approx(e[3:], abs=2e-9) for e in expected]
+        least, most = np.min(waits), np.max(waits)
+        assert pipeline.seen("dispatch") == pytest.approx((np.mean(waits), least, most))
+        assert pipeline.busy == pytest.approx((*busy, 3 * 2.1, 3 * 1.5))
 
 
 def overlapped(times: StepTimes, layers: int, groups: int = 2) -> tuple[list[float], list[Span]]:
