@@ -57,7 +57,8 @@ class AttentionRole(Section, frozen=True):
     """JAX runtime that the role lives in. Roles of one runtime share a `jax.distributed` group and
     are started together; a role of another one is started alone (`serve --role`)."""
     hardware: str = ""
-    """What it runs on, a name of `configs/hardware`; for people and the planner."""
+    """What it runs on, a name of `configs/hardware`; for people, the planner, and `--check`, which
+    says what has no kernel there."""
 
     @property
     def devices(self) -> int:
@@ -109,7 +110,8 @@ class FFNRole(Section, frozen=True):
     """JAX runtime that the ffn role lives in; another one than attention's needs `link.transport:
     pull`, and the other way round."""
     hardware: str = ""
-    """What the ffn role runs on, a name of `configs/hardware`; for people and the planner."""
+    """What the ffn role runs on, a name of `configs/hardware`; for people, the planner, and
+    `--check`, which says what has no kernel there."""
 
     @property
     def devices(self) -> int:
