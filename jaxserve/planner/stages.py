@@ -291,12 +291,10 @@ class Calculator(NamedTuple):
             rows = tokens * group.top_k / ep
             busiest = self._imbalance(group, ep, rows) if busiest is None else busiest
             rows *= busiest
-            if hardware.pads:  # blocks of rows of one expert
-                share = group.top_k / group.experts
-                floats = self.formats.weights in ("float32", "bfloat16")
-                block = block_rows(math.floor((padded or tokens) * share)) if floats else BLOCK_ROWS
-                blocks = held * blocks_met(tokens, share, block)
-                rows, met = blocks * block, met if floats else blocks
+            if hardware.pads and self.formats.weights not in ("float32", "bfloat16"):
+                # A block of rows of one expert at a time.
+                met = held * blocks_met(tokens, group.top_k / group.experts)
+                rows = met * BLOCK_ROWS
             read += met * expert * size
             flops += 2 * rows * expert
         padded = (padded or tokens) if hardware.pads else tokens
@@ -493,30 +491,21 @@ BLOCK_TOKENS = 128
 (`pallas_kernels/attention/reference.py`)."""
 
 BLOCK_ROWS = 8
-"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits, which are converted
-for each block (`pallas_kernels/grouped_matmul/reference.py`)."""
-
-
-def block_rows(average: int) -> int:
-    """The same of float weights, which are read from memory once for all blocks.
-
-    Args:
-      average: rows of an expert, rounded down.
-    """
-    return 2 if average == 0 else 8 if average < 16 else 32
+"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
+once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
 
 
 @functools.lru_cache(4096)
-def blocks_met(tokens: int, share: float, block: int = BLOCK_ROWS) -> float:
-    """Mean number of blocks of so many rows that an expert has of so many tokens, each of which
-    chooses it with this probability: Σ P(rows > block · j)."""
+def blocks_met(tokens: int, share: float) -> float:
+    """Mean number of blocks of `BLOCK_ROWS` rows that an expert has of so many tokens, each of
+    which chooses it with this probability: Σ P(rows > 8 j)."""
     if share >= 1:
-        return float(-(-tokens // block))
+        return float(-(-tokens // BLOCK_ROWS))
     rows = np.arange(tokens + 1)
     steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1)) + math.log(share / (1 - share))
     logs = tokens * math.log1p(-share) + np.concatenate([[0.0], np.cumsum(steps)])
     above = 1 - np.cumsum(np.exp(logs))
-    return float(np.sum(above[:tokens:block]))
+    return float(np.sum(above[:tokens:BLOCK_ROWS]))
 
 
 def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:

@@ -10,8 +10,7 @@ the groups that have rows, and float weights are multiplied by one row after the
 stay in the caches for the next row. This takes 0.4 (1 row a group) to 0.6 (20 rows) of the time of
 blocks of 8 rows (experts of 512 x 256 in FP32, AMD EPYC). 8-bit weights, which have to be converted
 first, and weights on other platforms are multiplied by blocks of `BLOCK_ROWS` rows that never cross
-a group, however few there are. Servers on CPUs have float weights that lie input by input
-(`input_major.py`): blocks of 2 to 32 rows, whose number changes no row.
+a group, however few there are.
 """
 
 from collections.abc import Callable
@@ -102,7 +101,7 @@ def _map_rows(
 ) -> Array:
     """Apply `function(some rows, *weights of their group)` to all rows that belong to a group."""
     if any(isinstance(stack, InputMajor) for stack in weights):
-        return _map_blocks(function, rows, weights, sizes, rows_of_block(rows, average))
+        return _map_blocks(function, rows, weights, sizes, _block_of(rows, average))
     floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
         return _map_blocks(function, rows, weights, sizes)
@@ -169,7 +168,7 @@ def _of_group(stack: WeightArray, group: Array) -> WeightArray:
     return jax.tree.map(lambda array: array[group], stack)
 
 
-def rows_of_block(rows: Array | np.ndarray, average: int | None) -> int:
+def _block_of(rows: Array, average: int | None) -> int:
     """Rows of a block where a row's sums do not depend on that: few, and few are multiplied for
     nothing; many, and weights are seldom read again."""
     if average is None:

@@ -11,8 +11,7 @@ from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.stages import Calculator, StageTime, block_rows, blocks_met
-from pallas_kernels.grouped_matmul.reference import rows_of_block
+from jaxserve.planner.stages import Calculator, StageTime, blocks_met
 from pallas_kernels.target import target_of
 from tests.jaxserve.planner.paper_systems import upcycled
 
@@ -332,20 +331,14 @@ def test_messages():
     assert narrow.seconds == 1600 * 7168 / 1e9
 
 
-@pytest.mark.parametrize("block", [2, 8, 32])
 @pytest.mark.parametrize(("tokens", "share"), [(1, 0.3), (7, 0.3), (20, 0.9), (40, 0.25), (9, 1.0)])
-def test_blocks_of_rows_of_an_expert(tokens, share, block):
+def test_blocks_of_rows_of_an_expert(tokens, share):
     """Against the binomial distribution written out."""
     expected = sum(
-        math.comb(tokens, rows) * share**rows * (1 - share) ** (tokens - rows) * -(-rows // block)
+        math.comb(tokens, rows) * share**rows * (1 - share) ** (tokens - rows) * -(-rows // 8)
         for rows in range(tokens + 1)
     )
-    assert blocks_met(tokens, share, block) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("average", [0, 1, 15, 16, 100])
-def test_rows_of_a_block_are_the_programs(average):
-    assert block_rows(average) == rows_of_block(np.zeros((1000, 1)), average)
+    assert blocks_met(tokens, share) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -381,17 +374,16 @@ def test_gpus_with_kernels_are_those_of_the_kernels():
 
 
 def test_experts_on_cpus_read_float_weights_once():
-    """8 experts, 2 chosen by each of 16 tokens: nearly all are met once, and blocks of 8 rows of
-    one expert are multiplied; in 8 bits each block reads its expert."""
+    """8 experts, 2 chosen by each of 16 tokens: nearly all are met, and 32 rows are multiplied; in
+    8 bits blocks of 8 rows of one expert."""
     group = FFNLayers(layers=1, experts=8, top_k=2, expert_d_ff=512, shared_d_ff=0)
     one = calculator("qwen3-30b-a3b", weights="float32", rows="float32")
     cpu = load_hardware("cpu")
     expert = 3 * one.model.d_model * 512
     met = 8 * (1 - (6 / 8) ** 16)
-    blocks = 8 * blocks_met(16, 2 / 8)
-    computed = 2 * 8 * blocks * expert / cpu.flops("float32")
-    floats = max(4 * met * expert / cpu.bandwidth, computed)
+    floats = max(4 * met * expert / cpu.bandwidth, 2 * 32 * expert / cpu.flops("float32"))
     assert one.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(floats)
+    blocks = 8 * blocks_met(16, 2 / 8)
     in_8_bits = calculator("qwen3-30b-a3b", weights="int8")
     times = blocks * expert / cpu.bandwidth, 2 * 8 * blocks * expert / cpu.flops("int8")
     assert in_8_bits.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(max(times))
