@@ -17,7 +17,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,8 @@ class Traffic(NamedTuple):
     """From HBM and to it."""
     exchanged: int = 0
     """Of them those of collectives, which move while the links do."""
-    of_choices: int = 0
-    """Of the others those of rows there is room for: see `traffic`."""
+    absent: int = 0
+    """Of the others those of rows there is room for, and which are not there: see `traffic`."""
 
 
 def norm_and_quantize(x: Array, weight: Array) -> Any:
@@ -171,6 +171,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "collective-permute",
 )
+_RESERVES = 'custom_call_target="AllocateBuffer"'
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
 
@@ -187,24 +188,30 @@ class Instruction(NamedTuple):
 
 
 def instructions(
-    program: str, in_place: Collection[int] = (), choices: int = 0
+    program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
 ) -> Iterator[Instruction]:
     """Those that compute, copy, start or end something.
 
     Arrays whose layout names a memory space, S(1), lie on the core. What is started counts where it
     is started. An array that an instruction takes twice, also as other bits, is read once, and of
-    what one slices alone ("wrapped_slice") no more is read than it keeps.
+    what one slices alone ("wrapped_slice") no more is read than it keeps. What only reserves memory
+    is no instruction.
 
     Args:
       program: its text.
-      in_place, choices: as of `traffic`.
+      in_place, there: as of `traffic`.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
         return bool(shape) and shape[0] in in_place
 
-    def is_other(shape: tuple[int, ...]) -> bool:
-        return is_pool(shape) or len(shape) != 2 or shape[0] != choices
+    def absent(rows: int, type_text: str) -> float:
+        def is_other(shape: tuple[int, ...]) -> bool:
+            return is_pool(shape) or len(shape) != 2 or shape[0] != rows
+
+        return hbm_bytes(type_text, is_other) * (1 - parts[rows])
+
+    parts = there or {}
 
     entry = program[program.index("\nENTRY ") :]
     types: dict[str, str] = {}
@@ -217,7 +224,7 @@ def instructions(
         operands = re.findall(r"%([\w.-]+)", match["operands"])
         if op in ("bitcast", "reshape"):
             sources[name] = sources.get(operands[0], operands[0])
-        if op in _NOTHING:
+        if op in _NOTHING or _RESERVES in line:
             continue
         moved = [] if op.endswith("-done") else [match["type"]]
         if name.startswith("wrapped_slice"):
@@ -227,21 +234,25 @@ def instructions(
             moved += [types.get(operand, "") for operand in once.values()]
         size = sum(hbm_bytes(one, is_pool) for one in moved)
         exchanges = op.removesuffix("-start") in COLLECTIVES
-        of_choices = 0 if exchanges else sum(hbm_bytes(one, is_other) for one in moved)
-        of_this = Traffic(bool(moved), size, size * exchanges, of_choices)
+        elsewhere = 0.0
+        if op == "custom-call":
+            elsewhere = sum(absent(rows, one) for one in moved for rows in parts)
+        of_this = Traffic(bool(moved), size, size * exchanges, round(elsewhere))
         yield Instruction(name, op, operands, line, of_this)
 
 
-def traffic(program: str, in_place: Collection[int] = (), choices: int = 0) -> Traffic:
+def traffic(
+    program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
+) -> Traffic:
     """What the entry computation of a compiled program (its text) moves; see `instructions`.
 
     Args:
       in_place: lengths of the first axis of arrays that are left out, since instructions touch few
         of their rows: a pool of pages, a table of embeddings.
-      choices: rows of matrices that have one for every expert a token chose; kernels touch those
-        of the experts that are here. 0: there are none.
+      there: of matrices with so many rows the part of them that is there on average: kernels touch
+        no others (XLA's fusions do).
     """
-    return sum_up(one.moved for one in instructions(program, in_place, choices))
+    return sum_up(one.moved for one in instructions(program, in_place, there))
 
 
 def sum_up(parts: Iterable[Traffic]) -> Traffic:

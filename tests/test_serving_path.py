@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_650,
-    "leader, attention and ffn": 15_600,
-    "follower, attention and ffn": 11_950,
-    "alone, colocated": 15_100,
-    "alone, attention and ffn": 16_050,
-    "attention": 13_950,
-    "ffn": 12_300,
+    "leader, colocated": 14_750,
+    "leader, attention and ffn": 15_700,
+    "follower, attention and ffn": 12_000,
+    "alone, colocated": 15_200,
+    "alone, attention and ffn": 16_150,
+    "attention": 14_000,
+    "ffn": 12_400,
     "router": 5_200,
-    "serve": 27_750,
+    "serve": 27_850,
 }
 
 

@@ -25,10 +25,10 @@ from jaxserve.model.quant.rows import (
     decode_rows,
     encode_rows,
     has_scales,
-    pack_int8,
     unpack_int8,
 )
 from jaxserve.model.row_width import result_words, row_words
+from pallas_kernels.grouped_matmul.packed_sums import Sums
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
@@ -93,11 +93,15 @@ class MessageFormat(msgspec.Struct, frozen=True):
         bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
         scales = _as(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
         tokens = decode_rows(values, scales, dtype)
-        encoded = None if scales is None else EncodedRows(values, scales)
+        encoded = wide = None
+        if scales is not None:
+            encoded = EncodedRows(values, scales)
+            wide = EncodedRows(_as(packed, values.dtype), scales)
         if not self.top_k:
-            return Message(tokens, None, None, encoded)
+            return Message(tokens, None, None, encoded, wide)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
-        return Message(tokens, _as(experts, jnp.int32), _as(gates, jnp.float32), encoded)
+        experts, gates = _as(experts, jnp.int32), _as(gates, jnp.float32)
+        return Message(tokens, experts, gates, encoded, wide)
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -121,9 +125,11 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         """Columns of the array."""
         return result_words(self.d_model) if self.rows == "int8" else self.d_model
 
-    def pack(self, results: Float[Array, "rows d_model"]) -> Array:
+    def pack(self, results: Sums) -> Array:
         """Rows as they cross the link, [rows, width]."""
-        return pack_int8(results) if self.rows == "int8" else results.astype(self.dtype)
+        if self.rows == "int8":
+            return results.packed(self.width)
+        return results.total().astype(self.dtype)
 
     def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """The inverse, in `dtype`."""

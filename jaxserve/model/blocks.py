@@ -169,7 +169,7 @@ class FFNBlock(Module):
             assert message.gates is not None
             with jax.named_scope("experts"):
                 choices = self.experts.choices(
-                    message.tokens, message.experts, message.gates, rank, layer, message.encoded
+                    message.tokens, message.experts, message.gates, rank, layer, message.wide
                 )
         if share is None and choices is None:
             share = jnp.zeros(message.tokens.shape, jnp.float32)

@@ -21,8 +21,9 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.traffic import exchange_of
+from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.planner.copies import Copy, copies
+from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -50,6 +51,17 @@ class Topology(NamedTuple):
     def device_kind(self) -> str:
         """The device kind, as JAX names it."""
         return str(self.devices[0].device_kind)
+
+
+class Rows(NamedTuple):
+    """How many rows of what there is room for there are, in programs of the ffn role."""
+
+    there: Mapping[int, float] = {}
+    """Of matrices with so many rows the part that is there."""
+    chosen: float = 0
+    """That a device's experts multiply, a token once for each."""
+    ragged: float = 0
+    """That come to a device by a ragged all-to-all, and go back."""
 
 
 class CompiledProgram(NamedTuple):
@@ -81,7 +93,7 @@ class CompiledProgram(NamedTuple):
     exchanging: int = 0
     """Of these, bytes that collectives read and write."""
     absent: int = 0
-    """Of the others, bytes of rows there is room for, of experts that are elsewhere on average."""
+    """Of the others, bytes of rows there is room for, and which are elsewhere on average."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
     windows: Sequence[Window] = ()
@@ -187,7 +199,7 @@ def compile_deployment(
     meshes = Submeshes(deployment, there.devices)
     templates = ModelTemplates(config, deployment, meshes)
     wanted = list(buckets) or known
-    programs: list[tuple[Program, Role, Bucket, int, tuple[int, int]]] = []
+    programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
     if deployment.mode == "colocated":
         made = colocated_programs(
             ColocatedPrograms(templates, deployment, meshes.attention), wanted
@@ -201,8 +213,8 @@ def compile_deployment(
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
         layers = _layers(config, key.name, key.kind)
-        chosen = _choices(config, deployment, key.bucket) if role == "ffn" else (0, 0)
-        programs.append((program, role, key.bucket, layers, chosen))
+        rows = ffn_rows(config, deployment, key.bucket) if role == "ffn" else Rows()
+        programs.append((program, role, key.bucket, layers, rows))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
         pools, least = (deployment.cache.pages, config.vocab), _largest_weight(templates, meshes)
@@ -236,12 +248,20 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
     return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]
 
 
-def _choices(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> tuple[int, int]:
-    """Experts that the tokens of a lane's step choose, and by how many ranks they are divided,
-    where every device has room for all of them (`GatherExchange`); else zeros."""
-    if deployment.mode != "afd" or exchange_of(config, deployment) != "gather":
-        return 0, 0
-    return bucket.tokens * deployment.attention.dp * config.top_k, deployment.ffn.ep
+def ffn_rows(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> Rows:
+    """Of an ffn device in a lane's step: all experts that tokens choose have room on each. By an
+    all-to-all come the rows of some, on the busiest rank that chance makes of equal ones."""
+    if deployment.mode != "afd" or not config.experts:
+        return Rows()
+    mesh, tokens = exchange_mesh(deployment), bucket.tokens * deployment.attention.dp
+    chosen = tokens * config.top_k
+    if exchange_of(config, deployment) == "gather":
+        return Rows({chosen: 1 / mesh.ranks}, chosen / mesh.ranks)
+    reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
+    busiest = busiest_by_chance(mesh.routed, tokens * reached)
+    arriving = min(1.0, reached * busiest)
+    here = min(1.0, busiest / mesh.routed)
+    return Rows({chosen: here, tokens: arriving}, chosen * here, tokens * arriving)
 
 
 def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
@@ -265,7 +285,7 @@ def _compile(
     role: Role,
     bucket: Bucket,
     layers: int,
-    chosen: tuple[int, int],
+    rows: Rows,
     pools: tuple[int, int],
     find: Callable[[str], list[Copy]],
 ) -> CompiledProgram:
@@ -282,12 +302,7 @@ def _compile(
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
-    choices, ranks = chosen
-
-    def elsewhere(size: int) -> int:
-        return size * (ranks - 1) // ranks if ranks else 0
-
-    counted = list(small_ops.instructions(text, pools if embeds else pools[:1], choices))
+    counted = list(small_ops.instructions(text, pools if embeds else pools[:1], rows.there))
     traffic = small_ops.sum_up(one.moved for one in counted)
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
@@ -307,9 +322,9 @@ def _compile(
         instructions=traffic.instructions,
         moved=traffic.bytes,
         exchanging=traffic.exchanged,
-        absent=elsewhere(traffic.of_choices),
-        exchanged=exchanged_bytes(text, program.mesh.size),
-        windows=windows(counted, program.mesh.size, elsewhere),
+        absent=traffic.absent,
+        exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
+        windows=windows(counted, program.mesh.size, rows.ragged),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )
 

@@ -47,7 +47,8 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the others, those of rows that no token chose on average: there is room for all choices,
     and kernels touch the rows of the experts that are here."""
     exchanged: dict[str, int] = {}
-    """Bytes of collectives, by name and the mesh axes that they go over, if not all."""
+    """Bytes of collectives, by name and the mesh axes that they go over, if not all; of another one
+    of a name behind "2. "."""
     beside: list[Beside] = []
     """Those of them that kernels run beside; all counted above, too."""
 
@@ -128,7 +129,7 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
     moved = one.bytes - one.exchanging - one.absent
     work = one.instructions * assumed("h200.node") + moved / assumed("h200.memory")
     return work, sum(
-        collective_seconds(size, *_members(name, outer, inner))
+        collective_seconds(size, *_members(name, outer, inner), apart="all-to-all" in name)
         for name, size in one.exchanged.items()
     )
 
@@ -142,7 +143,9 @@ def hidden_seconds(one: ProgramCounts, outer: int, inner: int) -> float:
     units, taken = assumed("h200.multiprocessors"), assumed("h200.collective_multiprocessors")
     total = 0.0
     for each in one.beside:
-        moving = collective_seconds(each.size, *_members(each.collective, outer, inner))
+        apart = "all-to-all" in each.collective
+        members = _members(each.collective, outer, inner)
+        moving = collective_seconds(each.size, *members, apart=apart)
         launches = each.instructions * assumed("h200.node")
         reading = each.bytes / assumed("h200.memory")
         shared = each.exchanging / assumed("h200.memory")
@@ -163,14 +166,21 @@ def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
     return outer, min(outer, max(1, host // inner))
 
 
-def collective_seconds(size: int, devices: int, local: int) -> float:
+def collective_seconds(size: int, devices: int, local: int, *, apart: bool = False) -> float:
     """Over the fast links, and over one NIC a GPU where it leaves the host: what goes there is
-    gathered, or summed up, among the `local` ones of a host, and each carries its share."""
+    gathered, or summed up, among the `local` ones of a host, and each carries its share.
+
+    Args:
+      apart: every device has others' bytes (all-to-alls): each carries all that leaves the host.
+    """
     if devices == 1:
         return 0.0
-    moved = size * (devices - 1) / devices
-    outside = moved / local / assumed("h200.network") if devices > local else 0.0
-    return assumed("h200.collective") + max(moved / assumed("h200.link"), outside)
+    inside = size * (devices - 1) / devices
+    outside = inside / local if devices > local else 0.0
+    if apart:
+        inside, outside = size * (local - 1) / devices, size * (devices - local) / devices
+    seconds = max(inside / assumed("h200.link"), outside / assumed("h200.network"))
+    return assumed("h200.collective") + seconds
 
 
 def stage_seconds(counts: Counts) -> dict[str, float]:
@@ -282,6 +292,16 @@ def lines(counts: Counts) -> list[str]:
         "the bytes of collectives and of rows that no token chose, one after the other: "
         + _times(strict._asdict()),
     ]
+
+
+def one_line(counts: Counts) -> str:
+    """Of another deployment."""
+    found = bounds(counts)
+    return (
+        f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}: "
+        f"{tokens_per_device(counts, max(found)):.0f} tokens/s a GPU, bound by {found.longest()}; "
+        f"more with --config {counts.config}"
+    )
 
 
 def _hidden(counts: Counts, name: str) -> float:

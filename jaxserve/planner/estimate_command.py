@@ -20,7 +20,9 @@ from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
 from pallas_kernels.estimate.assumptions import assumed
 
-COMMITTED = CONFIGS / "estimates" / "step3-h200.json"
+ESTIMATES = CONFIGS / "estimates"
+COMMITTED = ESTIMATES / "step3-h200.json"
+"""What is shown if no deployment is named."""
 PROGRAMS = ("enter", "attend", "leave", "ffn")
 """Of a step; a layer's have their kind behind it."""
 
@@ -29,7 +31,7 @@ def add_estimate(command: argparse.ArgumentParser) -> None:
     """The options."""
     add_deployment(command)
     add = command.add_argument
-    add("--counts", type=Path, default=COMMITTED, metavar="FILE", help="what was counted: Step-3's")
+    add("--counts", type=Path, metavar="FILE", help="what was counted, of --config: Step-3's")
     add("--count", action="store_true", help="compile --config and write the counts first")
     add("--topology", default="h200:4x8", metavar="NAME", help="with --count: h200:4x8")
     add("--bucket", default="128x64", metavar="TOKENSxPAGES", help="with --count: 128x64")
@@ -42,17 +44,30 @@ def add_estimate(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Counts if asked to, shows, and writes."""
+    path = options.counts or counts_of(options.config)
     if options.count:
         counted = count(options, read_deployment(options))
-        options.counts.parent.mkdir(parents=True, exist_ok=True)
-        options.counts.write_bytes(msgspec.json.format(msgspec.json.encode(counted)) + b"\n")
-    counts = estimate.read(options.counts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(counted)) + b"\n")
+    elif options.set:
+        raise ConfigError(
+            f"--set {' '.join(options.set)}: with --count alone, as {path} is counted"
+        )
+    counts = estimate.read(path)
     print("\n".join(estimate.lines(counts)))
+    if options.config is None and options.counts is None:
+        others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
+        print("\n".join(estimate.one_line(estimate.read(each)) for each in others))
     if options.write is not None:
         found = msgspec.json.encode(estimate.measurements(counts))
         options.write.write_bytes(msgspec.json.format(found) + b"\n")
         print(f"{options.write}: stages, labelled as estimates")
     return 0
+
+
+def counts_of(config: Path | None) -> Path:
+    """Where the counts of a deployment file are kept; of none, Step-3's."""
+    return COMMITTED if config is None else ESTIMATES / f"{config.stem}-h200.json"
 
 
 def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Counts:
@@ -91,7 +106,8 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
                 exchanged=dict(one.exchanged),
                 beside=[estimate.Beside(*window) for window in one.windows],
             )
-    return _counts(options, deployment, config, bucket, programs)
+    chosen = aot.ffn_rows(config, deployment, bucket).chosen
+    return _counts(options, deployment, config, bucket, programs, chosen)
 
 
 def _counts(
@@ -100,6 +116,7 @@ def _counts(
     config: ModelConfig,
     bucket: Bucket,
     programs: dict[str, estimate.ProgramCounts],
+    chosen: float,
 ) -> estimate.Counts:
     context = tokens(options.context)
     attention, ffn = deployment.attention, deployment.ffn
@@ -113,7 +130,6 @@ def _counts(
     )
     calculator = Calculator(model, context, formats, Assumptions())
     cached = calculator.cache_row(model.attention[0], attention.tp) * bucket.tokens * context
-    choices = bucket.tokens * attention.dp * config.top_k / ffn.ep
     return estimate.Counts(
         config=Path(options.config).stem,
         model=Path(deployment.model).name,
@@ -128,7 +144,8 @@ def _counts(
         process_devices=1,
         kernels={
             "attend": _beyond_bytes(options.attention_kernel, bucket.tokens * context),
-            "ffn": _beyond_bytes(options.ffn_kernel, choices),
+            # The case's experts are eighths.
+            "ffn": _beyond_bytes(options.ffn_kernel, chosen * 8 / ffn.tp),
         },
         cached=int(cached),
         message={

@@ -8,7 +8,7 @@ them run; XLA takes the two for one, without, where it has put nothing between t
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pallas_kernels.small_ops import COLLECTIVES, Instruction, Traffic, sum_up
@@ -40,26 +40,26 @@ def count_collectives(text: str) -> dict[str, int]:
     return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
 
 
-def exchanged_bytes(text: str, devices: int) -> dict[str, int]:
+def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int]:
     """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
-    ("all-to-all over tp"): of all that one device has gathered, or of what it has before it is
-    summed and scattered. Without axes they go over all of so many devices."""
-    found: Counter[str] = Counter()
-    for line in text.splitlines():
-        name, size = _exchanged(line, devices)
-        if name:
-            found[name] += size
-    return dict(found)
-
-
-def windows(
-    schedule: Iterable[Instruction], devices: int, elsewhere: Callable[[int], int] = lambda size: 0
-) -> list[Window]:
-    """Of a scheduled program the collectives that kernels are beside.
+    ("all-to-all over tp", and of a second one "2. all-to-all over tp"): of all that one device has
+    gathered, or of what it has before it is summed and scattered. Without axes they go over all of
+    so many devices.
 
     Args:
-      elsewhere: of so many bytes of rows of choices those that no kernel touches.
+      ragged: rows that come to a device by a ragged all-to-all, or go from it.
     """
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        name, size = _exchanged(line, devices, ragged)
+        if name:
+            again = sum(1 for one in found if one.split(". ")[-1] == name)
+            found[f"{again + 1}. {name}" if again else name] = size
+    return found
+
+
+def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) -> list[Window]:
+    """Of a scheduled program the collectives that kernels are beside; `ragged` as above."""
     open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
     found = []
     for one in schedule:
@@ -76,19 +76,22 @@ def windows(
     for start, parts in found:
         if parts:
             kernels = sum_up(parts)
-            read = kernels.bytes - elsewhere(kernels.of_choices)
+            read = kernels.bytes - kernels.absent
             sizes = start.moved.exchanged, kernels.instructions, read
-            made.append(Window(*_exchanged(start.line, devices), *sizes))
+            made.append(Window(*_exchanged(start.line, devices, ragged), *sizes))
     return made
 
 
-def _exchanged(line: str, devices: int) -> tuple[str, int]:
+def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:
     """Name and bytes of the collective of a line, if there is one."""
     name, group = _COLLECTIVE.search(line), _GROUP.search(line)
     if name is None:
         return "", 0
     # What starts one has both sides: its operands, and its results.
     result = line[line.find("=") : name.start()]
+    if name[1] == "ragged-all-to-all":
+        bits, shape = [one for one in _ARRAY.findall(result) if "," in one[1]][-1]
+        return name[1], round(ragged * int(shape.split(",")[-1]) * int(bits) / 8)
     sides = [
         int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
         for bits, shape in _ARRAY.findall(result)

@@ -8,6 +8,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment, SchedulerLimits
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.shipped import device_kind
 from jaxserve.mesh import AbstractSubmeshes, Role
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import (
@@ -22,6 +23,7 @@ from jaxserve.model.ffn.traffic import (
 )
 from jaxserve.model.module import Template
 from jaxserve.roles.capacity import RoleBytes, gb_text, role_bytes
+from jaxserve.roles.ragged_options import NEEDED
 
 
 class Parameters(NamedTuple):
@@ -158,4 +160,7 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
             f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "
             f"shared expert: {parts:.3f}"
         )
+    hardware = (deployment.ffn if deployment.mode == "afd" else deployment.attention).hardware
+    if kind == "alltoall" and not device_kind(hardware).startswith("TPU"):
+        lines.append(NEEDED)
     return lines

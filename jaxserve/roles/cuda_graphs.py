@@ -32,10 +32,11 @@ _KINDS = {"off": "", "branches": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDI
 def compiler_options(graphs: CudaGraphs, platform: str) -> dict[str, str] | None:
     """What a program is compiled with; None: nothing beside XLA's flags. Who names the flag in
     XLA_FLAGS has it for all programs."""
-    if graphs == "default" or platform not in ("cuda", "gpu") or _FLAG in _xla_flags():
+    if graphs == "default" or platform not in ("cuda", "gpu") or is_set(_FLAG):
         return None
     return {_FLAG: _KINDS[graphs]}
 
 
-def _xla_flags() -> str:
-    return os.environ.get("XLA_FLAGS", "")
+def is_set(flag: str) -> bool:
+    """Whether XLA_FLAGS names it."""
+    return flag in os.environ.get("XLA_FLAGS", "")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32, UInt32
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import AnyMesh, Rules
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.exchange import ragged_all_to_all
+from jaxserve.model.ffn.collectives import ragged_all_to_all
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template
 from jaxserve.model.quant import from_bytes, in_bytes

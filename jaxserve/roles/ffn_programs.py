@@ -99,4 +99,5 @@ class FFNPrograms:
             (*[pieces] * slots, *(counts,) * moe),
             donated=(slots + 1,) * moe,
             cuda_graphs="off",
+            ragged=moe and self.templates.exchange == "alltoall",
         )

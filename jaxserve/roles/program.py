@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from jaxserve.mesh import cached_sharding
 from jaxserve.roles.cuda_graphs import CudaGraphs, compiler_options
+from jaxserve.roles.ragged_options import ragged_options
 
 ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
@@ -35,6 +36,8 @@ class Program(NamedTuple):
     out_specs: tuple[PartitionSpec, ...] | PartitionSpec
     donated: tuple[int, ...]
     cuda_graphs: CudaGraphs = "default"
+    ragged: bool = False
+    """Whether there are ragged all-to-alls in it."""
 
     def mapped(self) -> Callable[..., Any]:
         """The function over whole arrays."""
@@ -55,10 +58,14 @@ class Program(NamedTuple):
             for a, spec in zip(self.arguments, self.in_specs, strict=True)
         ]
         lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments)
-        platform = self.mesh.devices.flat[0].platform
+        devices = list(self.mesh.devices.flat)
+        platform = devices[0].platform
         if platform == "cpu":
             return lowered.compile(dict(_ON_CPU))
-        return lowered.compile(compiler_options(self.cuda_graphs, platform))
+        options = compiler_options(self.cuda_graphs, platform) or {}
+        if self.ragged:
+            options |= ragged_options(len({one.process_index for one in devices}), platform)
+        return lowered.compile(options or None)
 
 
 def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:

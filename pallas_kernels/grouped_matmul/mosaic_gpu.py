@@ -145,7 +145,7 @@ def _whole_blocks(
     picked.
 
     Args:
-      narrow: picked rows in the format, if they were in it before.
+      narrow: rows in the format, if they came in it and are picked; there may be more columns.
     """
     if picked is not None:
         missing = -picked.source.shape[0] % BLOCK_ROWS
@@ -160,13 +160,13 @@ def _whole_blocks(
         quantised = QuantArray(narrow.values, spread, (1, ROW_BLOCK))
     else:
         quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
-    values, scales = _rows_of(quantised.values, picked), quantised.scales
+    values, scales = _rows_of(quantised.values, picked, rows.shape[1]), quantised.scales
     scales = scales if picked is None else scales[picked.source]
     return _Rows(values, jnp.pad(scales.T, ((0, 0), (0, SPARE_SCALES)))), None
 
 
-def _rows_of(rows: Array, picked: Picked | None) -> Array:
-    return rows if picked is None else pick_rows(rows, picked)
+def _rows_of(rows: Array, picked: Picked | None, d: int | None = None) -> Array:
+    return rows if picked is None else pick_rows(rows, picked, d)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

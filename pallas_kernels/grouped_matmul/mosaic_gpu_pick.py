@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32, Shaped
 
@@ -36,15 +37,21 @@ class Picked(NamedTuple):
     target: Target
 
 
-def pick_rows(rows: Shaped[Array, "rows d"], picked: Picked) -> Shaped[Array, "picked d"]:
-    """The rows at `picked.source`; those that do not exist may be anything."""
-    source, ends, target = picked
-    if rows.shape[1] % WARPGROUP:
-        return rows[source]
+def pick_rows(
+    rows: Shaped[Array, "rows columns"], picked: Picked, d: int | None = None
+) -> Shaped[Array, "picked d"]:
+    """The rows at `picked.source`; those that do not exist may be anything.
+
+    Args:
+      d: of their columns only so many, the first ones; None: all.
+    """
+    (source, ends, target), d = picked, d or rows.shape[1]
+    if d % WARPGROUP:
+        return rows[source, :d]
     kernel = plgpu.kernel(
         _body,
         kernel_name="pick_rows",
-        out_type=jax.ShapeDtypeStruct((len(source), rows.shape[1]), rows.dtype),
+        out_type=jax.ShapeDtypeStruct((len(source), d), rows.dtype),
         grid=(BLOCKS * processors(target),),
         grid_names=("block",),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
@@ -54,14 +61,14 @@ def pick_rows(rows: Shaped[Array, "rows d"], picked: Picked) -> Shaped[Array, "p
 
 
 def _body(
-    rows: Any,  # [rows, d]
+    rows: Any,  # [rows, columns]
     source: Any,  # [picked]
     ends: Any,  # [groups]
     output: Any,  # [picked, d]
 ) -> None:
     """Every so many rows, from this block's number on."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    d, most = rows.shape[1], 16 // rows.dtype.itemsize
+    d, most = output.shape[1], 16 // rows.dtype.itemsize
     sizes = (size for size in VECTORS if size <= most and d % (WARPGROUP * size) == 0)
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=next(sizes))
 
@@ -71,6 +78,8 @@ def _body(
         row = round_ * blocks + block
         index = source[row]
         index = jnp.minimum(jnp.maximum(jnp.where(index < 0, index + last + 1, index), 0), last)
-        store(output.at[row], plgpu.load(rows.at[index], layout=layout, optimized=False))
+        store(
+            output.at[row], plgpu.load(rows.at[index, pl.ds(0, d)], layout=layout, optimized=False)
+        )
 
     lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), copy, None)

@@ -32,7 +32,7 @@ def covers(choices: int) -> bool:
 def sort(
     group: Int32[Array, " choices"], groups: int, top_k: int, target: Target
 ) -> tuple[Int32[Array, " choices"], Int32[Array, " choices"], Int32[Array, " groups"]]:
-    """The token of every row, the row of every choice, and the sizes of the groups.
+    """The token of every row, the row of every choice, or -1, and the sizes of the groups.
 
     Args:
       group: of every choice; `groups`: none, behind all others.
@@ -78,7 +78,7 @@ def _body(
         of_choice = group[choice]
         before = (everything < of_choice) | ((everything == of_choice) & (index < choice))
         row = _count(before)
-        place[choice] = row
+        place[choice] = jnp.where(of_choice < sizes.shape[0], row, -1)
         source[row] = lax.div(choice, top_k)
 
     def measure(number: jax.Array) -> None:

@@ -34,7 +34,7 @@ def gap(d: int, words: int) -> str:
 
 
 def pack(
-    sums: Unsummed, words: int, major: tuple[int, int], target: Target
+    sums: Unsummed, words: int, major: tuple[int, int], target: Target, *, everywhere: bool = True
 ) -> Int8[Array, "tokens words"]:
     """See `Unsummed.packed`; for what `gap` leaves."""
     arguments: list[Array] = []
@@ -42,10 +42,21 @@ def pack(
         arguments.append(sums.base)
     if sums.choices is not None:
         rows, gates, order = sums.choices
-        index = jnp.where(order.here, order.place, -1).reshape(-1)
-        arguments += [rows, index, gates.astype(jnp.float32).reshape(-1)]
-    tokens, _ = sums.shape
-    body = functools.partial(_pack, has_base=sums.base is not None, major=major)
+        arguments += [rows, order.place.reshape(-1)]
+        if gates is not None:
+            arguments.append(gates.astype(jnp.float32).reshape(-1))
+        if sums.d is not None:
+            arguments.append(_as_floats(rows[None]))
+    tokens, d = sums.shape
+    everywhere |= sums.base is not None
+    body = functools.partial(
+        _pack,
+        d=d,
+        has_base=sums.base is not None,
+        has_gates=sums.choices is not None and sums.choices.gates is not None,
+        major=major,
+        everywhere=everywhere,
+    )
     return _run("pack_sums", body, (tokens, words), jnp.int8, target, *arguments)
 
 
@@ -92,31 +103,51 @@ def _layout(d: int) -> Any:
     return plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
 
 
-def _pack(*refs: Any, has_base: bool, major: tuple[int, int]) -> None:
+def _pack(
+    *refs: Any,
+    d: int,
+    has_base: bool,
+    has_gates: bool,
+    major: tuple[int, int],
+    everywhere: bool,
+) -> None:
     """One row of: base [tokens, d] and rows [rows, d], index and gates [tokens * top_k], or one of
-    both; then the output [tokens, words]."""
+    both; then the output [tokens, words]. There may be no gates. Behind rows that are packed,
+    [rows, words], and gates come the rows' scales."""
     *operands, output = refs
     row, (outer, inner) = lax.axis_index("row"), major
     block = output.shape[0] // (outer * inner)
     number = lax.div(row, block)
     outer_first = lax.rem(number, outer) * inner + lax.div(number, outer)
     token = outer_first * block + lax.rem(row, block)
-    total: Any = None
-    if has_base:
-        base, *operands = operands
-        total = _wide(base.at[token])
-    if operands:
-        rows, index, gates = operands
-        top_k = index.shape[0] // output.shape[0]
+    base: Any = operands.pop(0) if has_base else None
+    if not operands:
+        _store_packed(output, row, _wide(base.at[token]))
+        return
+    rows, index, *operands = operands
+    gates: Any = operands.pop(0) if has_gates else None
+    top_k = index.shape[0] // output.shape[0]
+    places = [index[token * top_k + choice] for choice in range(top_k)]
+
+    def add_up() -> None:
         chosen: Any = None
-        for choice in range(top_k):
-            place = index[token * top_k + choice]
-            wide = _wide(rows.at[jnp.maximum(place, 0)]) * gates[token * top_k + choice]
+        for choice, place in enumerate(places):
+            at = jnp.maximum(place, 0)
+            wide = _wide(rows.at[at, pl.ds(0, d)])
+            for scales in operands:
+                wide = wide * scales[at, d // 4]
+            if gates is not None:
+                wide = wide * gates[token * top_k + choice]
             here = jnp.broadcast_to(place >= 0, wide.shape)
             wide = jnp.where(here, wide, jnp.zeros_like(wide))
             chosen = wide if chosen is None else chosen + wide
-        total = chosen if total is None else total + chosen
-    _store_packed(output, row, total)
+        total = chosen if base is None else _wide(base.at[token]) + chosen
+        _store_packed(output, row, total)
+
+    if everywhere:
+        add_up()
+    else:
+        pl.when(functools.reduce(jnp.maximum, places) >= 0)(add_up)
 
 
 def _add_up(arrived: Any, scales: Any, output: Any) -> None:

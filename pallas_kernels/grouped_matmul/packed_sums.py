@@ -6,7 +6,7 @@ and XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,25 @@ from pallas_kernels.target import Target, current_target
 _COST = "computes sums twice, or writes them in FP32"
 
 
+class Sums(Protocol):
+    """Rows that are sums, which who needs them adds up."""
+
+    def total(self) -> Float32[Array, "tokens d"]:
+        """The sums."""
+        ...
+
+    def packed(self, words: int) -> Int8[Array, "tokens words"]:
+        """The sums in INT8, so many words a row."""
+        ...
+
+
 class Unsummed(NamedTuple):
     """Rows that are sums: of one array's rows, of choices, or of both."""
 
     base: Float[Array, "tokens d"] | None
     choices: Choices | None = None
+    d: int | None = None
+    """Values of a row, if those of the choices are packed; None: they are not."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -32,7 +46,7 @@ class Unsummed(NamedTuple):
         if self.choices is None:
             assert self.base is not None
             return self.base.shape[0], self.base.shape[1]
-        return self.choices.gates.shape[0], self.choices.rows.shape[1]
+        return self.choices.order.place.shape[0], self.d or self.choices.rows.shape[1]
 
     def total(self) -> Float32[Array, "tokens d"]:
         """The sums."""
@@ -40,15 +54,21 @@ class Unsummed(NamedTuple):
         if self.choices is None:
             assert base is not None
             return base
-        found = combine(*self.choices)
+        choices = self.choices
+        if self.d is not None:
+            choices = choices._replace(rows=unpack(choices.rows, self.d))
+        found = combine(*choices)
         return found if base is None else base + found
 
-    def packed(self, words: int, major: tuple[int, int] = (1, 1)) -> Int8[Array, "tokens words"]:
+    def packed(
+        self, words: int, major: tuple[int, int] = (1, 1), *, everywhere: bool = True
+    ) -> Int8[Array, "tokens words"]:
         """The sums in INT8.
 
         Args:
           words: of a packed row.
           major: (a, b): rows, which are a x b blocks, as b x a blocks.
+          everywhere: False: sums of nothing may be anything, and cost no memory traffic.
 
         Raises:
           ValueError: the rows are no a x b blocks.
@@ -62,13 +82,34 @@ class Unsummed(NamedTuple):
         if target is not None and tokens:
             from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-            return mosaic_gpu_sums.pack(self, words, major, target)
+            return mosaic_gpu_sums.pack(self, words, major, target, everywhere=everywhere)
         values, scales = quantize_rows(self.total(), "int8")
         packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
         packed = jnp.pad(packed, ((0, 0), (0, words - packed.shape[1])))
         if major == (1, 1):
             return packed
         return jnp.swapaxes(packed.reshape(*major, -1, words), 0, 1).reshape(-1, words)
+
+
+class Parts(NamedTuple):
+    """Rows that are sums of parts, which came packed, in their order."""
+
+    arrived: Int8[Array, "parts tokens words"]
+    d: int
+
+    def total(self) -> Float32[Array, "tokens d"]:
+        """The sums."""
+        return sum_packed(self.arrived, self.d)
+
+    def packed(self, words: int) -> Int8[Array, "tokens words"]:
+        """The sums in INT8.
+
+        Raises:
+          ValueError: the parts have other rows.
+        """
+        if words != self.arrived.shape[2]:
+            raise ValueError(f"rows of {words} words, and parts have {self.arrived.shape[2]}")
+        return sum_and_pack(self.arrived, self.d)
 
 
 def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Array, "rows d"]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Num
 
 from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
@@ -31,7 +31,7 @@ class Order(NamedTuple):
 
     Attributes:
       source: the token of each row.
-      place: the row of each choice of a token.
+      place: the row of each choice of a token; -1 of those that are none of the groups.
       here: whether that choice is one of the groups.
       sizes: number of rows of each group.
     """
@@ -45,8 +45,9 @@ class Order(NamedTuple):
 class Choices(NamedTuple):
     """Results of networks, of which a token's are still to be added up: see `combine`."""
 
-    rows: Float[Array, "rows d"]
-    gates: Float[Array, "tokens top_k"]
+    rows: Num[Array, "rows d"]
+    gates: Float[Array, "tokens top_k"] | None
+    """What they are multiplied by; None: by nothing."""
     order: Order
 
 
@@ -67,7 +68,8 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     source, place, sizes = jax.lax.platform_dependent(
         group, cpu=by_sorting, tpu=by_sorting, default=by_counting
     )
-    return Order(source, place.reshape(choices.shape), here, sizes[:groups])
+    place = jnp.where(here, place.reshape(choices.shape), -1)
+    return Order(source, place, here, sizes[:groups])
 
 
 def _by_sorting(
@@ -119,16 +121,18 @@ def _places(
 
 def combine(
     rows: Float[Array, "rows d"],
-    gates: Float[Array, "tokens top_k"],
+    gates: Float[Array, "tokens top_k"] | None,
     order: Order,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "tokens d"]:
-    """For every token, the sum of its choices' rows times their gates, in the order of choices.
-    Rows and gates that are no choice's may be anything.
+    """For every token, the sum of its choices' rows times their gates, if there are some, in the
+    order of choices. Rows and gates that are no choice's may be anything.
 
     Args:
       implementation: "reference": XLA's gathers, where there is a kernel, too (on TPUs).
     """
+    if gates is None:
+        gates = jnp.ones(order.place.shape, jnp.float32)
     target = current_target()
     if target.backend == "mosaic_tpu" and implementation != "reference":
         from pallas_kernels.grouped_matmul import mosaic_tpu_combine as kernel

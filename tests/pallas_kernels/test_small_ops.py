@@ -69,10 +69,31 @@ ENTRY %main.1 (x.1: u8[4,8], place.1: s32[6]) -> bf16[6,8] {
 
 def test_collectives_slices_and_rows_of_choices():
     """32 are sent and 64 arrive; a slice reads what it keeps, 16; 64 are read once, in whatever
-    type, and 24 of places; the rows of 6 choices are 96."""
+    type, and 24 of places; the rows of 6 choices are 96, of which a third is there."""
     moved = 32 + 64 + 2 * 16 + 64 + 24 + 96
-    expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64, of_choices=96)
-    assert traffic(COLLECTIVE_PROGRAM, choices=6) == expected
+    expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64, absent=64)
+    assert traffic(COLLECTIVE_PROGRAM, there={6: 1 / 3}) == expected
+
+
+RAGGED_PROGRAM = """HloModule jit_f
+
+ENTRY %main.1 (x.1: u8[4,8], sizes.1: s64[2]) -> u8[8,8] {
+  %x.1 = u8[4,8]{1,0} parameter(0)
+  %sizes.1 = s64[2]{0} parameter(1)
+  %empty.1 = u8[8,8]{1,0:S(7)} custom-call(), custom_call_target="AllocateBuffer"
+  %rows.1 = u8[8,8]{1,0:S(7)} ragged-all-to-all(%x.1, %empty.1, %sizes.1), replica_groups={{0,1}}
+  %fused = u8[8,8]{1,0} fusion(%rows.1), kind=kLoop, calls=%fused_computation
+  ROOT %kept = u8[8,8]{1,0} custom-call(%fused), custom_call_target="mosaic_gpu_v2"
+}
+"""
+
+
+def test_memory_that_others_write_to():
+    """Reserving it is nothing; 32 are sent, 64 arrive in what was reserved, 16 of sizes; what is
+    fused copies all 64, a kernel the half that is there."""
+    moved = 32 + 64 + 64 + 16 + 2 * 64 + 2 * 64
+    expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64 + 64 + 16, absent=64)
+    assert traffic(RAGGED_PROGRAM, there={8: 0.5}) == expected
 
 
 def test_what_starts_counts_once():
@@ -82,7 +103,8 @@ def test_what_starts_counts_once():
         "%start = ((u8[4,8]{1,0}), u8[8,8]{1,0}) all-gather-start(%x.1), channel_id=1\n"
         "  %all_gather.1 = u8[8,8]{1,0} all-gather-done(%start)",
     )
-    assert traffic(started, choices=6) == traffic(COLLECTIVE_PROGRAM, choices=6)
+    there = {6: 1 / 3}
+    assert traffic(started, there=there) == traffic(COLLECTIVE_PROGRAM, there=there)
     assert [one.op for one in instructions(started)] == [
         *("all-gather-start", "all-gather-done", "fusion", "custom-call")
     ]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int8, Int32
 
 from jaxserve.model.ffn.beside import Beside
 from jaxserve.model.row_width import result_words
-from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
+from pallas_kernels.grouped_matmul.packed_sums import Parts, Sums, Unsummed, sum_and_pack
 
 
 def summed_rows(
@@ -52,19 +52,17 @@ def _summed_here(
     return rows
 
 
-def summed_int8_rows(
-    shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None
-) -> Float32[Array, "rows d_model"]:
+def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None) -> Sums:
     """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
     be carried on. With two axes, of which there are no more, the sums over the last one are rounded
-    again; FP32 sums.
+    again; FP32 sums, which the last of what arrives is yet to be added up to.
 
     Args:
       beside: work to do meanwhile, a step of it for each of the all-to-alls.
     """
     sizes = {axis: jax.lax.axis_size(axis) for axis in axes if jax.lax.axis_size(axis) > 1}
     if not sizes:  # nothing travels
-        return shares.total()
+        return shares
     (_, d_model), (*first, last) = shares.shape, sizes
     words, outer = result_words(d_model), math.prod(sizes[axis] for axis in first)
     # Blocks that go to the same device of the last axis are together, as an all-to-all takes them.
@@ -72,7 +70,7 @@ def summed_int8_rows(
     for axis in reversed(first):
         packed = sum_and_pack(_exchanged(packed, sizes[last], last, beside), d_model)
         last = axis
-    return sum_packed(_exchanged(packed, sizes[last], last, beside), d_model)
+    return Parts(_exchanged(packed, sizes[last], last, beside), d_model)
 
 
 def _exchanged(
@@ -111,6 +109,39 @@ def ragged_all_to_all(
         cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
         default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
     )
+
+
+def exchanged_rows(
+    operand: Array,
+    length: int,
+    *plan: Int32[Array, " devices"],
+    axes: tuple[str, ...],
+    rows: int,
+) -> Array:
+    """The same, to so many rows; those that nobody sends may be anything. On GPUs nothing is
+    written there but, where a device has no rows for another, the last one, which needs to be free
+    then: XLA's kernel waits for rows of every device on other hosts, and skips who has none
+    (`roles/ragged_options.py`).
+
+    Args:
+      length: of the result.
+      plan: offsets and sizes, as above.
+    """
+
+    def of_zeros(operand: Array, *plan: Array) -> Array:
+        output = jnp.zeros((length, operand.shape[1]), operand.dtype)
+        return ragged_all_to_all(operand, output, *plan, axes=axes, rows=rows)
+
+    def never_nothing(operand: Array, *plan: Array) -> Array:
+        start, sent, to, arriving = plan
+        output = jax.lax.empty((length, operand.shape[1]), operand.dtype)
+        start, to = jnp.minimum(start, operand.shape[0] - 1), jnp.where(sent > 0, to, length - 1)
+        sizes = jnp.maximum(sent, 1), jnp.maximum(arriving, 1)
+        return jax.lax.ragged_all_to_all(
+            operand, output, start, sizes[0], to, sizes[1], axis_name=axes
+        )
+
+    return jax.lax.platform_dependent(operand, *plan, cuda=never_nothing, default=of_zeros)
 
 
 def padded_all_to_all(

@@ -13,18 +13,20 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.beside import Beside, shared_expert
-from jaxserve.model.ffn.collectives import ragged_all_to_all, summed, summed_int8_rows, summed_rows
+from jaxserve.model.ffn.collectives import exchanged_rows, summed, summed_int8_rows, summed_rows
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
-from jaxserve.model.quant.rows import WireFormat, pack_int8, unpack_int8
-from pallas_kernels.grouped_matmul.packed_sums import Unsummed
-from pallas_kernels.grouped_matmul.routed import Order, combine, sort_choices
+from jaxserve.model.quant.rows import WireFormat
+from jaxserve.model.row_width import result_words
+from pallas_kernels.grouped_matmul.packed_sums import Sums, Unsummed
+from pallas_kernels.grouped_matmul.routed import Choices, Order, sort_choices
+from pallas_kernels.target import current_target
 
 
 class Packing(Protocol):
@@ -81,7 +83,7 @@ class Exchange(Protocol):
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
+    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
         """The layer's output for this device's own rows, and how many rows, of all devices, each
         routed expert got on this device (None: the layer has none).
 
@@ -102,21 +104,23 @@ class Results(NamedTuple):
 
     def summed_rows(
         self, shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None
-    ) -> Float32[Array, "rows d_model"]:
+    ) -> Sums:
         """See `collectives`."""
         if self.int8:
             return summed_int8_rows(shares, axes, beside)
         add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
         rows = shares.total()
-        return add_up(rows) if beside is None else beside.during(rows, add_up, last=True)
+        return Unsummed(add_up(rows) if beside is None else beside.during(rows, add_up, last=True))
 
-    def pack(self, results: Float32[Array, "rows d_model"]) -> Array:
-        """Rows as they travel."""
-        return pack_int8(results) if self.int8 else results.astype(self.dtype)
+    def over_tensor(self, rows: Sums, axes: Axes) -> Sums:
+        """The sums over the devices of a rank, if they have the same rows."""
+        return rows if axes.split else Unsummed(summed(rows.total(), axes.tensor, self.dtype))
 
-    def unpack(self, arrived: Array, d_model: int) -> Float[Array, "rows d_model"]:
-        """The inverse."""
-        return unpack_int8(arrived, d_model) if self.int8 else arrived
+    def pack(self, results: Unsummed) -> Array:
+        """Rows as they travel; those that are sums of nothing, and do not, may be anything."""
+        if self.int8:
+            return results.packed(result_words(results.shape[1]), everywhere=False)
+        return results.total().astype(self.dtype)
 
 
 def make_exchanges(
@@ -155,7 +159,7 @@ class GatherExchange(NamedTuple):
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
+    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
         """See `Exchange`."""
         axes, beside = self.axes, None
         if block.dense is not None and block.own_rows:
@@ -182,8 +186,8 @@ class GatherExchange(NamedTuple):
         rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
         if beside is not None:
             with jax.named_scope("dense"):
-                rows += beside.result().astype(jnp.float32)
-        return rows if axes.split else summed(rows, axes.tensor, self.results.dtype), load
+                rows = Unsummed(rows.total() + beside.result().astype(jnp.float32))
+        return self.results.over_tensor(rows, axes), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
         """The rows of the filled blocks."""
@@ -225,7 +229,7 @@ class AllToAllExchange(NamedTuple):
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float32[Array, "rows d_model"], Int32[Array, " experts"] | None]:
+    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
         """See `Exchange`."""
         experts, axes = block.experts, self.axes
         assert experts is not None
@@ -241,7 +245,8 @@ class AllToAllExchange(NamedTuple):
                 shared = choose_shared_rank(own.experts, sizes, turn=turn)
                 ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
             plan = make_send_plan(ranks, axes, self.blocks)
-            received, there = plan.dispatch(packing.addressed(packed, slots))
+            beside = self._beside(packed, block, packing)
+            received, there = plan.dispatch(packing.addressed(packed, slots), beside)
             message = packing.unpack(received)
             assert message.experts is not None
             assert message.gates is not None
@@ -251,16 +256,26 @@ class AllToAllExchange(NamedTuple):
                 # Rows come to a rank of the shared expert for no other reason.
                 chosen, gates = work_of_rank(chosen, gates, there, rank, sizes)
         with jax.named_scope("experts"):
-            results, load = experts.routed(
-                message.tokens, chosen, gates, rank, layer, message.encoded
-            )
+            choices = experts.choices(message.tokens, chosen, gates, rank, layer, message.wide)
         with jax.named_scope("combine"):
-            rows = plan.combine(results, self.results)
+            rows = plan.combine(Unsummed(None, choices), self.results, beside)
         if block.dense is not None:
             with jax.named_scope("dense"):
-                rows += self._shared(packed, own, block, packing)
-        rows = rows if axes.split else summed(rows, axes.tensor, self.results.dtype)
-        return rows, expert_load(load, table, rank * experts.local)
+                share = self._shared(packed, own, block, packing) if beside is None else None
+                rows = rows._replace(base=share if beside is None else beside.result())
+        load = expert_load(choices.order.sizes, table, rank * experts.local)
+        return self.results.over_tensor(rows, axes), load
+
+    def _beside(
+        self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
+    ) -> Beside | None:
+        """The shared expert, on GPUs, where it needs nothing of other devices."""
+        if block.dense is None or current_target().backend != "mosaic_gpu":
+            return None
+        alone = self.axes.split and jax.lax.axis_size(self.axes.tensor) == 1
+        if not (block.whole or alone):
+            return None
+        return shared_expert(block.dense, packed, packing.unpack)
 
     def _shared(
         self,
@@ -268,16 +283,16 @@ class AllToAllExchange(NamedTuple):
         own: Message,
         block: FFNBlock,
         packing: Packing,
-    ) -> Float32[Array, "rows d_model"]:
+    ) -> Float[Array, "rows d_model"]:
         """The shared expert on this device's own rows, or its share if others have them, too."""
         tensor, expert = self.axes.tensor, block.dense
         assert expert is not None
         if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
-            return expert(own.tokens, own.encoded).astype(jnp.float32)
+            return expert(own.tokens, own.encoded)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         everything = packing.unpack(of_rank)
         share = expert(everything.tokens, everything.encoded)
-        return self.results.summed_rows(Unsummed(share), (tensor,))
+        return self.results.summed_rows(Unsummed(share), (tensor,)).total()
 
 
 class SendPlan(NamedTuple):
@@ -317,48 +332,62 @@ class SendPlan(NamedTuple):
         return rows * min(top_k, self.sizes.shape[1])
 
     def dispatch(
-        self, packed: UInt[Array, "rows words"]
+        self, packed: UInt[Array, "rows words"], beside: Beside | None = None
     ) -> tuple[UInt[Array, "received words"], Bool[Array, " received"]]:
         """This device's receive buffer, and which of its rows exist (the first ones do)."""
         rows, devices = packed.shape[0], self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         arriving = self.sizes[:, self.rank]
+        # If a device sends nothing, the last row is free: no others fill its place.
         everything = devices * rows // self.blocks.total * len(self.blocks.filled)
-        received = ragged_all_to_all(
-            packed[self.order.source[: self.most]],
-            jnp.zeros((everything, packed.shape[1]), packed.dtype),
+        everything += _spare_rows() if not self.blocks.all_filled else 0
+        plan = (
             repeat(self.starts[self.device]),
             repeat(self.sizes[self.device]),
             repeat(self.places[self.device]),
             arriving,
-            axes=self.axes.rows,
-            rows=rows,
         )
+        sent = packed[self.order.source[: self.most]]
+        received = self._exchange(sent, everything, plan, beside)
         return received, jnp.arange(everything) < jnp.sum(arriving)
 
-    def combine(
-        self, results: Float32[Array, "received d_model"], form: Results
-    ) -> Float32[Array, "rows d_model"]:
+    def _exchange(
+        self, sent: Array, length: int, plan: tuple[Array, ...], beside: Beside | None, **last: bool
+    ) -> Array:
+        axes, rows = self.axes.rows, self.order.place.shape[0]
+
+        def exchange(sent: Array) -> Array:
+            return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
+
+        return exchange(sent) if beside is None else beside.during(sent, exchange, **last)
+
+    def combine(self, results: Unsummed, form: Results, beside: Beside | None = None) -> Unsummed:
         """Returns results to where their rows came from; the sums of this device's own rows."""
-        rows, devices = self.order.place.shape[0], self.sizes.shape[0]
-        d_model, results = results.shape[1], form.pack(results)
+        devices = self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         tensor_rank = self.device % self.copies
-        returned = ragged_all_to_all(
-            results,
-            jnp.zeros((self.copies * self.most, results.shape[1]), results.dtype),
+        plan = (
             self.places[:, self.rank],
             self.sizes[:, self.rank],
             self.starts[:, self.rank] + tensor_rank * self.most,
             repeat(self.sizes[self.device]),
-            axes=self.axes.rows,
-            rows=rows,
         )
-        place = [self.order.place + copy * self.most for copy in range(self.copies)]
-        here = jnp.tile(self.order.here, (1, self.copies))
-        everywhere = self.order._replace(place=jnp.concatenate(place, axis=1), here=here)
-        arrived = form.unpack(returned, d_model)
-        return combine(arrived, jnp.ones(here.shape, jnp.float32), everywhere)
+        length = self.copies * self.most + _spare_rows()
+        returned = self._exchange(form.pack(results), length, plan, beside, last=True)
+        order = self.order
+        if self.copies > 1:
+            place = [order.place + copy * self.most for copy in range(self.copies)]
+            here = jnp.tile(order.here, (1, self.copies))
+            everywhere = jnp.where(here, jnp.concatenate(place, axis=1), -1)
+            order = order._replace(place=everywhere, here=here)
+        choices = Choices(returned, None, order)
+        return Unsummed(None, choices, results.shape[1] if form.int8 else None)
+
+
+def _spare_rows() -> int:
+    """Of what arrives, for `exchanged_rows`: on GPUs."""
+    target = current_target()
+    return int(target.device_kind != "cpu" and target.backend != "mosaic_tpu")
 
 
 def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: Blocks) -> SendPlan:

@@ -105,7 +105,7 @@ class Experts(Module):
         """The same before it is added up.
 
         Args:
-          encoded: x as it came over the wire, if in 8 bits.
+          encoded: x as it came over the wire, if in 8 bits; there may be columns behind it.
         """
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         row_format, narrow = self.row_format, None

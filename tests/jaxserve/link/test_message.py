@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxserve.link.message import AnswerFormat, MessageFormat
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import encode_rows
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
 STORAGE = {
     "float32": np.float32,
@@ -100,14 +101,14 @@ def test_an_answer_in_int8(d_model, width):
     m = message(5, d_model, 0)
     form, x = AnswerFormat(d_model, "int8"), np.asarray(m.tokens)
     assert (form.dtype, form.width) == (np.int8, width)
-    packed = jax.jit(form.pack)(m.tokens)
+    packed = jax.jit(lambda rows: form.pack(Unsummed(rows)))(m.tokens)
     assert np.asarray(packed).tobytes() == expected_bytes(m, "int8")
     values, scales = quantised(x, "int8")
     expected = values.astype(np.float32) * scales[:, None]
     np.testing.assert_array_equal(form.unpack(packed, jnp.dtype(jnp.float32)), expected)
     plain = AnswerFormat(d_model, "bfloat16")
     assert (plain.dtype, plain.width) == (ml_dtypes.bfloat16, d_model)
-    assert plain.pack(m.tokens).dtype == ml_dtypes.bfloat16
+    assert plain.pack(Unsummed(m.tokens)).dtype == ml_dtypes.bfloat16
 
 
 @pytest.mark.parametrize("rows", FORMATS)

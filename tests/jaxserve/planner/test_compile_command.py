@@ -78,7 +78,11 @@ def test_collectives_are_counted_once():
 """
     assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
     # 256 bytes and 16, the larger side of %b; 8 bytes on each of 4 devices.
-    assert exchanged_bytes(text, 4) == {"all-gather": 272, "reduce-scatter": 32}
+    assert exchanged_bytes(text, 4) == {
+        "all-gather": 256,
+        "2. all-gather": 16,
+        "reduce-scatter": 32,
+    }
 
 
 def test_collectives_name_their_axes():
@@ -87,8 +91,10 @@ def test_collectives_name_their_axes():
   %b = bf16[2,8] all-to-all(%y), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, dimensions={0}
   %c = ((bf16[2,4]), bf16[2,4]) all-to-all-start(%z), replica_groups=mesh['ep'=2,'tp'=8] {'ep'}
   %d = f32[2] reduce-scatter(%w), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, to_apply=%add
+  %e = u8[64,8]{1,0:S(7)} ragged-all-to-all(%v, %empty, %s), replica_groups={{0,1,2,3}}
 """
-    assert exchanged_bytes(text, 16) == {
+    assert exchanged_bytes(text, 16, ragged=12.5) == {
+        "ragged-all-to-all": 100,
         "all-gather over ep tp": 128,
         "all-to-all over tp": 32,
         "all-to-all over ep": 16,

@@ -205,6 +205,26 @@ def test_committed_counts(tmp_path, capsys):
     assert counts.programs["attend_moe"].layers + counts.programs["attend_dense"].layers + 1 == 61
 
 
+def test_counts_of_deployments(capsys):
+    """Of one alone, or Step-3's and a line for each of the others; a file that is none of them has
+    to be counted."""
+    assert main(["estimate", "--config", "step3-alltoall"]) == 0
+    own = capsys.readouterr().out
+    assert own.startswith("ESTIMATE of step3-alltoall on h200:4x8 at 4096, read from")
+    assert "\n1 GPU(s) a process: 4837 tokens/s a GPU, bound by ffn" in own
+    assert main(["estimate", "--config", "step3"]) == 0
+    step3 = capsys.readouterr().out
+    assert main(["estimate"]) == 0
+    assert capsys.readouterr().out == step3 + (
+        "ESTIMATE of step3-alltoall on h200:4x8 at 4096: 4837 tokens/s a GPU, bound by ffn; more "
+        "with --config step3-alltoall\n"
+    )
+    assert main(["estimate", "--config", "kimi-k2"]) == 2
+    assert "kimi-k2-h200.json: No such file" in capsys.readouterr().err
+    assert main(["estimate", "--config", "step3", "--set", "lanes=2"]) == 2
+    assert "--set lanes=2: with --count alone" in capsys.readouterr().err
+
+
 def test_what_was_measured_replaces_estimates():
     guess = Measurement(
         device_kind="NVIDIA H200", op="attend", model="step3", batch=64, context=4096, format="fp8",

@@ -36,8 +36,8 @@ def test_kernels_between_a_start_and_its_end():
         Window("all-to-all over tp", 8, 8 + 8, 1, 128),
     ]
     # Half of the rows of 6 choices are elsewhere.
-    counted = instructions(PROGRAM, choices=6)
-    assert windows(counted, 16, lambda size: size // 2)[0] == gather._replace(bytes=416 - 48)
+    counted = instructions(PROGRAM, there={6: 0.5})
+    assert windows(counted, 16)[0] == gather._replace(bytes=416 - 48)
 
 
 def test_a_collective_that_nothing_is_beside():

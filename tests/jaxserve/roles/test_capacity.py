@@ -35,8 +35,11 @@ PUBLISHED = {
 activated with the head and without the embedding (README_WEIGHTS.md of its files); Kimi K2 1 T and
 32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
 
-VARIANTS = ("step3-v6e", "step3-v7x", "step3-prefill", "step3-domains", "step3-fleet")
-"""Deployments of the same model on other hardware, or in other parts."""
+VARIANTS = (
+    *("step3-v6e", "step3-v7x", "step3-alltoall"),
+    *("step3-prefill", "step3-domains", "step3-fleet"),
+)
+"""Deployments of the same model on other hardware, in other layouts, or in other parts."""
 
 
 def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
@@ -342,6 +345,9 @@ class TestDescription:
             "back",
             "             what a device receives a layer, for each of its own rows, which have "
             "experts on 6.52 of 16 ranks",
+            "             on GPUs of several processes all-to-alls need NCCL 2.29, and GIN between "
+            "hosts, for XLA's experimental kernel, which was never run here; ffn.exchange: gather "
+            "does not",
             "GB a device  devices  weights  KV pages  activations  moving    sum     of",
             "attention         16    16.36     45.29       0.3186  0.0000  61.97  76.00",
             "ffn               16    43.51    0.0000         2.16  0.0441  45.71  76.00",

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 from pallas_kernels.grouped_matmul.packed_sums import (
+    Parts,
     Unsummed,
     sum_and_pack,
     sum_packed,
@@ -96,6 +97,42 @@ def test_what_was_packed_is_added_up(target):
     np.testing.assert_array_equal(unpack(jnp.asarray(parts[0]), D), sums_of(parts[0]))
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("has_base", [True, False])
+def test_choices_that_came_packed(target, has_base):
+    """Rows of choices with their own scales, and no gates; a row of none has garbage."""
+    rng = np.random.default_rng(1)
+    choices = rng.integers(-1, GROUPS + 1, (TOKENS, TOP_K)).astype(np.int32)
+    choices[3] = -1
+    order = sort_choices(jnp.asarray(choices), GROUPS)
+    rows = packed_numpy(rng.normal(size=(TOKENS * TOP_K, D)).astype(np.float32))
+    rows[int(np.sum(order.sizes)) :] = -1  # as a scale: no number
+    base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
+    expected = base.astype(np.float32) * has_base
+    for token, choice in np.argwhere(np.asarray(order.here)):
+        expected[token] += sums_of(rows[[order.place[token, choice]]])[0]
+    sums = Unsummed(
+        jnp.asarray(base) if has_base else None, Choices(jnp.asarray(rows), None, order), D
+    )
+    assert sums.shape == (TOKENS, D)
+    with use_target(TARGETS[target]):
+        found = np.asarray(sums.packed(WORDS, everywhere=False))
+    np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
+    known = np.abs(expected).max(axis=1) > 0
+    assert known.sum() == TOKENS - (not has_base) * (~np.asarray(order.here).any(axis=1)).sum()
+    agree(found[known], packed_numpy(expected[known]))
+
+
+def test_parts_are_sums():
+    rng = np.random.default_rng(0)
+    parts = jnp.asarray([packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in "ab"])
+    sums = Parts(parts, D)
+    np.testing.assert_array_equal(sums.total(), sum_packed(parts, D))
+    np.testing.assert_array_equal(sums.packed(WORDS), sum_and_pack(parts, D))
+    with pytest.raises(ValueError, match="rows of 256 words, and parts have 384"):
+        sums.packed(256)
+
+
 def test_rows_without_a_kernel():
     """Other widths are XLA's, and so are no rows."""
     with use_target(TARGETS["gpu"]._replace(interpret=False)):
@@ -106,7 +143,7 @@ def test_rows_without_a_kernel():
 def test_blocks_of_rows(monkeypatch):
     """Of one row or column of blocks the order stays, whatever their number."""
     asked = []
-    monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *arguments: asked.append(arguments[2]))
+    monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *given, everywhere: asked.append(given[2]))
     six = Unsummed(jnp.ones((6, D)))
     with use_target(TARGETS["gpu"]):
         for major in ((2, 3), (4, 1), (1, 4)):

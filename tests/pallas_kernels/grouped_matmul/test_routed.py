@@ -50,7 +50,7 @@ def test_order():
     order = sort_choices(jnp.asarray([[2, 0], [1, 9], [0, -1], [2, 1]], jnp.int32), 3)
     #          rows: group 0: tokens 0, 2; group 1: tokens 1, 3; group 2: tokens 0, 3; none: 1, 2
     np.testing.assert_array_equal(order.source, [0, 2, 1, 3, 0, 3, 1, 2])
-    np.testing.assert_array_equal(order.place, [[4, 0], [2, 6], [1, 7], [5, 3]])
+    np.testing.assert_array_equal(order.place, [[4, 0], [2, -1], [1, -1], [5, 3]])
     np.testing.assert_array_equal(order.here, [[1, 1], [1, 0], [1, 0], [1, 1]])
     np.testing.assert_array_equal(order.sizes, [2, 2, 2])
 

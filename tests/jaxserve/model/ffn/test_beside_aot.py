@@ -25,9 +25,15 @@ from tests.pallas_kernels import gpu_aot
 pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
 
 
-def beside() -> list[tuple[str, int]]:
+LAYOUTS = {
+    "step3": ["all-gather over ep tp", "all-to-all over tp", "all-to-all over ep"],
+    "step3-alltoall": ["all-gather over ep tp", "ragged-all-to-all", "ragged-all-to-all"],
+}
+
+
+def beside(layout: str) -> list[tuple[str, int]]:
     """Collectives and the number of kernels beside each."""
-    deployment = load_deployment(CONFIGS / "step3.yaml", {"ffn.whole_shared": True})
+    deployment = load_deployment(CONFIGS / f"{layout}.yaml")
     config = model_config(model_folder(deployment.model, CONFIGS))
     assert config is not None
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
@@ -37,9 +43,10 @@ def beside() -> list[tuple[str, int]]:
     return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
 
 
-def test_a_product_of_the_shared_expert_is_beside_each_collective():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_of_the_shared_expert_is_beside_each_collective(layout):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxserve.model.ffn.test_beside_aot"],
+        [sys.executable, "-m", "tests.jaxserve.model.ffn.test_beside_aot", layout],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -48,13 +55,9 @@ def test_a_product_of_the_shared_expert_is_beside_each_collective():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert [name for name, _ in found] == [
-        "all-gather over ep tp",
-        "all-to-all over tp",
-        "all-to-all over ep",
-    ]
+    assert [name for name, _ in found] == LAYOUTS[layout]
     assert all(kernels >= 2 for _, kernels in found)
 
 
 if __name__ == "__main__":
-    print(json.dumps(beside()))
+    print(json.dumps(beside(sys.argv[1])))

@@ -32,7 +32,7 @@ def sum_of(dtype):
 
     def body(shares):
         if dtype == "int8":
-            return summed_int8_rows(Unsummed(shares[0]), AXES)
+            return summed_int8_rows(Unsummed(shares[0]), AXES).total()
         return summed_rows(shares[0], AXES, jnp.dtype(dtype))
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=here, out_specs=here, check_vma=False))

@@ -133,7 +133,8 @@ def layer(
 
     def body(x, experts, gates, table, *leaves):
         packed = FORMAT.pack(Message(x, experts, gates))
-        return exchange(packed, template.merge(leaves), PackedRows(FORMAT, FLOAT), table)
+        rows, load = exchange(packed, template.merge(leaves), PackedRows(FORMAT, FLOAT), table)
+        return rows.total(), load
 
     rows, specs = PartitionSpec(axes.rows), template.specs(rules)
     mapped = jax.shard_map(

@@ -80,7 +80,7 @@ def collectives(mesh: Mesh, size: str, kind: ExchangeKind) -> list[list]:
 
     def ffn(packed, table, *leaves):
         packing = PackedRows(message, dtype)
-        return exchange(packed, template.merge(leaves), packing, table)[0].astype(dtype)
+        return exchange(packed, template.merge(leaves), packing, table)[0].total().astype(dtype)
 
     pieces = PartitionSpec(FFN_AXES)
     specs = (pieces, PartitionSpec(), *template.specs(FFN_RULES))

@@ -78,7 +78,7 @@ def test_ep_288_is_256_and_32():
     sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
     config, deployment = load("deepseek-v3", **sizes, ffn_shared_ranks=32)
     assert ranks_met(exchange_mesh(deployment), 256, 8) == pytest.approx(9)
-    assert describe_exchange(config, deployment)[-1] == (
+    assert describe_exchange(config, deployment)[2] == (
         "288 ranks = 256 with routed experts, which multiply 0.031 rows a token on average, + 32 "
         "with the shared expert: 0.031"
     )
@@ -110,6 +110,7 @@ def test_auto_of_deepseek(ranks, kind):
         ("qwen3-235b-a22b", "gather"),  # EP 8
         ("qwen3-30b-a3b", "gather"),  # EP 4
         ("step3", "gather"),  # EP 2 x TP 8
+        ("step3-alltoall", "alltoall"),  # EP 16
         ("step3-v6e", "gather"),  # EP 4 x TP 8, where the shared expert needs a gather anyway
         ("qwen3-32b", "gather"),  # no experts
     ],
@@ -125,6 +126,11 @@ def test_description_names_both():
     )
     assert lines[1].endswith("experts on 5.34 of 8 ranks")
     assert describe_exchange(*load("qwen3-32b")) == []
+    (said,) = describe_exchange(*load("step3-alltoall"))[2:]
+    assert "NCCL 2.29" in said
+    assert "ffn.exchange: gather does not" in said
+    assert len(describe_exchange(*load("step3-alltoall", ffn_hardware="v6e"))) == 2
+    assert len(describe_exchange(*load("step3-alltoall", ffn_exchange="gather"))) == 2
     lines = describe_exchange(*load("qwen3-235b-a22b", link_combine="int8"))
     assert lines[0] == (
         "gather: 29.6 KB there, 29.6 KB back; alltoall: 19.7 KB there, 19.7 KB back"
