@@ -19,13 +19,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
@@ -155,8 +154,7 @@ def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
     """A function that loads the folder in a layout and lets the arrays go."""
     deployment = load_deployment(folder, overrides)
     config, names = read_config(folder)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
+    templates, deployment, meshes = templates_of(deployment, config)
     if deployment.mode == "colocated":
         colocated = ColocatedPrograms(templates, deployment, meshes.attention)
 

@@ -21,14 +21,13 @@ from types import SimpleNamespace
 import jax
 
 from jaxserve.bench.load import config_tree, write_checkpoint
+from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.hf import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.weights_server import WeightsServer
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights
@@ -53,8 +52,7 @@ class Loaded:
         formats = {"attention.weights": weights, "ffn.weights": weights}
         deployment = load_deployment(folder, formats | {"weights.peers": peers or []})
         config, names = read_config(folder)
-        meshes = Submeshes(deployment)
-        self._templates = ModelTemplates(config, deployment, meshes)
+        self._templates, deployment, meshes = templates_of(deployment, config)
         self.source = open_weights(deployment, names, token="")
         attention = AttentionPrograms(self._templates, deployment, meshes.attention)
         ffn = FFNPrograms(self._templates, deployment, meshes.ffn)
