@@ -105,17 +105,22 @@ def test_nobody_warms_up_before_all_have_compiled() -> None:
             assert not wait.is_alive()
 
 
+def check_order(leader: Leader, followers: list[Follower]) -> None:
+    """That all followers get all boundaries, in order."""
+    for number in range(50):
+        leader.broadcast(boundary(number))
+    for follower in followers:
+        received = follower.boundaries()
+        assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
+        follower.completed(49)
+
+
 def test_boundaries_reach_every_follower_in_order() -> None:
     with Ends() as ends:
         leader = ends.leader(processes=3)
         followers = [ends.joined(leader, process_id) for process_id in (1, 2)]
         leader.wait_ready()
-        for number in range(50):
-            leader.broadcast(boundary(number))
-        for follower in followers:
-            received = follower.boundaries()
-            assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
-            follower.completed(49)
+        check_order(leader, followers)
 
 
 @contextlib.contextmanager
@@ -136,12 +141,7 @@ def test_a_host_gets_a_boundary_once_and_all_there_have_it_in_order() -> None:
     with two_hosts() as (_, leader, followers):
         sources = [len(end._broadcaster._waiting) for end in (leader, *followers)]
         assert sources == [2, 0, 2, 0, 0]
-        for number in range(50):
-            leader.broadcast(boundary(number))
-        for follower in followers:
-            received = follower.boundaries()
-            assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
-            follower.completed(49)
+        check_order(leader, followers)
 
 
 def test_a_relay_that_hands_on_nothing_more_is_named_within_the_deadline() -> None:

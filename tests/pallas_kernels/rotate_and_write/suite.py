@@ -35,6 +35,15 @@ class Case(NamedTuple):
     pages: tuple[np.ndarray, ...]
 
 
+def changed(case, names, name, change):
+    """The case with one argument, by its place among `names`, or one option changed."""
+    if name in case.options:
+        return case._replace(options=case.options | {name: change(case.options[name])})
+    arguments, place = list(case.arguments), names.index(name)
+    arguments[place] = change(arguments[place])
+    return case._replace(arguments=tuple(arguments))
+
+
 def turned(x, norm, angles, dtype):
     """In float64, rounded where the definition rounds."""
     wide = x.astype(np.float64)

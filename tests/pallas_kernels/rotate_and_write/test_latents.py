@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels.rotate_and_write import norm_and_write
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.rotate_and_write.latents_suite import NormAndWriteSuite, make_case
+from tests.pallas_kernels.rotate_and_write.suite import changed
 
 
 class TestReference(NormAndWriteSuite):
@@ -34,16 +35,10 @@ NAMES = ("pages", "down", "cosine", "sine", "page_table")
 )
 def test_bad_calls(name, change, message):
     """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
-    case = make_case("int8")
-    arguments, options = list(case.arguments), dict(case.options)
-    if name in options:
-        options[name] = change(options[name])
-    else:
-        place = NAMES.index(name)
-        arguments[place] = change(arguments[place])
+    case = changed(make_case("int8"), NAMES, name, change)
     kernel = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
     with use_target(kernel), pytest.raises(ValueError, match=message):
-        inspect.unwrap(norm_and_write)(*arguments, **options)
+        inspect.unwrap(norm_and_write)(*case.arguments, **case.options)
 
 
 def test_no_kernel_for_tpus():
