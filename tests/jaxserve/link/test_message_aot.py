@@ -49,7 +49,7 @@ def transposed(mesh: Mesh, pieces: bool) -> list[str]:
     def ffn(packed, order, weight):
         if pieces:
             packed = jax.lax.all_gather(packed, "ffn", axis=0, tiled=True)
-        tokens, _, gates, _ = message.unpack(packed, jnp.dtype(jnp.bfloat16))
+        tokens, _, gates, *_ = message.unpack(packed, jnp.dtype(jnp.bfloat16))
         share = tokens[order // TOP_K].astype(jnp.float32) * gates.reshape(-1)[order][:, None]
         return share, tokens @ weight
 
