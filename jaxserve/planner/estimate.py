@@ -71,6 +71,8 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process_devices: int
     """Devices of a process, which has one role; on GPUs a process a device is what starts
     (launch/README.md)."""
+    lanes: int
+    """Lanes that take turns: a sequence has a token when all have been through all layers."""
     kernels: dict[str, float]
     """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes."""
     cached: int
@@ -261,6 +263,12 @@ def tokens_per_device(counts: Counts, pace: float) -> float:
     return counts.tokens / (counts.layers * pace) / sum(counts.devices.values())
 
 
+def between_tokens(counts: Counts, pace: float) -> float:
+    """Seconds between two tokens of a sequence, if a lane's layer takes `pace` seconds: its lane
+    comes to the same layer again when the others have been there."""
+    return counts.lanes * counts.layers * pace
+
+
 def lines(counts: Counts) -> list[str]:
     """For people."""
     seconds, found = stage_seconds(counts), bounds(counts)
@@ -280,7 +288,9 @@ def lines(counts: Counts) -> list[str]:
         pace = getattr(here, slowest)
         result.append(
             f"{devices} GPU(s) a process: {tokens_per_device(counts, pace):.0f} tokens/s a GPU, "
-            f"bound by {slowest}; " + _by_resource(counts, here)
+            f"{counts.lanes * counts.tokens} sequences with a token every "
+            f"{between_tokens(counts, pace) * 1e3:.1f} ms, bound by {slowest}; "
+            + _by_resource(counts, here)
         )
         result.append("  of the host's µs: " + _times(host_parts(counts, devices)))
     strict = bounds(every_byte(counts))
@@ -297,10 +307,12 @@ def lines(counts: Counts) -> list[str]:
 def one_line(counts: Counts) -> str:
     """Of another deployment."""
     found = bounds(counts)
+    pace = max(found)
     return (
         f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}: "
-        f"{tokens_per_device(counts, max(found)):.0f} tokens/s a GPU, bound by {found.longest()}; "
-        f"more with --config {counts.config}"
+        f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, {counts.lanes * counts.tokens} "
+        f"sequences with a token every {between_tokens(counts, pace) * 1e3:.1f} ms, bound by "
+        f"{found.longest()}; more with --config {counts.config}"
     )
 
 

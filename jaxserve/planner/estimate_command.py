@@ -18,7 +18,6 @@ from jaxserve.planner.quantities import tokens
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
-from pallas_kernels.estimate.assumptions import assumed
 
 ESTIMATES = CONFIGS / "estimates"
 COMMITTED = ESTIMATES / "step3-h200.json"
@@ -37,7 +36,7 @@ def add_estimate(command: argparse.ArgumentParser) -> None:
     add("--bucket", default="128x64", metavar="TOKENSxPAGES", help="with --count: 128x64")
     add("--context", default="4K", metavar="TOKENS", help="with --count: 4K")
     add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
-    add("--ffn-kernel", default="step3_2a2f fp8_block_rows 16384", metavar="CASE", help="likewise")
+    add("--ffn-kernel", metavar="CASE", help="likewise: the case of these experts and tokens")
     add("--write", type=Path, metavar="FILE", help="stages, for --calibration of other commands")
     command.set_defaults(run=run)
 
@@ -142,10 +141,12 @@ def _counts(
         ep=ffn.ep,
         ffn_tp=ffn.tp,
         process_devices=1,
+        lanes=deployment.lanes,
         kernels={
             "attend": _beyond_bytes(options.attention_kernel, bucket.tokens * context),
-            # The case's experts are eighths.
-            "ffn": _beyond_bytes(options.ffn_kernel, chosen * 8 / ffn.tp),
+            "ffn": _beyond_bytes(
+                options.ffn_kernel or _experts_case(config, deployment, bucket), chosen
+            ),
         },
         cached=int(cached),
         message={
@@ -156,8 +157,32 @@ def _counts(
     )
 
 
+def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> str:
+    """The case whose kernels multiply what an ffn device has of the experts, for as many tokens.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    from pallas_kernels.grouped_matmul.shapes import SHAPES, ExpertShape  # imports JAX
+
+    ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
+    here = ExpertShape(
+        config.d_model,
+        config.expert_d_ff // ffn.tp,
+        config.experts // ffn.ep,
+        config.experts,
+        config.top_k,
+    )
+    weights = "bf16" if ffn.weights in ("auto", "bfloat16") else ffn.weights
+    form = "fp8_block_rows" if weights == "fp8" else weights
+    found = next((name for name, shape in SHAPES.items() if shape == here), None)
+    if found is None:
+        raise ConfigError(f"no kernels were counted for experts as {here}: name a --ffn-kernel")
+    return f"{found} {form} {tokens}"
+
+
 def _beyond_bytes(case: str, work: float) -> float:
-    """Seconds that a kernel's cycles take for so many positions, or rows, beyond its bytes' time.
+    """Seconds that a kernel takes for so many positions, or rows, beyond its bytes' time.
 
     Raises:
       ConfigError: nothing was counted of the case.
@@ -165,13 +190,5 @@ def _beyond_bytes(case: str, work: float) -> float:
     counts = kernels.read_counts()
     for one in counts["h200"]:
         if one["case"] == case:
-            cycles = sum(
-                kernel["turns"] * kernels.turn(kernels.costs(kernel))[0]
-                for kernel in one["kernels"]
-            )
-            share = work / one["work"]
-            fixed = sum(kernel["bytes"] for kernel in one["kernels"]) / assumed("h200.memory")
-            if one["op"] == "attention":
-                fixed *= share
-            return max(0.0, cycles * share / assumed("h200.hertz") - fixed)
+            return kernels.beyond_memory(one) * work / float(one["work"])
     raise ConfigError(f"no counts of {case!r}: {', '.join(one['case'] for one in counts['h200'])}")

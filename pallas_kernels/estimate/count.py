@@ -4,6 +4,7 @@ Called by `python -m pallas_kernels.estimate --count`, which needs JAX's CUDA wh
 and libtpu for TPUs. What it finds is `counts.json`.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,8 @@ ATTENTION = tuple(
 )
 GROUPED = (
     *(f"step3_2a2f {form} {tokens}" for form in ("bf16", "fp8") for tokens in (512, 16384)),
-    *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 16384)),
+    *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 2048, 3072, 16384)),
+    *(f"step3_ep16 fp8_block_rows {tokens}" for tokens in (2048, 3072)),
 )
 TPU = (
     *(f"step3 {form}" for form in FORMATS),
@@ -140,10 +142,11 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     _, d_out, d_in = operands[0].shape
     # Of the blocks that are started; in a cluster each has its own tile, and loads half of what
     # both share.
-    row_tiles = groups * -(-rows.shape[0] // groups // tiles.listed_rows)
+    row_tiles = groups * expected_tiles(rows.shape[0] / groups, tiles.listed_rows)
     places = row_tiles * -(-d_out // tiles.listed_out)
     blocks = CLUSTER if tiles.shared else 1
-    turns = -(-places * blocks // int(assumed("h200.multiprocessors"))) * (d_in // tiles.inner)
+    waves = math.ceil(places * blocks / assumed("h200.multiprocessors"))
+    turns = waves * (d_in // tiles.inner)
     parts = {
         "rows": tiles.rows * d_in * in_bytes,
         "weights": weights * tiles.out * d_in * jnp.dtype(gate.dtype).itemsize,
@@ -152,6 +155,16 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
         parts[tiles.shared] /= CLUSTER
     reads = places * blocks * sum(parts.values())
     return _kernel(both, turns, held + moved, reads, flops, 2.0 if in_bytes == 1 else 1.0)
+
+
+def expected_tiles(mean: float, tile: int) -> float:
+    """Row tiles of a group of this many rows on average, when tokens choose by chance: the number
+    of rows is a Poisson's, and a row more than a tile takes another one."""
+    few = int(mean - 10 * mean**0.5)
+    return sum(
+        math.exp(rows * math.log(mean) - mean - math.lgamma(rows + 1)) * -(-rows // tile)
+        for rows in range(max(few, 1), int(mean + 10 * mean**0.5) + 10)
+    )
 
 
 def _work(op: str, case: gpu_resources.Case) -> int:

@@ -58,6 +58,23 @@ def turn(costs: Sequence[Cost]) -> tuple[float, str]:
     return shared[bound], bound
 
 
+def hopper_seconds(kernel: dict[str, Any]) -> dict[str, float]:
+    """What a kernel takes of each resource of an H200; "memory" is one of them."""
+    hertz, units = assumed("h200.hertz"), assumed("h200.multiprocessors")
+    cycles, what = turn(costs(kernel))
+    return {
+        what: (kernel["turns"] * cycles + kernel["overhead"]) / hertz,
+        "memory": kernel["bytes"] / assumed("h200.memory"),
+        "L2": kernel["l2_bytes"] / units / assumed("h200.l2") / hertz,
+    }
+
+
+def beyond_memory(one: dict[str, Any]) -> float:
+    """Seconds that a call's kernels take beyond the time of their bytes, of which others know."""
+    every = [hopper_seconds(kernel) for kernel in one["kernels"]]
+    return sum(max(seconds.values()) - seconds["memory"] for seconds in every)
+
+
 def estimate_hopper(one: dict[str, Any]) -> Estimate:
     """Of one call on an H200: its kernels one after the other, each a loop on all multiprocessors.
 
@@ -70,12 +87,7 @@ def estimate_hopper(one: dict[str, Any]) -> Estimate:
     total, floor = 0.0, 0.0
     parts: dict[str, float] = {}
     for kernel in one["kernels"]:
-        cycles, what = turn(costs(kernel))
-        seconds = {
-            what: (kernel["turns"] * cycles + kernel["overhead"]) / hertz,
-            "memory": kernel["bytes"] / assumed("h200.memory"),
-            "L2": kernel["l2_bytes"] / units / assumed("h200.l2") / hertz,
-        }
+        seconds = hopper_seconds(kernel)
         bound = max(seconds, key=seconds.__getitem__)
         total += seconds[bound]
         parts[bound] = parts.get(bound, 0.0) + seconds[bound]

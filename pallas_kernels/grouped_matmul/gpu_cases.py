@@ -28,7 +28,8 @@ FORMATS: dict[str, tuple[Any, tuple[int, int] | None, RowFormat | None]] = {
 
 # Few rows an expert (the smallest tiles), a decode step, and prefill (the largest tiles).
 TOKENS = {
-    "step3_2a2f": (128, 512, 16384),
+    "step3_2a2f": (128, 512, 2048, 3072, 16384),
+    "step3_ep16": (2048, 3072),
     "deepseek_v3_ep32": (512, 16384),
     "qwen3_235b_ep8": (512, 16384),
 }

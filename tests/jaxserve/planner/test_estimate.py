@@ -30,6 +30,7 @@ COUNTS = estimate.Counts(
     ep=1,
     ffn_tp=2,
     process_devices=1,
+    lanes=3,
     kernels={"attend": 10e-6, "ffn": 20e-6},
     cached=43_000_000,
     message={"dispatch": 500_000, "combine": 1_000_000},
@@ -211,14 +212,21 @@ def test_counts_of_deployments(capsys):
     assert main(["estimate", "--config", "step3-alltoall"]) == 0
     own = capsys.readouterr().out
     assert own.startswith("ESTIMATE of step3-alltoall on h200:4x8 at 4096, read from")
-    assert "\n1 GPU(s) a process: 4837 tokens/s a GPU, bound by ffn" in own
+    expected = "4130 tokens/s a GPU, 6144 sequences with a token every 46.5 ms, bound by ffn; "
+    assert f"\n1 GPU(s) a process: {expected}if it were alone: attention" in own
     assert main(["estimate", "--config", "step3"]) == 0
     step3 = capsys.readouterr().out
     assert main(["estimate"]) == 0
-    assert capsys.readouterr().out == step3 + (
-        "ESTIMATE of step3-alltoall on h200:4x8 at 4096: 4837 tokens/s a GPU, bound by ffn; more "
-        "with --config step3-alltoall\n"
+    alltoall, large, end = capsys.readouterr().out.removeprefix(step3).split("\n")
+    at = "on h200:4x8 at 4096: "
+    assert alltoall == (
+        f"ESTIMATE of step3-alltoall {at}{expected}more with --config step3-alltoall"
     )
+    assert large == (
+        f"ESTIMATE of step3-large-batch {at}5384 tokens/s a GPU, 9216 sequences with a token every "
+        "53.5 ms, bound by ffn; more with --config step3-large-batch"
+    )
+    assert end == ""
     assert main(["estimate", "--config", "kimi-k2"]) == 2
     assert "kimi-k2-h200.json: No such file" in capsys.readouterr().err
     assert main(["estimate", "--config", "step3", "--set", "lanes=2"]) == 2

@@ -36,7 +36,7 @@ activated with the head and without the embedding (README_WEIGHTS.md of its file
 32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
 
 VARIANTS = (
-    *("step3-v6e", "step3-v7x", "step3-alltoall"),
+    *("step3-v6e", "step3-v7x", "step3-alltoall", "step3-large-batch"),
     *("step3-prefill", "step3-domains", "step3-fleet"),
 )
 """Deployments of the same model on other hardware, in other layouts, or in other parts."""

@@ -38,6 +38,14 @@ def test_hopper():
     assert found.floor == pytest.approx(1e-5)
 
 
+def test_beyond_memory():
+    """Of two kernels one takes 90 µs more than its 10 µs of bytes, one nothing."""
+    loop = {"chain": 1.0, "issued": 1, "tensor": 1.0, "flops": 0, "columns": 0, "pipes": {}}
+    kernel = {"loops": [loop], "overhead": 0, "bytes": 43_000_000, "l2_bytes": 0}
+    slow, quick = kernel | {"turns": 1.755e9 * 100e-6}, kernel | {"turns": 1}
+    assert model.beyond_memory({"kernels": [slow, quick]}) == pytest.approx(90e-6)
+
+
 def test_tpu():
     one = {"platform": "v6e", "op": "attention", "case": "x", "units": 1000, "bundles": 2.0,
            "bytes": 100, "copies": 2.0, "hertz": 1e9, "bandwidth": 1e12}  # fmt: skip
