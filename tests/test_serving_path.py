@@ -32,9 +32,9 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_750,
-    "leader, attention and ffn": 15_700,
-    "follower, attention and ffn": 12_000,
+    "leader, colocated": 14_850,
+    "leader, attention and ffn": 15_800,
+    "follower, attention and ffn": 12_150,
     "alone, colocated": 15_200,
     "alone, attention and ffn": 16_150,
     "attention": 14_000,

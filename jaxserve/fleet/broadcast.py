@@ -2,15 +2,13 @@
 
 `leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
 send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
-twelve times the CPU (jaxserve/planner/README.md). A message is four bytes with its size, then
-itself. Whoever connects answers a challenge with the deployment's token. Nobody is asked again and
-nobody reconnects: who is gone is missed on its stream. Knows nothing of what messages mean.
+twelve times the CPU (jaxserve/planner/README.md). Handshake and frames are those of
+`link/channel.py`. Nobody is asked again and nobody reconnects: who is gone is missed on its stream.
+Knows nothing of what messages mean.
 """
 
 import contextlib
-import hmac
 import logging
-import secrets
 import select
 import socket
 import threading
@@ -18,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from jaxserve.fleet.addresses import is_ip, is_loopback, split_address
+from jaxserve.fleet.addresses import is_ip, is_loopback
+from jaxserve.link.channel import AuthenticationError, accept, cut_off, dial, framed, take_frames
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ HOSTS_EACH = 8
 LOOK_SECONDS = 0.5
 """How often a subscriber to whom nothing comes looks at the time."""
 _HELLO_SECONDS = 10.0
-_CHALLENGE_BYTES = _ANSWER_BYTES = 32
-_SIZE_BYTES = 4
 _MESSAGE_BYTES = 256 << 20
 """Cap of a message; a plan takes kilobytes."""
 _READ_BYTES = 1 << 18
@@ -68,7 +65,7 @@ class Broadcaster:
     """
 
     def __init__(self, token: str):
-        self._token = token.encode()
+        self._token = token
         self._lock = threading.Lock()
         self._closed = False
         self._listener: socket.socket | None = None
@@ -87,7 +84,7 @@ class Broadcaster:
 
     def send(self, message: bytes) -> None:
         """Sends to all; waits for nobody."""
-        frame = _frame(message)
+        frame = memoryview(framed(message))
         with self._lock:
             for connection, waiting in self._waiting.items():
                 if waiting:
@@ -124,22 +121,18 @@ class Broadcaster:
     def _admit(self, connection: socket.socket, peer: str) -> None:
         """Takes a subscriber that knows the token, and says so by an empty message."""
         try:
-            connection.settimeout(_HELLO_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-            connection.sendall(challenge)
-            given = _read(connection, _ANSWER_BYTES, _HELLO_SECONDS)
-            if not hmac.compare_digest(given, _answer(self._token, challenge)):
-                raise OSError("wrong cluster token")
-            connection.setblocking(False)
-            with self._lock:
-                if self._closed:
-                    raise OSError("closed meanwhile")
-                _send(connection, _frame(b""))
-                self._waiting[connection] = deque()
-        except OSError as error:
-            logger.warning("refused a subscriber from %s: %s", peer, error)
-            connection.close()
+            subscriber = accept(connection, self._token, _HELLO_SECONDS).detach()
+        except (AuthenticationError, OSError, EOFError) as error:
+            why = f"{error}" or "it closed the connection"
+            logger.warning("refused a subscriber from %s: %s", peer, why)
+            return
+        subscriber.setblocking(False)
+        with self._lock:
+            if self._closed:
+                subscriber.close()
+                return
+            _send(subscriber, memoryview(framed(b"")))
+            self._waiting[subscriber] = deque()
 
     def _catch_up(self, connection: socket.socket, waiting: deque[memoryview]) -> None:
         """Sends what waits for room, until nothing does."""
@@ -170,24 +163,24 @@ class Subscription:
     """
 
     def __init__(self, address: str, token: str, timeout: float):
-        host, port = split_address(address, "broadcaster")
-        self._socket = socket.create_connection((host.strip("[]"), port), timeout)
+        channel = dial(address, timeout, _MESSAGE_BYTES)
         try:
-            challenge = _read(self._socket, _CHALLENGE_BYTES, timeout)
-            self._socket.sendall(_answer(token.encode(), challenge))
-            if any(_read(self._socket, _SIZE_BYTES, timeout)):
-                raise OSError("another protocol")
-            self._socket.settimeout(LOOK_SECONDS)
-        except OSError:
-            self._socket.close()
-            raise
+            with cut_off(channel.shutdown, timeout):
+                channel.authenticate(token, accepted=False)
+                if channel.receive():
+                    raise OSError("another protocol")
+        except (AuthenticationError, OSError, EOFError) as error:
+            channel.close()
+            raise OSError(f"{error}" or "it closed the connection") from error
+        self._socket = channel.detach()
+        self._socket.settimeout(LOOK_SECONDS)
 
     def messages(self) -> Iterator[bytes | None]:
         """Messages in order, None where there was none for `LOOK_SECONDS`, until the connection
         ends.
 
         Raises:
-          ValueError: one would be larger than any is.
+          EOFError: one would be larger than any is.
         """
         buffer = bytearray()
         with self._socket:
@@ -202,11 +195,7 @@ class Subscription:
                 if not piece:
                     return
                 buffer += piece
-                while (end := _end_of_first(buffer)) <= len(buffer):
-                    yield bytes(buffer[_SIZE_BYTES:end])
-                    del buffer[:end]
-                if len(buffer) >= _SIZE_BYTES and end > _SIZE_BYTES + _MESSAGE_BYTES:
-                    raise ValueError(f"{end - _SIZE_BYTES} bytes, more than {_MESSAGE_BYTES}")
+                yield from take_frames(buffer, _MESSAGE_BYTES)
 
     def close(self) -> None:
         """Ends `messages`, from any thread."""
@@ -226,19 +215,6 @@ def _listening(host: str) -> socket.socket:
     return socket.create_server((bare, 0), family=family, backlog=128, dualstack_ipv6=every)
 
 
-def _frame(message: bytes) -> memoryview:
-    return memoryview(len(message).to_bytes(_SIZE_BYTES) + message)
-
-
-def _end_of_first(buffer: bytearray) -> int:
-    """Where the first message ends, or would, if its size is not there yet."""
-    return _SIZE_BYTES + int.from_bytes(buffer[:_SIZE_BYTES].ljust(_SIZE_BYTES, b"\xff"))
-
-
-def _answer(token: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(token, challenge, "sha256")
-
-
 def _send(connection: socket.socket, frame: memoryview) -> memoryview:
     """Returns what there was no room for; nothing where the connection has ended."""
     try:
@@ -247,18 +223,6 @@ def _send(connection: socket.socket, frame: memoryview) -> memoryview:
         return frame
     except OSError:
         return frame[len(frame) :]
-
-
-def _read(connection: socket.socket, count: int, seconds: float) -> bytes:
-    """So many bytes, all of them within that time."""
-    data, end = b"", time.monotonic() + seconds
-    while len(data) < count:
-        connection.settimeout(max(0.001, end - time.monotonic()))
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise OSError("closed the connection")
-        data += piece
-    return data
 
 
 def _shut(connection: socket.socket) -> None:

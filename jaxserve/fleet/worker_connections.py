@@ -9,7 +9,6 @@ import contextlib
 import logging
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.channel import AuthenticationError, cut_off, dial
+from jaxserve.link.channel import AuthenticationError, cut_off, dial, framed, take_frames
 
 HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5
@@ -36,9 +35,6 @@ ECHO_SECONDS = 5.0
 READ_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 1 << 28
 """A worker that has so much to read yet is taken for stuck."""
-
-_LENGTH = struct.Struct("!i")
-_LONGEST = 0x7FFFFFFF
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +88,9 @@ class _Wire:
 
     def send(self, found: Sequence[Frame]) -> bool:
         """Sends frames, or what the socket takes of them; whether all went."""
-        parts = []
-        for frame in found:
-            body = frames.encode(frame)
-            parts += [_LENGTH.pack(len(body)), body]
+        data = b"".join(framed(frames.encode(frame)) for frame in found)
         with self._sending:
-            self._unsent += b"".join(parts)
+            self._unsent += data
             if len(self._unsent) > MAX_UNSENT_BYTES:
                 self.lose("unread", f"it has left {len(self._unsent)} bytes unread")
             return self._flush()
@@ -121,21 +114,10 @@ class _Wire:
                 self._received += data
                 if len(data) < READ_BYTES:
                     break
-        found, start, received = [], 0, self._received
-        while len(received) >= start + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(received, start)
-            if not 0 <= length <= frames.WORKER_FRAME_BYTES:
-                raise EOFError(f"a frame of {length} bytes")
-            end = start + _LENGTH.size + length
-            if len(received) < end:
-                break
-            found.append(frames.decode_from_worker(bytes(received[start + _LENGTH.size : end])))
-            start = end
-        if start:
-            del received[:start]
-        elif ended:
+        found = take_frames(self._received, frames.WORKER_FRAME_BYTES)
+        if ended and not found:
             raise EOFError("it closed the connection")
-        return found
+        return [frames.decode_from_worker(body) for body in found]
 
     def _flush(self) -> bool:
         try:

@@ -36,6 +36,8 @@ LONGEST_TICK_SECONDS = 0.5
 RECEIVE_SECONDS = 5
 """A frame that stops in the middle for this long is the end of the connection, too."""
 
+_LENGTH = struct.Struct("!i")
+
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """How long each wait of a link may take, in seconds in which this process can run.
@@ -137,10 +139,8 @@ class Channel:
             raise AuthenticationError(f"another token than that of {self.peer}") from error
 
     def detach(self) -> socket.socket:
-        """The socket, for another way to read and write the same frames; ends the channel.
-
-        A frame is four bytes of length, signed and big-endian, and as many bytes.
-        """
+        """The socket, for another way to read and write the same frames (`framed`, `take_frames`);
+        ends the channel."""
         self._connection.close()
         return self._socket
 
@@ -155,6 +155,32 @@ class Channel:
         with self._sending:
             self._connection.close()
             self._socket.close()
+
+
+def framed(body: bytes) -> bytes:
+    """A frame of less than 2 GiB as it goes over a detached socket: four bytes of length, signed
+    and big-endian, and the body."""
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frames(received: bytearray, most: int = MAX_FRAME_BYTES) -> list[bytes]:
+    """Takes the frames that are there in full off the front of what a detached socket has received.
+
+    Raises:
+      EOFError: one has more than `most` bytes, said before they have come.
+    """
+    found, start = [], 0
+    while len(received) >= start + _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(received, start)
+        if not 0 <= length <= most:
+            raise EOFError(f"a frame of {length} bytes where {most} are the most")
+        end = start + _LENGTH.size + length
+        if len(received) < end:
+            break
+        found.append(bytes(memoryview(received)[start + _LENGTH.size : end]))
+        start = end
+    del received[:start]
+    return found
 
 
 @contextlib.contextmanager
@@ -233,7 +259,9 @@ __all__ = [
     "accept",
     "cut_off",
     "dial",
+    "framed",
     "join_address",
     "listen",
     "split_address",
+    "take_frames",
 ]

@@ -2,13 +2,15 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, answer_challenge
 from typing import Any
 
 import pytest
 
 from jaxserve.fleet import broadcast
 from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
+from jaxserve.link.channel import AuthenticationError, Channel, accept
 
 TOKEN = "a secret"
 
@@ -94,7 +96,7 @@ def test_silence_is_said_and_a_subscription_can_be_closed_from_elsewhere() -> No
 
 def test_strangers_get_nothing() -> None:
     with broadcaster() as (sender, address):
-        with pytest.raises(OSError, match="closed the connection"):
+        with pytest.raises(OSError, match=f"another token than that of {address}"):
             Subscription(address, "guess", 5.0)
         known = Subscription(address, TOKEN, 5.0)
         sender.send(b"x")
@@ -123,29 +125,68 @@ def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
     with broadcaster() as (_, address):
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), 5.0) as stranger:
-            assert len(stranger.recv(64)) == 32
+            assert b"#CHALLENGE#" in stranger.recv(256)
             started = time.monotonic()
             assert _is_closed(stranger)
             assert time.monotonic() - started < 3
 
 
+def serve_one(serve: Callable[[Channel], None]) -> str:
+    """The address of somebody who knows the token and says what is given, once."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        with listener:
+            channel = accept(listener.accept()[0], TOKEN, 5.0)
+        serve(channel)
+        channel.close()
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def test_a_size_beyond_any_is_refused_before_its_bytes_come() -> None:
+    def serve(channel: Channel) -> None:
+        channel.send(b"")
+        sock = channel.detach()
+        sock.sendall((1 << 30).to_bytes(4) + b"rest")
+        sock.recv(1)
+
+    subscription = Subscription(serve_one(serve), TOKEN, 5.0)
+    with pytest.raises(EOFError, match="1073741824 bytes where 268435456 are the most"):
+        list(zip(range(3), subscription.messages(), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("said", "error"), [(b"welcome", "another protocol"), (None, "it closed the connection")]
+)
+def test_who_knows_the_token_and_is_no_broadcaster(said: bytes | None, error: str) -> None:
+    def serve(channel: Channel) -> None:
+        if said is not None:
+            channel.send(said)
+
+    with pytest.raises(OSError, match=error):
+        Subscription(serve_one(serve), TOKEN, 5.0)
+
+
+def test_who_does_not_know_the_token_is_not_believed() -> None:
+    """Nobody else may send plans: the other end has to prove itself, too."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
 
         def serve() -> None:
             connection, _ = listener.accept()
-            connection.sendall(bytes(32))
-            connection.recv(32)
-            connection.sendall(bytes(4))
-            connection.sendall((1 << 30).to_bytes(4) + b"rest")
-            with connection:
-                connection.recv(1)
+            channel = Channel(connection)
+            with contextlib.suppress(AuthenticationError, OSError, EOFError):
+                # Asks nothing of who comes, and cannot answer what is asked.
+                channel.send(b"#CHALLENGE#{sha256}" + bytes(32))
+                channel.receive()
+                channel.send(b"#WELCOME#")
+                answer_challenge(Connection(channel.detach().detach()), b"guess")
 
         threading.Thread(target=serve, daemon=True).start()
-        subscription = Subscription(f"127.0.0.1:{port}", TOKEN, 5.0)
-        with pytest.raises(ValueError, match="1073741824 bytes, more than 268435456"):
-            list(zip(range(3), subscription.messages(), strict=False))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(OSError, match="another token"):
+            Subscription(address, TOKEN, 5.0)
 
 
 def test_a_name_is_every_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,16 @@ from multiprocessing import AuthenticationError
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.channel import Channel, accept, dial, join_address, listen, split_address
+from jaxserve.link.channel import (
+    Channel,
+    accept,
+    dial,
+    framed,
+    join_address,
+    listen,
+    split_address,
+    take_frames,
+)
 
 
 def accept_one(listener: socket.socket, token: str, seconds: float = 5.0) -> list:
@@ -68,6 +77,35 @@ def test_frames_keep_their_bounds_and_order(listener) -> None:
     with pytest.raises((EOFError, OSError)):
         server.receive()
     server.close()
+
+
+def test_a_detached_socket_has_the_same_frames(listener) -> None:
+    assert framed(b"body") == b"\x00\x00\x00\x04body"
+    client, server = meet(listener)
+    with client.detach() as sock:
+        sock.sendall(framed(b"one") + framed(b""))
+        assert [server.receive() for _ in range(2)] == [b"one", b""]
+        server.send(b"three")
+        assert sock.recv(100, socket.MSG_WAITALL) == b"\x00\x00\x00\x05three"
+    server.close()
+
+
+def test_frames_are_taken_once_they_are_whole() -> None:
+    received = bytearray(b"\0\0\0\x02ab\0\0\0\0\0\0\0\x03xy")
+    assert take_frames(received, 3) == [b"ab", b""]
+    assert received == b"\0\0\0\x03xy"
+    assert take_frames(received, 3) == []
+    received += b"z\0\0"
+    assert take_frames(received, 3) == [b"xyz"]
+    assert received == b"\0\0"
+
+
+@pytest.mark.parametrize(
+    ("head", "length"), [(b"\0\0\0\x04", 4), (b"\xff\xff\xff\xff", -1), (b"\0\x10\0\0", 1048576)]
+)
+def test_a_length_beyond_the_cap_is_refused_before_its_bytes(head: bytes, length: int) -> None:
+    with pytest.raises(EOFError, match=f"a frame of {length} bytes where 3 are the most"):
+        take_frames(bytearray(head), 3)
 
 
 def test_shutdown_wakes_a_receiver_in_another_thread(listener) -> None:
