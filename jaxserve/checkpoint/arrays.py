@@ -76,14 +76,11 @@ def wanted_leaves(
 ) -> dict[str, Leaf]:
     """The template's leaves by name, as the checkpoint has their axes."""
     leaves = {}
-    parts = zip(template.names, template.leaves, template.dimensions, shardings, strict=True)
-    for (name, leaf, dimensions, sharding), exchanged in zip(
-        parts, template.input_major, strict=True
-    ):
+    for leaf, sharding in zip(template.leaves, shardings, strict=True):
         assert isinstance(sharding, NamedSharding)
-        entries = template.entries.get(dimensions[0] or "") if dimensions else None
+        entries = template.entries.get(leaf.dimensions[0] or "") if leaf.dimensions else None
         wanted = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
-        leaves[name] = wanted.exchanged() if exchanged else wanted
+        leaves[leaf.name] = wanted.exchanged() if leaf.input_major else wanted
     return leaves
 
 
@@ -139,11 +136,12 @@ class Blocks(abc.ABC):
     ) -> Iterator[jax.Array]:
         """Leaves that lie input by input are made as the checkpoint has them, and exchanged."""
         wanted = wanted_leaves(template, shardings, layers)
-        by_inputs = dict(zip(wanted, template.input_major, strict=True))
-        others = {name: leaf for name, leaf in wanted.items() if not by_inputs[name]}
+        by_inputs = {leaf.name for leaf in template.leaves if leaf.input_major}
+        others = {name: leaf for name, leaf in wanted.items() if name not in by_inputs}
         made = self.block(template, others, tables)
         for name, leaf in wanted.items():
-            yield self._by_inputs(template, name, leaf, tables) if by_inputs[name] else next(made)
+            exchanged = name in by_inputs
+            yield self._by_inputs(template, name, leaf, tables) if exchanged else next(made)
 
     def _by_inputs(
         self, template: Template, name: str, leaf: Leaf, tables: Sequence[Sources]

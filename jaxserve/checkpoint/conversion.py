@@ -305,8 +305,8 @@ class _Calibrated:
             if own is not None:
                 template, _ = self._model.template(self._blocks[name])
                 ordered = {
-                    leaf: jax.numpy.asarray(own[leaf], known.dtype)
-                    for leaf, known in zip(template.names, template.leaves, strict=True)
+                    leaf.name: jax.numpy.asarray(own[leaf.name], leaf.dtype)
+                    for leaf in template.leaves
                 }
                 _write(self._target / BLOCKS, name, ordered, self._records)
                 note = name

@@ -265,17 +265,35 @@ class Part(NamedTuple):
     """Along which."""
 
 
+class TemplateLeaf(jax.ShapeDtypeStruct):
+    """An array of a module without its values: its global shape and dtype.
+
+    Attributes:
+      name: dotted path in the module.
+      dimensions: the names of its axes.
+      input_major: whether it has the last two axes of the checkpoint's exchanged.
+    """
+
+    def __init__(self, name: str, weight: Weight, shape: jax.ShapeDtypeStruct):
+        super().__init__(shape.shape, shape.dtype)
+        self.name, self.dimensions = name, weight.dimensions
+        self.input_major = weight.input_major
+
+    @property
+    def of_slots(self) -> bool:
+        """Whether every slot of experts has an entry of it."""
+        return self.dimensions[:1] == ("slots",)
+
+
 class Template:
-    """A module without arrays: its structure, and the name, shape and dimensions of every leaf.
+    """A module without arrays: its structure, and what every leaf is.
 
     Programs rebuild the module from flat leaves, the loader makes the leaves, and workers pass
     them to programs, all in the same order.
 
     Attributes:
-      names: dotted path of each leaf.
-      leaves: shape and dtype of each leaf, global.
-      dimensions: the axis names of each leaf.
-      input_major: of each leaf, whether it has the last two axes of the checkpoint's exchanged.
+      leaves: what each one is.
+      names: of the leaves.
       entries: of a first axis, by its name: which entry of the checkpoint's each of its own is at
         first; negative: none.
       parts: by the path of a matrix: what its entries are that the checkpoint's has not.
@@ -295,12 +313,13 @@ class Template:
             made.append(build(Rngs(0)))
             return [weight.value for _, weight in made[-1].weights()]
 
-        self.leaves: tuple[jax.ShapeDtypeStruct, ...] = tuple(jax.eval_shape(values))
+        shapes = jax.eval_shape(values)
+        self.leaves = tuple(
+            TemplateLeaf(name, weight, shape)
+            for (name, weight), shape in zip(made[-1].weights(), shapes, strict=True)
+        )
+        self.names = tuple(leaf.name for leaf in self.leaves)
         self._module = made[-1].replaced(self.leaves)
-        weights = list(self._module.weights())
-        self.names = tuple(name for name, _ in weights)
-        self.dimensions = tuple(weight.dimensions for _, weight in weights)
-        self.input_major = tuple(weight.input_major for _, weight in weights)
 
     def merge(self, leaves: Sequence[Array | InputMajor]) -> Any:
         """The module with these leaves (global or one device's slices)."""
@@ -310,7 +329,7 @@ class Template:
 
     def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
         """The partition spec of every leaf."""
-        return tuple(partition_spec(names, rules) for names in self.dimensions)
+        return tuple(partition_spec(leaf.dimensions, rules) for leaf in self.leaves)
 
     def random(self, seed: int) -> list[Array]:
         """Random leaves, for benchmarks and tests without a checkpoint; entries that are the same

@@ -145,11 +145,10 @@ def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, setting
     if ranks == 1 or "moe" not in templates.ffn:
         return 0
     template = templates.ffn["moe"]
-    leaves = zip(template.leaves, template.dimensions, template.specs(rules), strict=True)
     size = sum(
         _shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, NamedSharding(mesh, spec))
-        for leaf, names, spec in leaves
-        if names[0] == "slots"
+        for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
+        if leaf.of_slots
     )
     return size if settings.source == "devices" else 2 * size
 
@@ -164,11 +163,10 @@ def _arranged(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules) -> in
     layers = sum(
         templates.config.kind(layer).ffn == "moe" for layer in range(templates.config.layers)
     )
-    leaves = zip(template.leaves, template.dimensions, template.specs(rules), strict=True)
     return 3 * sum(
         layers * _shard_bytes(leaf.shape, jnp.dtype(jnp.float32), NamedSharding(mesh, spec))
-        for leaf, names, spec in leaves
-        if names[0] == "slots" and leaf.dtype != jnp.int4
+        for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
+        if leaf.of_slots and leaf.dtype != jnp.int4
     )
 
 

@@ -75,12 +75,11 @@ def _size(template: Template) -> int:
 
 
 def _activated(template: Template, config: ModelConfig) -> int:
-    leaves = zip(template.leaves, template.dimensions, strict=True)
     return sum(
         math.prod(leaf.shape)
-        * (config.top_k if names[0] == "slots" else 1)
-        // (config.experts if names[0] == "slots" else 1)
-        for leaf, names in leaves
+        * (config.top_k if leaf.of_slots else 1)
+        // (config.experts if leaf.of_slots else 1)
+        for leaf in template.leaves
     )
 
 

@@ -113,7 +113,8 @@ class ColocatedPrograms(TokenPrograms):
             counted = map(add_load, counts, loads)
             return last, sampled, logits, x, *pages, *counted, *lengths
 
-        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        arguments: list[jax.ShapeDtypeStruct] = [*templates.embedding.leaves]
+        arguments += templates.head.leaves
         specs = [
             *templates.embedding.specs(ATTENTION_RULES),
             *templates.head.specs(ATTENTION_RULES),
@@ -204,7 +205,8 @@ class ColocatedPrograms(TokenPrograms):
                 )
             return jnp.stack(found, axis=1)[None], *pages, add_load(counts, loads)
 
-        arguments = [*templates.embedding.leaves, *templates.head.leaves]
+        arguments: list[jax.ShapeDtypeStruct] = [*templates.embedding.leaves]
+        arguments += templates.head.leaves
         specs = [
             *templates.embedding.specs(ATTENTION_RULES),
             *templates.head.specs(ATTENTION_RULES),
@@ -267,9 +269,9 @@ class ColocatedPrograms(TokenPrograms):
         templates = self.templates.attention[kind], self.templates.ffn[kind.ffn]
         for number, (template, stacks) in enumerate(zip(templates, blocks, strict=True)):
             for place, stack in enumerate(stacks):
-                if template.dimensions[place][0] == "slots":
+                if template.leaves[place].of_slots:
                     whole[number][place] = stack.reshape(-1, *stack.shape[2:])
-                elif template.input_major[place]:
+                elif template.leaves[place].input_major:
                     whole[number][place] = InputMajor(stack)
                 else:
                     sliced[number][place] = stack

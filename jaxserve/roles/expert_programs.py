@@ -59,11 +59,7 @@ def expert_bytes(template: Template, sizes: SlotSizes) -> int:
     Args:
       template: of a MoE layer's block.
     """
-    total = sum(
-        array_bytes(leaf.shape, leaf.dtype)
-        for leaf, names in zip(template.leaves, template.dimensions, strict=True)
-        if names[0] == "slots"
-    )
+    total = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in template.leaves if leaf.of_slots)
     return total // sizes.all_slots
 
 
@@ -71,11 +67,7 @@ def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
     """In how many pieces an expert is fetched, so that a device gets `experts.move_mb_per_step` at
     most between two steps; no more than its largest leaf has rows."""
     template, tensor_ranks = templates.ffn["moe"], templates.ranks[1]
-    rows = max(
-        leaf.shape[1] // tensor_ranks
-        for leaf, names in zip(template.leaves, template.dimensions, strict=True)
-        if names[0] == "slots"
-    )
+    rows = max(leaf.shape[1] // tensor_ranks for leaf in template.leaves if leaf.of_slots)
     size = expert_bytes(template, templates.slots) / tensor_ranks
     return max(1, min(math.ceil(size / (settings.move_mb_per_step * 1e6)), rows))
 
@@ -105,9 +97,7 @@ class ExpertPrograms:
         self.template, self.sizes, self.axis = template, sizes, axis
         self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self._rules, self._stacked, self.pieces = rules, stacked, pieces
-        self.places = tuple(
-            place for place, names in enumerate(template.dimensions) if names[0] == "slots"
-        )
+        self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
         """Of the leaves that slots have entries of."""
 
     @property

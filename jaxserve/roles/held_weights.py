@@ -102,7 +102,7 @@ class HeldWeights:
         )
         if not inside or (array.held.apart and ranges[0][1] - ranges[0][0] > 1):
             raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
-        own, exchanged = array.block, array.block.template.input_major[array.place]
+        own, exchanged = array.block, array.block.template.leaves[array.place].input_major
         ranges = stored_order(ranges) if exchanged else ranges
         if not array.held.apart:
             where = ranges if own.entry is None else (_one(own.entry), *ranges)
@@ -124,19 +124,18 @@ def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
     template, sources = block.template, block.sources
     leaves = dict(zip(template.names, template.leaves, strict=True))
     held: dict[str, HeldArray | None] = {}
-    for name, dimensions in zip(template.names, template.dimensions, strict=True):
+    for name, leaf in leaves.items():
         base, _, kind = name.rpartition(".")
         if name in sources:
             shape = leaf_shape(sources[name])
         elif base in sources and kind in QUANTISED_PARTS:
             shape = leaf_shape(sources[base])
             if kind != "values":
-                shape = scales_shape(shape, block_of(leaves[f"{base}.values"], leaves[name]))
+                shape = scales_shape(shape, block_of(leaves[f"{base}.values"], leaf))
         else:
             held[name] = None
             continue
-        apart = "slots" in dimensions[:1]
-        held[name] = HeldArray(shape, np.dtype(leaves[name].dtype).name, apart)
+        held[name] = HeldArray(shape, np.dtype(leaf.dtype).name, leaf.of_slots)
     return held
 
 

@@ -35,12 +35,7 @@ RULES = {"experts": "ep", "d_ff": "tp"}
 class TestTemplate:
     def test_names_shapes_and_dimensions(self):
         template = Template(Block)
-        found = {
-            name: (leaf.shape, leaf.dtype, dimensions)
-            for name, leaf, dimensions in zip(
-                template.names, template.leaves, template.dimensions, strict=True
-            )
-        }
+        found = {leaf.name: (leaf.shape, leaf.dtype, leaf.dimensions) for leaf in template.leaves}
         assert found == {
             "norm": ((4,), jnp.float32, ("d_model",)),
             "square": ((4, 4), jnp.bfloat16, ("d_model", "d_model")),
@@ -193,10 +188,8 @@ class TestQuantisedTemplate:
         template = Template(lambda rngs: Quantised(weights, rngs))
         rules = {"q_heads": "tp"}
         found = {
-            name: (leaf.shape, tuple(spec))
-            for name, leaf, spec in zip(
-                template.names, template.leaves, template.specs(rules), strict=True
-            )
+            leaf.name: (leaf.shape, tuple(spec))
+            for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
         }
         assert found == expected
 

@@ -74,12 +74,12 @@ def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[s
 
 def check(template, leaves, expected):
     assert set(template.names) == set(expected)
-    parts = zip(template.names, template.leaves, template.dimensions, leaves, strict=True)
-    for (name, shape, dimensions, leaf), exchanged in zip(parts, template.input_major, strict=True):
-        assert leaf.shape[-len(shape.shape) :] == shape.shape
-        leaf = np.swapaxes(leaf, -1, -2) if exchanged else leaf
+    for known, leaf in zip(template.leaves, leaves, strict=True):
+        name = known.name
+        assert leaf.shape[-len(known.shape) :] == known.shape
+        leaf = np.swapaxes(leaf, -1, -2) if known.input_major else leaf
         padded = np.zeros(leaf.shape, np.float32)
-        if dimensions[0] == "slots":
+        if known.of_slots:
             for slot, expert in enumerate(template.entries["slots"]):
                 if expert >= 0:
                     one = expected[name][expert]
@@ -207,7 +207,7 @@ def test_of_a_stack_one_layer_at_a_time_is_there_in_two_orders(tiny_model):
 
     class Checkpoint(HFCheckpoint):
         def block(self, template, leaves, tables):
-            exchanged = dict(zip(template.names, template.input_major, strict=True))
+            exchanged = {leaf.name: leaf.input_major for leaf in template.leaves}
             asked.extend(
                 (leaf.layers, len(tables)) for name, leaf in leaves.items() if exchanged[name]
             )

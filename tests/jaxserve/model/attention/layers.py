@@ -95,10 +95,8 @@ class Layer:
         self.specs = self.template.specs(ATTENTION_RULES)
         tensors, sources = model.tensors(), family.names(config).attention[layer]
         self.leaves = [
-            self._put(_leaf(name, sources, tensors, options.weights), shape.dtype, spec)
-            for name, shape, spec in zip(
-                self.template.names, self.template.leaves, self.specs, strict=True
-            )
+            self._put(_leaf(leaf.name, sources, tensors, options.weights), leaf.dtype, spec)
+            for leaf, spec in zip(self.template.leaves, self.specs, strict=True)
         ]
         for leaf, shape in zip(self.leaves, self.template.leaves, strict=True):
             assert leaf.shape == shape.shape

@@ -152,9 +152,9 @@ def layer(
     def run(*arrays, placement):
         sharding = NamedSharding(mesh, rows)
         placed = []
-        for leaf, names, spec in zip(leaves, template.dimensions, specs, strict=True):
+        for leaf, known, spec in zip(leaves, template.leaves, specs, strict=True):
             value = np.asarray(leaf)
-            if names[0] == "slots":
+            if known.of_slots:
                 held = [value[home.index(max(e, 0))] * (e != EMPTY) for e in placement]
                 value = np.concatenate([held, value[sizes.total :]])
             placed.append(jax.device_put(value, NamedSharding(mesh, spec)))
@@ -349,21 +349,26 @@ def test_ranks_of_the_shared_expert_take_turns():
     assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
+def dimensions_of(build):
+    return [leaf.dimensions for leaf in Template(build).leaves]
+
+
 def test_the_shared_expert_is_whole_on_every_rank():
     formats = Formats(FLOAT, "plain", {})
     dimensions = {
-        kind: Template(
+        kind: dimensions_of(
             lambda rngs, kind=kind: FFNBlock(CONFIG, "moe", (4, 2), kind, formats, rngs)
-        ).dimensions
+        )
         for kind in ("gather", "alltoall")
     }
     assert ("d_ff", "d_model") in dimensions["gather"]
     assert ("shared_d_ff", "d_model") in dimensions["alltoall"]
     assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
-    assert ("own_d_ff", "d_model") in Template(
+    assert ("own_d_ff", "d_model") in dimensions_of(
         lambda rngs: FFNBlock(CONFIG, "moe", (4, 2), "gather", formats, rngs, whole_shared=True)
-    ).dimensions
+    )
     assert "own_d_ff" not in FFN_RULES
     assert COLOCATED_FFN_RULES["own_d_ff"] == "tp"
-    dense = Template(lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs))
-    assert ("d_ff", "d_model") in dense.dimensions
+    assert ("d_ff", "d_model") in dimensions_of(
+        lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs)
+    )
