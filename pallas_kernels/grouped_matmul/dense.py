@@ -12,6 +12,7 @@ Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up 
 FP8 weights XLA converts while loading and splits likewise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,25 +106,49 @@ def dense_swiglu(
         `grouped_swiglu`. On a GPU XLA multiplies these values, and the sums by the scales: it reads
         8 bits, and nobody writes 16.
     """
+    value: Any = rows, narrow
+    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights):
+        value = step(value)
+    return value
+
+
+def swiglu_steps(
+    rows: Float[Array, "rows d_model"],
+    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+) -> tuple[Callable[[Any], Any], ...]:
+    """`dense_swiglu` of rows like these in parts, for who does something else beside each: the
+    first takes (rows, narrow), the others what the one before gave, a tree of arrays, and the last
+    gives the result. A kernel makes all of it at once."""
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights):
         gate, up, down = map(_stack, weights)
-        return grouped_swiglu(rows, gate, up, down, _one_group(rows), narrow=narrow)
-    hidden = jax.nn.silu(dense_product(rows, gate_weights, narrow))
-    hidden *= dense_product(rows, up_weights, narrow)
-    return dense_matmul(hidden.astype(rows.dtype), down_weights).astype(rows.dtype)
+        return (
+            lambda given: grouped_swiglu(
+                given[0], gate, up, down, _one_group(given[0]), narrow=given[1]
+            ),
+        )
+
+    def gated(given: Any) -> Any:
+        return given, _dense_product(given[0], gate_weights, given[1])
+
+    def hidden(found: Any) -> Array:
+        (rows, narrow), gate = found
+        return (jax.nn.silu(gate) * _dense_product(rows, up_weights, narrow)).astype(rows.dtype)
+
+    def project(hidden: Array) -> Array:
+        return dense_matmul(hidden, down_weights).astype(hidden.dtype)
+
+    return gated, hidden, project
 
 
-def dense_product(
+def _dense_product(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "d_out d_in"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float32[Array, "rows d_out"]:
-    """`dense_matmul` of rows that may have come in 8 bits: the products of `dense_swiglu`.
-
-    Args:
-      narrow: as of `dense_swiglu`.
-    """
+    """`dense_matmul` of rows that may have come in 8 bits."""
     if narrow is None or not _takes_narrow(rows, weights):
         return dense_matmul(rows, weights, narrow)
     values = from_bits(narrow.values).astype(rows.dtype)  # 16 bits have each

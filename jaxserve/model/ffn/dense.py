@@ -5,20 +5,12 @@ shares."""
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 from jaxtyping import Array, Float
 
-from jaxserve.model.module import Formats, Module, QuantWeight, Rngs, Weight, matrix
+from jaxserve.model.module import Formats, Module, Rngs, matrix
 from jaxserve.model.quant.rows import EncodedRows
-from pallas_kernels.grouped_matmul.dense import (
-    covers,
-    dense_matmul,
-    dense_product,
-    dense_swiglu,
-)
-
-_Rows = tuple[Array, EncodedRows | None]
-"""[tokens, d_model], and as they came over the wire."""
+from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps
+from pallas_kernels.quantize import QuantArray
 
 
 class DenseFFN(Module):
@@ -51,27 +43,14 @@ class DenseFFN(Module):
         Args:
           encoded: x as it came over the wire, if in 8 bits.
         """
-        narrow = None if encoded is None else encoded.quantised()
-        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...], narrow)
+        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...], _narrow(encoded))
 
     def steps(self, x: Float[Array, "tokens d_model"]) -> tuple[Callable[[Any], Any], ...]:
         """The same for who does it in parts: the first takes (x, encoded), each what the one before
         it gave, and the last gives the output. One kernel may make all of it, for rows like x."""
-        if covers(x, self.gate[...], self.up[...], self.down[...]):
-            return (lambda rows: self(*rows),)
-        return self._gate, self._hidden, self._project
+        first, *others = swiglu_steps(x, self.gate[...], self.up[...], self.down[...])
+        return lambda rows: first((rows[0], _narrow(rows[1]))), *others
 
-    def _gate(self, rows: _Rows) -> tuple[_Rows, Array]:
-        return rows, self._product(rows, self.gate)
 
-    def _hidden(self, gated: tuple[_Rows, Array]) -> Array:
-        rows, gate = gated
-        return (jax.nn.silu(gate) * self._product(rows, self.up)).astype(rows[0].dtype)
-
-    def _project(self, hidden: Array) -> Array:
-        return dense_matmul(hidden, self.down[...]).astype(hidden.dtype)
-
-    def _product(self, rows: _Rows, weights: Weight | QuantWeight) -> Array:
-        x, encoded = rows
-        narrow = None if encoded is None else encoded.quantised()
-        return dense_product(x, weights[...], narrow)
+def _narrow(encoded: EncodedRows | None) -> QuantArray | None:
+    return None if encoded is None else encoded.quantised()
