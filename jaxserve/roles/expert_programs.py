@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32, UInt32
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import AnyMesh, Rules
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.collectives import ragged_all_to_all
+from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template
 from jaxserve.model.quant import from_bytes, in_bytes
@@ -119,7 +119,8 @@ class ExpertPrograms:
 
         `moves` is int32 [ranks, 2]: the slot that a rank gets an expert from, or `NOTHING`, and
         which of its own slots shall get it. A piece of an expert goes straight from its device to
-        the one that shall have it.
+        the one that shall have it, row by row: what a device sends where it has nothing to send
+        (`exchanged_rows`) is a row.
         """
 
         def body(moves: Array, layer: Array, piece: Array, *arrays: Array) -> tuple[Array, ...]:
@@ -140,17 +141,19 @@ class ExpertPrograms:
                 else:
                     part = jax.lax.dynamic_slice(leaf, place, inner)
                 mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=1)
-                got = ragged_all_to_all(
-                    in_bytes(part),
-                    in_bytes(mine),
-                    jnp.where(sends, source % local, 0).astype(jnp.int32),
-                    sends.astype(jnp.int32),
+                sent = in_bytes(part)
+                got = exchanged_rows(
+                    sent.reshape(local * rows, -1),
+                    rows + spare_rows(),
+                    jnp.where(sends, source % local * rows, 0).astype(jnp.int32),
+                    jnp.where(sends, rows, 0).astype(jnp.int32),
                     jnp.zeros(ranks, jnp.int32),
-                    gets.astype(jnp.int32),
+                    jnp.where(gets, rows, 0).astype(jnp.int32),
                     axes=(self.axis,),
-                    rows=1,
+                    rows=rows,
                 )
-                value = from_bytes(got, mine)
+                value = from_bytes(got[:rows].reshape(1, *sent.shape[1:]), mine)
+                value = jnp.where(moves[rank, 0] >= 0, value, mine)
                 return jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=1)
 
             count = len(self.places)
@@ -166,6 +169,7 @@ class ExpertPrograms:
             (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
             self.room_specs,
             donated=tuple(range(3 + len(shapes), 3 + 2 * len(shapes))),
+            ragged=True,
         )
 
     def insert(self, layers: int) -> Program:

@@ -6,7 +6,8 @@ for the device twice in each, to read how many rows there are. `DEVICE_KERNEL` i
 reads them itself, and writes to other GPUs over NVLink and, from the device, over NICs: NCCL 2.29
 or later, and between hosts NICs that NCCL's GIN knows. It waits for rows of every device on other
 hosts, and sends none where there are none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`):
-`model/ffn/collectives.py` sends one then. No card was there to run it.
+`model/ffn/collectives.py` sends one then. No card was there to run it. So go the rows of
+`ffn.exchange: alltoall` and the experts that move (`roles/expert_programs.py`).
 """
 
 import functools
@@ -20,8 +21,9 @@ DEVICE_KERNEL: dict[str, Any] = {
     "xla_gpu_ragged_all_to_all_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
 }
 NEEDED = (
-    "on GPUs of several processes all-to-alls need NCCL 2.29, and GIN between hosts, for XLA's "
-    "experimental kernel, which was never run here; ffn.exchange: gather does not"
+    "on GPUs of several processes all-to-alls, of rows and of experts that move, need NCCL 2.29, "
+    "and GIN between hosts, for XLA's experimental kernel, which was never run here; with "
+    "ffn.exchange: gather rows have none"
 )
 OVERLAP: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """What does not need the rows is computed while they come."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int8, Int32
 from jaxserve.model.ffn.beside import Beside
 from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Parts, Sums, Unsummed, sum_and_pack
+from pallas_kernels.target import current_target
 
 
 def summed_rows(
@@ -142,6 +143,12 @@ def exchanged_rows(
         )
 
     return jax.lax.platform_dependent(operand, *plan, cuda=never_nothing, default=of_zeros)
+
+
+def spare_rows() -> int:
+    """Of what arrives, for `exchanged_rows`: on GPUs."""
+    target = current_target()
+    return int(target.device_kind != "cpu" and target.backend != "mosaic_tpu")
 
 
 def padded_all_to_all(

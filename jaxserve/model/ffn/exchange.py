@@ -18,7 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.beside import Beside, shared_expert
-from jaxserve.model.ffn.collectives import exchanged_rows, summed, summed_int8_rows, summed_rows
+from jaxserve.model.ffn.collectives import (
+    exchanged_rows,
+    spare_rows,
+    summed,
+    summed_int8_rows,
+    summed_rows,
+)
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
@@ -340,7 +346,7 @@ class SendPlan(NamedTuple):
         arriving = self.sizes[:, self.rank]
         # If a device sends nothing, the last row is free: no others fill its place.
         everything = devices * rows // self.blocks.total * len(self.blocks.filled)
-        everything += _spare_rows() if not self.blocks.all_filled else 0
+        everything += spare_rows() if not self.blocks.all_filled else 0
         plan = (
             repeat(self.starts[self.device]),
             repeat(self.sizes[self.device]),
@@ -372,7 +378,7 @@ class SendPlan(NamedTuple):
             self.starts[:, self.rank] + tensor_rank * self.most,
             repeat(self.sizes[self.device]),
         )
-        length = self.copies * self.most + _spare_rows()
+        length = self.copies * self.most + spare_rows()
         returned = self._exchange(form.pack(results), length, plan, beside, last=True)
         order = self.order
         if self.copies > 1:
@@ -382,12 +388,6 @@ class SendPlan(NamedTuple):
             order = order._replace(place=everywhere, here=here)
         choices = Choices(returned, None, order)
         return Unsummed(None, choices, results.shape[1] if form.int8 else None)
-
-
-def _spare_rows() -> int:
-    """Of what arrives, for `exchanged_rows`: on GPUs."""
-    target = current_target()
-    return int(target.device_kind != "cpu" and target.backend != "mosaic_tpu")
 
 
 def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: Blocks) -> SendPlan:

@@ -345,9 +345,9 @@ class TestDescription:
             "back",
             "             what a device receives a layer, for each of its own rows, which have "
             "experts on 6.52 of 16 ranks",
-            "             on GPUs of several processes all-to-alls need NCCL 2.29, and GIN between "
-            "hosts, for XLA's experimental kernel, which was never run here; ffn.exchange: gather "
-            "does not",
+            "             on GPUs of several processes all-to-alls, of rows and of experts that "
+            "move, need NCCL 2.29, and GIN between hosts, for XLA's experimental kernel, which was "
+            "never run here; with ffn.exchange: gather rows have none",
             "GB a device  devices  weights  KV pages  activations  moving    sum     of",
             "attention         16    16.36     45.29       0.3186  0.0000  61.97  76.00",
             "ffn               16    43.51    0.0000         2.16  0.0441  45.71  76.00",

@@ -1,0 +1,80 @@
+"""What moves experts between GPUs that are not there: lowered for them, and compiled with JAX's
+CUDA wheels for hosts of eight, a process each."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.config.deployment import load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.mesh import Submeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.planner import aot
+from jaxserve.planner.models import model_config, model_folder
+from jaxserve.roles.expert_programs import ExpertPrograms
+from jaxserve.roles.ffn_programs import FFNPrograms
+from pallas_kernels.target import Target, use_target
+from tests.jaxserve import layouts
+from tests.pallas_kernels import gpu_aot
+
+CONFIG = step3_config(layouts.SIZES.config())
+HOPPER = Target("mosaic_gpu", "NVIDIA H200")
+
+
+def experts_of(config, deployment, meshes) -> ExpertPrograms:
+    programs = FFNPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes.ffn)
+    assert programs.experts is not None
+    return programs.experts
+
+
+def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
+    """XLA's kernel waits for rows of every device on other hosts: each sends one."""
+    deployment = layouts.deployment(tmp_path, {"ffn.ep": 3, "ffn.tp": 2})
+    experts = experts_of(CONFIG, deployment, Submeshes(deployment))
+    program = experts.fetch(1)
+    with use_target(HOPPER):
+        traced = jax.jit(program.mapped()).trace(*program.arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@ragged_all_to_all.* : \(tensor<(\w+)>, tensor<(\w+)>, .*\) ->", text)
+    # Rows of three experts, and of one: d_model 64 and, of the halved d_ff, 17.
+    assert found == [("192x17xf32", "65x17xf32")] + 2 * [("51x64xf32", "18x64xf32")]
+
+
+def received() -> list[str]:
+    """What arrives of each leaf of an expert, and in which memory."""
+    deployment = load_deployment(CONFIGS / "step3-alltoall.yaml")
+    config = model_config(model_folder(deployment.model, CONFIGS))
+    assert config is not None
+    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    text = experts_of(config, deployment, meshes).fetch(1).compile().as_text() or ""
+    return re.findall(r"ragged-all-to-all-done\S* = (\S+)", text)
+
+
+@pytest.mark.gpu_aot
+@gpu_aot.NEEDS_CUDA
+@pytest.mark.timeout(gpu_aot.SECONDS)
+def test_between_processes_it_goes_as_rows_go():
+    """By XLA's kernel on the device, into memory that all of them see (`S(7)`), of Step-3's experts
+    in pieces of 4 MB at most: 256 and 183 rows, and the one."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jaxserve.roles.test_expert_programs"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=gpu_aot.SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    down = ["f32[257,1]{1,0:S(7)}", "u8[257,5120]{1,0:S(7)}"]
+    gate = ["f32[184,1]{1,0:S(7)}", "u8[184,7168]{1,0:S(7)}"]
+    assert sorted(json.loads(done.stdout)) == sorted([*down, *gate, *gate])
+
+
+if __name__ == "__main__":
+    print(json.dumps(received()))
