@@ -51,10 +51,10 @@ def pick_tiles(
 ) -> Tiles:
     """The tiles for a call: its row tile holds a group of average size, if it may be that large.
 
-    Two blocks form a cluster where an average group has more rows than the largest row tile. With
-    fewer what takes time is its weights, which come from memory, and not that blocks read them
-    again from the L2 cache; with more they would: 192 rows of Step-3's whole experts take 158 µs
-    alone and 117 in pairs, by counts.
+    Two blocks form a cluster where an average group fills the largest row tile: half of such groups
+    have more rows, by chance. With fewer what takes time is weights, which come from memory, and
+    not that blocks read them again from the L2 cache; with more they would: 192 rows of each of
+    Step-3's whole experts take 158 µs alone and 118 in pairs, by counts.
 
     Args:
       average: rows of a group, if not all rows over all groups.
@@ -92,7 +92,7 @@ def pick_tiles(
     elif entry.cluster > 1:
         of_weights = out * len(weights) * first.dtype.itemsize
         most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
-        enough = "cluster" in given or average > row_tile
+        enough = "cluster" in given or average >= row_tile
         tiles = tiles._replace(shared=_shared(tiles, d_out, most) if enough else "")
     fixed, stage = shared_memory(
         tiles,
