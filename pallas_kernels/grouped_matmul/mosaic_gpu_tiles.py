@@ -92,7 +92,8 @@ def pick_tiles(
     elif entry.cluster > 1:
         of_weights = out * len(weights) * first.dtype.itemsize
         most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
-        enough = "cluster" in given or average >= row_tile
+        fills = row_tile if groups > 1 else CLUSTER * row_tile  # one has as many rows as there are
+        enough = "cluster" in given or average >= fills
         tiles = tiles._replace(shared=_shared(tiles, d_out, most) if enough else "")
     fixed, stage = shared_memory(
         tiles,
