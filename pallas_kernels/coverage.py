@@ -77,6 +77,11 @@ def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
         _collected.reset(token)
 
 
+def collects_fallbacks() -> bool:
+    """Whether what is traced here is traced for its fallbacks, and will not run."""
+    return _collected.get() is not None
+
+
 def check_implementation(implementation: Implementation) -> None:
     """Raises ValueError where it is none."""
     if implementation not in get_args(Implementation):

@@ -11,7 +11,6 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.model import ModelConfig
-from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import device_kind
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.membership import describe_roles
@@ -19,7 +18,7 @@ from jaxserve.fleet.sizing import Sizing
 from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
-from jaxserve.roles.kernel_coverage import kernel_gaps
+from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
@@ -71,22 +70,60 @@ def _check_files(deployment: Deployment, names: CheckpointNames) -> int:
 
 
 def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment]) -> int:
-    """Prints what has no kernel on hardware that is named; returns the exit code."""
+    """Prints what has no kernel on the hardware that is named, or, where none is, on every platform
+    with kernels; returns the exit code."""
     code = 0
     for title, worker in workers.items():
-        roles: dict[Role, AttentionRole | FFNRole] = {"attention": worker.attention}
+        hardware: dict[Role, str] = {"attention": worker.attention.hardware}
         if worker.mode == "afd":
-            roles["ffn"] = worker.ffn
-        kinds = {role: device_kind(section.hardware) for role, section in roles.items()}
-        known: dict[Role, str] = {role: kind for role, kind in kinds.items() if kind}
-        if not known:
-            continue
-        slow, impossible = kernel_gaps(models[title], worker, known)
-        names = ", ".join(f"{role} on {kind}" for role, kind in known.items())
-        lines = [f"kernels ({names}): {'' if slow or impossible else 'all there'}", *slow]
+            hardware["ffn"] = worker.ffn.hardware or worker.attention.hardware
+        if not any(hardware.values()):
+            lines, refused = _on_every_platform(models[title], worker)
+        else:
+            lines, refused = _on_hardware(models[title], worker, hardware)
         print(f"\n{title}" + "\n  ".join(lines))
-        refused = impossible + (slow if worker.strict_kernels else [])
         for text in refused:
             print(f"jaxserve: {text}", file=sys.stderr)
         code = code or int(bool(refused))
     return code
+
+
+def _on_hardware(
+    config: ModelConfig, deployment: Deployment, hardware: dict[Role, str]
+) -> tuple[list[str], list[str]]:
+    """Lines about the hardware of roles, and what of them is refused."""
+    kinds = {role: device_kind(name) for role, name in hardware.items()}
+    known: dict[Role, str] = {role: kind for role, kind in kinds.items() if kind}
+    slow, impossible = kernel_gaps(config, deployment, known)
+    names = ", ".join(
+        f"{role} on {kind or hardware[role] or 'hardware that is not named'}"
+        for role, kind in kinds.items()
+    )
+    unknown = [f"{role}: nothing is known of it" for role in kinds if role not in known]
+    complete = not (slow or impossible or unknown)
+    lines = [f"kernels ({names}): {'all there' if complete else ''}", *slow, *unknown]
+    return lines, impossible + (slow if deployment.strict_kernels else [])
+
+
+def _on_every_platform(config: ModelConfig, deployment: Deployment) -> tuple[list[str], list[str]]:
+    """Lines about platforms, one each, and what is refused: with `strict_kernels`, if none of them
+    has all kernels."""
+    lacking = {}
+    for kind in PLATFORMS:
+        kinds: dict[Role, str] = {"attention": kind}
+        if deployment.mode == "afd":
+            kinds["ffn"] = kind
+        slow, impossible = kernel_gaps(config, deployment, kinds, steps=1)
+        parts = [f"does not run: {text}" for text in impossible[:1]]
+        if ops := list(dict.fromkeys(text.split(": ")[1] for text in slow)):
+            parts.append(f"plain XLA, or a slow kernel, for {', '.join(ops)}")
+        if parts:
+            lacking[kind] = "; ".join(parts)
+    begin = "kernels (no hardware is named"
+    if not lacking:
+        return [f"{begin}): all there on {', '.join(PLATFORMS)}"], []
+    lines = [f"{begin}; attention.hardware, one of configs/hardware, gives the reasons):"]
+    lines += [f"{kind}: {lacking.get(kind, 'all there')}" for kind in PLATFORMS]
+    refuses = deployment.strict_kernels and len(lacking) == len(PLATFORMS)
+    none = f"strict_kernels: none of {', '.join(PLATFORMS)} has all kernels that this needs"
+    return lines, [none] if refuses else []

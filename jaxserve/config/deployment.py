@@ -61,7 +61,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Whether a worker on a TPU or a GPU refuses to start where a program has no kernel for the
     model's sizes or formats, and plain XLA would run far more slowly, or where pages are too small
     for its kernel (under 64 tokens on a TPU); false: it logs a warning.
-    `serve --check` says both where the roles name their `hardware`."""
+    `serve --check` says both for the `hardware` that the roles name. Where they name none, it says
+    for which platforms kernels are missing, and refuses if that is each of them."""
     lanes: Annotated[int, Meta(ge=1, le=4)] = 1
     """Microbatches in flight at the same time."""
     attention: AttentionRole = AttentionRole()

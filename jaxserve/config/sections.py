@@ -111,7 +111,7 @@ class FFNRole(Section, frozen=True):
     pull`, and the other way round."""
     hardware: str = ""
     """What the ffn role runs on, a name of `configs/hardware`; for people, the planner, and
-    `--check`, which says what has no kernel there."""
+    `--check`, which says what has no kernel there. Empty: that of attention."""
 
     @property
     def devices(self) -> int:

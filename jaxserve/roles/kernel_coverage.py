@@ -1,4 +1,4 @@
-"""Which programs of a deployment have no kernel on the hardware that it names.
+"""Which programs of a deployment have no kernel on the hardware that it names, or on others.
 
 Called by `serve --check`. Programs are traced for that hardware's kernels on meshes without
 devices; nothing is compiled, and no backend is started.
@@ -26,6 +26,9 @@ from pallas_kernels.target import target_of, use_target
 OPTIONS = ("choose", "logprobs", "score", "look_up", "resolve", "end")
 """Programs in which no op has a kernel on any platform."""
 
+PLATFORMS = ("NVIDIA H200", "TPU v5 lite", "TPU v6 lite", "TPU7x")
+"""Kinds of devices with kernels, one for all Hopper GPUs, which have the same."""
+
 
 def platform_of(device_kind: str) -> str:
     """JAX's name of the platform of a kind of device."""
@@ -33,12 +36,13 @@ def platform_of(device_kind: str) -> str:
 
 
 def kernel_gaps(
-    config: ModelConfig, deployment: Deployment, device_kinds: Mapping[Role, str]
+    config: ModelConfig, deployment: Deployment, device_kinds: Mapping[Role, str], steps: int = 2
 ) -> tuple[list[str], list[str]]:
-    """What of a deployment's programs no kernel covers, of its smallest and its largest step.
+    """What of a deployment's programs no kernel covers.
 
     Args:
       device_kinds: of the roles whose hardware is known, as JAX names them.
+      steps: 2: of its largest and its smallest step; 1: of the largest one, in half the time.
 
     Returns:
       what runs in plain XLA instead and what that costs, each once; and what does not run at all.
@@ -48,7 +52,7 @@ def kernel_gaps(
     for role, kind in device_kinds.items():
         target = target_of(platform_of(kind), kind)
         with use_target(target), collect_fallbacks() as found:  # what layers share is the kernels'
-            programs = list(_programs(config, deployment, role))
+            programs = list(_programs(config, deployment, role, steps))
         slow += [f"{role}: {fallback}" for fallback in found]
         for program in programs:
             arguments = [
@@ -66,12 +70,14 @@ def kernel_gaps(
     return list(dict.fromkeys(slow)), list(dict.fromkeys(impossible))
 
 
-def _programs(config: ModelConfig, deployment: Deployment, role: Role) -> Iterator[Program]:
-    """What a role runs in its smallest and its largest step."""
+def _programs(
+    config: ModelConfig, deployment: Deployment, role: Role, steps: int
+) -> Iterator[Program]:
+    """What a role runs in its largest and its smallest step, or in the largest."""
     meshes = AbstractSubmeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     sizes = deployment_buckets(deployment)
-    buckets = list(dict.fromkeys([sizes[0], sizes[-1]]))
+    buckets = list(dict.fromkeys([sizes[-1], sizes[0]][:steps]))
     if role == "ffn":
         programs = FFNPrograms(templates, deployment, meshes.ffn)
         yield from ffn_programs(programs, [bucket.tokens for bucket in buckets]).values()

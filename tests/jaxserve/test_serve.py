@@ -327,7 +327,7 @@ class TestCheck:
             "16",
             "as",
             "started",
-            "-",
+            "h800",
         ]
         assert weights.startswith("parameters   671.03 B (671,026,419,200), of which")
         assert error == ""

@@ -7,7 +7,7 @@ from jaxserve.checkpoint.hf import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS, device_kind
 from jaxserve.engine.build import build_engine
-from jaxserve.roles.kernel_coverage import kernel_gaps
+from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 from pallas_kernels import coverage
 from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts
@@ -52,16 +52,53 @@ def test_a_tpu_refuses_pages_that_are_too_short(tiny_model):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_check_says_it_and_refuses_where_that_is_wanted(strict, capsys, caplog):
-    sizes = ["cache.page_size=48", "scheduler.page_buckets=[64,854]", "attention.hardware=h200"]
+    sizes = [
+        "cache.page_size=48",
+        "scheduler.page_buckets=[64,854]",
+        "attention.hardware=h200",
+        "ffn.hardware=h200",
+    ]
     overrides = [*sizes, f"strict_kernels={str(strict).lower()}"]
     arguments = [word for one in overrides for word in ("--set", one)]
     config = str(CONFIGS / "qwen3-30b-a3b.yaml")
     assert serve.main(["--config", config, "--check", *arguments]) == int(strict)
     output, error = capsys.readouterr()
     said = "attention: paged_attention: no kernel on NVIDIA H200 for page_size 48"
-    assert f"kernels (attention on NVIDIA H200): \n  {said}" in output
+    assert f"kernels (attention on NVIDIA H200, ffn on NVIDIA H200): \n  {said}" in output
     assert error.startswith(f"jaxserve: {said}") if strict else not error
     assert not caplog.messages  # said once, where it was asked for
+
+
+def checked(folder, capsys, *settings):
+    """What `--check` says of kernels, of the tiny model; the exit code and what it refuses."""
+    arguments = [word for one in settings for word in ("--set", one)]
+    code = serve.main(["--model", str(folder), "--check", "--set", "mode=colocated", *arguments])
+    output, error = capsys.readouterr()
+    return output[output.index("\nkernels (") + 1 :].splitlines(), code, error
+
+
+def test_check_without_hardware_says_it_of_every_platform(tiny_model, capsys):
+    sizes = ["cache.page_size=128", "cache.pages=8", "scheduler.page_buckets=[8]"]
+    lines, code, error = checked(tiny_model, capsys, "dtype=bfloat16", *sizes)
+    assert lines[0].startswith("kernels (no hardware is named; attention.hardware, one of ")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == list(PLATFORMS)
+    assert "paged_attention" in lines[1]  # of widths that no kernel of GPUs has
+    assert (code, error) == (0, "")
+
+
+def test_strict_without_hardware_refuses_what_no_platform_covers(tiny_model, capsys):
+    _, code, error = checked(tiny_model, capsys, "cache.page_size=8", "strict_kernels=true")
+    assert code == 1
+    assert error.startswith("jaxserve: strict_kernels: none of NVIDIA H200, TPU v5 lite, TPU v6 ")
+
+
+def test_check_takes_attentions_hardware_for_the_ffn_and_says_what_it_does_not_know(
+    tiny_model, capsys
+):
+    arguments = ["--model", str(tiny_model), "--check", "--set", "mode=afd"]
+    assert serve.main([*arguments, "--set", "attention.hardware=910b"]) == 0
+    said = "kernels (attention on 910b, ffn on 910b): \n  attention: nothing is known of it\n  ffn:"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strict", [False, True])
