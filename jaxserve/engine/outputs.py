@@ -86,9 +86,23 @@ class StepOutputs(Items[TokenOutput]):
     def __getitem__(self, index: int | slice) -> TokenOutput | list[TokenOutput]:
         return list(self)[index]
 
-    def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
+    def runs(self) -> Iterator[tuple[str, list[int] | None]]:
+        """Of each output whose it is, and its tokens where there is nothing else in it; else None:
+        for who reads many of them and needs few as objects (`at`)."""
+        for index, sequence in enumerate(self._sequences):
+            run = None if index in self._special else self._run(index)
+            yield sequence.request.request_id, run
+
+    def at(self, index: int) -> TokenOutput:
+        """One of them."""
+        return self._special.get(index) or self._plain(index, self._sequences[index])
+
+    def _run(self, index: int) -> list[int]:
         own = self._token_ids[index]
-        run = own if isinstance(own, list) else [own]
+        return own if isinstance(own, list) else [own]
+
+    def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
+        run = self._run(index)
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=run,

@@ -22,7 +22,7 @@ The policy:
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import PATIENCE
@@ -229,6 +229,30 @@ class Coordinator:
             self._estimates.ended(len(request.emitted))
         self._take_from_domain(request)
         return request, actions + self._forget(request) + self._go_on()
+
+    def log(self, runs: Iterator[tuple[int, tuple[str, list[int] | None]]]) -> int | None:
+        """`output` of a step's runs of tokens, as long as there is nothing to do but to log them:
+        the number of the first, which is yet to be put in, of which that is not so; None: there is
+        none.
+
+        Args:
+          runs: number, and attempt with tokens; None: not of tokens alone.
+        """
+        now, last = self._clock(), None
+        for number, (attempt, tokens) in runs:
+            request = self._attempts.get(attempt)
+            if request is None or not tokens or attempt != request.attempt:
+                return number
+            worker = request.worker
+            if request.last_at is None or request.prefill is not None or worker is None:
+                return number
+            self._estimates.paced(worker, (now - request.last_at) / len(tokens))
+            if worker is not last:
+                self.placement.changed(worker)
+                last = worker
+            request.last_at = now
+            request.emitted += tokens
+        return None
 
     def cancel(self, request_id: str) -> list[Action]:
         """Ends a request wherever it is."""

@@ -13,13 +13,14 @@ what a domain beside prefill workers takes for a prompt that it computes itself:
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
@@ -28,6 +29,8 @@ from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages import NOTHING_HELD, PagesSource
+from jaxserve.observe.timeline import AFDStage
+from jaxserve.planner.lanes import undisturbed
 from jaxserve.planner.simulate import Percentiles, no_garbage_collection, percentiles
 from jaxserve.planner.simulated_engine import SimulatedEngine
 from jaxserve.planner.stage_times import StageTimes
@@ -174,7 +177,11 @@ class FleetSimulation:
         elsewhere: bool = False,
         domains: int = 1,
     ) -> SimulatedEngine:
-        conditions = self._conditions
+        conditions, jitter = self._conditions, self._conditions.jitter
+
+        def noise(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
+            return jitter.draw(self._random, stage, seconds)
+
         return SimulatedEngine(
             deployment,
             times,
@@ -182,7 +189,7 @@ class FleetSimulation:
             prefixes=self._traffic.shared > 0 or self._traffic.hits > 0,
             domains=domains,
             host_seconds=conditions.host_seconds,
-            disturb=lambda stage, seconds: conditions.jitter.draw(self._random, stage, seconds),
+            disturb=undisturbed if jitter.silent else noise,
         )
 
     def _add(
@@ -288,13 +295,14 @@ class FleetSimulation:
         self._link_free[prefill] = self._link_free[domain] = done
         return done
 
-    def _news(self, name: str, engine: SimulatedEngine, outputs: Sequence[TokenOutput]) -> None:
+    def _news(self, name: str, engine: SimulatedEngine, outputs: StepOutputs) -> None:
         """A worker tells the router what it has at one time."""
         worker = self._workers[name]
         if worker.engine is not engine:
             return  # it was lost meanwhile
-        for output in outputs:
-            self._take(name, worker, output)
+        runs = enumerate(outputs.runs())
+        while (number := self._coordinator.log(runs)) is not None:
+            self._take(name, worker, outputs.at(number))
 
     def _take(self, name: str, worker: _Worker, output: TokenOutput) -> None:
         attempt = output.request_id
@@ -303,12 +311,11 @@ class FleetSimulation:
             seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds
             self._act(self._coordinator.held(attempt, self._held(name, attempt)))
             return
-        if output.token_ids or output.stop_token_id is not None:
-            if seen.first < 0:
-                seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
-            seen.last = self._now
-            seen.tokens += len(output.token_ids)
-        _, actions = self._coordinator.output(attempt, output)
+        if seen.first < 0 and output.token_ids:
+            seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
+        request, actions = self._coordinator.output(attempt, output)
+        if request is not None and request.last_at is not None:
+            seen.last, seen.tokens = request.last_at, len(request.emitted)
         self._act(actions)
 
     def _held(self, name: str, attempt: str) -> PagesSource:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.observe.timeline import STAGES, AFDStage, Span
-from jaxserve.planner.lanes import Busy, Disturb, Note
+from jaxserve.planner.lanes import Busy, Disturb, Note, undisturbed
 from jaxserve.planner.stage_times import StepTimes
 
 
@@ -36,7 +36,7 @@ class Colocated:
         layers: int,
         lanes: int,
         groups: int,
-        disturb: Disturb = lambda stage, seconds: seconds,
+        disturb: Disturb = undisturbed,
         note: Note | None = None,
     ):
         self._layers, self._disturb, self._note = layers, disturb, note
@@ -99,7 +99,7 @@ class Colocated:
         attend = np.stack(times.attend)
         others = np.array([times.dispatch, times.ffn, times.combine])
         seconds = np.stack([attend, *np.broadcast_to(others[..., None], (3, *attend.shape))])
-        for layer in range(self._layers):
+        for layer in range(self._layers if self._disturb is not undisturbed else 0):
             for place, stage in enumerate(STAGES):
                 seconds[place, layer] = self._disturb(stage, seconds[place, layer])
         return seconds
@@ -152,7 +152,7 @@ class Overlapped(Colocated):
         *,
         layers: int,
         groups: int,
-        disturb: Disturb = lambda stage, seconds: seconds,
+        disturb: Disturb = undisturbed,
         note: Note | None = None,
     ):
         super().__init__(layers=layers, lanes=2, groups=groups, disturb=disturb, note=note)

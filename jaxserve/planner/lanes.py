@@ -26,6 +26,11 @@ Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
 Note = Callable[[Span], None]
 
 
+def undisturbed(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
+    """No noise."""
+    return seconds
+
+
 class Busy(NamedTuple):
     """Busy seconds so far, averaged over the devices of a role or direction and over the
     domains."""
@@ -65,7 +70,7 @@ class Disaggregated:
         groups: int,
         domains: int = 1,
         link: LinkMode = "duplex",
-        disturb: Disturb = lambda stage, seconds: seconds,
+        disturb: Disturb = undisturbed,
         note: Note | None = None,
     ):
         self._layers, self._domains, self._link = layers, domains, link

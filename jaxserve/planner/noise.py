@@ -25,6 +25,11 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     """0: all stalls are equally long. Otherwise they have a Pareto distribution's heavy tail: one
     in 2^exponent of them is more than twice as long as the shortest."""
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is drawn."""
+        return not (any(self.spread.values()) or self.stall_probability)
+
     def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
         """`seconds` with noise, drawn independently for every entry (a device)."""
         sigma = self.spread.get(stage, 0.0)

@@ -4,7 +4,7 @@
 from typing import Literal
 
 from jaxserve.planner.colocated_lanes import Colocated, Overlapped
-from jaxserve.planner.lanes import Disaggregated, Disturb, LinkMode, Note
+from jaxserve.planner.lanes import Disaggregated, Disturb, LinkMode, Note, undisturbed
 from jaxserve.planner.stage_times import StageTimes
 
 
@@ -16,7 +16,7 @@ def pipeline_of(
     groups: int,
     domains: int = 1,
     link: LinkMode = "duplex",
-    disturb: Disturb = lambda stage, seconds: seconds,
+    disturb: Disturb = undisturbed,
     note: Note | None = None,
 ) -> Disaggregated | Colocated:
     """What runs the lanes of a deployment; the arguments are those of the classes."""

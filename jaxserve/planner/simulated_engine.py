@@ -8,7 +8,6 @@ router, can run in one simulated time (`fleet/simulation.py`).
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +15,11 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import Await, Enqueue, Loop
+from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.placement import choose_domain
-from jaxserve.engine.request import Request, TokenOutput
+from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.planner.lanes import Busy, Disturb, LinkMode
+from jaxserve.planner.lanes import Busy, Disturb, LinkMode, undisturbed
 from jaxserve.planner.pipeline import pipeline_of
 from jaxserve.planner.stage_times import Rows, StageTimes
 from jaxserve.roles.step_plan import StepPlan
@@ -71,7 +71,7 @@ class News(NamedTuple):
     """Outputs, and when the engine had them."""
 
     at: float
-    outputs: Sequence[TokenOutput]
+    outputs: StepOutputs
 
 
 class SimulatedEngine:
@@ -94,7 +94,7 @@ class SimulatedEngine:
         domains: int = 1,
         link: LinkMode = "duplex",
         host_seconds: float = 0.0,
-        disturb: Disturb = lambda stage, seconds: seconds,
+        disturb: Disturb = undisturbed,
     ):
         self.deployment = deployment
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds

@@ -23,3 +23,11 @@ def test_plain_tokens_become_outputs_between_the_special_ones():
     assert list(outputs) == expected
     assert (len(outputs), outputs[0], outputs[1:]) == (3, expected[0], expected[1:])
     assert outputs.ended == [b]
+    assert list(outputs.runs()) == [("a", [7]), ("b", None), ("c", [9])]
+    assert [outputs.at(index) for index in range(3)] == expected
+
+
+def test_runs_of_a_step_with_drafts():
+    outputs = StepOutputs([*map(sequence, "ab")], [[7, 8], [9]], {}, [2, 0])
+    assert list(outputs.runs()) == [("a", [7, 8]), ("b", [9])]
+    assert [(one.drafted, one.accepted) for one in map(outputs.at, range(2))] == [(2, 1), (0, 0)]

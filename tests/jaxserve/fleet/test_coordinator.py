@@ -167,6 +167,41 @@ class World:
         self.ended[name] = reason
 
 
+def test_runs_are_logged_as_outputs_are() -> None:
+    """Up to the first with which there is more to do."""
+    worlds = [World(prefill__workers=0, fleet__prefill=[]) for _ in range(2)]
+    for world in worlds:
+        world.join("d0:1")
+        for name in ("a1", "a2", "a3"):
+            world.submit(name, 20, max_tokens=9)
+        for attempt in list(world.running)[:2]:
+            world.emit(attempt)
+        world.now += 0.5
+    one, other = worlds
+    first, second, third = one.running
+    runs = [
+        (first, [5, 6]),
+        (second, [7]),
+        (third, [8]),
+        (first, [9]),
+        ("gone", [1]),
+        (second, None),
+    ]
+    rest = enumerate(runs)
+    assert one.coordinator.log(rest) == 2  # its first tokens
+    assert one.coordinator.log(rest) == 4  # nobody's
+    assert one.coordinator.log(rest) == 5  # not tokens alone
+    assert one.coordinator.log(rest) is None
+    for attempt, tokens in (runs[0], runs[1], runs[3]):
+        other.coordinator.output(attempt, TokenOutput(request_id=attempt, token_ids=tokens or []))
+    for name in ("a1", "a2", "a3"):
+        mine, its = (world.coordinator.requests[name] for world in worlds)
+        assert (mine.emitted, mine.last_at) == (its.emitted, its.last_at)
+    assert one.coordinator.requests["a1"].emitted == [0, 5, 6, 9]
+    paces = [world.coordinator.placement.workers["d0:1"].pace for world in worlds]
+    assert paces[0] == paces[1] > 0
+
+
 def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | None]:
     """The prefill worker and the domain for a request, by asking one after the other."""
     placement, now = world.coordinator.placement, world.now
