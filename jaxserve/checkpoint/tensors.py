@@ -4,6 +4,7 @@ Read by `hf.py`. Knows the file format, but neither models nor JAX. The headers 
 because the safetensors library does not expose byte offsets, which `reading.py` needs.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -91,6 +92,21 @@ class Listing(NamedTuple):
     """Tensors that the index places in a missing file."""
 
 
+_kept: dict[Path, Listing] | None = None
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Context in which a folder's headers are read once, for who asks several things of files that
+    stay as they are."""
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 def list_tensors(folder: Path) -> Listing:
     """Reads the headers of a folder's files: those that its index names, or all if it has none.
 
@@ -98,6 +114,14 @@ def list_tensors(folder: Path) -> Listing:
       CheckpointError: there is no file, a file is truncated or not in safetensors format, or the
         index is malformed.
     """
+    if _kept is None:
+        return _listed(folder)
+    if folder not in _kept:
+        _kept[folder] = _listed(folder)
+    return _kept[folder]
+
+
+def _listed(folder: Path) -> Listing:
     index = _index(folder)
     names = {path.name for path in weight_files(folder)}
     wanted = set(index.values()) if index else names

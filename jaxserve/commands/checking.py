@@ -9,6 +9,7 @@ import time
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
+from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment, deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
@@ -28,10 +29,17 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     Args:
       sizing: what chose the keys that were not written.
     """
+    with read_once():
+        return _check(deployment, sizing)
+
+
+def _check(deployment: Deployment, sizing: Sizing | None) -> int:
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
+    begin = time.monotonic()
     read = {title: read_model(worker) for title, worker in workers.items()}
+    reading = time.monotonic() - begin
     models = {title: config for title, (config, _) in read.items()}
     reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
@@ -40,7 +48,7 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
-    wrong = [_check_files(workers[title], names) for title, (_, names) in read.items()]
+    wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
             check_capacity(models[title], worker, memory_of(worker, reported))
@@ -50,10 +58,14 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     return max(_check_kernels(models, workers), *wrong)
 
 
-def _check_files(deployment: Deployment, names: CheckpointNames) -> int:
+def _check_files(deployment: Deployment, names: CheckpointNames, reading: float) -> int:
     """Compares the tensors that the weight files say to have with those of the model, also where
-    the folder is in a bucket; returns the exit code."""
-    begin, folder = time.monotonic(), deployment.model
+    the folder is in a bucket; returns the exit code.
+
+    Args:
+      reading: seconds in which headers of quantised weights were read before.
+    """
+    begin, folder = time.monotonic() - reading, deployment.model
     try:
         if not has_weights(folder):
             print(f"\nweight files: none in {folder}; it was read as an architecture alone")

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import serve
+from jaxserve.checkpoint import tensors
 from jaxserve.commands import following
 from jaxserve.config.deployment import Cluster, load_deployment
 from jaxserve.errors import ConfigError
@@ -39,6 +40,7 @@ SECONDS = 30
 PROGRAM = """
 import os, sys, threading, time
 from jaxserve import serve
+from jaxserve.checkpoint import tensors
 from jaxserve.commands import serving
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import ids_of
@@ -339,6 +341,27 @@ class TestCheck:
         assert "24.84" in output
         assert error.startswith("jaxserve: the deployment does not fit:\n  weights 24.84 + activ")
         assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
+
+    def test_headers_of_quantised_weights_are_read_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Although which parts are quantised is asked of them, too, and of two roles' workers."""
+        TinyModel("checked", TinyQwen3()).write(tmp_path, shards=3)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read: list[str] = []
+        real = tensors.read_header
+        monkeypatch.setattr(
+            tensors, "read_header", lambda path: (read.append(path.name), real(path))[1]
+        )
+        serve.main(["--model", str(tmp_path), "--check", "--set", "prefill.workers=1"])
+        assert sorted(read) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 
     def test_weight_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Their headers alone, which say what is missing before anything is loaded."""
