@@ -49,6 +49,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tile_rows: Count = 1
     """Rows to which attention kernels pad the query heads of a KV head: the products' smallest
     tile."""
+    int8_attention: Positive = 1.0
+    """Attention's time with products in BF16 over that with `attention.int8_products`, where the
+    products decide, INT8 pages both; 1: there is no kernel."""
     sources: dict[str, str]
     """Where each figure is from."""
     device_kinds: list[str] = []

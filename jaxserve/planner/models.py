@@ -8,6 +8,8 @@ from these sums to those of the engine's templates (`roles/capacity.py`).
 """
 
 import json
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,6 +51,8 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`mla`: width of the latent."""
     nope_dim: Width = 0
     v_dim: Width = 0
+    int8_products: bool = False
+    """Whether they multiply in INT8 (`attention.int8_products`)."""
 
     def cached_numbers(self, context: int) -> int:
         """Numbers of keys and values, or of states, that one token reads in one layer."""
@@ -159,7 +163,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         attention = next((group for group in self.attention if not group.window), self.attention[0])
         ffn = self.moe or self.ffn[0]
         return (
-            msgspec.structs.replace(attention, layers=1),
+            msgspec.structs.replace(attention, layers=1, int8_products=False),
             msgspec.structs.replace(ffn, layers=1),
         )
 
@@ -173,11 +177,13 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def cost_model(config: ModelConfig) -> CostModel:
     """Of a model that the engine runs."""
-    windowed = len(config.window_layers)
+    kinds = map(config.kind, range(config.layers))
+    counts = Counter((kind.window, kind.int8_products) for kind in kinds)
     attention = [
-        _attention_layers(config, layers, window)
-        for layers, window in ((config.layers - windowed, 0), (windowed, config.window))
-        if layers
+        msgspec.structs.replace(
+            _attention_layers(config, layers, window), int8_products=int8_products
+        )
+        for (window, int8_products), layers in sorted(counts.items())
     ]
     ffn = []
     moe = len(config.moe_layers)
@@ -269,8 +275,11 @@ def model_config(path: Path) -> ModelConfig | None:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def load_model(name: str, folder: Path = CONFIGS) -> CostModel:
+def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) -> CostModel:
     """A known model by name, or the model folder of this path.
+
+    Args:
+      int8: the layers whose attention multiplies in INT8, of a model that the engine runs.
 
     Raises:
       ConfigError: nobody knows it (lists the known ones), or its description is wrong.
@@ -278,7 +287,7 @@ def load_model(name: str, folder: Path = CONFIGS) -> CostModel:
     path = model_folder(name, folder)
     config = model_config(path)
     if config is not None:
-        return cost_model(config)
+        return cost_model(msgspec.structs.replace(config, int8_layers=frozenset(int8)))
     model = read_struct(path / "cost.yaml", CostModel)
     counts = [sum(group.layers for group in groups) for groups in (model.attention, model.ffn)]
     if counts[0] != counts[1]:

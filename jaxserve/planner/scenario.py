@@ -7,6 +7,7 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
@@ -21,6 +22,7 @@ from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
+from jaxserve.storage.mirror import INT8_PRODUCTS
 
 
 class Roles(NamedTuple):
@@ -164,7 +166,31 @@ def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
             for part in ("attention", "experts" if config.experts else "dense")
         ]
         stored = Stored(formats[0], formats[1], config.int4)
-    return load_model(deployment.model, configs), stored
+    return load_model(deployment.model, configs, _int8_layers(deployment)), stored
+
+
+def _int8_layers(deployment: Deployment) -> list[int]:
+    """Whose attention multiplies in INT8; of `auto` those that were measured.
+
+    Raises:
+      ConfigError: of `auto` nothing was.
+    """
+    wanted = deployment.attention.int8_products
+    if wanted == "none":
+        return []
+    if wanted != "auto":
+        return [int(layer) for layer in wanted]
+    path = Path(deployment.model) / INT8_PRODUCTS
+    try:
+        return list(msgspec.json.decode(path.read_bytes(), type=_Measured).layers)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"attention.int8_products = auto: {path}: {error}") from None
+
+
+class _Measured(msgspec.Struct):
+    """What the planner reads of `checkpoint/int8_products.py: Int8Products`."""
+
+    layers: list[int]
 
 
 def _weights(wanted: str, stored: str, deployment: Deployment) -> str:

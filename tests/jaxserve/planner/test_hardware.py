@@ -32,6 +32,7 @@ def test_the_files():
 def test_every_file_reads_and_says_where_its_figures_are_from(name):
     hardware = load_hardware(name)
     more = {"torus"} if hardware.torus else {"tile_rows"} if hardware.tile_rows > 1 else set()
+    more |= {"int8_attention"} if hardware.int8_attention > 1 else set()
     assert set(hardware.sources) == {*MEASURES, *more}
     assert all(len(source) > 8 for source in hardware.sources.values())
     assert hardware.link_devices >= hardware.devices_per_host

@@ -112,6 +112,21 @@ class TestAttend:
         assert core_flops(group) == 2 * 128 * (576 + 512)
         assert core_flops(load_model("step3").attention[0]) == 4 * 64 * 256
 
+    @pytest.mark.parametrize(("name", "faster"), [("v5e", 1.38), ("v6e", 1.15), ("h800", 1.0)])
+    def test_products_in_int8_are_as_fast_as_their_kernel(self, name, faster):
+        """Many query heads, four tokens of each, on few cached numbers: the products decide."""
+        model = load_model("deepseek-v3", int8=range(3, 61))
+        plain, int8 = model.attention
+        assert (plain.layers, int8.layers) == (3, 58)
+        assert int8 == msgspec.structs.replace(plain, layers=58, int8_products=True)
+        assert not model.module[0].int8_products
+        made = Calculator(model, 8192, Formats(weights="int8", cache="int8"), IDEAL)
+        hardware = load_hardware(name)
+        slow, fast = (made.attend(each, hardware, 512, 1, 4).seconds for each in (plain, int8))
+        pairs = 512 * 4 * 8192 * tile_padding(plain, hardware, 1, 4)
+        products = pairs * core_flops(plain) / hardware.flops("bfloat16")
+        assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
+
     def test_attention_may_have_a_format_of_its_own(self):
         assert Formats(compute="fp8", core="bfloat16").attention == "bfloat16"
         assert Formats(compute="fp8", core="bfloat16").linear == "fp8"
