@@ -120,8 +120,10 @@ class Launched:
           BenchError: it is not in time, or the launcher has ended; the message has the last words.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: done() or not self.alive, seconds) or not done():
-                raise BenchError(f"{what} did not happen within {seconds:g} s\n{self.last_words()}")
+            self._changed.wait_for(lambda: done() or not self.alive, seconds)
+            if not done():
+                until = f"within {seconds:g} s" if self.alive else "before the launcher ended"
+                raise BenchError(f"{what} did not happen {until}\n{self.last_words()}")
 
     def whole(self) -> bool:
         """Whether all processes are there and ready."""

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jaxserve.bench.report import Report, conclude, describe_machine, table, this_machine
@@ -90,6 +90,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def check_victims(only: Sequence[str], there: Collection[str]) -> None:
+    """Raises ConfigError if a role is asked for that no process has."""
+    if absent := [role for role in only if role not in there]:
+        raise ConfigError(
+            f"--only {','.join(absent)}: no such process here, but {', '.join(sorted(there))}; "
+            "followers need --processes 2, faces server.processes"
+        )
+
+
 def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str]) -> Found:
     if not LAUNCHER.exists():
         raise ConfigError(f"{LAUNCHER}: not there; chaos runs from the source tree alone")
@@ -117,6 +126,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
         try:
             running.wait(lambda: bool(running.processes), START_SECONDS, "a first process")
             running.wait(running.whole, START_SECONDS, "the start of all processes")
+            check_victims(only, running.roles())
             found = asyncio.run(Storm(running, plan, asked, known).run())
         finally:
             code = running.end()

@@ -2,7 +2,10 @@
 
 import pytest
 
-from jaxserve.chaos.__main__ import main
+from jaxserve.bench.launched import Launched
+from jaxserve.bench.workers import BenchError
+from jaxserve.chaos.__main__ import check_victims, main
+from jaxserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,18 @@ def test_wrong_options(arguments, said, capsys):
 def test_a_file_that_is_not_there(capsys):
     assert main(["--config", "nowhere.yaml"]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err
+
+
+def test_victims_that_are_not_there():
+    check_victims(["prefill"], {"prefill": [], "router": []})
+    with pytest.raises(
+        ConfigError, match="--only follower: no such process here, but prefill, rou"
+    ):
+        check_victims(["prefill", "follower"], {"router": [], "prefill": []})
+
+
+def test_a_launcher_that_ends_is_not_waited_for(tmp_path):
+    launched = Launched(["--fleet", "--config", "nowhere.yaml"], tmp_path)
+    with pytest.raises(BenchError, match="a first process did not happen before the launcher end"):
+        launched.wait(lambda: bool(launched.processes), 120.0, "a first process")
+    assert launched.end() == 2
