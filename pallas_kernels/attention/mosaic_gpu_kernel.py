@@ -145,6 +145,13 @@ class _Warpgroup(Pages):
         self.position_start = self.me * plan.positions if plan.split_values else 0
         self.positions = pl.ds(self.position_start, plan.positions)
 
+    @property
+    def looks_up_late(self) -> bool:
+        """Where the page of the next copy is looked up: once the scores are masked, after which
+        nothing branches until the values have been multiplied. Before values that are converted
+        beside the scores' products, its load would be waited for; elsewhere it is better there."""
+        return self.plan.own_ranges and not self.plan.one_buffer and not self.shared
+
     def run(self) -> None:
         """Copy, or attend for every unit of the range, or both."""
         if not self.plan.has_copier:
@@ -226,6 +233,8 @@ class _Warpgroup(Pages):
         first = (step + unit.block_shift) * BLOCK  # position
         scores, cursor = self._scores(unit, slot, first, cursor)
         scores = self._masked(scores * (self.plan.scale * LOG2_E / self.factor), unit, first)
+        if isinstance(cursor, Cursor) and self.looks_up_late:
+            cursor = walk.after(cursor)
         largest = jnp.maximum(state.largest, scores.max(axis=1))
         if self.plan.split_values:
             largest = jnp.maximum(largest, self._of_other(largest))
@@ -263,7 +272,7 @@ class _Warpgroup(Pages):
             plgpu.wgmma(acc, smem.q_smem.at[self.buffer + zero(slot)], keys.T)
             # While the tensor cores are at work.
             later = cursor
-            if isinstance(cursor, Cursor):
+            if isinstance(cursor, Cursor) and not self.looks_up_late:
                 later = self.walk.after(cursor)
             if self.converts and not self.shared and not one_buffer:
                 self._convert_values(slot, cursor)
