@@ -48,6 +48,9 @@ class Leaf(NamedTuple):
     entries: tuple[int, ...] | None = None
     """Which entry of the stored array each entry of the block's first axis is; negative: none, it
     is padding. None: they are the same."""
+    by_inputs: bool = False
+    """Whether it is a matrix, or a stack of them, that lies input by input on the devices: shape
+    and sharding have the axes in the checkpoint's order, and it is exchanged while it is read."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -62,42 +65,41 @@ class Leaf(NamedTuple):
         spec = PartitionSpec(*self.sharding.spec[1:])
         return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
 
-    def exchanged(self) -> "Leaf":
-        """The same with its last two axes exchanged: of a matrix that lies input by input, as the
-        checkpoint has it, and back."""
+    def empty(self, ranges: Ranges) -> np.ndarray:
+        """Uninitialised memory for a shard, its axes in the checkpoint's order."""
+        sizes, dtype = tuple(stop - start for start, stop in ranges), np.dtype(self.dtype)
+        if not self.by_inputs:
+            return aligned_empty(sizes, dtype)
+        return np.swapaxes(aligned_empty(exchanged(sizes), dtype), -1, -2)
+
+    def held(self) -> "Leaf":
+        """The array as it lies on the devices."""
+        if not self.by_inputs:
+            return self
         rest = len(self.full_shape) - len(self.sharding.spec)
-        spec = stored_order((*self.sharding.spec, *[None] * rest))
-        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec))
-        return self._replace(shape=stored_order(self.shape), sharding=sharding)
+        spec = PartitionSpec(*exchanged((*self.sharding.spec, *[None] * rest)))
+        sharding = NamedSharding(self.sharding.mesh, spec)
+        return self._replace(shape=exchanged(self.shape), sharding=sharding, by_inputs=False)
 
 
 def wanted_leaves(
     template: Template, shardings: Sequence[Sharding], layers: int | None
 ) -> dict[str, Leaf]:
-    """The template's leaves by name, as the checkpoint has their axes."""
+    """The template's leaves by name."""
     leaves = {}
     for leaf, sharding in zip(template.leaves, shardings, strict=True):
         assert isinstance(sharding, NamedSharding)
         entries = template.entries.get(leaf.dimensions[0] or "") if leaf.dimensions else None
-        wanted = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries)
-        leaves[leaf.name] = wanted.exchanged() if leaf.input_major else wanted
+        held = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries, leaf.input_major)
+        # Exchanged twice, axes are where they were.
+        leaves[leaf.name] = held.held()._replace(by_inputs=leaf.input_major)
     return leaves
 
 
-def stored_order[T](axes: tuple[T, ...]) -> tuple[T, ...]:
+def exchanged[T](axes: tuple[T, ...]) -> tuple[T, ...]:
     """Of a matrix, or stack, that lies input by input: what is said of its axes in the order in
-    which the checkpoint has them."""
+    which the checkpoint has them; and back."""
     return (*axes[:-2], axes[-1], axes[-2])
-
-
-@functools.lru_cache(maxsize=256)
-def _exchanger(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """A compiled function that exchanges the last two axes."""
-
-    def exchange(array: jax.Array) -> jax.Array:
-        return jnp.swapaxes(array, -1, -2)
-
-    return jax.jit(exchange, out_shardings=sharding)
 
 
 class Blocks(abc.ABC):
@@ -134,31 +136,7 @@ class Blocks(abc.ABC):
         shardings: Sequence[Sharding],
         layers: int | None,
     ) -> Iterator[jax.Array]:
-        """Leaves that lie input by input are made as the checkpoint has them, and exchanged."""
-        wanted = wanted_leaves(template, shardings, layers)
-        by_inputs = {leaf.name for leaf in template.leaves if leaf.input_major}
-        others = {name: leaf for name, leaf in wanted.items() if name not in by_inputs}
-        made = self.block(template, others, tables)
-        for name, leaf in wanted.items():
-            exchanged = name in by_inputs
-            yield self._by_inputs(template, name, leaf, tables) if exchanged else next(made)
-
-    def _by_inputs(
-        self, template: Template, name: str, leaf: Leaf, tables: Sequence[Sources]
-    ) -> jax.Array:
-        """A stack is exchanged layer by layer, so that at most one layer exists twice."""
-
-        def layer(own: Leaf, table: Sources) -> jax.Array:
-            (stored,) = self.block(template, {name: own}, [table])
-            return _exchanger(own.exchanged().sharding)(stored)
-
-        if leaf.layers is None:
-            return layer(leaf, tables[0])
-        stack = zeroed(leaf.exchanged())
-        for index, table in enumerate(tables):
-            stack = fill(stack, layer(leaf.of_one_layer(), table), index)
-            jax.block_until_ready(stack)
-        return stack
+        return self.block(template, wanted_leaves(template, shardings, layers), tables)
 
     @abc.abstractmethod
     def block(
@@ -212,8 +190,8 @@ def make_array(
     """Makes the addressable shards of an array.
 
     Args:
-      make: called with the distinct ranges of the shards in the stored array, returns their values.
-        These must not be changed afterwards: CPU devices use the same memory.
+      make: called with the distinct ranges of the shards in the stored array, returns their values
+        in memory of `Leaf.empty`, which must not be changed afterwards: CPU devices use the same.
       empty: value of entries that are none of the stored array's.
     """
     shape = leaf.full_shape
@@ -224,8 +202,11 @@ def make_array(
     unique = list(dict.fromkeys(ranges.values()))
     values = make(unique) if leaf.entries is None else _of_entries(leaf, unique, make, empty)
     parts = dict(zip(unique, values, strict=True))
+    if leaf.by_inputs:
+        parts = {own: np.swapaxes(part, -1, -2) for own, part in parts.items()}
     arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
-    array = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
+    held = leaf.held()
+    array = jax.make_array_from_single_device_arrays(held.full_shape, held.sharding, arrays)
     # Without waiting, shards of later leaves would pile up in host memory until copied.
     return jax.block_until_ready(array)
 
@@ -252,7 +233,7 @@ def _of_entries(
         if len(own) == 1 and own[0][0] >= 0:
             values.append(next(made))
             continue
-        target = aligned_empty([stop - start for start, stop in part], np.dtype(leaf.dtype))
+        target = leaf.empty(part)
         moved, at = np.moveaxis(target, axis, 0), 0
         for first, length in own:
             moved[at : at + length] = np.moveaxis(next(made), axis, 0) if first >= 0 else empty

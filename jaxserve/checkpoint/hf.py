@@ -301,7 +301,7 @@ class HFCheckpoint(Blocks):
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             targets, regions = [], []
             for ranges in parts:
-                target = aligned_empty([stop - start for start, stop in ranges], leaf.dtype)
+                target = leaf.empty(ranges)
                 own = list(self._regions(sources, tensors, of_blocks, leaf, ranges, target))
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding

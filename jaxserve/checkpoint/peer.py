@@ -30,7 +30,6 @@ from jaxserve.checkpoint.arrays import (
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
-from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, leaf_shape
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
@@ -193,7 +192,6 @@ class PeerCheckpoint(Blocks):
         shapes: Sequence[Shape],
     ) -> jax.Array:
         empty = 1.0 if name.endswith(".scales") else 0.0
-        dtype = np.dtype(leaf.dtype)
 
         def one(block: str, shape: Shape, ranges: Ranges, target: np.ndarray) -> None:
             inside = tuple(
@@ -208,7 +206,7 @@ class PeerCheckpoint(Blocks):
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             targets = []
             for ranges in parts:
-                target = aligned_empty([stop - start for start, stop in ranges], dtype)
+                target = leaf.empty(ranges)
                 targets.append(target)
                 if leaf.layers is None:
                     one(blocks[0], shapes[0], ranges, target)

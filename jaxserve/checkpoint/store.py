@@ -40,7 +40,7 @@ from jaxserve.checkpoint.manifest import (
     blocks_of,
     read_manifest,
 )
-from jaxserve.checkpoint.reading import aligned_empty
+from jaxserve.checkpoint.reading import aligned_empty, copy_across
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.stored_array import (
@@ -64,22 +64,22 @@ _OPENED_AT_ONCE = 16
 
 
 def _read(
-    arrays: Sequence[ReadableArray],
-    layers: int | None,
-    ranges: Ranges,
-    dtype: np.dtype,
-    on_read: Callable[[int], None],
+    arrays: Sequence[ReadableArray], leaf: Leaf, ranges: Ranges, on_read: Callable[[int], None]
 ) -> np.ndarray:
     """The part of an array, or of a stack of one array a layer, that lies in `ranges`."""
-    target = aligned_empty([stop - start for start, stop in ranges], dtype)
-    inside = ranges if layers is None else ranges[1:]
-    if any(stop > size for (_, stop), size in zip(inside, arrays[0].shape, strict=True)):
-        target[...] = 0  # the padding
-    if layers is None:
-        on_read(arrays[0].read_into(ranges, target))
-    else:
-        for part, array in zip(target, arrays[slice(*ranges[0])], strict=True):
-            on_read(array.read_into(inside, part))
+    target = leaf.empty(ranges)
+    inside = ranges if leaf.layers is None else ranges[1:]
+    layers = [target] if leaf.layers is None else list(target)
+    # TensorStore is slow where it exchanges axes: then every layer comes here first.
+    across = aligned_empty(layers[0].shape, target.dtype) if leaf.by_inputs else None
+    used = arrays[:1] if leaf.layers is None else arrays[slice(*ranges[0])]
+    for part, array in zip(layers, used, strict=True):
+        whole = part if across is None else across
+        if any(stop > size for (_, stop), size in zip(inside, array.shape, strict=True)):
+            whole[...] = 0  # the padding
+        on_read(array.read_into(inside, whole))
+        if across is not None:
+            copy_across(part, across)
     return target
 
 
@@ -138,7 +138,7 @@ class StoreCheckpoint(Blocks):
             return self._array([block[name] for block in blocks], leaf)
         if leaf.layers is None:
             return self._multiplied(blocks[0], name, leaf)
-        stack = zeroed(leaf)
+        stack = zeroed(leaf.held())
         for index, block in enumerate(blocks):
             layer = self._multiplied(block, name, leaf.of_one_layer())
             stack = jax.block_until_ready(fill(stack, layer, index))
@@ -155,7 +155,7 @@ class StoreCheckpoint(Blocks):
         whole = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
         multiply = _multiplier(leaf._replace(entries=None), sizes)
         return multiply(
-            self._array([values], leaf.of(values.dtype)),
+            self._array([values], leaf.of(values.dtype)._replace(by_inputs=False)),
             *(self._array([part], whole.of(part.dtype)) for part in grids),
         )
 
@@ -195,8 +195,7 @@ class StoreCheckpoint(Blocks):
 
     def _array(self, arrays: Sequence[ReadableArray], leaf: Leaf) -> jax.Array:
         def make(parts: list[Ranges]) -> list[np.ndarray]:
-            dtype = np.dtype(leaf.dtype)
-            return [_read(arrays, leaf.layers, part, dtype, self.on_read) for part in parts]
+            return [_read(arrays, leaf, part, self.on_read) for part in parts]
 
         return make_array(leaf, make)
 
@@ -285,9 +284,10 @@ def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[..., jax.Array]:
     """A compiled function that dequantises values, scales and maybe zero points to the leaf."""
 
     def multiply(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
-        return dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
+        made = dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
+        return jnp.swapaxes(made, -1, -2) if leaf.by_inputs else made
 
-    return jax.jit(multiply, out_shardings=leaf.sharding)
+    return jax.jit(multiply, out_shardings=leaf.held().sharding)
 
 
 def open_blocks(

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of, stored_order
+from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of, exchanged
 from jaxserve.checkpoint.peer import scales_shape, weights_hello
 from jaxserve.checkpoint.regions import leaf_shape
 from jaxserve.config.deployment import Deployment
@@ -102,8 +102,8 @@ class HeldWeights:
         )
         if not inside or (array.held.apart and ranges[0][1] - ranges[0][0] > 1):
             raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
-        own, exchanged = array.block, array.block.template.leaves[array.place].input_major
-        ranges = stored_order(ranges) if exchanged else ranges
+        own, by_inputs = array.block, array.block.template.leaves[array.place].input_major
+        ranges = exchanged(ranges) if by_inputs else ranges
         if not array.held.apart:
             where = ranges if own.entry is None else (_one(own.entry), *ranges)
             parts = _overlaps(own.leaves()[array.place], where, apart=False)
@@ -115,7 +115,7 @@ class HeldWeights:
                 where = where if own.entry is None else (_one(own.entry), *where)
                 parts = _overlaps(own.leaves()[array.place], where, apart=True)
         whole = _assembled(parts, where)
-        whole = np.ascontiguousarray(np.swapaxes(whole, -1, -2) if exchanged else whole)
+        whole = np.ascontiguousarray(np.swapaxes(whole, -1, -2) if by_inputs else whole)
         return whole.reshape(-1).view(np.uint8)
 
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import reading
-from jaxserve.checkpoint.reading import Region, Scales, aligned_empty, read_regions
+from jaxserve.checkpoint.reading import (
+    Region,
+    Scales,
+    aligned_empty,
+    copy_across,
+    read_regions,
+)
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
 
@@ -43,8 +49,11 @@ def test_any_rectangle(data, tmp_path_factory):
     expected = values[row : row + rows, column : column + columns].astype(wanted)
     frame = np.zeros((expected.shape[0] + 2, expected.shape[1] + 3), wanted)
     target = frame[1:-1, 2:-1]
-    if data.draw(st.booleans()):
+    whole, by_columns = data.draw(st.booleans()), data.draw(st.booleans())
+    if whole:
         target = aligned_empty(expected.shape, wanted)
+    elif by_columns:
+        target = aligned_empty(expected.shape[::-1], wanted).T
     first = row * width + column
     sizes = []
     read_regions([Region(tensor, first, width, rows, columns, target)], sizes.append)
@@ -52,6 +61,14 @@ def test_any_rectangle(data, tmp_path_factory):
     assert not frame[0].any()
     assert not frame[:, :2].any()
     assert sum(sizes) == rows * columns * dtype.itemsize
+
+
+def test_copies_across_on_many_threads(monkeypatch):
+    monkeypatch.setattr(reading, "_TASK_BYTES", 4096)
+    values = random((3, 500, 130), ml_dtypes.bfloat16)
+    target = np.swapaxes(aligned_empty((3, 130, 500), values.dtype), 1, 2)
+    copy_across(target, values)
+    np.testing.assert_array_equal(target, values)
 
 
 def test_many_pieces_on_many_threads(tmp_path, monkeypatch):
