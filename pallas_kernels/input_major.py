@@ -20,7 +20,7 @@ from pallas_kernels.varying import vary_like
 
 TILE = 128
 """Outputs whose sums are made together."""
-INPUTS = 8
+INPUTS = 6
 """Inputs that are added at a time."""
 ROWS = 32
 """Rows that are multiplied together."""
