@@ -18,7 +18,7 @@ from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.sampler import SamplerState, sample
+from jaxserve.model.sampler import SamplerState, sample_and_largest
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
 
 
@@ -235,8 +235,8 @@ def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
 def drawn_tokens(logits: Float[Array, "rows vocab"], state: SamplerState) -> Int[Array, " rows"]:
     """Draws a token for every row; `NO_TOKEN` where logits are not finite."""
     with jax.named_scope("sample"):
-        drawn = sample(logits, state)
-        return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, NO_TOKEN)
+        drawn, largest = sample_and_largest(logits, state)
+        return jnp.where(jnp.isfinite(largest), drawn, NO_TOKEN)
 
 
 class KVArrays(NamedTuple):
