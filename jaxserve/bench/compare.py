@@ -4,6 +4,11 @@
 sequences, in processes of their own that take turns. Ours is `LLM(folder)` with the sizes that it
 chooses. Transformers is optional: `--python` names an interpreter that has it and PyTorch, and
 without one only ours is measured. The model is `--model`, or 110 M of random weights.
+
+The folder's tensors are BF16, as models are published. Transformers is asked for FP32 and makes
+FP32 weights of them when it loads; ours keep them and convert in the products, so both compute the
+same sums, and their texts are compared. `--stored float32` writes FP32 tensors: then both keep, and
+read, four bytes a weight.
 """
 
 import argparse
@@ -19,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -32,6 +38,7 @@ SEQUENCES = {1: 1.0, 8: 1.0, 32: 2.0}
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 64
 ROUNDS = 5
+STORED = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 START_SECONDS = 300.0
 
 CONFIG: dict[str, Any] = {
@@ -56,7 +63,6 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "tie_word_embeddings": False,
-    "torch_dtype": "float32",
 }
 """Qwen3-MoE, 119 M parameters of which a token meets 42 M beside its row of the embedding."""
 
@@ -72,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Python with PyTorch and transformers (this one, if it has them)",
     )
+    parser.add_argument(
+        "--stored",
+        choices=STORED,
+        default="bfloat16",
+        help="dtype of the random weights' tensors (bfloat16)",
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each batch ({ROUNDS})")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our deployment"
@@ -83,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     machine = machine_now()
     print(describe_machine(machine), flush=True)
     with tempfile.TemporaryDirectory(prefix="jaxserve-compare-") as made:
-        folder = options.model or write_model(Path(made))
+        folder = options.model or write_model(Path(made), options.stored)
         part = measure(folder, options)
     print(f"\n{table(part)}", flush=True)
     return conclude(Report("compare", options.quick, machine, [part]), options.json)
@@ -108,11 +120,16 @@ def measure(folder: Path, options: argparse.Namespace) -> Part:
         for sequences in SEQUENCES:
             found[str(sequences)] = _rounds(us, them, sequences, tokens, rounds, vocab)
         found["ours"], found["transformers"] = us.said, None if them is None else them.said
-    return part_of(found, tokens)
+    stored = json.loads((folder / "config.json").read_text()).get("torch_dtype", "dtype not said")
+    return part_of(found, tokens, stored)
 
 
-def part_of(found: dict[str, Any], tokens: int) -> Part:
-    """A report of the seconds of every round."""
+def part_of(found: dict[str, Any], tokens: int, stored: str) -> Part:
+    """A report of the seconds of every round.
+
+    Args:
+      stored: what the folder says of its tensors.
+    """
     measures, notes = [], []
     for sequences, target in SEQUENCES.items():
         rounds = found[str(sequences)]
@@ -136,7 +153,8 @@ def part_of(found: dict[str, Any], tokens: int) -> Part:
     said = found["transformers"]
     other = f"torch {said['torch']}, transformers {said['transformers']}" if said else "none here"
     notes += [
-        f"{PROMPT_TOKENS} prompt tokens and {tokens} greedy tokens each, FP32; tokens/s of the "
+        f"{PROMPT_TOKENS} prompt tokens and {tokens} greedy tokens each, FP32, tensors {stored}; "
+        f"tokens/s of the "
         f"best of {len(found['1']['ours'])} rounds; the other side: {other}",
         f"ours: {found['ours']['sizes']}",
     ]
@@ -153,9 +171,13 @@ def has_transformers(python: str) -> bool:
         raise BenchError(f"--python {python}: {error.strerror}") from None
 
 
-def write_model(folder: Path) -> Path:
-    """A folder of `CONFIG` with random weights and no tokenizer, as `transformers` would write."""
-    draw, config = np.random.default_rng(0), CONFIG
+def write_model(folder: Path, stored: str) -> Path:
+    """A folder of `CONFIG` with random weights and no tokenizer, as `transformers` would write.
+
+    Args:
+      stored: dtype of all tensors, of `STORED`.
+    """
+    draw, config, dtype = np.random.default_rng(0), CONFIG | {"torch_dtype": stored}, STORED[stored]
     d, layers, experts = (
         config[key] for key in ("hidden_size", "num_hidden_layers", "num_experts")
     )
@@ -180,10 +202,10 @@ def write_model(folder: Path) -> Path:
             matrices |= {f"{one}.gate_proj": (width, d), f"{one}.up_proj": (width, d)}
             matrices[f"{one}.down_proj"] = (d, width)
     tensors = {
-        f"{name}.weight": draw.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+        f"{name}.weight": draw.normal(0, shape[1] ** -0.5, shape).astype(dtype)
         for name, shape in matrices.items()
     }
-    tensors |= {f"{name}.weight": np.ones(size, np.float32) for name, size in norms.items()}
+    tensors |= {f"{name}.weight": np.ones(size, dtype) for name, size in norms.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
