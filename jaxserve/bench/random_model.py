@@ -16,9 +16,10 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding, on_cpus
+from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
+from jaxserve.model.float_matrices import placed
 from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights
@@ -119,8 +120,7 @@ def templates_of(
 ) -> tuple[ModelTemplates, Deployment, Submeshes]:
     """What programs are made of, on the devices of this runtime."""
     meshes = Submeshes(deployment)
-    input_major = on_cpus(meshes.ffn)
-    templates = ModelTemplates(config, deployment, meshes, input_major=input_major)
+    templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
     return templates, deployment, meshes
 
 

@@ -11,9 +11,9 @@ files hold as floats, or in another of the Hub's formats (`packed.py`), are so o
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self, get_args
+from typing import Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -105,11 +105,13 @@ def read_config(
             stored=done.weights,
             int4=done.int4 or Int4(),
             plain_parts=frozenset(done.plain_parts),
+            floats="bfloat16" if done.dtype == "bfloat16" else "float32",
         )
         return config, family.names(config)
-    names = family.names(config)
+    names, tensors = family.names(config), _listed(path.parent)
+    config = msgspec.structs.replace(config, floats=_floats(tensors, names))
     if config.stored != "plain":
-        parts, packing = _plain_parts(path.parent, names), packing_of(tree)
+        parts, packing = _plain_parts(tensors, names), packing_of(tree)
         config = msgspec.structs.replace(
             config,
             int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
@@ -118,12 +120,31 @@ def read_config(
     return config, names
 
 
-def _plain_parts(folder: Path, names: CheckpointNames) -> frozenset[MatrixPart]:
+def _listed(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files; of none, or of files that whoever opens them refuses,
+    none."""
+    try:
+        return list_tensors(folder).tensors if weight_files(folder) else {}
+    except CheckpointError:
+        return {}
+
+
+def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Literal["float32", "bfloat16"]:
+    """`ModelConfig.floats`; routers' matrices, which are small, do not count."""
+    kinds = {
+        there[name].kind
+        for sources in (names.embedding, names.head, *names.attention, *names.ffn)
+        for leaf, source in sources.items()
+        if not leaf.startswith("router.")
+        for name, shape in source.tensors.items()
+        if len(shape) > 1 and name in there
+    }
+    return "bfloat16" if kinds.intersection(READABLE) == {"BF16"} else "float32"
+
+
+def _plain_parts(there: Mapping[str, Tensor], names: CheckpointNames) -> frozenset[MatrixPart]:
     """Whose matrices (some of them, at least) the files have as floats, but for those that are kept
-    as floats whatever they are (the per-head ones of latents); none without files."""
-    if not weight_files(folder):
-        return frozenset()
-    there = list_tensors(folder).tensors
+    as floats whatever they are (the per-head ones of latents)."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     return frozenset(
         known[part]

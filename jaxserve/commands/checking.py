@@ -15,7 +15,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.membership import describe_roles
-from jaxserve.fleet.sizing import Sizing
+from jaxserve.fleet.sizing import Sizing, on_named_hardware
 from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
@@ -40,7 +40,9 @@ def _check(deployment: Deployment, sizing: Sizing | None) -> int:
     begin = time.monotonic()
     read = {title: read_model(worker) for title, worker in workers.items()}
     reading = time.monotonic() - begin
-    models = {title: config for title, (config, _) in read.items()}
+    models = {
+        title: on_named_hardware(config, workers[title]) for title, (config, _) in read.items()
+    }
     reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
@@ -63,7 +65,7 @@ def _check_files(deployment: Deployment, names: CheckpointNames, reading: float)
     the folder is in a bucket; returns the exit code.
 
     Args:
-      reading: seconds in which headers of quantised weights were read before.
+      reading: seconds in which headers were read before.
     """
     begin, folder = time.monotonic() - reading, deployment.model
     try:

@@ -186,6 +186,7 @@ def _devices(found: dict[str, Any]) -> Iterator[Finding]:
 def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
     """Whether a deployment would run here: devices, then what `serve --check` says."""
     from jaxserve.checkpoint.int8_products import read_model
+    from jaxserve.fleet.sizing import on_named_hardware
     from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
 
     def say(text: str, state: str = "ok") -> Finding:
@@ -193,7 +194,7 @@ def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
 
     try:
         deployment = load_deployment(path)
-        config, _ = read_model(deployment)
+        config = on_named_hardware(read_model(deployment)[0], deployment)
         roles = role_bytes(config, deployment)
         check_capacity(config, deployment, memory_of(deployment))
     except (ConfigError, CheckpointError) as error:

@@ -57,10 +57,10 @@ def complete(deployment: "Deployment") -> "Deployment":
         )
     for role in ("attention", "ffn"):
         weights = getattr(deployment, role).weights
-        if weights in ("float32", "bfloat16") and weights != deployment.dtype:
+        if weights == "float32" and weights != deployment.dtype:
             raise ConfigError(
                 f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
-                "that or in 8 or 4 bits"
+                "that or in fewer bits"
             )
     shared, ranks = deployment.ffn.shared_ranks, deployment.expert_ranks
     if shared >= ranks:

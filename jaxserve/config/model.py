@@ -154,6 +154,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of `stored` int4, and of what is made INT4 on loading."""
     plain_parts: frozenset[MatrixPart] = frozenset()
     """What the checkpoint keeps as floats all the same."""
+    floats: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the checkpoint's float matrices: `bfloat16` where all of them are, else `float32`,
+    which has the values of them all."""
+    on_cpus: bool = False
+    """Whether CPUs run it, as a deployment has it: float matrices then lie input by input, and may
+    be narrower than the activations (`model/float_matrices.py`)."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0

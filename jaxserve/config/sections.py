@@ -37,7 +37,10 @@ class AttentionRole(Section, frozen=True):
     weights: Weights = "auto"
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
     `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or
-    groups as the checkpoint has them). Embedding, head, norms and router are never quantised."""
+    groups as the checkpoint has them). Embedding, head, norms and router are never quantised.
+    Beside `dtype: float32` CPUs keep what is not quantised in BF16 where the checkpoint has it so,
+    which changes no token, or where it says `bfloat16`; elsewhere that is refused, and `float32`
+    beside `dtype: bfloat16` everywhere."""
     int8_products: Literal["none", "auto"] | list[Layer] = "none"
     """Layers whose attention multiplies in INT8 (xDeepServe §4.7), with `cache.format: int8` only:
     queries and probabilities are rounded to INT8, and keys and values are not converted. A list of

@@ -9,8 +9,9 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.mesh import Role, Submeshes, on_cpus
+from jaxserve.mesh import Role, Submeshes
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.float_matrices import placed
 from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.weights import LeafSource, OpenSource
@@ -49,9 +50,9 @@ def open_model(
     else:
         config = with_int8_products(config, deployment)
     meshes = Submeshes(deployment)
+    config = placed(config, meshes.ffn)
     check_memory(config, deployment, _local_devices(meshes))
-    input_major = on_cpus(meshes.ffn)
-    templates = ModelTemplates(config, deployment, meshes, input_major=input_major)
+    templates = ModelTemplates(config, deployment, meshes)
     return OpenModel(config, names, meshes, templates, open_source(deployment, names))
 
 

@@ -17,8 +17,9 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, Role, on_cpus, role_mesh
+from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.float_matrices import placed
 from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from pallas_kernels.coverage import refuse_fallbacks
@@ -43,8 +44,8 @@ class RoleRuntime(NamedTuple):
     ) -> "RoleRuntime":
         """Of a model that is known already, on this runtime's devices."""
         mesh = role_mesh(deployment, role)
-        meshes = AbstractSubmeshes(deployment)
-        templates = ModelTemplates(config, deployment, meshes, input_major=on_cpus(mesh))
+        config = placed(config, mesh)
+        templates = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
         contract = Contract.of(config, deployment)
         return cls(config, names, templates, mesh, contract, _hello(deployment, contract, role))
 
@@ -60,7 +61,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     config, names = read_model(deployment)
     runtime = RoleRuntime.of(config, names, deployment, role)
     own = {role: runtime.mesh.local_devices}
-    check_memory(config, deployment, own)
+    check_memory(runtime.config, deployment, own)
     return runtime
 
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shipped import device_kind, hardware_file
@@ -68,6 +70,7 @@ class Sizing:
         if machine.platform != "cpu":
             size = round(machine.memory / DEVICE_PART)
             return {"attention": size, "ffn": size}
+        config = msgspec.structs.replace(config, on_cpus=True)
         devices: dict[Role, int] = {"attention": deployment.attention.devices}
         if deployment.mode == "afd":
             devices["ffn"] = deployment.ffn.devices
@@ -104,6 +107,16 @@ def is_shared(deployment: Deployment) -> bool:
         or deployment.fleet.domains
         or any(role.processes > 1 for role in roles)
     )
+
+
+def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelConfig":
+    """The model as the hardware runs it that the roles name, or where they name none, what is
+    here."""
+    from jaxserve.fleet.hardware import expected_platform
+
+    named = deployment.attention.hardware or deployment.ffn.hardware
+    on_cpus = not named and expected_platform() == "cpu"
+    return msgspec.structs.replace(config, on_cpus=on_cpus)
 
 
 def named_machine(hardware: str) -> "Machine | None":

@@ -25,6 +25,7 @@ from jaxserve.model.ffn.experts import Experts, slot_sizes
 from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
+from jaxserve.model.float_matrices import float_dtype
 from jaxserve.model.message import Message
 from jaxserve.model.module import (
     BLOCK,
@@ -177,13 +178,15 @@ class FFNBlock(Module):
 
 
 class Embedding(Module):
-    """Token embedding [vocab, d_model], columns split over tp."""
+    """Token embedding [vocab, d_model], columns split over tp; rows come in the activations'
+    dtype."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: Rngs):
-        self.table = weight(rngs, dtype, rows=config.vocab, embedding=config.d_model)
+    def __init__(self, config: ModelConfig, formats: Formats, rngs: Rngs):
+        self.dtype, floats = formats.dtype, formats.floats or formats.dtype
+        self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
-        return _all_columns(self.table[...][token_ids])
+        return _all_columns(self.table[...][token_ids]).astype(self.dtype)
 
 
 class Head(Module):
@@ -224,19 +227,13 @@ def _all_columns(local: Float[Array, "rows local_columns"]) -> Float[Array, "row
 
 
 class ModelTemplates:
-    """The templates of every block of a model on a deployment's meshes.
-
-    Args:
-      input_major: whether float matrices lie input by input, as CPUs multiply them.
-    """
+    """The templates of every block of a model on a deployment's meshes."""
 
     def __init__(
         self,
         config: ModelConfig,
         deployment: Deployment,
         meshes: Submeshes | AbstractSubmeshes,
-        *,
-        input_major: bool = False,
     ):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)
@@ -249,7 +246,8 @@ class ModelTemplates:
             weight_format(deployment.attention.weights, config, "attention"),
             shards(meshes.attention, ATTENTION_RULES),
             int4=config.int4,
-            input_major=input_major,
+            input_major=config.on_cpus,
+            floats=float_dtype(config, deployment, "attention"),
         )
         ffn = Formats(
             dtype,
@@ -258,9 +256,10 @@ class ModelTemplates:
             expert_rows(deployment, config),
             config.int4,
             dense=weight_format(deployment.ffn.weights, config, "dense"),
-            input_major=input_major,
+            input_major=config.on_cpus,
+            floats=float_dtype(config, deployment, "ffn"),
         )
-        self.embedding = Template(functools.partial(Embedding, config, dtype))
+        self.embedding = Template(functools.partial(Embedding, config, attention))
         self.head = Template(functools.partial(Head, config, tensor_ranks, attention))
         self.prediction = Template(functools.partial(Prediction, config, dtype))
         self.attention = {

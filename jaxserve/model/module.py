@@ -51,6 +51,7 @@ class Formats:
       int4: how INT4 matrices are scaled.
       dense: storage format of dense FFNs and the shared expert, where it is another one.
       input_major: whether float matrices lie input by input, as CPUs multiply them.
+      floats: dtype of float matrices, where it is another one than `dtype`.
     """
 
     dtype: jnp.dtype
@@ -60,6 +61,7 @@ class Formats:
     int4: Int4 = dataclasses.field(default_factory=Int4)
     dense: WeightFormat | None = None
     input_major: bool = False
+    floats: jnp.dtype | None = None
 
 
 class Weight:
@@ -191,7 +193,8 @@ def side_by_side(
     Args:
       parts: d_out of each map; scale blocks do not span two maps.
     """
-    plain = weight(rngs, formats.dtype, **dimensions)
+    floats = (formats.weights == "plain" and formats.floats) or formats.dtype
+    plain = weight(rngs, floats, **dimensions)
     if formats.weights == "plain":
         return plain.by_inputs() if formats.input_major else plain
     names = _names(dimensions)

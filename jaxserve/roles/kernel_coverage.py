@@ -7,9 +7,11 @@ devices; nothing is compiled, and no backend is started.
 from collections.abc import Iterator, Mapping
 
 import jax
+import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Role, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import attention_programs
@@ -49,10 +51,15 @@ def kernel_gaps(
     """
     slow: list[str] = []
     impossible: list[str] = []
+    config = msgspec.structs.replace(config, on_cpus=False)
     for role, kind in device_kinds.items():
         target = target_of(platform_of(kind), kind)
         with use_target(target), collect_fallbacks() as found:  # what layers share is the kernels'
-            programs = list(_programs(config, deployment, role, steps))
+            try:
+                programs = list(_programs(config, deployment, role, steps))
+            except ConfigError as error:  # what only CPUs run
+                impossible.append(f"{role}: {error}")
+                continue
         slow += [f"{role}: {fallback}" for fallback in found]
         for program in programs:
             arguments = [

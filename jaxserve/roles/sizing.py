@@ -75,10 +75,11 @@ class _Sizes:
     def __init__(
         self, config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: Machine
     ):
-        self._config, self._written, self._machine = config, written, machine
+        self._written, self._machine = written, machine
         self._now = deployment
         self._found: dict[str, Choice] = {}
         self._on_cpu = machine.platform == "cpu"
+        self._config = msgspec.structs.replace(config, on_cpus=self._on_cpu)
 
     def choose(self) -> dict[str, Choice]:
         """All of it."""
@@ -103,8 +104,8 @@ class _Sizes:
         else:
             self._set("mode", "colocated", "one program a step; AFD is planned: jaxserve plan")
         asked = {self._now.attention.weights, self._now.ffn.weights} & {"bfloat16", "float32"}
-        if asked:
-            self._set("dtype", min(asked), "that of the weights")
+        if "float32" in asked or (asked and not self._on_cpu):
+            self._set("dtype", max(asked), "that of the weights")
         elif self._on_cpu:
             self._set("dtype", "float32", "which CPUs multiply faster than bfloat16")
             if not self._fits(self._now):

@@ -6,7 +6,8 @@ are padding, give zeros and cost nothing. Groups may be empty. The sum of the gr
 only the device knows, must not exceed the number of rows. Group sizes in NumPy are compile-time
 constants, as are the plans that kernels derive from them.
 
-Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`.
+Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`;
+on CPUs also floats of any dtype that lie input by input (`InputMajor`).
 FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
 scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
 int32 and are multiplied by both scales (W8A8). INT4 weights: as FP8 ones, with a scale and maybe a
@@ -289,7 +290,7 @@ def _check_weights(
     if not fits:
         wanted = tuple("any" if size is None else size for size in expected)
         raise ValueError(f"{name} has shape {weights.shape}, needs {wanted}")
-    if not isinstance(weights, QuantArray) and weights.dtype != rows.dtype:
+    if not isinstance(weights, QuantArray | InputMajor) and weights.dtype != rows.dtype:
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")
 
 

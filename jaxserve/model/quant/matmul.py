@@ -22,8 +22,8 @@ def matmul(
     kernels are rounded to x's dtype already.
 
     Formats of w:
-      a float array, or one that lies input by input: of x's dtype; FP32 inputs have FP32 products
-        on every platform.
+      a float array of x's dtype; FP32 inputs have FP32 products on every platform.
+      floats that lie input by input: of any dtype; products and sums are FP32.
       FP8 (`quantize_weight`'s "fp8", "fp8_block", or any block): x is not quantised; its products
         with the e4m3 values are summed over each block's columns, scaled, and accumulated.
       INT8: every token of x is quantised to INT8 over this device's d_in; products are summed in
@@ -43,6 +43,6 @@ def matmul(
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}, needs floats")
-    if not isinstance(w, QuantArray) and w.dtype != x.dtype:
+    if not isinstance(w, QuantArray | InputMajor) and w.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
     return dense_matmul(x, w)

@@ -20,6 +20,7 @@ from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.float_matrices import placed
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
 from tests.jaxserve.both_roles import load_both
@@ -38,7 +39,7 @@ def main() -> None:
     deployment = load_deployment(folder, overrides)
     config, names = read_config(folder)
     meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
+    templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
     before = start()
     checkpoint = open_checkpoint(folder, names)
     if deployment.mode == "colocated":
