@@ -34,6 +34,8 @@ from pallas_kernels.target import current_target
 from pallas_kernels.varying import vary_like
 
 BLOCK_ROWS = 8
+_BLOCKS = ((2, 1), (4, 4), (BLOCK_ROWS, 2 * BLOCK_ROWS))
+"""Rows of a block, and the average of a group's rows below which it is that."""
 
 WeightArray = Array | QuantArray | InputMajor
 
@@ -173,5 +175,5 @@ def _block_of(rows: Array, average: int | None) -> int:
     nothing; many, and weights are seldom read again."""
     if average is None:
         return BLOCK_ROWS
-    block = 2 if average == 0 else BLOCK_ROWS if average < 2 * BLOCK_ROWS else 4 * BLOCK_ROWS
+    block = next((size for size, most in _BLOCKS if average < most), 4 * BLOCK_ROWS)
     return min(block, max(rows.shape[0], 1))
