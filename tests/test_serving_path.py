@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_850,
-    "leader, attention and ffn": 15_800,
-    "follower, attention and ffn": 12_150,
-    "alone, colocated": 15_200,
-    "alone, attention and ffn": 16_150,
-    "attention": 14_000,
-    "ffn": 12_400,
+    "leader, colocated": 14_900,
+    "leader, attention and ffn": 15_850,
+    "follower, attention and ffn": 12_200,
+    "alone, colocated": 15_250,
+    "alone, attention and ffn": 16_200,
+    "attention": 14_050,
+    "ffn": 12_450,
     "router": 5_200,
-    "serve": 27_850,
+    "serve": 27_900,
 }
 
 

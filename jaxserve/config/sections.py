@@ -177,12 +177,12 @@ class SchedulerLimits(Section, frozen=True):
     what fits."""
     token_budget: Size = 128
     """Tokens per DP group and step: decode tokens first, then prefill chunks. `auto`: 512, on CPUs
-    128, and at least what decoding takes."""
+    128 where a token meets more than 25 M parameters a core, and at least what decoding takes."""
     token_buckets: list[Size] = []
     """Padded step sizes in tokens, ascending, the last equal to `token_budget`; more buckets mean
     less padding and a longer start. Steps of fewer tokens than `slots` have no requests with
     penalties, biases, grammars or log-probabilities. `auto` or empty: `slots` and `token_budget`;
-    on CPUs also 1 and 8."""
+    on CPUs also 1, 8 and 128."""
     page_buckets: list[Size] = []
     """Padded pages per sequence, ascending, the last covering `max_length`. `auto` or empty: those
     of the longest, and quarters of it down to 1,024 tokens; on CPUs the longest alone."""

@@ -15,6 +15,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
+from jaxserve.roles.parameters import count_parameters
 
 HOST_PART, DEVICE_PART = 0.5, 0.9
 """Part of a host's free memory, or of what an accelerator reports, that a deployment may use; the
@@ -24,6 +25,9 @@ USUAL_TOKENS = 4096
 CPU_USUAL_TOKENS = 1024
 CPU_SLOTS, LEAST_SLOTS, MOST_SLOTS = 32, 8, 256
 CPU_TOKEN_BUDGET, TOKEN_BUDGET = 128, 512
+CPU_CHUNK_PARAMETERS = 25_000_000
+"""Parameters that a token meets, of each core, with which a CPU computes a chunk of `TOKEN_BUDGET`
+tokens in a quarter of a second, at 100 GFLOP/s a core; nobody who decodes waits longer for it."""
 CPU_SMALL_STEPS = (1, 8)
 """Tokens of steps with fewer sequences than slots; each takes some seconds to compile."""
 CPU_LAYER_BYTES = 8_000_000
@@ -86,6 +90,7 @@ class _Sizes:
         self._step_sizes()
         self._formats()
         self._layout()
+        self._chunk()
         self._room()
         self._buckets()
         return {key: self._found[key] for key in AUTO_KEYS if key in self._found}
@@ -147,6 +152,15 @@ class _Sizes:
         )
         self._set("attention.dp", dp, reason)
         self._set("attention.tp", tp, reason)
+
+    def _chunk(self) -> None:
+        """On a CPU a longer chunk of a prompt, where that keeps nobody waiting."""
+        if not self._on_cpu:
+            return
+        met, cores = count_parameters(self._config).activated, self._now.attention.devices
+        if met <= CPU_CHUNK_PARAMETERS * cores:
+            budget = max(TOKEN_BUDGET, self._now.scheduler.token_budget)
+            self._set("scheduler.token_budget", budget, "a prompt's chunk of a quarter of a second")
 
     def _layouts(self) -> Iterator[tuple[tuple[int, int], RoleBytes]]:
         """(dp, tp) that the model can be cut into, of each tp with the largest dp, and what a
@@ -273,6 +287,7 @@ class _Sizes:
         reason = "slots, and the budget"
         if self._on_cpu and not self._now.drafts:
             sizes |= {size for size in CPU_SMALL_STEPS if size < limits.slots}
+            sizes |= {size for size in (CPU_TOKEN_BUDGET,) if drafted < size < limits.token_budget}
             reason = "small ones for few sequences, slots, and the budget"
         self._set("scheduler.token_buckets", sorted(sizes), reason)
         longest = -(-limits.max_length // self._now.cache.page_size)

@@ -31,7 +31,7 @@ def test_sizes(llm: LLM) -> None:
     deployment, limits = llm.deployment, llm.deployment.scheduler
     assert (deployment.mode, deployment.dtype) == ("colocated", "float32")
     assert limits.max_length == 2048
-    assert limits.token_buckets == [1, 8, 32, 128]
+    assert limits.token_buckets == [1, 8, 32, 128, 512]
     assert limits.page_buckets == [128]
     assert deployment.cache.pages == 32 * 1024 // 16
     assert not llm.tokenizer.knows_text

@@ -16,8 +16,9 @@ from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of, role_bytes
-from jaxserve.roles.capacity_report import Parameters, count_parameters, describe
+from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.parameters import Parameters, count_parameters
 from jaxserve.roles.weights import zeroed
 from tests.jaxserve import layouts
 

@@ -29,8 +29,8 @@ def test_a_small_model_on_a_cpu():
     deployment = load_deployment(CONFIGS / "demo", choose=Sizing(HOST))
     assert (deployment.mode, deployment.dtype, deployment.devices) == ("colocated", "float32", 1)
     limits = deployment.scheduler
-    assert (limits.slots, limits.max_length, limits.token_budget) == (32, 2048, 128)
-    assert limits.token_buckets == [1, 8, 32, 128]
+    assert (limits.slots, limits.max_length, limits.token_budget) == (32, 2048, 512)
+    assert limits.token_buckets == [1, 8, 32, 128, 512]
     assert limits.page_buckets == [128]
     assert (deployment.cache.page_size, deployment.cache.pages) == (16, 32 * 1024 // 16)
 

@@ -1,0 +1,69 @@
+"""How many parameters a model has, from its templates: for `serve --check` and for sizes."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment, SchedulerLimits
+from jaxserve.config.model import ModelConfig
+from jaxserve.mesh import AbstractSubmeshes
+from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.module import Template
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters of a text model; scales and zero points are none."""
+
+    total: int
+    """Without multi-token prediction; a tied head counts once."""
+    activated: int
+    """That one token meets: all but the embedding, of which it reads a row, and the experts that
+    are not its own."""
+    prediction: int
+    """The multi-token-prediction modules, without the embedding and head that they share."""
+
+
+def count_parameters(config: ModelConfig) -> Parameters:
+    """The model's numbers of parameters, whatever the formats of its files and deployments."""
+    templates = _whole(config)
+    embedding, head = _size(templates.embedding), _size(templates.head)
+    if config.tied_head:
+        head -= config.d_model * config.vocab
+    total, activated = embedding + head, head + (embedding if config.tied_head else 0)
+    for layer in range(config.layers):
+        kind = config.kind(layer)
+        for template in (templates.attention[kind], templates.ffn[kind.ffn]):
+            total += _size(template)
+            activated += _activated(template, config)
+    return Parameters(total, activated, config.mtp_layers * _prediction(config))
+
+
+def _prediction(config: ModelConfig) -> int:
+    """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
+    if not config.mtp_layers:
+        return 0
+    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)), modules=0)
+    templates = _whole(layer)
+    blocks = (*templates.attention.values(), *templates.ffn.values(), templates.prediction)
+    return sum(map(_size, blocks))
+
+
+def _whole(config: ModelConfig) -> ModelTemplates:
+    """The templates on one device a role, where nothing is padded, and without scales."""
+    plain = msgspec.structs.replace(config, stored="plain")
+    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
+    return ModelTemplates(plain, one, AbstractSubmeshes(one))
+
+
+def _size(template: Template) -> int:
+    return sum(math.prod(leaf.shape) for leaf in template.leaves)
+
+
+def _activated(template: Template, config: ModelConfig) -> int:
+    return sum(
+        math.prod(leaf.shape)
+        * (config.top_k if leaf.of_slots else 1)
+        // (config.experts if leaf.of_slots else 1)
+        for leaf in template.leaves
+    )
