@@ -32,7 +32,7 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_900,
+    "leader, colocated": 14_950,
     "leader, attention and ffn": 15_850,
     "follower, attention and ffn": 12_200,
     "alone, colocated": 15_250,
@@ -40,7 +40,7 @@ LIMITS = {
     "attention": 14_050,
     "ffn": 12_450,
     "router": 5_200,
-    "serve": 27_900,
+    "serve": 27_950,
 }
 
 
