@@ -29,6 +29,7 @@ from jaxserve.model.quant.rows import (
 )
 from jaxserve.model.row_width import result_words, row_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums
+from pallas_kernels.target import current_target
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _ROW_MAJOR = Layout(major_to_minor=(0, 1))
@@ -95,8 +96,10 @@ class MessageFormat(msgspec.Struct, frozen=True):
         tokens = decode_rows(values, scales, dtype)
         encoded = wide = None
         if scales is not None:
-            encoded = EncodedRows(values, scales)
             wide = EncodedRows(_as(packed, values.dtype), scales)
+            # On TPUs XLA cuts and converts in a pass of its own, and all kernels read what came.
+            on_tpu = current_target().backend == "mosaic_tpu"
+            encoded = wide if on_tpu else EncodedRows(values, scales)
         if not self.top_k:
             return Message(tokens, None, None, encoded, wide)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)

@@ -16,7 +16,7 @@ class Message(NamedTuple):
     gates: Float[Array, "tokens top_k"] | None
     encoded: EncodedRows | None = None
     """The tokens encoded for the wire, in 8 bits: if the norm already quantised them or, behind the
-    link, if they came in it; else None."""
+    link, if they came in it; else None. On TPUs `wide` then."""
     wide: EncodedRows | None = None
     """The same behind the link, as the first columns of what came: who picks some of the rows
     copies no others."""

@@ -141,7 +141,7 @@ def grouped_swiglu(
       narrow: `rows` in 8 bits, one scale a row, if they came so. A kernel multiplies these values,
         and neither `rows` nor values rounded again, by weights of the same 8 bits: on TPUs without
         a `row_format`, INT8, and on v7x FP8; on a Hopper GPU with one, where rows are picked. Its
-        values may be the first columns of a wider array, which a kernel that picks rows then reads.
+        values may be the first columns of a wider array, which such a kernel then reads as it is.
       zero_padding: False: results past the groups' rows may be anything, and cost no memory
         traffic.
       average: how many rows a group has on average, where that is not all rows over all groups:
@@ -188,9 +188,6 @@ def grouped_swiglu(
         if target.backend == "mosaic_tpu":
             from pallas_kernels.grouped_matmul import mosaic_tpu
 
-            if narrow is not None:
-                d_model = rows.shape[1]
-                narrow = dataclasses.replace(narrow, values=narrow.values[:, :d_model])
             return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
         from pallas_kernels.grouped_matmul import mosaic_gpu
 

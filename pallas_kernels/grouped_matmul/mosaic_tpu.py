@@ -123,7 +123,7 @@ class _Inputs(NamedTuple):
     Attributes:
       visits: in SMEM.
       tables: of rows that the kernel fetches, likewise; else None.
-      rows: [rows, d_in]; the ref [tile_rows, d_in]; of rows that are fetched, in HBM.
+      rows: [rows, d_in or more]; the ref [tile_rows, d_in]; of rows that are fetched, in HBM.
       row_scales: of rows in 8 bits: one array [rows, 1], or [rows, blocks of ROW_BLOCK]; the ref
         [tile_rows, _].
       weights: one or two arrays [groups, d_out, d_in], in HBM.
@@ -147,6 +147,7 @@ class _Call(NamedTuple):
       inputs: the structure of `_Inputs`.
       column_tiles: how many tiles of weights a group has.
       blocks: of scales.
+      row_dtype: of rows, of which the kernel may have the bits.
       quantised: the result is in 8 bits.
     """
 
@@ -154,6 +155,7 @@ class _Call(NamedTuple):
     inputs: Any
     column_tiles: int
     blocks: Blocks
+    row_dtype: Any
     quantised: bool
 
 
@@ -172,7 +174,8 @@ def _grouped_products(
     """Rows times one weight, or SwiGLU of two of the same format.
 
     Args:
-      factor: the rows, floats, or in 8 bits, with a scale for a row or for `ROW_BLOCK` columns.
+      factor: the rows, floats, or in 8 bits, with a scale for a row or for `ROW_BLOCK` columns;
+        there may be columns behind d_in.
       out_dtype: of the result.
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
@@ -188,8 +191,7 @@ def _grouped_products(
         rows = factor
     if not row_scales and rows.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows is {rows.dtype}, on TPU use bfloat16 or float32")
-    count, d_in = (rows if source is None else source).shape[0], rows.shape[1]
-    _, d_out, _ = weights[0].shape
+    count, (_, d_out, d_in) = (rows if source is None else source).shape[0], weights[0].shape
     if 0 in (count, d_out, rows.shape[0]):
         empty = jnp.zeros((count, d_out), out_dtype)
         return quantize_weight(empty, out_format, (1, ROW_BLOCK)) if out_format else empty
@@ -199,6 +201,11 @@ def _grouped_products(
     if weights[0].dtype == jnp.int8 and not row_scales and not as_floats:
         rows, scale_of_row = quantize_rows(rows, "int8")
         row_scales = (scale_of_row[:, None],)
+    row_dtype = rows.dtype
+    if rows.shape[1] > d_in:
+        # As they came: XLA would make a pass of a cut, and of another dtype for the same bits.
+        is_whole = d_in % LANES == 0
+        rows = lax.bitcast_convert_type(rows, jnp.uint8) if is_whole else rows[:, :d_in]
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
     # INT4 in VMEM takes a byte a value.
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
@@ -209,7 +216,7 @@ def _grouped_products(
     zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, block_in) if in_blocks else block_in
-    format = format_name(values[0].dtype, rows.dtype, in_blocks, product_in < d_in)
+    format = format_name(values[0].dtype, row_dtype, in_blocks, product_in < d_in)
     widths = d_in, d_out
     tiles, steps = tpu_tiles(target.device_kind, len(weights), widths, format, given)
     sizes = (count, d_in), rows.dtype.itemsize, d_out, column_bytes, jnp.dtype(out_dtype).itemsize
@@ -244,7 +251,7 @@ def _grouped_products(
         out_shape.append(varying_shape((column_tiles, count, units), jnp.float32, leaves))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     blocks = Blocks(by_column, block_in, product_in)
-    call = _Call(plan, structure, column_tiles, blocks, out_format is not None)
+    call = _Call(plan, structure, column_tiles, blocks, row_dtype, out_format is not None)
     out, *out_scales = pl.pallas_call(
         partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -268,7 +275,7 @@ def _grouped_products(
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
                 *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
-                *(fetch.buffers(plan.tile_rows, d_in, rows.dtype) if tables is not None else ()),
+                *(fetch.buffers(plan.tile_rows, d_in, row_dtype) if tables is not None else ()),
             ],
         ),
         out_shape=out_shape,
@@ -375,6 +382,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
                 product(
                     call.blocks,
                     rows.at[part],
+                    call.row_dtype,
                     buffer.at[position % 2, columns],
                     *(scales.at[0, units] for scales in inputs.scales[i : i + 1]),
                     *(zeros.at[0, units] for zeros in inputs.zeros[i : i + 1]),

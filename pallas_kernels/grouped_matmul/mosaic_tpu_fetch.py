@@ -135,7 +135,7 @@ def buffers(tile_rows: int, d: int, dtype: DTypeLike) -> Buffers:
 
 def start_next(
     of: Tables,
-    rows: Any,  # [rows, d] in HBM; interpreted, its words
+    rows: Any,  # [rows, d or more] in HBM; interpreted, its words
     to: Buffers,
     visits: Visits,
     column_tiles: int,
@@ -163,12 +163,14 @@ def _start(of: Tables, rows: Any, to: Buffers, slot: Any, place: Any, first: Any
     groups."""
     per_word = to.words.shape[1]
     words = rows if rows.dtype == jnp.uint32 else rows.bitcast(jnp.uint32)
-    bits = per_word.bit_length() - 1
+    bits, columns = per_word.bit_length() - 1, pl.ds(0, to.words.shape[3])
 
     def fetch(row: Any, beside: Any, word: Any) -> None:
         index, word = of.source[place + row], pl.ds(word, 1)
         pltpu.make_async_copy(
-            words.at[pl.ds(index >> bits, 1)], to.words.at[slot, beside, word], to.arrived.at[slot]
+            words.at[pl.ds(index >> bits, 1), columns],
+            to.words.at[slot, beside, word],
+            to.arrived.at[slot],
         ).start()
         if per_word > 1:
             shift = ((index & (per_word - 1)) * (32 // per_word)).astype(jnp.uint32)

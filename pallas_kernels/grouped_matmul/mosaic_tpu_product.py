@@ -31,6 +31,7 @@ class Blocks(NamedTuple):
 def product(
     blocks: Blocks,
     rows: Any,
+    row_dtype: DTypeLike,
     weight: Any,
     scales: Any = None,
     zeros: Any = None,
@@ -39,10 +40,17 @@ def product(
 ) -> Array:
     """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns].
 
+    Rows of 8 bits may be uint8, the bits of their dtype.
     Zero points are multiplied by the sum of a row's block, and not taken from each weight.
     """
     if scales is None:
         return _dot(rows[...], weight[...])
+
+    def of_rows(columns: Any) -> Array:
+        found: Array = rows[:, columns]
+        same = found.dtype == row_dtype
+        return found if same else lax.bitcast_convert_type(found, row_dtype)
+
     d_in, columns = rows.shape[1], weight.shape[0]
     units = scales.shape[0]
 
@@ -72,7 +80,7 @@ def product(
 
         def add(index: Any, total: Array) -> Array:
             here = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
-            x, w = rows[:, here], _converted(weight[:, here], rows.dtype)
+            x, w = of_rows(here), _converted(weight[:, here], row_dtype)
             for part in range(parts):
                 block = slice(part * blocks.product_in, (part + 1) * blocks.product_in)
                 number = index * parts + part
@@ -86,7 +94,7 @@ def product(
     for first in range(0, d_in, blocks.product_in):
         block = slice(first, min(first + blocks.product_in, d_in))
         index, number = first // LANES, first // blocks.block_in
-        sums.append(scaled(rows[:, block], from_bits(weight[:, block]), index, number))
+        sums.append(scaled(of_rows(block), from_bits(weight[:, block]), index, number))
     return sum(sums[1:], start=sums[0])
 
 

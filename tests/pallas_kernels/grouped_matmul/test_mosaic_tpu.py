@@ -72,26 +72,27 @@ def test_rows_in_fp8_are_for_v7x(function):
 class TestNarrowRows:
     """Rows that came in 8 bits over a wire."""
 
+    @pytest.mark.parametrize(("d", "more"), [(128, 0), (128, 128), (96, 28)])
     @pytest.mark.parametrize("format", ["int8", "fp8"])
-    def test_their_values_are_multiplied(self, format):
-        """The rows themselves are not looked at. Their values in BF16 are exact, and those in INT8
-        are the same if they are quantised again."""
+    def test_their_values_are_multiplied(self, format, d, more):
+        """The rows themselves are not looked at, nor are columns behind the values. These in BF16
+        are exact, and in INT8 the same if they are quantised again."""
         rng = np.random.default_rng(0)
         if format == "int8":
-            values = rng.integers(-126, 126, (5, 128)).astype(np.int8)
+            values = rng.integers(-126, 126, (5, d)).astype(np.int8)
             values[:, 0] = 127
         else:
-            values = rng.normal(size=(5, 128)).astype(jnp.float8_e4m3fn)
+            values = rng.normal(size=(5, d)).astype(jnp.float8_e4m3fn)
         scales = 2.0 ** np.arange(-9, -4, dtype=np.float32)[:, None]
         rows = jnp.asarray(values.astype(np.float32) * scales, jnp.bfloat16)
         gate, up, down = (
-            quantize_weight(
-                jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32), format, (1, 0)
-            )
-            for _ in range(3)
+            quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32), format, (1, 0))
+            for shape in ((2, 128, d), (2, 128, d), (2, 128, 128))
         )
         source, sizes = jnp.array([0, 2, 4, 1, 3, 0, 2], jnp.int32), jnp.array([3, 2], jnp.int32)
-        narrow = QuantArray(jnp.asarray(values), jnp.asarray(scales), (1, 0))
+        behind = np.full((5, more), 0xFF, np.uint8).view(values.dtype)  # NaN in FP8
+        came = jnp.asarray(np.concatenate([values, behind], axis=1))
+        narrow = QuantArray(came, jnp.asarray(scales), (1, 0))
 
         def run(rows, narrow=None):
             if format == "int8":

@@ -76,6 +76,22 @@ def swiglu_arguments(shape, rows, format):
     return x, up, up, down, jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
 
 
+MADE_OF_A_MESSAGE = (
+    r"= (?:u8|s8|f8e4m3fn)\[{tokens},\d\d\d\d+\]\S* \S*(?:fusion|copy|slice|convert)\("
+)
+
+
+def message(tokens, d_model):
+    """Rows in 8 bits, with what lies behind them, as they come."""
+    scales = jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
+    return QuantArray(jax.ShapeDtypeStruct((tokens, d_model + 128), jnp.uint8), scales, (1, 0))
+
+
+def as_dtype(message, dtype):
+    values = jax.lax.bitcast_convert_type(message.values, dtype)
+    return QuantArray(values, message.scales, message.block)
+
+
 def compiled(function, mesh, arguments, specs):
     """Compile for the devices of a mesh; specs as for `in_specs`."""
     shardings = jax.tree.map(
@@ -252,13 +268,13 @@ def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_
     narrow = None
     if format.startswith(("int8", "fp8")) and generation != "v5e":
         dtype = jnp.int8 if format == "int8" else jnp.float8_e4m3fn
-        scales = jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
-        narrow = QuantArray(jax.ShapeDtypeStruct(x.shape, dtype), scales, (1, 0))
+        narrow = message(tokens, shape.d_model)
     arguments = (x, choices, gates, *weights, narrow)
     specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
 
     def routed(*arguments):
-        return routed_swiglu(*arguments[:-1], narrow=arguments[-1])
+        *others, narrow = arguments
+        return routed_swiglu(*others, narrow=narrow and as_dtype(narrow, dtype))
 
     text = compiled(routed, mesh_of(generation), arguments, specs).as_text()
     assert "grouped_swiglu" in text
@@ -267,6 +283,26 @@ def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_
     # XLA sorts pieces of 256 rows; only results in BF16 have the shape of sorted rows as well.
     pieces = re.search(rf"= \w+\[256,{shape.d_model}\]\S* \S*(?:gather|fusion)\(", text)
     assert (pieces is not None) == sorted_by_xla
+    if narrow is not None:
+        assert not re.search(MADE_OF_A_MESSAGE.format(tokens=tokens), text)
+
+
+@pytest.mark.parametrize(("generation", "dtype"), [("v6e", jnp.int8), ("v7x", jnp.float8_e4m3fn)])
+def test_a_message_is_read_as_it_came(generation, dtype):
+    """By products of all its rows, too: XLA neither cuts nor converts it."""
+    tokens, d_in, d_out = 512, 7168, 320
+    one = weight(1, d_out, d_in, "int8" if dtype == jnp.int8 else "fp8")
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
+    rows = jax.ShapeDtypeStruct((tokens, d_in), jnp.bfloat16)
+    arguments = (rows, one, message(tokens, d_in))
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+
+    def product(rows, weights, narrow):
+        return dense_matmul(rows, weights, as_dtype(narrow, dtype))
+
+    text = compiled(product, mesh_of(generation), arguments, specs).as_text()
+    assert "grouped_matmul" in text
+    assert not re.search(MADE_OF_A_MESSAGE.format(tokens=tokens), text)
 
 
 def test_a_token_is_quantised_once():

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped_matmul import grouped_swiglu, mosaic_tpu, mosaic_tpu_fetch
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import plan_call
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
+from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import Weight, by_group_numpy
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
@@ -31,11 +32,12 @@ def only_fetched(monkeypatch):
     monkeypatch.setattr(mosaic_tpu, "pick_rows", None)
 
 
-def swiglu(rows, weights, sizes, source, row_format=None):
+def swiglu(rows, weights, sizes, source, row_format=None, narrow=None):
     function = functools.partial(grouped_swiglu, row_format=row_format, zero_padding=False)
+    function = functools.partial(function, source=jnp.asarray(source))
     arguments = (rows, *(weight.jax for weight in weights), jnp.asarray(sizes, jnp.int32))
     with use_target(TARGET):
-        found = jax.jit(functools.partial(function, source=jnp.asarray(source)))(*arguments)
+        found = jax.jit(function)(*arguments, narrow=narrow)
     return np.asarray(found, np.float64)[: sum(sizes)]
 
 
@@ -74,6 +76,29 @@ def test_as_numpy(format, row_format, dtype, sizes):
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert scale.min() > 0
     assert np.all(np.abs(found - expected) <= (1e-4 if dtype == jnp.float32 else 2e-2) * scale)
+
+
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize(("format", "dtype"), [("fp8", jnp.float8_e4m3fn), ("int8", jnp.int8)])
+def test_rows_that_came_in_8_bits(format, dtype):
+    """As the first columns of wider ones, of which the others are not read."""
+    rng = np.random.default_rng(0)
+    sizes, source = [21, 0, 2, 18], rng.integers(0, TOKENS, 51).astype(np.int32)
+    shapes = [(4, D_FF, D), (4, D_FF, D), (4, D, D_FF)]
+    weights = [Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes]
+    came = rng.integers(-126, 126, (TOKENS, D + 128)).astype(np.int8)
+    came[:, 0] = 127  # the largest, which is quantised to 127 again
+    came = came if format == "int8" else came.view(np.uint8) & 0xBF  # below 2
+    came[:, D:] = 0x7F  # NaN in FP8
+    values = came[:, :D] if format == "int8" else came[:, :D].view(dtype)
+    scales = 2.0 ** rng.integers(-9, -4, (TOKENS, 1)).astype(np.float32)
+    rows = jnp.asarray(values.astype(np.float32) * scales, jnp.bfloat16)
+    narrow = QuantArray(jnp.asarray(came), jnp.asarray(scales), (1, 0))
+    found = swiglu(jnp.full_like(rows, jnp.nan), weights, sizes, source, narrow=narrow)
+    expected = swiglu(rows, weights, sizes, source)
+    assert np.isfinite(found).all()
+    scale = np.abs(expected).max(axis=1)
+    assert (np.abs(found - expected).max(axis=1) <= 2e-2 * scale).all()
 
 
 def test_a_dropped_wait_is_noticed(monkeypatch):
