@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 14_950,
-    "leader, attention and ffn": 15_850,
-    "follower, attention and ffn": 12_200,
-    "alone, colocated": 15_250,
-    "alone, attention and ffn": 16_200,
-    "attention": 14_050,
-    "ffn": 12_450,
+    "leader, colocated": 15_100,
+    "leader, attention and ffn": 16_050,
+    "follower, attention and ffn": 12_350,
+    "alone, colocated": 15_400,
+    "alone, attention and ffn": 16_400,
+    "attention": 14_150,
+    "ffn": 12_600,
     "router": 5_200,
-    "serve": 27_950,
+    "serve": 28_150,
 }
 
 

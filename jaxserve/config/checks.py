@@ -130,6 +130,8 @@ def _check_runtimes(deployment: "Deployment") -> None:
             f"link.transport = {link.transport}: pull joins two runtimes, the others work inside "
             "one"
         )
+    if ffn.instances > 1:
+        _check_instances(deployment)
     if pull and not link.addresses:
         raise ConfigError("link.addresses: empty; link.transport = pull needs those of ffn workers")
     if link.route == "broadcast" and ffn.exchange == "alltoall":
@@ -140,6 +142,26 @@ def _check_runtimes(deployment: "Deployment") -> None:
     if link.addresses and not pull:
         raise ConfigError(f"link.addresses: only with pull, not with {link.transport}")
     check_addresses("link.addresses", link.addresses)
+
+
+def _check_instances(deployment: "Deployment") -> None:
+    """Raises ConfigError where the ffn role cannot have several."""
+    attention, ffn = deployment.attention, deployment.ffn
+    start = f"ffn.instances = {ffn.instances}"
+    if ffn.ep % ffn.instances:
+        raise ConfigError(f"{start} does not divide ffn.ep = {ffn.ep}")
+    if attention.devices % ffn.devices:
+        raise ConfigError(
+            f"{start}: attention's {attention.devices} devices are no multiple of the ffn role's "
+            f"{ffn.devices}"
+        )
+    if ffn.shared_ranks:
+        raise ConfigError(
+            f"{start}, but with ffn.shared_ranks = {ffn.shared_ranks} ranks take turns with the "
+            "rows of one"
+        )
+    if deployment.link.transport == "pull":
+        raise ConfigError(f"{start}: not over link.transport = pull, which sends a message once")
 
 
 def _check_fleet(deployment: "Deployment") -> None:

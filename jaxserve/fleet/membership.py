@@ -113,7 +113,7 @@ def describe_roles(deployment: Deployment) -> str:
     ]
     a, f, link = deployment.attention, deployment.ffn, deployment.link
     if deployment.mode == "afd":
-        route = Route(a.devices, f.devices)
+        route = Route(a.devices, f.devices, f.instances)
         where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
         lines.append(
             f"link: {route.attention} pieces a message in {len(route.legs)} "

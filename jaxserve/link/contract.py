@@ -40,6 +40,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       layers: kind of every layer's FFN, those of prediction modules included.
       dispatch: format of rows on their way to the ffn mesh.
       combine: format of rows on their way back.
+      instances: of the ffn mesh, each of which gets all messages and answers with a share.
     """
 
     groups: int
@@ -50,6 +51,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[FFNKind, ...]
     dispatch: Literal["float32", "bfloat16", "fp8", "int8"]
     combine: Literal["float32", "bfloat16", "int8"]
+    instances: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, deployment: Deployment) -> "Contract":
@@ -63,6 +65,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
             layers=tuple(config.kind(layer).ffn for layer in range(config.all_layers)),
             dispatch=deployment.dispatch_format,
             combine=deployment.combine_format,
+            instances=deployment.ffn.instances,
         )
 
     def piece_rows(self, tokens: int) -> int:
@@ -95,7 +98,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     def route(self, ffn_devices: int) -> Route:
         """Where the pieces land on an ffn mesh of so many devices."""
-        return Route(self.attention_devices, ffn_devices)
+        return Route(self.attention_devices, ffn_devices, self.instances)
 
     def facts(self) -> dict[str, Any]:
         """Everything that both ends must agree on, by name: all but the pieces."""

@@ -57,6 +57,7 @@ class DevicePutTransport(Transport):
         self._legs = []
         placed: list[list[jax.Device]] = []
         slots: list[int] = []
+        answers: list[int] = []
         for leg in route.legs:
             from_, to = (
                 (leg.attention, leg.ffn) if direction == "dispatch" else (leg.ffn, leg.attention)
@@ -79,12 +80,16 @@ class DevicePutTransport(Transport):
                 self._legs.append(_Leg(array, taken, join, copy))
                 placed.append(receivers)
                 slots.append(leg.slot)
+                answers.append(leg.answer)
         complete = all(receivers == destination for receivers in placed)
         self._fill: list[list[Shard]] | None = None
         if not complete:
-            of_slots = [[n for n, of in enumerate(slots) if of == s] for s in range(route.slots)]
-            # Every slot is an array on the ffn mesh; on the attention mesh all make up one.
-            arrays = of_slots if direction == "dispatch" else [list(range(len(placed)))]
+            # Every slot is an array on the ffn mesh; on the attention mesh there is one for each
+            # instance.
+            count, of_legs = route.slots, slots
+            if direction == "combine":
+                count, of_legs = route.instances, answers
+            arrays = [[n for n, of in enumerate(of_legs) if of == at] for at in range(count)]
             self._fill = _fill_orders(placed, arrays, destination, piece, dtype)
         self._copy_whole: Copy | None = None
         if len(self._legs) == 1 and self._legs[0].join is None and complete:

@@ -16,7 +16,7 @@ Arrays = Sequence[jax.Array]
 SendMessage = Callable[[jax.Array], object]
 """Takes a message."""
 ReceiveAnswer = Callable[[], Arrays]
-"""Returns the answer to the oldest message without one: a single array."""
+"""Returns the answer to the oldest message without one: an array an instance of the ffn mesh."""
 
 
 class AttentionEnd(Protocol):

@@ -73,13 +73,16 @@ class PermuteTransport(Transport):
 def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Inside `shard_map` over attention then ffn devices: every slot one `ppermute`."""
     me = jax.lax.axis_index("devices")
-    received = []
+    received: list[jax.Array] = []
     for leg in route.legs:
         pairs = [(a, route.attention + f) for a, f in zip(leg.attention, leg.ffn, strict=True)]
         if direction == "dispatch":
             received.append(jax.lax.ppermute(arrays[0], "devices", pairs))
             continue
         back = jax.lax.ppermute(arrays[leg.slot], "devices", [(f, a) for a, f in pairs])
+        if leg.answer == len(received):  # the first of this array
+            received.append(back)
+            continue
         mine = jnp.zeros(route.attention + route.ffn, bool).at[np.array(leg.attention)].set(True)
-        received.append(jnp.where(mine[me], back, received[-1] if received else back))
-    return tuple(received) if direction == "dispatch" else (received[-1],)
+        received[leg.answer] = jnp.where(mine[me], back, received[leg.answer])
+    return tuple(received)

@@ -27,8 +27,9 @@ Direction = Literal["dispatch", "combine"]
 class Transport(abc.ABC):
     """Moves messages of one shape in one direction.
 
-    On the attention mesh a message is one array with a piece on each device; on the ffn mesh it is
-    `route.slots` such arrays, one a slot, in which devices without a piece hold anything.
+    On the attention mesh a message is one array with a piece on each device, an answer
+    `route.instances` of them; on the ffn mesh either is `route.slots` such arrays, one a slot, in
+    which devices without a piece hold anything.
 
     Args:
       direction: `dispatch` goes from attention to ffn, `combine` back.

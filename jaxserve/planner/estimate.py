@@ -47,8 +47,8 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the others, those of rows that no token chose on average: there is room for all choices,
     and kernels touch the rows of the experts that are here."""
     exchanged: dict[str, int] = {}
-    """Bytes of collectives, by name and the mesh axes that they go over, if not all; of another one
-    of a name behind "2. "."""
+    """Bytes of collectives, by name and the mesh axes that they go over, or how many neighbours, if
+    not all; of another one of a name behind "2. "."""
     beside: list[Beside] = []
     """Those of them that kernels run beside; all counted above, too."""
 
@@ -80,6 +80,8 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: dict[str, int]
     """Bytes of a device's `dispatch` and `combine`."""
     programs: dict[str, ProgramCounts]
+    instances: int = 1
+    """Of the ffn role: copies of a message, and answers to it."""
     note: str = "estimate"
 
     @property
@@ -161,6 +163,9 @@ def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
     host = int(assumed("h200.host_devices"))
     _, _, over = name.partition(" over ")
     axes = over.split()
+    if axes[1:] == ["neighbours"]:
+        size = int(axes[0])
+        return size, min(size, host) if host % size == 0 or size % host == 0 else 1
     if not axes or len(axes) > 1:
         return outer * inner, min(outer * inner, host)
     if axes == ["tp"]:
@@ -207,7 +212,7 @@ def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
     """
     seconds = stage_seconds(counts)
     host = sum(host_parts(counts, process_devices).values())
-    network = max(counts.message.values()) / assumed("h200.network")
+    network = counts.instances * max(counts.message.values()) / assumed("h200.network")
     return Bounds(
         _mean(counts, seconds, ffn=False), _mean(counts, seconds, ffn=True), network, host
     )
@@ -250,7 +255,7 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
             },
         }
         parts = {name: _mean(counts, each, ffn=ffn) for name, each in of_programs.items()}
-        parts |= {"message": message, "driver": assumed("host.python")}
+        parts |= {"message": counts.instances * message, "driver": assumed("host.python")}
         if below := (here if hosts else 0) if ffn else here + hosts:
             plan = assumed("host.plan") + below * assumed("host.plan_below")
             parts["plans"] = plan / counts.layers

@@ -154,6 +154,7 @@ def _counts(
             "combine": bucket.tokens * message.result,
         },
         programs=programs,
+        instances=ffn.instances,
     )
 
 

@@ -17,6 +17,7 @@ _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
 _ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
 _GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
 
 class Window(NamedTuple):
@@ -42,9 +43,9 @@ def count_collectives(text: str) -> dict[str, int]:
 
 def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int]:
     """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
-    ("all-to-all over tp", and of a second one "2. all-to-all over tp"): of all that one device has
-    gathered, or of what it has before it is summed and scattered. Without axes they go over all of
-    so many devices.
+    ("all-to-all over tp", and of a second one "2. all-to-all over tp"), or how many devices next to
+    each other ("all-to-all over 8 neighbours"): of all that one device has gathered, or of what it
+    has before it is summed and scattered. Without either they go over all of so many devices.
 
     Args:
       ragged: rows that come to a device by a ragged all-to-all, or go from it.
@@ -89,14 +90,16 @@ def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:
         return "", 0
     # What starts one has both sides: its operands, and its results.
     result = line[line.find("=") : name.start()]
+    key, members = name[1], devices
+    if neighbours := _neighbours(line):
+        key, members = f"{key} over {neighbours} neighbours", neighbours
     if name[1] == "ragged-all-to-all":
         bits, shape = [one for one in _ARRAY.findall(result) if "," in one[1]][-1]
-        return name[1], round(ragged * int(shape.split(",")[-1]) * int(bits) / 8)
+        return key, round(ragged * int(shape.split(",")[-1]) * int(bits) / 8)
     sides = [
         int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
         for bits, shape in _ARRAY.findall(result)
     ]
-    key, members = name[1], devices
     if group is not None:
         axes = {axis: int(size) for axis, size in _AXIS.findall(group[1])}
         over = re.findall(r"\w+", group[2])
@@ -104,3 +107,15 @@ def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:
         members = math.prod(axes[axis] for axis in over)
     whole = name[1] == "reduce-scatter" and name[2] is None
     return key, max(sides, default=0) * (members if whole else 1)
+
+
+def _neighbours(line: str) -> int:
+    """Of a collective whose groups are listed: how many devices make up one, if each consists of
+    devices next to each other, the first of which is a multiple of that; 0: they do not."""
+    listed = _LISTED.search(line)
+    if listed is None:
+        return 0
+    groups = [[int(one) for one in part.split(",")] for part in re.findall(r"[\d,]+\d", listed[1])]
+    size = len(groups[0])
+    ordered = all(group == list(range(group[0], group[0] + size)) for group in groups)
+    return size if ordered and not any(group[0] % size for group in groups) else 0

@@ -96,7 +96,7 @@ def ffn_activations(
     """
     size, d, packed = step.size, step.d_model, step.packed
     rows, devices = dp * step.tokens, mesh.ranks * mesh.tensor
-    arriving = -(-rows // pieces) * Route(pieces, devices).slots
+    arriving = -(-rows // pieces) * Route(pieces, devices, mesh.instances).slots
     lanes = step.lanes if mesh.split else 1
     hidden = 2 * FP32 + size
 

@@ -5,6 +5,8 @@ kind shares one of each. A message leaves as one array with a piece on each atte
 its answer comes back likewise (`link/contract.py`).
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,15 +79,16 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(x, page_table, shared…, pages…, combined, layer…) → (x, message, pages…)."""
+        """(x, page_table, shared…, pages…, combined…, layer…) → (x, message, pages…)."""
         layer = self.templates.attention[kind]
         shared, form = jax.tree.flatten(self._shared(bucket))
-        cuts = (len(shared), len(self.page_arrays), 1, len(layer.leaves))
+        answers = self._answer_shapes(bucket)
+        cuts = (len(shared), len(self.page_arrays), len(answers), len(layer.leaves))
 
         def body(x: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
-            of_batch, pages, (combined,), leaves = cut(rest, cuts)
+            of_batch, pages, combined, leaves = cut(rest, cuts)
             batch = jax.tree.unflatten(form, of_batch)._replace(page_table=table[0])
-            return self._attend(kind, self._add_combined(x, combined), pages, batch, leaves)
+            return self._attend(kind, self._add_combined(x, *combined), pages, batch, leaves)
 
         pages = [PAGES_SPEC] * len(self.page_arrays)
         return Program(
@@ -97,23 +100,30 @@ class AttentionPrograms(TokenPrograms):
                 self.step_shapes(bucket)[2],
                 *shared,
                 *self.page_arrays,
-                self._answer_shape(bucket),
+                *answers,
                 *layer.leaves,
             ),
-            (*(ROWS, ROWS), *[ROWS] * len(shared), *pages, PIECES, *layer.specs(ATTENTION_RULES)),
+            (
+                *(ROWS, ROWS),
+                *[ROWS] * len(shared),
+                *pages,
+                *[PIECES] * len(answers),
+                *layer.specs(ATTENTION_RULES),
+            ),
             (ROWS, PIECES, *pages),
             donated=(0, *range(2 + len(shared), 2 + len(shared) + len(pages))),
             cuda_graphs="off",
         )
 
     def first_pass(self, bucket: Bucket) -> Program:
-        """(batch, sampled, lengths, x, combined, head…) → (hidden, batch of the first pass)."""
+        """(batch, sampled, lengths, x, combined…, head…) → (hidden, batch of the first pass)."""
         head, tokens = self.templates.head, bucket.tokens
+        streams = self.stream_shapes(bucket)
+        cuts = (len(streams), len(head.leaves))
 
-        def body(
-            batch: Array, sampled: Array, lengths: Array, x: Array, combined: Array, *leaves: Array
-        ) -> tuple[Array, ...]:
-            own, x = sampled[jax.lax.axis_index("dp")], self._add_combined(x, combined)
+        def body(batch: Array, sampled: Array, lengths: Array, *rest: Array) -> tuple[Array, ...]:
+            parts, leaves = cut(rest, cuts)
+            own, x = sampled[jax.lax.axis_index("dp")], self.stream(parts)
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], leaves)
             return start.hidden, start.batch[None]
 
@@ -125,10 +135,10 @@ class AttentionPrograms(TokenPrograms):
                 self.step_shapes(bucket)[1],
                 self.shape(self.groups, self.slots, 1 + bucket.drafts),
                 self.shape(self.groups, self.slots),
-                *self.stream_shapes(bucket),
+                *streams,
                 *head.leaves,
             ),
-            (ROWS, REPLICATED, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
+            (ROWS, REPLICATED, ROWS, *self.stream_specs(), *head.specs(ATTENTION_RULES)),
             (ROWS, ROWS),
             donated=(),
         )
@@ -173,21 +183,20 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def next_pass(self, bucket: Bucket, *, again: bool) -> Program:
-        """The end of a pass and the beginning of the next: (numbers, batch, drafts, x, combined,
+        """The end of a pass and the beginning of the next: (numbers, batch, drafts, x, combined…,
         module…, head…) → (hidden, batch, drafts).
 
         The numbers are int32 [3]: the pass's, counted from 0; by how much its draft's position is
         beyond the batch's KV lengths; and the positions that the page table has room for.
         """
         module, head, tokens = self.templates.prediction, self.templates.head, bucket.tokens
-        cuts = (len(module.leaves), len(head.leaves))
+        streams = self.stream_shapes(bucket)
+        cuts = (len(streams), len(module.leaves), len(head.leaves))
 
-        def body(
-            numbers: Array, batch: Array, drafts: Array, x: Array, combined: Array, *rest: Array
-        ) -> tuple[Array, ...]:
-            own, leaves = cut(rest, cuts)
+        def body(numbers: Array, batch: Array, drafts: Array, *rest: Array) -> tuple[Array, ...]:
+            parts, own, leaves = cut(rest, cuts)
             number, ahead, longest = numbers
-            x = self._add_combined(x, combined)
+            x = self.stream(parts)
             hidden, draft = leave_module(self, tokens, x, batch[0], ahead, own, leaves)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             kept = jnp.where(samples, draft, drafts[0, :, number])
@@ -203,12 +212,12 @@ class AttentionPrograms(TokenPrograms):
                 self.shape(3),
                 self.step_shapes(bucket)[1],
                 self.shape(self.groups, self.slots, bucket.drafts),
-                *self.stream_shapes(bucket),
+                *streams,
                 *module.leaves,
                 *head.leaves,
             ),
             (
-                *(REPLICATED, ROWS, ROWS, ROWS, PIECES),
+                *(REPLICATED, ROWS, ROWS, *self.stream_specs()),
                 *module.specs(ATTENTION_RULES),
                 *head.specs(ATTENTION_RULES),
             ),
@@ -217,15 +226,15 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined, head…) → (last_tokens, sampled, logits); with drafts
+        """(x, last_tokens, batch, combined…, head…) → (last_tokens, sampled, logits); with drafts
         the lengths, too (`TokenPrograms.verify_step`)."""
-        head = self.templates.head
+        head, answers = self.templates.head, self._answer_shapes(bucket)
+        cuts = (len(answers), len(head.leaves))
 
-        def body(
-            x: Array, last: Array, batch: Array, combined: Array, *leaves: Array
-        ) -> tuple[Array, ...]:
+        def body(x: Array, last: Array, batch: Array, *rest: Array) -> tuple[Array, ...]:
+            combined, leaves = cut(rest, cuts)
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(self._add_combined(x, combined), last, fields, leaves, bucket)
+            return self.end_step(self._add_combined(x, *combined), last, fields, leaves, bucket)
 
         return Program(
             "leave",
@@ -234,22 +243,22 @@ class AttentionPrograms(TokenPrograms):
             (
                 self._stream_shape(bucket),
                 *self.step_shapes(bucket)[:2],
-                self._answer_shape(bucket),
+                *answers,
                 *head.leaves,
             ),
-            (ROWS, ROWS, ROWS, PIECES, *head.specs(ATTENTION_RULES)),
+            (ROWS, ROWS, ROWS, *[PIECES] * len(answers), *head.specs(ATTENTION_RULES)),
             (ROWS, REPLICATED, ROWS, *([ROWS] if bucket.drafts else [])),
             donated=(),
             cuda_graphs="branches",
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of (x, combined), the arguments of `leave` that hold the residual stream."""
-        return self._stream_shape(bucket), self._answer_shape(bucket)
+        """Shapes of (x, combined…), the arguments of `leave` that hold the residual stream."""
+        return self._stream_shape(bucket), *self._answer_shapes(bucket)
 
     def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Partition specs of (x, combined)."""
-        return ROWS, PIECES
+        """Partition specs of (x, combined…)."""
+        return ROWS, *[PIECES] * self.contract.instances
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """The residual stream: x plus the last layer's FFN output."""
@@ -284,16 +293,24 @@ class AttentionPrograms(TokenPrograms):
         rows = self.groups * bucket.tokens
         return self.shape(rows, self.config.d_model, dtype=self.dtype)
 
-    def _answer_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+    def _answer_shapes(self, bucket: Bucket) -> list[jax.ShapeDtypeStruct]:
+        """Of the answer, an array an instance of the ffn mesh."""
         rows = self.groups * bucket.tokens
-        return self.shape(rows, self.answers.width, dtype=self.answers.dtype)
+        one = self.shape(rows, self.answers.width, dtype=self.answers.dtype)
+        return [one] * self.contract.instances
 
-    def _add_combined(self, x: Array, combined: Array) -> Float[Array, "tokens d_model"]:
+    def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens d_model"]:
         """The residual stream with the ffn role's answer, of which this device has its piece's
-        rows."""
+        rows; of several instances the sum."""
         with jax.named_scope("combine"):
-            answer = jax.lax.all_gather(combined, "tp", axis=0, tiled=True)
-            return x + self.answers.unpack(answer, x.dtype)
+            shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
+            if len(shares) == 1:
+                return x + self.answers.unpack(shares[0], x.dtype)
+            fp32 = jnp.dtype(jnp.float32)
+            total = functools.reduce(
+                operator.add, [self.answers.unpack(share, fp32) for share in shares]
+            )
+            return x + total.astype(x.dtype)
 
 
 def _without_table(batch: RaggedBatch) -> Any:

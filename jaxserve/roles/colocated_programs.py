@@ -18,7 +18,8 @@ from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, 
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.module import Template
 from jaxserve.model.quant import sliceable
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces

@@ -18,7 +18,8 @@ from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, answer_format, message_formats
 from jaxserve.mesh import FFN_AXES, FFN_RULES, AnyMesh
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.exchange import Axes, Blocks, make_exchanges
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import Blocks, make_exchanges
 from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.program import REPLICATED, Program
@@ -44,8 +45,9 @@ class FFNPrograms:
         self.contract = contract or Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
         self.route = self.contract.route(mesh.size)
-        blocks = Blocks(mesh.size * self.route.slots, self.route.filled)
-        axes = Axes(*FFN_AXES, rows=FFN_AXES)
+        instances = self.route.instances
+        blocks = Blocks(mesh.size // instances * self.route.slots, self.route.filled)
+        axes = Axes(*FFN_AXES, rows=FFN_AXES, instances=instances)
         self.exchanges = make_exchanges(
             templates.exchange, axes, self.dtype, blocks, self.contract.combine
         )

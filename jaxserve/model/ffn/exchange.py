@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
+from jaxserve.model.ffn.axes import Axes, in_part, own_part
 from jaxserve.model.ffn.beside import Beside, shared_expert
 from jaxserve.model.ffn.collectives import (
     exchanged_rows,
+    gathered,
     spare_rows,
     summed,
     summed_int8_rows,
@@ -47,23 +49,6 @@ class Packing(Protocol):
     ) -> UInt[Array, "rows words"]:
         """The same rows with other ids."""
         ...
-
-
-class Axes(NamedTuple):
-    """The mesh axes of an exchange."""
-
-    experts: str
-    """Routed experts are divided over it."""
-    tensor: str
-    """Every expert's d_ff is divided over it."""
-    rows: tuple[str, ...]
-    """Over which the devices' own rows differ: both, major first, or `experts` alone if the devices
-    of `tensor` hold the same rows."""
-
-    @property
-    def split(self) -> bool:
-        """Whether the devices of `tensor` have different rows."""
-        return self.tensor in self.rows
 
 
 class Blocks(NamedTuple):
@@ -109,12 +94,16 @@ class Results(NamedTuple):
     """Whether all others travel in INT8, with a scale a row."""
 
     def summed_rows(
-        self, shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None
+        self,
+        shares: Unsummed,
+        axes: tuple[str, ...],
+        beside: Beside | None = None,
+        instances: int = 1,
     ) -> Sums:
         """See `collectives`."""
         if self.int8:
-            return summed_int8_rows(shares, axes, beside)
-        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
+            return summed_int8_rows(shares, axes, beside, instances)
+        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype, instances=instances)
         rows = shares.total()
         return Unsummed(add_up(rows) if beside is None else beside.during(rows, add_up, last=True))
 
@@ -169,8 +158,8 @@ class GatherExchange(NamedTuple):
         """See `Exchange`."""
         axes, beside = self.axes, None
         if block.dense is not None and block.own_rows:
-            beside = shared_expert(block.dense, packed, packing.unpack)
-        gather = functools.partial(jax.lax.all_gather, axis_name=axes.rows, axis=0, tiled=True)
+            beside = shared_expert(block.dense, own_part(packed, axes), packing.unpack)
+        gather = functools.partial(gathered, axes=axes.rows, instances=axes.instances)
         everything = gather(packed) if beside is None else beside.during(packed, gather)
         rank = jax.lax.axis_index(axes.experts)
         message, experts = packing.unpack(self._real(everything)), block.experts
@@ -181,7 +170,10 @@ class GatherExchange(NamedTuple):
             # Every device sees the same rows in the same order, so that all agree on whose turn it
             # is.
             sizes, gates = experts.sizes, message.gates
-            slots = choose_slots(message.experts, table, sizes.all_slots)
+            position = None
+            if axes.instances > 1:
+                position = axes.position(jnp.arange(axes.peers), packed.shape[0]).reshape(-1)
+            slots = choose_slots(message.experts, table, sizes.all_slots, position)
             if sizes.shared_ranks:
                 shared = choose_shared_rank(message.experts, sizes) == rank
                 slots, gates = work_of_rank(slots, gates, shared, rank, sizes)
@@ -189,10 +181,11 @@ class GatherExchange(NamedTuple):
         share, load = block.unsummed(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
-        rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
+        rows = self.results.summed_rows(self._in_place(share), axes.rows, beside, axes.instances)
         if beside is not None:
             with jax.named_scope("dense"):
-                rows = Unsummed(rows.total() + beside.result().astype(jnp.float32))
+                own = in_part(beside.result(), axes)
+                rows = Unsummed(rows.total() + own.astype(jnp.float32))
         return self.results.over_tensor(rows, axes), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
@@ -244,14 +237,22 @@ class AllToAllExchange(NamedTuple):
         assert own.experts is not None
         sizes, rank = experts.sizes, jax.lax.axis_index(axes.experts)
         with jax.named_scope("dispatch"):
-            turn = jax.lax.axis_index(axes.rows)
-            slots = choose_slots(own.experts, table, sizes.all_slots, turn=turn)
+            turn = axes.device()
+            position = jnp.arange(packed.shape[0], dtype=jnp.int32) + turn
+            if axes.instances > 1:
+                position = axes.position(turn, packed.shape[0])
+            slots = choose_slots(own.experts, table, sizes.all_slots, position)
             ranks = slots // sizes.local
             if sizes.shared_ranks:
                 shared = choose_shared_rank(own.experts, sizes, turn=turn)
                 ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
-            plan = make_send_plan(ranks, axes, self.blocks)
+            if axes.instances > 1:  # those of others are nowhere
+                ranks -= rank // axes.ranks * axes.ranks
+                ranks = jnp.where((ranks >= 0) & (ranks < axes.ranks), ranks, axes.ranks)
             beside = self._beside(packed, block, packing)
+            # Inside a host rows travel as long as counts; else they take all that there is to do.
+            early = beside if axes.instances > 1 else None
+            plan = make_send_plan(ranks, axes, self.blocks, early)
             received, there = plan.dispatch(packing.addressed(packed, slots), beside)
             message = packing.unpack(received)
             assert message.experts is not None
@@ -267,8 +268,11 @@ class AllToAllExchange(NamedTuple):
             rows = plan.combine(Unsummed(None, choices), self.results, beside)
         if block.dense is not None:
             with jax.named_scope("dense"):
-                share = self._shared(packed, own, block, packing) if beside is None else None
-                rows = rows._replace(base=share if beside is None else beside.result())
+                if beside is None:
+                    share = self._shared(packed, block, packing)
+                else:
+                    share = beside.result()
+                rows = rows._replace(base=in_part(share, axes))
         load = expert_load(choices.order.sizes, table, rank * experts.local)
         return self.results.over_tensor(rows, axes), load
 
@@ -281,19 +285,18 @@ class AllToAllExchange(NamedTuple):
         alone = self.axes.split and jax.lax.axis_size(self.axes.tensor) == 1
         if not (block.whole or alone):
             return None
-        return shared_expert(block.dense, packed, packing.unpack)
+        return shared_expert(block.dense, own_part(packed, self.axes), packing.unpack)
 
     def _shared(
-        self,
-        packed: UInt[Array, "rows words"],
-        own: Message,
-        block: FFNBlock,
-        packing: Packing,
-    ) -> Float[Array, "rows d_model"]:
-        """The shared expert on this device's own rows, or its share if others have them, too."""
+        self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
+    ) -> Float[Array, "part d_model"]:
+        """The shared expert on its part of this device's own rows, or its share if others have
+        them, too."""
         tensor, expert = self.axes.tensor, block.dense
+        packed = own_part(packed, self.axes)
         assert expert is not None
         if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
+            own = packing.unpack(packed)
             return expert(own.tokens, own.encoded)
         of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
         everything = packing.unpack(of_rank)
@@ -314,7 +317,7 @@ class SendPlan(NamedTuple):
       places: index in a rank's receive buffer of the first row from a device.
       sizes: how many rows each device sends to each rank.
       rank: this device's rank.
-      device: this device's number.
+      device: this device's number. Of all these, an instance knows its own alone.
     """
 
     axes: Axes
@@ -360,10 +363,11 @@ class SendPlan(NamedTuple):
     def _exchange(
         self, sent: Array, length: int, plan: tuple[Array, ...], beside: Beside | None, **last: bool
     ) -> Array:
-        axes, rows = self.axes.rows, self.order.place.shape[0]
+        (*_, axes, instances), rows = self.axes, self.order.place.shape[0]
 
         def exchange(sent: Array) -> Array:
-            return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
+            more = {"rows": rows, "instances": instances}
+            return exchanged_rows(sent, length, *plan, axes=axes, **more)
 
         return exchange(sent) if beside is None else beside.during(sent, exchange, **last)
 
@@ -390,22 +394,30 @@ class SendPlan(NamedTuple):
         return Unsummed(None, choices, results.shape[1] if form.int8 else None)
 
 
-def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: Blocks) -> SendPlan:
+def make_send_plan(
+    ranks_chosen: Int[Array, "rows top_k"],
+    axes: Axes,
+    blocks: Blocks,
+    beside: Beside | None = None,
+) -> SendPlan:
     """Counts rows by rank, and tells all devices the counts.
 
     Args:
       ranks_chosen: the rank of every choice of this device's rows; past the last rank: nowhere.
+      beside: work to do meanwhile.
     """
-    ranks, device = jax.lax.axis_size(axes.experts), jax.lax.axis_index(axes.rows)
+    ranks, device = axes.ranks, axes.device()
     first = _first_of_each_rank(ranks_chosen, ranks)
     if not blocks.all_filled:
         filled = np.zeros(blocks.total, bool)
         filled[list(blocks.filled)] = True
-        mine = jnp.asarray(filled.reshape(jax.lax.axis_size(axes.rows), -1))[device]
+        mine = jnp.asarray(filled.reshape(axes.peers, -1))[device]
         there = jnp.repeat(mine, first.shape[0] // mine.shape[0])
         first = jnp.where(there[:, None], first, ranks)
     order = sort_choices(first, ranks)
-    sizes = jax.lax.all_gather(order.sizes[None], axes.rows, axis=0, tiled=True)
+    tell = functools.partial(gathered, axes=axes.rows, instances=axes.instances)
+    sizes = order.sizes[None]
+    sizes = tell(sizes) if beside is None else beside.during(sizes, tell)
     return SendPlan(
         axes,
         blocks,
@@ -413,7 +425,7 @@ def make_send_plan(ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: B
         starts=jnp.cumsum(sizes, axis=1) - sizes,
         places=jnp.cumsum(sizes, axis=0) - sizes,
         sizes=sizes,
-        rank=jax.lax.axis_index(axes.experts),
+        rank=jax.lax.axis_index(axes.experts) % ranks,
         device=device,
     )
 

@@ -16,8 +16,7 @@ def choose_slots(
     experts: Int[Array, "tokens top_k"],
     table: Int32[Array, "experts entry"],
     nowhere: int,
-    *,
-    turn: Int[Array, ""] | int = 0,
+    position: Int[Array, " tokens"] | None = None,
 ) -> Int32[Array, "tokens top_k"]:
     """The slot of every choice: an expert's replicas take turns by the row's position, which evens
     them out without a word between devices (xDeepServe §4.5, step 4).
@@ -26,14 +25,15 @@ def choose_slots(
       experts: logical ids; past the last one: padding, which goes nowhere.
       table: the number of an expert's replicas, then their slots.
       nowhere: what padding gets, past the last slot.
-      turn: added to positions: the device, where every device has rows of its own.
+      position: of rows; None: as they come.
     """
     padding = (experts < 0) | (experts >= table.shape[0])
     known = jnp.where(padding, 0, experts).astype(jnp.int32)
     replica = jnp.zeros_like(known)
     if table.shape[1] > 2:
-        position = jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None] + turn
-        replica = (position + known) % table[known, 0]
+        if position is None:
+            position = jnp.arange(experts.shape[0], dtype=jnp.int32)
+        replica = (position[:, None] + known) % table[known, 0]
     return jnp.where(padding, nowhere, table[known, 1 + replica])
 
 
@@ -60,7 +60,7 @@ def choose_shared_rank(
 
     Args:
       experts: logical ids; past the last one: padding.
-      turn: as of `choose_slots`.
+      turn: added to their numbers: the device, where every device has rows of its own.
     """
     there = (experts[:, 0] >= 0) & (experts[:, 0] < sizes.experts)
     number = jnp.cumsum(there, dtype=jnp.int32) - 1 + turn

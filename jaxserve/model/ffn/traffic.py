@@ -35,6 +35,8 @@ class ExchangeMesh(NamedTuple):
     """Ranks that have the shared expert for themselves, and no routed ones."""
     whole: bool = False
     """Whether every device, or rank whose devices have the same rows, has all of it for its own."""
+    instances: int = 1
+    """Equal parts of the ranks, each of which has all rows, and exchanges them inside."""
 
     @property
     def routed(self) -> int:
@@ -51,12 +53,13 @@ class ExchangeMesh(NamedTuple):
         """The part of all rows that a device has room for."""
         if self.attention is None:
             return 1 / self.ranks
-        return -(-self.attention // self.peers) / self.attention
+        devices = self.peers * self.instances
+        return -(-self.attention // devices) * self.instances / self.attention
 
     @property
     def peers(self) -> int:
-        """Devices with rows of their own."""
-        return self.ranks * self.tensor if self.split else self.ranks
+        """Devices with rows of their own, which they exchange."""
+        return (self.ranks * self.tensor if self.split else self.ranks) // self.instances
 
 
 class RowBytes(NamedTuple):
@@ -138,7 +141,9 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     attention, ffn = deployment.attention, deployment.ffn
     if deployment.mode == "colocated":
         return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks, ffn.whole_shared)
-    return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared)
+    return ExchangeMesh(
+        ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared, ffn.instances
+    )
 
 
 def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:

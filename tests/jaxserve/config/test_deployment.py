@@ -258,6 +258,30 @@ def test_ranks_of_the_shared_expert_leave_some_for_the_others():
         load_deployment(here, {"ffn.ep": 4, "ffn.shared_ranks": 2, "ffn.whole_shared": True})
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"ffn.instances": 3}, "ffn.instances = 3 does not divide ffn.ep = 4"),
+        ({"ffn.tp": 2}, "attention's 4 devices are no multiple of the ffn role's 8"),
+        ({"ffn.shared_ranks": 2}, "with ffn.shared_ranks = 2 ranks take turns"),
+        (
+            {
+                "link.transport": "pull",
+                "ffn.runtime": "other",
+                "link.addresses": ["here:1"],
+            },
+            "ffn.instances = 2: not over link.transport = pull",
+        ),
+    ],
+)
+def test_where_the_ffn_role_has_no_instances(more, message):
+    here = Path(__file__).parent
+    fits = {"attention.dp": 4, "ffn.ep": 4, "ffn.instances": 2}
+    assert load_deployment(here, fits).ffn.instances == 2
+    with pytest.raises(ConfigError, match=message):
+        load_deployment(here, fits | more)
+
+
 class TestBuckets:
     def load(self, **overrides):
         overrides = {f"scheduler.{key}": value for key, value in overrides.items()}

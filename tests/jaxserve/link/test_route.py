@@ -9,20 +9,20 @@ sizes = st.integers(1, 24)
 
 
 def test_one_to_one():
-    assert Route(3, 3).legs == (Leg(0, (0, 1, 2), (0, 1, 2)),)
+    assert Route(3, 3).legs == (Leg(0, 0, (0, 1, 2), (0, 1, 2)),)
 
 
 def test_three_pieces_on_two_devices():
     route = Route(attention=3, ffn=2)
     assert route.slots == 2
-    assert route.legs == (Leg(0, (0, 2), (0, 1)), Leg(1, (1,), (0,)))
+    assert route.legs == (Leg(0, 0, (0, 2), (0, 1)), Leg(1, 0, (1,), (0,)))
     assert route.filled == (0, 1, 2)  # device 1 has nothing in its second slot, place 3
 
 
 def test_two_pieces_are_spread_over_five_devices():
     route = Route(attention=2, ffn=5)
     assert route.slots == 1
-    assert route.legs == (Leg(0, (0, 1), (0, 2)),)
+    assert route.legs == (Leg(0, 0, (0, 1), (0, 2)),)
     assert route.filled == (0, 2)
 
 
@@ -49,3 +49,37 @@ def test_a_leg_reaches_a_device_once(attention, ffn):
 def test_copies_do_not_grow_with_the_ffn_mesh(attention, ffn):
     """A copy a slot: one wherever there are at least as many ffn devices as pieces."""
     assert len(Route(attention, ffn).legs) == -(-attention // ffn)
+
+
+def test_two_instances_get_every_piece():
+    """Devices 0 and 1 are one, 2 and 3 the other; a piece comes to its device, then to the same one
+    of the other."""
+    route = Route(attention=4, ffn=4, instances=2)
+    assert route.slots == 2
+    assert route.legs == (
+        Leg(0, 0, (0, 1, 2, 3), (0, 1, 2, 3)),
+        Leg(1, 1, (0, 1, 2, 3), (2, 3, 0, 1)),
+    )
+    assert route.filled == (0, 1, 2, 3)
+
+
+def test_two_instances_of_a_device_with_two_pieces_each():
+    route = Route(attention=4, ffn=2, instances=2)
+    assert [(leg.slot, leg.answer) for leg in route.legs] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    pairs = [tuple(zip(leg.attention, leg.ffn, strict=True)) for leg in route.legs]
+    assert pairs == [((0, 0), (2, 1)), ((1, 0), (3, 1)), ((0, 1), (2, 0)), ((1, 1), (3, 0))]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
+def test_every_answer_has_all_pieces(part, instances, own):
+    route = Route(own * part * instances, part * instances, instances)
+    for answer in range(instances):
+        legs = [leg for leg in route.legs if leg.answer == answer]
+        pieces = [
+            (a, f // part) for leg in legs for a, f in zip(leg.attention, leg.ffn, strict=True)
+        ]
+        assert sorted(a for a, _ in pieces) == list(range(route.attention))
+    reached = {
+        (a, f // part) for leg in route.legs for a, f in zip(leg.attention, leg.ffn, strict=True)
+    }
+    assert len(reached) == route.attention * instances

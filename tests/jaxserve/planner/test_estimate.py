@@ -102,6 +102,10 @@ def test_the_host_of_a_process():
         }
     )
     assert estimate.bounds(COUNTS, process_devices=4).longest() == "ffn"
+    # Two instances get a message each, and both answer.
+    two = msgspec.structs.replace(COUNTS, instances=2)
+    assert estimate.host_parts(two)["message"] == pytest.approx(42e-6)
+    assert estimate.bounds(two).network == pytest.approx(2 * estimate.bounds(COUNTS).network)
     # Step-3 on 4 hosts: what ffn launches. The process that leads has 3 hosts and 7 neighbours to
     # send to, the first of ffn's hosts its neighbours.
     counts = estimate.read(COMMITTED)
@@ -138,6 +142,9 @@ def test_collectives():
         ("all-gather over ep tp", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
         ("all-to-all over tp", 10e-6 + 160e6 * 7 / 8 / 450e9),
         ("all-to-all over ep", 10e-6 + 160e6 / 2 / 50e9),
+        ("all-to-all over 8 neighbours", 10e-6 + 160e6 * 7 / 8 / 450e9),
+        ("all-to-all over 16 neighbours", 10e-6 + 160e6 / 2 / 50e9),
+        ("all-to-all over 6 neighbours", 10e-6 + 160e6 * 5 / 6 / 50e9),
     ],
 )
 def test_where_a_collective_goes(name, seconds):

@@ -1,7 +1,7 @@
 """What is beside a collective, read from HLO as it is printed; names and axes of collectives are in
 `test_compile_command.py`."""
 
-from jaxserve.planner.scheduled import Window, windows
+from jaxserve.planner.scheduled import Window, exchanged_bytes, windows
 from pallas_kernels.small_ops import instructions
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
@@ -44,3 +44,22 @@ def test_a_collective_that_nothing_is_beside():
     lines = PROGRAM.splitlines()
     program = "\n".join(line for line in lines if " fusion(" not in line and "custom" not in line)
     assert windows(instructions(program), 16) == []
+
+
+def test_groups_that_are_listed():
+    """Of devices next to each other it says how many; of others nothing, which is all of them."""
+    line = "  %a = u8[64,8]{1,0} all-gather(%x), replica_groups={GROUPS}, dimensions={0}"
+    ragged = "  %b = u8[64,8]{1,0} ragged-all-to-all(%x, %y), replica_groups={GROUPS}"
+
+    def named(groups):
+        text = "\n".join(each.replace("GROUPS", groups) for each in (line, ragged))
+        return exchanged_bytes(text, 4, ragged=10)
+
+    assert named("{0,1},{2,3}") == {
+        "all-gather over 2 neighbours": 512,
+        "ragged-all-to-all over 2 neighbours": 80,
+    }
+    everywhere = {"all-gather": 512, "ragged-all-to-all": 80}
+    assert named("{0,2},{1,3}") == everywhere
+    assert named("{1,2},{3,0}") == everywhere
+    assert named("{1,0},{2,3}") == everywhere

@@ -20,8 +20,9 @@ from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock, shared_parts
+from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.balance import rebalance
-from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import (
     EMPTY,

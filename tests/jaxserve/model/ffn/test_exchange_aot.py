@@ -24,7 +24,8 @@ from jaxserve.config.model import Router as Rule
 from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock
-from jaxserve.model.ffn.exchange import Axes, make_exchanges
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.module import Formats, Template

@@ -167,3 +167,9 @@ def test_broadcast_gathers():
 def test_rows_that_a_device_has_room_for(attention, own):
     """Eight devices: as many pieces as attention devices, each on one of them."""
     assert ExchangeMesh(ranks=4, tensor=2, attention=attention).own == own
+
+
+def test_instances_have_all_rows_each():
+    mesh = ExchangeMesh(ranks=4, tensor=2, attention=8, instances=2)
+    assert mesh.peers == 4
+    assert mesh.own == 2 / 8
