@@ -114,7 +114,7 @@ def test_the_host_of_a_process():
     assert sum(parts.values()) < sum(estimate.host_parts(counts, 8).values())
     leading = estimate.host_parts(msgspec.structs.replace(counts, programs=_launching(counts, 0)))
     assert leading["plans"] == pytest.approx((140e-6 + 10 * 14e-6) / 61)
-    assert sum(leading.values()) < 120e-6
+    assert sum(leading.values()) < 125e-6
     assert assumed("host.hosts_each") == HOSTS_EACH == stages.HOSTS_EACH
 
 
@@ -219,7 +219,7 @@ def test_counts_of_deployments(capsys):
     assert main(["estimate", "--config", "step3-alltoall"]) == 0
     own = capsys.readouterr().out
     assert own.startswith("ESTIMATE of step3-alltoall on h200:4x8 at 4096, read from")
-    expected = "4116 tokens/s a GPU, 6144 sequences with a token every 46.7 ms, bound by ffn; "
+    expected = "4240 tokens/s a GPU, 6144 sequences with a token every 45.3 ms, bound by ffn; "
     assert f"\n1 GPU(s) a process: {expected}if it were alone: attention" in own
     assert main(["estimate", "--config", "step3"]) == 0
     step3 = capsys.readouterr().out
@@ -230,8 +230,8 @@ def test_counts_of_deployments(capsys):
         f"ESTIMATE of step3-alltoall {at}{expected}more with --config step3-alltoall"
     )
     assert large == (
-        f"ESTIMATE of step3-large-batch {at}5384 tokens/s a GPU, 9216 sequences with a token every "
-        "53.5 ms, bound by ffn; more with --config step3-large-batch"
+        f"ESTIMATE of step3-large-batch {at}6008 tokens/s a GPU, 9216 sequences with a token every "
+        "47.9 ms, bound by ffn; more with --config step3-large-batch"
     )
     assert end == ""
     assert main(["estimate", "--config", "kimi-k2"]) == 2

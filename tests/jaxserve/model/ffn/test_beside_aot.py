@@ -26,8 +26,12 @@ pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_a
 
 
 LAYOUTS = {
-    "step3": ["all-gather over ep tp", "all-to-all over tp", "all-to-all over ep"],
-    "step3-alltoall": ["all-gather over ep tp", "ragged-all-to-all", "ragged-all-to-all"],
+    "step3": ["all-gather over tp", "all-to-all over tp"],
+    "step3-alltoall": [
+        "all-gather over 8 neighbours",
+        "ragged-all-to-all over 8 neighbours",
+        "ragged-all-to-all over 8 neighbours",
+    ],
 }
 
 
