@@ -47,7 +47,8 @@ class Formats:
       dtype: dtype of activations, norms and everything that is not quantised.
       weights: storage format of the matrices that `matrix` makes.
       shards: number of shards of a dimension on the role's mesh, by name; 1 where missing.
-      expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it.
+      expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it; "float": also
+        of a whole shared expert.
       int4: how INT4 matrices are scaled.
       dense: storage format of dense FFNs and the shared expert, where it is another one.
       input_major: whether float matrices lie input by input, as CPUs multiply them.

@@ -10,9 +10,11 @@ blocks, partly XLA's own estimate; the kernel 0.6 and 0.9, so that it is limited
 On a GPU kernels are used for block scales only, which XLA multiplies in 127 rounds of six launches.
 Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. For other
 FP8 weights XLA converts while loading and splits likewise; rows that came in FP8 it multiplies by
-them as both are, and INT8 weights by rows in INT8.
+them as both are, and INT8 weights by rows in INT8. A whole SwiGLU network of FP8 weights and such
+rows is two launches of the kernel (`swiglu_steps_of_fp8`), for who asks for steps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.coverage import Fallback, fall_back
-from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize import QuantArray, from_bits
@@ -147,6 +149,41 @@ def swiglu_steps(
         return dense_matmul(hidden, down_weights).astype(hidden.dtype)
 
     return gated, hidden, project
+
+
+def swiglu_steps_of_fp8(
+    rows: Float[Array, "rows d_model"],
+    narrow: QuantArray,
+    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
+    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+) -> tuple[Callable[[QuantArray], Any], Callable[[Any], Array]] | None:
+    """`swiglu_steps` in two launches of the kernel, as of a single group's experts: both products
+    multiply FP8 by FP8, and between them are hidden rows in FP8 blocks.
+
+    Args:
+      rows: of the shape and dtype of the results.
+      narrow: like what the first step takes: `rows` as they came, one scale a row, maybe the first
+        columns of a wider array.
+
+    Returns:
+      None: rows or weights are not in FP8, or there is no such kernel for them.
+    """
+    target, values = current_target(), from_bits(narrow.values)
+    stacks = gate, up, down = tuple(map(_stack, (gate_weights, up_weights, down_weights)))
+    if values.dtype != jnp.float8_e4m3fn or fastest_row_format(rows, stacks) != "fp8":
+        return None
+    from pallas_kernels.grouped_matmul import mosaic_gpu
+
+    if not rows.shape[0] or rows.shape[0] % mosaic_gpu.BLOCK_ROWS:
+        return None
+    weights, dtype = {"gate_weights": gate, "up_weights": up}, rows.dtype
+    return (
+        functools.partial(mosaic_gpu.hidden_in_blocks, **weights, target=target),
+        functools.partial(
+            mosaic_gpu.down_of_blocks, down_weights=down, out_dtype=dtype, target=target
+        ),
+    )
 
 
 def _dense_product(

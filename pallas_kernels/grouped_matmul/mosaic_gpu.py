@@ -50,7 +50,7 @@ from pallas_kernels.tuned import Fields
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 
 
-class _Rows(NamedTuple):
+class RowsInBlocks(NamedTuple):
     """Rows in 8 bits.
 
     Attributes:
@@ -112,7 +112,7 @@ def grouped_swiglu(
         None if source is None else Picked(source, running_sum(jnp.asarray(group_sizes)), target)
     )
     operand, later = _whole_blocks(rows, row_format, picked, narrow)
-    hidden_dtype = operand.values.dtype if isinstance(operand, _Rows) else rows.dtype
+    hidden_dtype = operand.values.dtype if isinstance(operand, RowsInBlocks) else rows.dtype
     product = functools.partial(
         _product,
         group_sizes=group_sizes,
@@ -130,9 +130,42 @@ def grouped_swiglu(
         picked=later,
         zero_padding=False,
     )
-    between = _Rows(*hidden) if isinstance(operand, _Rows) else hidden[0]
+    between = RowsInBlocks(*hidden) if isinstance(operand, RowsInBlocks) else hidden[0]
     out = product(between, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
     return out[0][:count]
+
+
+def hidden_in_blocks(
+    rows: QuantArray, gate_weights: WeightArray, up_weights: WeightArray, target: Target
+) -> RowsInBlocks:
+    """The first of two steps of one SwiGLU network of FP8 weights: what its down projection takes,
+    in FP8 blocks.
+
+    Args:
+      rows: FP8, one scale a row; as many as whole blocks have. Values may be the first columns of a
+        wider array.
+    """
+    spread = jnp.broadcast_to(
+        rows.scales, (rows.values.shape[0], gate_weights.shape[2] // ROW_BLOCK)
+    )
+    scales = jnp.pad(spread.T, ((0, 0), (0, SPARE_SCALES)))
+    operand = RowsInBlocks(from_bits(rows.values), scales)
+    gate_and_up = gate_weights, up_weights
+    return RowsInBlocks(*_of_one_group(operand, gate_and_up, operand.values.dtype, target, _swiglu))
+
+
+def down_of_blocks(
+    hidden: RowsInBlocks, down_weights: WeightArray, out_dtype: DTypeLike, target: Target
+) -> Float[Array, "rows d_out"]:
+    """The second step."""
+    return _of_one_group(hidden, (down_weights,), out_dtype, target)[0]
+
+
+def _of_one_group(
+    rows: RowsInBlocks, weights: tuple[WeightArray, ...], *options: Any
+) -> tuple[Array, ...]:
+    size = np.asarray([rows.values.shape[0]], np.int32)
+    return _product(rows, weights, size, *options, zero_padding=False, one_group=True)
 
 
 def _whole_blocks(
@@ -140,7 +173,7 @@ def _whole_blocks(
     row_format: str | None,
     picked: Picked | None = None,
     narrow: QuantArray | None = None,
-) -> tuple[Array | _Rows, Picked | None]:
+) -> tuple[Array | RowsInBlocks, Picked | None]:
     """Rows as they are multiplied, as many as whole blocks have; and which of them are still to be
     picked.
 
@@ -162,7 +195,7 @@ def _whole_blocks(
         quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
     values, scales = _rows_of(quantised.values, picked, rows.shape[1]), quantised.scales
     scales = scales if picked is None else scales[picked.source]
-    return _Rows(values, jnp.pad(scales.T, ((0, 0), (0, SPARE_SCALES)))), None
+    return RowsInBlocks(values, jnp.pad(scales.T, ((0, 0), (0, SPARE_SCALES)))), None
 
 
 def _rows_of(rows: Array, picked: Picked | None, d: int | None = None) -> Array:
@@ -204,7 +237,7 @@ def _gap(weights: WeightArray, row_format: str | None) -> str:
 
 
 def _product(
-    rows: Array | _Rows,
+    rows: Array | RowsInBlocks,
     weights: tuple[WeightArray, ...],
     group_sizes: Int32[Array | np.ndarray, " groups"],
     out_dtype: DTypeLike,
@@ -222,16 +255,16 @@ def _product(
 
     Args:
       as_floats: floats stay floats, even for INT8 weights.
-      picked: which of the rows, which are no `_Rows` then; None: all.
+      picked: which of the rows, which are no `RowsInBlocks` then; None: all.
       zero_padding: rows of padding become zeros; else they are not written.
       average, given, one_group: as of `pick_tiles`; rows that fill up a block are no group's.
 
     Returns:
       what `grouped_product` does.
     """
-    all_rows = rows.values if isinstance(rows, _Rows) else rows
+    all_rows = rows.values if isinstance(rows, RowsInBlocks) else rows
     count = (all_rows if picked is None else picked.source).shape[0]
-    kind = kind_of(weights[0], in_blocks=isinstance(rows, _Rows), as_floats=as_floats)
+    kind = kind_of(weights[0], in_blocks=isinstance(rows, RowsInBlocks), as_floats=as_floats)
     quantised = quantises(out_dtype)
     groups = group_sizes.shape[0]
     tiles = pick_tiles(
@@ -267,7 +300,7 @@ def kind_of(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = 
 
 
 def _operands(
-    rows: Array | _Rows,
+    rows: Array | RowsInBlocks,
     weights: tuple[WeightArray, ...],
     tiles: Tiles,
     *,
@@ -283,7 +316,7 @@ def _operands(
     quantised = [array for array in weights if isinstance(array, QuantArray)]
     row_scales: Any = None
     block_scales: Any = None
-    if isinstance(rows, _Rows):
+    if isinstance(rows, RowsInBlocks):
         rows, block_scales = rows
     elif first.dtype == jnp.int8:
         if not as_floats:

@@ -58,10 +58,11 @@ class Beside:
 
 def shared_expert(expert: DenseFFN, packed: Array, unpack: Callable[[Array], Message]) -> Beside:
     """The steps of the whole shared expert for packed rows, which the first one unpacks."""
-    first, *others = expert.steps(unpack(packed).tokens)
+    like = unpack(packed)
+    first, *others = expert.steps(like.tokens, like.wide)
 
     def unpack_first(packed: Array) -> Any:
         own = unpack(packed)
-        return first((own.tokens, own.encoded))
+        return first((own.tokens, own.encoded, own.wide))
 
     return Beside(packed, [unpack_first, *others])

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.model.module import Formats, Module, Rngs, matrix
 from jaxserve.model.quant.rows import EncodedRows
-from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps
+from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
 from pallas_kernels.quantize import QuantArray
 
 
@@ -30,6 +30,7 @@ class DenseFFN(Module):
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",
     ):
+        self._in_blocks = formats.expert_rows in (None, "fp8")
         hidden = {dimension: d_ff}
         self.gate = matrix(rngs, formats, **hidden, d_model=d_model)
         self.up = matrix(rngs, formats, **hidden, d_model=d_model)
@@ -45,10 +46,24 @@ class DenseFFN(Module):
         """
         return dense_swiglu(x, self.gate[...], self.up[...], self.down[...], _narrow(encoded))
 
-    def steps(self, x: Float[Array, "tokens d_model"]) -> tuple[Callable[[Any], Any], ...]:
-        """The same for who does it in parts: the first takes (x, encoded), each what the one before
-        it gave, and the last gives the output. One kernel may make all of it, for rows like x."""
-        first, *others = swiglu_steps(x, self.gate[...], self.up[...], self.down[...])
+    def steps(
+        self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
+    ) -> tuple[Callable[[Any], Any], ...]:
+        """The same for who does it in parts: the first takes (x, encoded, wide), each what the one
+        before it gave, and the last gives the output. One kernel may make all of it, for rows like
+        x. On Hopper GPUs rows that came in FP8 stay so for FP8 weights, and hidden ones are in FP8
+        blocks, as those of routed experts.
+
+        Args:
+          wide: like the rows: x as it came, the first columns of a wider array, if in 8 bits.
+        """
+        weights = self.gate[...], self.up[...], self.down[...]
+        if self._in_blocks and wide is not None:
+            of_fp8 = swiglu_steps_of_fp8(x, wide.quantised(), *weights)
+            if of_fp8 is not None:
+                hidden, project = of_fp8
+                return (lambda rows: hidden(rows[2].quantised())), project
+        first, *others = swiglu_steps(x, *weights)
         return lambda rows: first((rows[0], _narrow(rows[1]))), *others
 
 

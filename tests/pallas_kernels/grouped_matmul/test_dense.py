@@ -1,11 +1,19 @@
 """One weight for all rows: kernels, interpreted on the CPU, against NumPy; what is not theirs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.dense import covers, dense_matmul, dense_swiglu
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.dense import (
+    covers,
+    dense_matmul,
+    dense_swiglu,
+    swiglu_steps_of_fp8,
+)
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import Weight
@@ -144,3 +152,35 @@ def test_a_row_is_the_same_alone_and_among_others(format):
     assert np.abs(alone).max() > 0
     np.testing.assert_array_equal(alone, few[:1])
     np.testing.assert_array_equal(alone, many[:1])
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block"])
+def test_a_network_in_two_steps(format):
+    """As experts of a single group: rows that came in FP8, the first columns of wider ones, and
+    hidden rows in FP8 blocks."""
+    rng = np.random.default_rng(0)
+    wide = jnp.asarray(rng.normal(size=(16, D_IN + 128)), jnp.float8_e4m3fn)
+    rows = jnp.zeros((16, D_IN), jnp.bfloat16)
+    narrow = QuantArray(wide, jnp.asarray(rng.random((16, 1)) / 16, jnp.float32), (1, 0))
+    (gate, gate_array), (up, up_array) = (dense_weight(rng, D_FF, D_IN, format) for _ in range(2))
+    down, down_array = dense_weight(rng, D_OUT, D_FF, format)
+    arrays = gate_array, up_array, down_array
+    in_int8 = dataclasses.replace(narrow, values=jnp.zeros(wide.shape, jnp.int8))
+    assert swiglu_steps_of_fp8(rows, narrow, *arrays) is None
+    with use_target(TARGETS["gpu"]):
+        assert swiglu_steps_of_fp8(rows, in_int8, *arrays) is None
+        assert swiglu_steps_of_fp8(rows[:9], narrow, *arrays) is None
+        hidden, project = swiglu_steps_of_fp8(rows, narrow, *arrays)
+        found = jax.jit(lambda narrow: project(hidden(narrow)))(narrow)
+        stacks = jax.tree.map(lambda array: array[None], arrays)
+        source = jnp.arange(16, dtype=jnp.int32)
+        same = grouped_swiglu(
+            rows, *stacks, jnp.array([16]), row_format="fp8", source=source, narrow=narrow
+        )
+    assert found.dtype == jnp.bfloat16
+    found = np.asarray(found, np.float64)
+    np.testing.assert_array_equal(found, np.asarray(same, np.float64))
+    came = np.asarray(wide[:, :D_IN], np.float32) * np.asarray(narrow.scales)
+    _, expected = products_numpy(came, gate, up, down)
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.all(np.abs(found - expected) <= 5e-2 * scale)

@@ -224,6 +224,18 @@ class TestPickTiles:
         assert tiles_for(rows, weights, groups=1).rows == row_tile
 
     @pytest.mark.parametrize(
+        ("rows", "gate_and_up", "down"),
+        [(8, 16, 16), (128, 64, 64), (136, 128, 112), (224, 128, 112), (232, 128, 128)],
+    )
+    def test_few_rows_of_one_network_are_tiles_for_few(self, rows, gate_and_up, down):
+        """Of Step-3's whole shared expert: up to two tiles of 64 rows, or of 112."""
+        up = quantised(jnp.float8_e4m3fn, (1, 5120, 7168), (1, 0))
+        back = quantised(jnp.float8_e4m3fn, (1, 7168, 5120), (1, 0))
+        options = {"groups": 1, "in_blocks": True, "one_group": True}
+        assert tiles_for(rows, up, up, **options).rows == gate_and_up
+        assert tiles_for(rows, back, **options).rows == down
+
+    @pytest.mark.parametrize(
         ("shape", "block", "splits"),
         [
             ((2112, 7168), (128, 128), 4),  # 17 tiles of columns, 56 steps

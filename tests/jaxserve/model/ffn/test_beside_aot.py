@@ -60,7 +60,7 @@ def test_a_product_of_the_shared_expert_is_beside_each_collective(layout):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert [name for name, _ in found] == LAYOUTS[layout]
-    assert all(kernels >= 2 for _, kernels in found)
+    assert all(kernels >= 1 for _, kernels in found)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_steps():
         rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), (6, 8), (8, 6))
     )
     module, x = dense(gate, up, down), jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
-    steps, value = module.steps(x), (x, None)
+    steps, value = module.steps(x), (x, None, None)
     assert len(steps) == 3
     for step in steps:
         value = step(value)
