@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 import jaxserve
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
 from jaxserve.launch.options import Options, Rendering
@@ -73,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "--hardware",
         default="",
         metavar="NAME",
-        help="of configs/hardware: what roles run on that have no key hardware, as v6e",
+        help="of configs/hardware: what all roles run on, instead of their key hardware, as v6e",
     )
     made.add_argument(
         "--slices", type=int, default=1, help="TPU slices of one runtime with all roles (1)"
@@ -146,6 +149,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _on(deployment: Deployment, hardware: str) -> Deployment:
+    """A deployment whose roles name this hardware where they named any."""
+    roles = {
+        role: msgspec.structs.replace(section, hardware=hardware)
+        for role, section in (("attention", deployment.attention), ("ffn", deployment.ffn))
+        if section.hardware
+    }
+    return msgspec.structs.replace(deployment, **roles)
+
+
 def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
     """The files by name.
 
@@ -154,6 +167,8 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
     """
     target = TARGETS[options.target]
     deployment = read_deployment(options.config, options.model, options.set)
+    if options.hardware:
+        deployment = _on(deployment, options.hardware)
     if options.slices < 1:
         raise ConfigError(f"--slices {options.slices}: expected 1 or more")
     works = workloads(deployment, options.hardware, options.slices, target.processes_of)

@@ -162,13 +162,14 @@ def test_a_deployment_survives_being_written(name: str, tmp_path) -> None:
     [
         ("--config demo --target gke-lws", "is for a tpu, and whole has hardware none"),
         ("--config demo --target slurm", "is for a gpu, and whole has hardware none"),
-        ("--config step3 --target gke-jobset", "is for a tpu, and whole has hardware none"),
+        ("--config step3 --target gke-jobset", "is for a tpu, and whole has hardware h800"),
         (
             "--config step3-v6e --hardware v6e --target gke-lws --set ffn.ep=2",
             "48 chips of v6e: there are slices of 1, 4, 8, 16, 32, 64, 128, 256",
         ),
         (
-            "--config step3 --hardware h100 --target kubernetes --set attention.dp=12",
+            "--config step3 --hardware h100 --target kubernetes --set attention.dp=12 "
+            "--set ffn.instances=1",
             "28 devices do not fill hosts of 8 NVIDIA H100 SXM",
         ),
         (
@@ -231,3 +232,12 @@ def test_a_process_a_gpu_where_a_runtime_has_both_roles() -> None:
     gpus = "--config step3 --hardware h100 --target kubernetes"
     assert given(gpus) == ["--host-processes=8"]
     assert given(V6E) == []
+
+
+def test_hardware_of_the_command_replaces_the_files(capsys):
+    """On H100s nothing asks for the TPUs that the file names."""
+    assert main(["--config", "qwen3-30b-a3b", "--hardware", "h100", "--target", "kubernetes"]) == 0
+    rendered = capsys.readouterr().out
+    assert "hardware: h100" in rendered
+    assert "v6e" not in rendered
+    assert "google.com/tpu" not in rendered
