@@ -94,7 +94,7 @@ def test_collectives_name_their_axes():
   %e = u8[64,8]{1,0:S(7)} ragged-all-to-all(%v, %empty, %s), replica_groups={{0,1,2,3}}
 """
     assert exchanged_bytes(text, 16, ragged=12.5) == {
-        "ragged-all-to-all": 100,
+        "ragged-all-to-all over 4 neighbours": 100,
         "all-gather over ep tp": 128,
         "all-to-all over tp": 32,
         "all-to-all over ep": 16,
