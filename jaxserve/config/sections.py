@@ -79,11 +79,12 @@ class FFNRole(Section, frozen=True):
     """Format of the ffn role's matrices, in colocated mode too; values as of
     `attention.weights`."""
     expert_rows: Literal["auto", "blocks", "float"] = "auto"
-    """Format of the rows that quantised routed experts multiply. `auto`: not quantised for INT4
-    weights, nor for FP8 ones but on Hopper GPUs, which do as in `blocks` (with `link.dispatch` =
-    fp8: as the rows came over the wire), INT8 with one scale per row for INT8 weights; `blocks`:
-    rows and hidden rows in the format of 8-bit weights, in INT8 for INT4 ones (W4A8), with a scale
-    for every 128 columns (FP8 on TPUs: v7x only); `float`: never quantised (W8A16)."""
+    """Format of the rows that quantised routed experts multiply, and on Hopper GPUs a whole shared
+    expert in FP8. `auto`: not quantised for INT4 weights, nor for FP8 ones but on Hopper GPUs,
+    which do as in `blocks` (with `link.dispatch` = fp8: as the rows came over the wire), INT8 with
+    one scale per row for INT8 weights; `blocks`: rows and hidden rows in the format of 8-bit
+    weights, in INT8 for INT4 ones (W4A8), with a scale for every 128 columns (FP8 on TPUs: v7x
+    only); `float`: never quantised (W8A16)."""
     exchange: Literal["auto", "gather", "alltoall"] = "auto"
     """How rows get to the devices that hold their experts, in colocated mode too. `gather`: all
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
