@@ -133,8 +133,7 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
     moved = one.bytes - one.exchanging - one.absent
     work = one.instructions * assumed("h200.node") + moved / assumed("h200.memory")
     return work, sum(
-        collective_seconds(size, *_members(name, outer, inner), apart="all-to-all" in name)
-        for name, size in one.exchanged.items()
+        _exchange_seconds(name, size, outer, inner) for name, size in one.exchanged.items()
     )
 
 
@@ -147,15 +146,19 @@ def hidden_seconds(one: ProgramCounts, outer: int, inner: int) -> float:
     units, taken = assumed("h200.multiprocessors"), assumed("h200.collective_multiprocessors")
     total = 0.0
     for each in one.beside:
-        apart = "all-to-all" in each.collective
-        members = _members(each.collective, outer, inner)
-        moving = collective_seconds(each.size, *members, apart=apart)
+        moving = _exchange_seconds(each.collective, each.size, outer, inner)
         launches = each.instructions * assumed("h200.node")
         reading = each.bytes / assumed("h200.memory")
         shared = each.exchanging / assumed("h200.memory")
         slower = launches + reading * units / (units - taken) + shared
         total += moving + launches + reading - max(moving, slower)
     return total
+
+
+def _exchange_seconds(name: str, size: int, outer: int, inner: int) -> float:
+    """`collective_seconds` of one by its name, as of `ProgramCounts.exchanged`."""
+    members = _members(name, outer, inner)
+    return collective_seconds(size, *members, apart="all-to-all" in name)
 
 
 def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
@@ -289,13 +292,8 @@ def lines(counts: Counts) -> list[str]:
         )
     for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
         here = bounds(counts, devices)
-        slowest = here.longest()
-        pace = getattr(here, slowest)
         result.append(
-            f"{devices} GPU(s) a process: {tokens_per_device(counts, pace):.0f} tokens/s a GPU, "
-            f"{counts.lanes * counts.tokens} sequences with a token every "
-            f"{between_tokens(counts, pace) * 1e3:.1f} ms, bound by {slowest}; "
-            + _by_resource(counts, here)
+            f"{devices} GPU(s) a process: {_speed(counts, here)}; {_by_resource(counts, here)}"
         )
         result.append("  of the host's µs: " + _times(host_parts(counts, devices)))
     strict = bounds(every_byte(counts))
@@ -311,13 +309,18 @@ def lines(counts: Counts) -> list[str]:
 
 def one_line(counts: Counts) -> str:
     """Of another deployment."""
-    found = bounds(counts)
-    pace = max(found)
     return (
         f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}: "
+        f"{_speed(counts, bounds(counts))}; more with --config {counts.config}"
+    )
+
+
+def _speed(counts: Counts, found: Bounds) -> str:
+    pace = max(found)
+    return (
         f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, {counts.lanes * counts.tokens} "
         f"sequences with a token every {between_tokens(counts, pace) * 1e3:.1f} ms, bound by "
-        f"{found.longest()}; more with --config {counts.config}"
+        f"{found.longest()}"
     )
 
 

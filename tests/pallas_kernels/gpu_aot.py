@@ -16,6 +16,20 @@ SECONDS = 7200
 SHARED_MEMORY = 232_448
 
 
+def printed_by(module, *arguments, **variables):
+    """What a test module prints as JSON, run as a program of its own that compiles for GPUs."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
 @functools.cache
 def kernels_of(op):
     """The kernels of all cases, compiled in one process: {case: [{"kernel": name, ...}, ...]}."""

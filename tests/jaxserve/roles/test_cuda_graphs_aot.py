@@ -6,10 +6,7 @@ In a process of its own, which prints the sequences that XLA dumps: JAX's settin
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -58,16 +55,8 @@ def sequences():
     """Of each program, as it runs: {name: text}."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=^$"
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.jaxserve.roles.test_cuda_graphs_aot"],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-            timeout=gpu_aot.SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return {name: _sequence(Path(folder), name) for name in json.loads(done.stdout)}
+        names = gpu_aot.printed_by("tests.jaxserve.roles.test_cuda_graphs_aot", XLA_FLAGS=flags)
+        return {name: _sequence(Path(folder), name) for name in names}
 
 
 def _sequence(folder, name):

@@ -5,8 +5,6 @@ In a process of its own, which prints what it found: JAX's settings stay.
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -49,16 +47,7 @@ def beside(layout: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_product_of_the_shared_expert_is_beside_each_collective(layout):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxserve.model.ffn.test_beside_aot", layout],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=gpu_aot.SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = gpu_aot.printed_by("tests.jaxserve.model.ffn.test_beside_aot", layout)
     assert [name for name, _ in found] == LAYOUTS[layout]
     assert all(kernels >= 1 for _, kernels in found)
 
