@@ -132,7 +132,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         """Rows as they cross the link, [rows, width]."""
         if self.rows == "int8":
             return results.packed(self.width)
-        return results.total().astype(self.dtype)
+        return results.total(self.dtype)
 
     def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """The inverse, in `dtype`."""

@@ -2,8 +2,11 @@
 
 Called by `routed.py`. Tokens are cut into blocks, and one block's rows are on their way while those
 of the block before are multiplied by their gates and added up, in the order of a token's choices,
-so that a sum does not depend on what else is in the batch. XLA, instead, gathers a row for each
-choice of each token, here or not, and adds these up afterwards.
+so that a sum does not depend on what else is in the batch. The sum is rounded to what is sent, and
+on v7x what a token has beside its rows, of the shared expert, is added before: XLA would write and
+read sums in FP32 for that. v5e and v6e, with twice the VMEM, have room for these there. For the
+sums of rows XLA gathers a row for each choice of each token, here or not, and adds these up
+afterwards.
 
 Rows of BF16 lie in pairs, which are copied together: a copy moves 32-bit words.
 """
@@ -17,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words, wait_for_rows
 from pallas_kernels.target import Target
@@ -31,7 +34,8 @@ BLOCK_TOKENS = 32
 """Tokens of a block; a multiple of `TILE_TOKENS`."""
 
 TILE_TOKENS = 8
-"""Tokens that are added up at a time: the rows of a register tile."""
+"""Tokens that are added up at a time: the rows of a register tile; of 16 bits it has twice as
+many."""
 
 CHUNK_COLUMNS = 1024
 """Columns of these."""
@@ -61,11 +65,21 @@ def combine(
     gates: Float[Array, "tokens top_k"],
     place: Int32[Array, "tokens top_k"],
     here: Bool[Array, "tokens top_k"],
+    base: Float[Array, "tokens d"] | None = None,
+    *,
     target: Target,
-) -> Float32[Array, "tokens d"]:
-    """For every token, the sum of the rows at `place` times their gates, of choices that are
-    `here`; for what `covers`."""
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "tokens d"]:
+    """For every token, `base`, if there is one, and the sum of the rows at `place` times their
+    gates, of choices that are `here`; added up in FP32 and rounded to `dtype`. For what `covers`.
+    XLA adds the base but on v7x, and rounds as well where tokens fill no whole tiles of 16 bits."""
     tokens, top_k = place.shape
+    bases = () if base is None else (base,)
+    narrowest = min(jnp.dtype(of).itemsize for of in (dtype, *(array.dtype for array in bases)))
+    tile = TILE_TOKENS * 4 // narrowest
+    if tokens % tile or (bases and "7" not in target.device_kind):
+        total = combine(rows, gates, place, here, target=target)
+        return (total if base is None else base.astype(jnp.float32) + total).astype(dtype)
     block = math.gcd(tokens, BLOCK_TOKENS)
     d, per_word = rows.shape[1], 4 // rows.dtype.itemsize
     places = jnp.where(here, place, -1).reshape(-1)
@@ -75,19 +89,24 @@ def combine(
     kept = jnp.where(here, jnp.uint32(0xFFFF0000 if per_word == 2 else 0xFFFFFFFF), 0)
     beside = (jnp.where(low, jnp.uint32(16), 0), kept, jnp.where(here, gates, 0.0))
     of_block = pl.BlockSpec((block, top_k), lambda index, *_: (index, 0))
+    of_rows = pl.BlockSpec((block, d), lambda index, *_: (index, 0))
     out: Array = pl.pallas_call(
-        functools.partial(_kernel, block, tokens // block, per_word),
+        functools.partial(_kernel, tile, tokens // block, per_word),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(tokens // block,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY), *[of_block] * len(beside)],
-            out_specs=pl.BlockSpec((block, d), lambda index, *_: (index, 0)),
+            in_specs=[
+                pl.BlockSpec(memory_space=pl.ANY),
+                *[of_block] * len(beside),
+                *[of_rows] * len(bases),
+            ],
+            out_specs=of_rows,
             scratch_shapes=[
                 pltpu.VMEM((2, top_k, block, d), jnp.uint32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=varying_shape((tokens, d), jnp.float32, (rows, *beside)),
+        out_shape=varying_shape((tokens, d), dtype, (rows, *beside, *bases)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES + 16 * 2**20,
@@ -95,12 +114,12 @@ def combine(
         ),
         interpret=INTERPRET if target.interpret else False,
         name="combine_rows",
-    )(places, counts, as_words(rows) if target.interpret else rows, *beside)
+    )(places, counts, as_words(rows) if target.interpret else rows, *beside, *bases)
     return out
 
 
 def _kernel(
-    block: int,
+    tile: int,
     blocks: int,
     per_word: int,
     places: Any,  # [tokens * top_k], the row of a choice or -1
@@ -109,12 +128,13 @@ def _kernel(
     shift: Any,  # [block, top_k]
     kept: Any,  # [block, top_k]
     gates: Any,  # [block, top_k]
-    out: Any,  # [block, d]
-    buffer: Any,  # [2, top_k, block, d], words
-    arrived: Any,  # [2] semaphores
+    *others: Any,
 ) -> None:
-    """One block of tokens."""
-    index, top_k = pl.program_id(0), buffer.shape[1]
+    """One block of tokens, `tile` at a time."""
+    *bases, out, buffer, arrived = others
+    # bases: none, or one [block, d]; out: [block, d]; buffer: [2, top_k, block, d], words;
+    # arrived: [2] semaphores
+    index, (_, top_k, block, _) = pl.program_id(0), buffer.shape
     slot, following = index % 2, jnp.minimum(index + 1, blocks - 1)
     # [rows / per_word, d]
     words = rows if rows.dtype == jnp.uint32 else rows.bitcast(jnp.uint32)
@@ -130,31 +150,42 @@ def _kernel(
         )
         pl.when((row >= 0) & there)(copy.start)
 
-    copies = TILE_TOKENS * top_k
+    copies = tile * top_k
 
-    def fetch_first(tile: Any, carry: None) -> None:
-        place = tile * TILE_TOKENS
+    def fetch_first(number_of_tile: Any, carry: None) -> None:
+        place = number_of_tile * tile
         for number in range(copies):
             fetch(slot, place, place, True, number)
 
-    def add(tile: Any, carry: None) -> None:
-        place = pl.multiple_of(tile * TILE_TOKENS, TILE_TOKENS)
-        here = pl.ds(place, TILE_TOKENS)
+    def total(here: Any, columns: Any) -> Any:
+        products = []
+        for choice in range(top_k):
+            own = slice(choice, choice + 1)
+            bits = buffer[slot, choice, here, columns] << shift[here, own]
+            row = lax.bitcast_convert_type(bits & kept[here, own], jnp.float32)
+            products.append(row * gates[here, own])
+        return functools.reduce(jnp.add, products)
+
+    def add(number_of_tile: Any, carry: None) -> None:
+        place = pl.multiple_of(number_of_tile * tile, tile)
+        here = pl.ds(place, tile)
         firsts = range(0, out.shape[1], CHUNK_COLUMNS)
         for chunk, first in enumerate(firsts):
             # Copies are started between the sums: scalars of one beside vectors of the other.
             for number in range(copies)[chunk :: len(firsts)]:
                 fetch(1 - slot, following * block + place, place, index + 1 < blocks, number)
             columns = slice(first, min(first + CHUNK_COLUMNS, out.shape[1]))
-            products = []
-            for choice in range(top_k):
-                own = slice(choice, choice + 1)
-                bits = buffer[slot, choice, here, columns] << shift[here, own]
-                row = lax.bitcast_convert_type(bits & kept[here, own], jnp.float32)
-                products.append(row * gates[here, own])
-            out[here, columns] = functools.reduce(jnp.add, products)
+            found = jnp.concatenate(
+                [
+                    total(pl.ds(place + part, TILE_TOKENS), columns)
+                    for part in range(0, tile, TILE_TOKENS)
+                ]
+            )
+            for base in bases:
+                found = base[here, columns].astype(jnp.float32) + found
+            out[here, columns] = found.astype(out.dtype)
 
-    tiles = block // TILE_TOKENS
+    tiles = block // tile
     pl.when(index == 0)(lambda: lax.fori_loop(0, tiles, fetch_first, None))
     wait_for_rows(buffer.at[slot, 0], counts[index], arrived.at[slot])
     lax.fori_loop(0, tiles, add, None)

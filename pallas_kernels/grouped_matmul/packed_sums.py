@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
 from pallas_kernels.coverage import kernel_target
@@ -23,8 +24,8 @@ _COST = "computes sums twice, or writes them in FP32"
 class Sums(Protocol):
     """Rows that are sums, which who needs them adds up."""
 
-    def total(self) -> Float32[Array, "tokens d"]:
-        """The sums."""
+    def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
+        """The sums, added up in FP32 and rounded to `dtype`."""
         ...
 
     def packed(self, words: int) -> Int8[Array, "tokens words"]:
@@ -48,17 +49,15 @@ class Unsummed(NamedTuple):
             return self.base.shape[0], self.base.shape[1]
         return self.choices.order.place.shape[0], self.d or self.choices.rows.shape[1]
 
-    def total(self) -> Float32[Array, "tokens d"]:
-        """The sums."""
-        base = None if self.base is None else self.base.astype(jnp.float32)
+    def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
+        """The sums, added up in FP32 and rounded to `dtype`."""
         if self.choices is None:
-            assert base is not None
-            return base
+            assert self.base is not None
+            return self.base.astype(dtype)
         choices = self.choices
         if self.d is not None:
             choices = choices._replace(rows=unpack(choices.rows, self.d))
-        found = combine(*choices)
-        return found if base is None else base + found
+        return combine(*choices, base=self.base, dtype=dtype)
 
     def packed(
         self, words: int, major: tuple[int, int] = (1, 1), *, everywhere: bool = True
@@ -97,9 +96,9 @@ class Parts(NamedTuple):
     arrived: Int8[Array, "parts tokens words"]
     d: int
 
-    def total(self) -> Float32[Array, "tokens d"]:
-        """The sums."""
-        return sum_packed(self.arrived, self.d)
+    def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
+        """The sums, added up in FP32 and rounded to `dtype`."""
+        return sum_packed(self.arrived, self.d).astype(dtype)
 
     def packed(self, words: int) -> Int8[Array, "tokens words"]:
         """The sums in INT8.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Num
 
 from pallas_kernels.coverage import Implementation
@@ -124,9 +125,12 @@ def combine(
     gates: Float[Array, "tokens top_k"] | None,
     order: Order,
     implementation: Implementation = "auto",
-) -> Float32[Array, "tokens d"]:
+    base: Float[Array, "tokens d"] | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "tokens d"]:
     """For every token, the sum of its choices' rows times their gates, if there are some, in the
-    order of choices. Rows and gates that are no choice's may be anything.
+    order of choices, and of `base`; added up in FP32 and rounded to `dtype`. Rows and gates that
+    are no choice's may be anything.
 
     Args:
       implementation: "reference": XLA's gathers, where there is a kernel, too (on TPUs).
@@ -138,10 +142,10 @@ def combine(
         from pallas_kernels.grouped_matmul import mosaic_tpu_combine as kernel
 
         if kernel.covers(rows.shape, rows.dtype, order.place.shape):
-            by_kernel = functools.partial(kernel.combine, target=target)
             arrays = (rows, gates, order.place, order.here)
-            total: Array = run_op("routed_swiglu", by_kernel, *arrays)
-            return total
+            by_kernel = functools.partial(kernel.combine, target=target, dtype=dtype)
+            found: Array = run_op("routed_swiglu", by_kernel, *arrays, base)
+            return found
     # Choices that are not here all read one row, which stays in caches.
     place = jnp.where(order.here, order.place, 0)
     products = [
@@ -152,7 +156,8 @@ def combine(
         )
         for choice in range(gates.shape[1])
     ]
-    return functools.reduce(jnp.add, products)
+    total = functools.reduce(jnp.add, products)
+    return (total if base is None else base.astype(jnp.float32) + total).astype(dtype)
 
 
 def routed_swiglu(

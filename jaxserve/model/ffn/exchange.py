@@ -104,7 +104,7 @@ class Results(NamedTuple):
         if self.int8:
             return summed_int8_rows(shares, axes, beside, instances)
         add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype, instances=instances)
-        rows = shares.total()
+        rows = shares.total(self.dtype)
         return Unsummed(add_up(rows) if beside is None else beside.during(rows, add_up, last=True))
 
     def over_tensor(self, rows: Sums, axes: Axes) -> Sums:
@@ -115,7 +115,7 @@ class Results(NamedTuple):
         """Rows as they travel; those that are sums of nothing, and do not, may be anything."""
         if self.int8:
             return results.packed(result_words(results.shape[1]), everywhere=False)
-        return results.total().astype(self.dtype)
+        return results.total(self.dtype)
 
 
 def make_exchanges(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
-from pallas_kernels.grouped_matmul.routed import routed_swiglu
+from pallas_kernels.grouped_matmul.routed import Order, combine, routed_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, scales_shape
 
@@ -285,6 +285,26 @@ def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_
     assert (pieces is not None) == sorted_by_xla
     if narrow is not None:
         assert not re.search(MADE_OF_A_MESSAGE.format(tokens=tokens), text)
+
+
+def test_sums_of_rows_are_rounded_where_they_are_made():
+    """And what the shared expert has added is, too: XLA has no sums in FP32."""
+    tokens, top_k, d = 512, 3, 7168
+    row = jax.ShapeDtypeStruct((tokens * top_k, d), jnp.bfloat16)
+    base = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct((tokens, top_k), jnp.float32)
+    place = jax.ShapeDtypeStruct((tokens, top_k), jnp.int32)
+    here = jax.ShapeDtypeStruct((tokens, top_k), jnp.bool)
+    arguments = (row, gates, place, here, base)
+    specs = jax.tree.map(lambda _: PartitionSpec(), arguments)
+
+    def total(rows, gates, place, here, base):
+        order = Order(jnp.zeros(rows.shape[0], jnp.int32), place, here, jnp.zeros(1, jnp.int32))
+        return combine(rows, gates, order, base=base, dtype=jnp.bfloat16)
+
+    text = compiled(total, mesh_of("v7x"), arguments, specs).as_text()
+    assert "combine_rows" in text
+    assert f"f32[{tokens},{d}]" not in text
 
 
 @pytest.mark.parametrize(("generation", "dtype"), [("v6e", jnp.int8), ("v7x", jnp.float8_e4m3fn)])
