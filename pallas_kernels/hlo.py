@@ -4,6 +4,11 @@ import math
 import re
 from collections.abc import Callable
 
+INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)"
+    r"\((?P<operands>.*?)\)"
+)
+"""A line of a computation."""
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<layout>[^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**62
@@ -28,6 +33,72 @@ def hbm_bytes(
         bits = 8 if array["dtype"] == "pred" else int(re.findall(r"\d+", array["dtype"])[0])
         total += math.prod(sizes) * bits // 8
     return total
+
+
+def parts_read(computations: str) -> dict[str, dict[int, float]]:
+    """Of fused computations, by name, what part of each parameter, by number, they read: a fusion
+    computes what its results need, and slices need no more than they keep.
+
+    Args:
+      computations: their text.
+    """
+    found = {}
+    for text in computations.split("\n\n"):
+        if name := re.match(r"\s*%([\w.-]+) \(", text):
+            found[name[1]] = _parts_read(text)
+    return found
+
+
+_EACH_BY_EACH = frozenset(
+    [
+        "abs",
+        "add",
+        "and",
+        "bitcast",
+        "concatenate",
+        "convert",
+        "divide",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "or",
+        "reduce",
+        "select",
+        "shift-left",
+        "subtract",
+        "tuple",
+    ]
+)
+
+
+def _parts_read(text: str) -> dict[int, float]:
+    """Of one computation; what is not known to need as large a part of its operands as is needed of
+    itself needs all of them."""
+    lines = [match for line in text.splitlines() if (match := INSTRUCTION.match(line))]
+    size = {match["name"]: _elements(match["type"]) for match in lines}
+    needed: dict[str, float] = {}
+    parameters: dict[int, float] = {}
+    for match in reversed(lines):
+        own = 1.0 if match["root"] else min(needed.get(match["name"], 0), 1)
+        if match["op"] == "parameter":
+            parameters[int(match["operands"])] = own
+        for operand in re.findall(r"%([\w.-]+)", match["operands"]):
+            part = 1.0
+            if match["op"] == "slice":
+                part = own * size[match["name"]] / size[operand]
+            elif match["op"] in _EACH_BY_EACH:
+                part = own
+            needed[operand] = needed.get(operand, 0) + part
+    return parameters
+
+
+def _elements(type_text: str) -> int:
+    """Of the arrays of a type."""
+    return sum(
+        math.prod(int(size) for size in array["shape"].split(",") if size)
+        for array in _ARRAY.finditer(type_text)
+    )
 
 
 def estimated_cycles(text: str) -> int:

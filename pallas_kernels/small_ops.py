@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from pallas_kernels import aot, gpu_resources
 from pallas_kernels.grouped_matmul.routed import combine, sort_choices
-from pallas_kernels.hlo import hbm_bytes
+from pallas_kernels.hlo import INSTRUCTION, hbm_bytes, parts_read
 from pallas_kernels.norm_quantize import reference, rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import Format, quantize_rows
 
@@ -160,9 +160,6 @@ def _size(tree: Any) -> int:
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 
-_INSTRUCTION = re.compile(
-    r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<operands>.*?)\)"
-)
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -171,6 +168,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "collective-permute",
 )
+_CALLED = re.compile(r"calls=%([\w.-]+)")
 _RESERVES = 'custom_call_target="AllocateBuffer"'
 _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape")
 
@@ -194,8 +192,8 @@ def instructions(
 
     Arrays whose layout names a memory space, S(1), lie on the core. What is started counts where it
     is started. An array that an instruction takes twice, also as other bits, is read once, and of
-    what one slices alone ("wrapped_slice") no more is read than it keeps. What only reserves memory
-    is no instruction.
+    what a fusion cuts slices out of only these (`hlo.parts_read`). What only reserves memory is no
+    instruction.
 
     Args:
       program: its text.
@@ -213,11 +211,12 @@ def instructions(
 
     parts = there or {}
 
-    entry = program[program.index("\nENTRY ") :]
+    before, _, entry = program.partition("\nENTRY ")
+    cut = parts_read(before)
     types: dict[str, str] = {}
     sources: dict[str, str] = {}
     for line in entry.splitlines():
-        if (match := _INSTRUCTION.match(line)) is None:
+        if (match := INSTRUCTION.match(line)) is None:
             continue
         name, op = match["name"], match["op"]
         types[name] = match["type"]
@@ -227,12 +226,22 @@ def instructions(
         if op in _NOTHING or _RESERVES in line:
             continue
         moved = [] if op.endswith("-done") else [match["type"]]
-        if name.startswith("wrapped_slice"):
-            moved *= 2
-        elif not op.endswith(("-start", "-done")):  # of what starts, the type has operands in it
+        size = sum(hbm_bytes(one, is_pool) for one in moved)
+        if not op.endswith(("-start", "-done")):  # of what starts, the type has operands in it
             once = {sources.get(operand, operand): operand for operand in operands}
             moved += [types.get(operand, "") for operand in once.values()]
-        size = sum(hbm_bytes(one, is_pool) for one in moved)
+            called = _CALLED.search(line)
+            parts_of = cut.get(called[1], {}) if called else {}
+            shares: dict[str, float] = {}
+            for number, operand in enumerate(operands):
+                source = sources.get(operand, operand)
+                shares[source] = shares.get(source, 0) + parts_of.get(number, 1)
+            size += round(
+                sum(
+                    min(share, 1) * hbm_bytes(types.get(once[source], ""), is_pool)
+                    for source, share in shares.items()
+                )
+            )
         exchanges = op.removesuffix("-start") in COLLECTIVES
         elsewhere = 0.0
         if op == "custom-call":

@@ -56,6 +56,11 @@ def test_everything_is_moved_on_a_gpu():
 
 COLLECTIVE_PROGRAM = """HloModule jit_f
 
+%wrapped_slice_computation (param_0: u8[8,8]) -> u8[8,2] {
+  %param_0 = u8[8,8]{1,0} parameter(0)
+  ROOT %slice.1 = u8[8,2]{1,0} slice(%param_0), slice={[0:8], [2:4]}
+}
+
 ENTRY %main.1 (x.1: u8[4,8], place.1: s32[6]) -> bf16[6,8] {
   %x.1 = u8[4,8]{1,0} parameter(0)
   %place.1 = s32[6]{0} parameter(1)
