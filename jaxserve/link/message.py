@@ -5,6 +5,9 @@ and gate weights, all as unsigned words of the values' width, side by side: a co
 per array, not per byte. Knows nothing of attention and ffn.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,10 +28,9 @@ from jaxserve.model.quant.rows import (
     decode_rows,
     encode_rows,
     has_scales,
-    unpack_int8,
 )
 from jaxserve.model.row_width import result_words, row_words
-from pallas_kernels.grouped_matmul.packed_sums import Sums
+from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
 from pallas_kernels.target import current_target
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -136,8 +138,16 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """The inverse, in `dtype`."""
-        rows = unpack_int8(packed, self.d_model) if self.rows == "int8" else packed
-        return rows.astype(dtype)
+        return self.total([packed], dtype)
+
+    def total(self, answers: Sequence[Array], dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
+        """The sum of several, made in FP32."""
+        rows = unpack_all(answers, self.d_model) if self.rows == "int8" else list(answers)
+        if len(rows) == 1:
+            return rows[0].astype(dtype)
+        return functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows]).astype(
+            dtype
+        )
 
 
 class PackedRows(NamedTuple):

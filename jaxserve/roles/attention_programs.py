@@ -5,8 +5,6 @@ kind shares one of each. A message leaves as one array with a piece on each atte
 its answer comes back likewise (`link/contract.py`).
 """
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -304,13 +302,7 @@ class AttentionPrograms(TokenPrograms):
         rows; of several instances the sum."""
         with jax.named_scope("combine"):
             shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
-            if len(shares) == 1:
-                return x + self.answers.unpack(shares[0], x.dtype)
-            fp32 = jnp.dtype(jnp.float32)
-            total = functools.reduce(
-                operator.add, [self.answers.unpack(share, fp32) for share in shares]
-            )
-            return x + total.astype(x.dtype)
+            return x + self.answers.total(shares, x.dtype)
 
 
 def _without_table(batch: RaggedBatch) -> Any:

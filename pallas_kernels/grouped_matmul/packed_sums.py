@@ -6,6 +6,7 @@ and XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -136,8 +137,20 @@ def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array
 
 def unpack(packed: Int8[Array, "rows words"], d: int) -> Float32[Array, "rows d"]:
     """Packed rows, but for the rounding."""
-    scales = jax.lax.bitcast_convert_type(packed[:, d : d + 4], jnp.float32)
-    return dequantize_rows(packed[:, :d], scales, jnp.float32)
+    return unpack_all([packed], d)[0]
+
+
+def unpack_all(
+    packed: Sequence[Int8[Array, "rows words"]], d: int
+) -> list[Float32[Array, "rows d"]]:
+    """The same of several arrays of as many rows. Their scales are cut out together: XLA fuses no
+    bit-cast between widths with what takes its values, so on GPUs to cut is a launch."""
+    stored = jnp.concatenate([rows[:, d : d + 4] for rows in packed])
+    scales = jnp.split(jax.lax.bitcast_convert_type(stored, jnp.float32), len(packed))
+    return [
+        dequantize_rows(rows[:, :d], of_rows, jnp.float32)
+        for rows, of_rows in zip(packed, scales, strict=True)
+    ]
 
 
 def _target(d: int, words: int) -> Target | None:

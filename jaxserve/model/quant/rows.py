@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8, Num
 
 from jaxserve.model.row_width import result_words
-from pallas_kernels.grouped_matmul.packed_sums import Unsummed, unpack
+from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
@@ -78,11 +78,6 @@ def pack_int8(x: Float[Array, "rows d_model"]) -> Int8[Array, "rows words"]:
     """Results in INT8, each row with the four bytes of its FP32 scale behind it, and zeros up to
     `result_words` (xDeepServe §4.7: experts' outputs on the wire)."""
     return Unsummed(x).packed(result_words(x.shape[1]))
-
-
-def unpack_int8(packed: Int8[Array, "rows words"], d_model: int) -> Float32[Array, "rows d_model"]:
-    """The inverse, but for the rounding."""
-    return unpack(packed, d_model)
 
 
 def quantize_heads(
