@@ -446,7 +446,8 @@ def _run(jaxpr: Any, consts: Any, arguments: Any, machine: Any) -> Run:
         return values[atom]
 
     for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(atom) for atom in eqn.invars]
+        inputs = [read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name.removesuffix("_p")  # some have it in JAX 0.11
         if name in _CALLS or (name in _LOOPS and isinstance(machine, _Inside)):
             found = yield from (_CALLS | _LOOPS)[name](eqn, inputs, machine)
         elif (method := getattr(machine, name, None)) is not None:
