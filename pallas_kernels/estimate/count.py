@@ -125,12 +125,11 @@ def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict
 
 
 def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
-    """A turn is a step of a tile, of both consumers, which run the same code."""
+    """A turn is a step of a tile, of all consumers, which run the same code."""
     rows, gate, *_ = case.arguments
     groups, d_ff, d_model = gate.shape
     weights = 2 if number == 0 else 1
     flops = 2 * rows.shape[0] * d_ff * d_model * weights
-    both = costs[:1] * 2
     held = groups * d_ff * d_model * weights * jnp.dtype(gate.dtype).itemsize
     in_blocks = case.name.split()[1].endswith("_rows")
     in_bytes = 1 if in_blocks else 2
@@ -154,7 +153,8 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     if tiles.shared:
         parts[tiles.shared] /= CLUSTER
     reads = places * blocks * sum(parts.values())
-    return _kernel(both, turns, held + moved, reads, flops, 2.0 if in_bytes == 1 else 1.0)
+    consumers, rate = costs[:1] * tiles.consumers, 2.0 if in_bytes == 1 else 1.0
+    return _kernel(consumers, turns, held + moved, reads, flops, rate)
 
 
 def expected_tiles(mean: float, tile: int) -> float:

@@ -17,8 +17,9 @@ tiles, either on rows of one group and the same weights, or on columns for the s
 they share each loads one half, into the shared memory of both (multicast), so that it leaves the L2
 cache once. A stage is free once the consumers of both blocks are done with it.
 
-Rows in 8 bits that have a scale for every block, where groups have many of them, are the left
-operand instead, and no warpgroup only loads: see `mosaic_gpu_rows_first.py`.
+Rows in 8 bits that have a scale for every block, where groups have some of them, are summed up in
+parts (`mosaic_gpu_row_parts.py`), and where groups have many are the left operand instead
+(`mosaic_gpu_rows_first.py`); then no warpgroup only loads.
 """
 
 import dataclasses
@@ -30,7 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows_first import load_and_compute
+from pallas_kernels.grouped_matmul.mosaic_gpu_ahead import load_and_compute
+from pallas_kernels.grouped_matmul.mosaic_gpu_row_parts import compute_tile as row_parts_tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_rows_first import compute_tile as rows_first_tile
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     CLUSTER,
     CLUSTER_AXIS,
@@ -104,8 +107,9 @@ def grouped_product(
             scratch,
         )
         warpgroup = jax.lax.axis_index("warpgroup")
-        if tiles.rows_first:
-            load_and_compute(context, epilogue, warpgroup)
+        if not tiles.loader:
+            compute_tile = rows_first_tile if tiles.rows_first else row_parts_tile
+            load_and_compute(context, epilogue, warpgroup, compute_tile)
             plgpu.wait_smem_to_gmem(0)
             return
 
@@ -127,7 +131,7 @@ def grouped_product(
         grid_names=("processor",),
         cluster=(blocks,) if tiles.shared else (),
         cluster_names=(CLUSTER_AXIS,) if tiles.shared else (),
-        num_threads=tiles.consumers + (0 if tiles.rows_first else 1),
+        num_threads=tiles.consumers + tiles.loader,
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -154,11 +158,11 @@ def _scratch_types(
     narrowing: Any = None
     if quantises(out_dtype):
         narrowing = Narrowing(
-            values=plgpu.SMEM((tiles.rows, tiles.out), out_dtype),
-            scales=plgpu.SMEM((tiles.rows,), jnp.float32),
+            values=plgpu.SMEM((tiles.narrowed_rows, tiles.out), out_dtype),
+            scales=plgpu.SMEM((tiles.narrowed_rows,), jnp.float32),
         )
         if not tiles.rows_first:
-            wide = plgpu.SMEM((tiles.rows, tiles.out), jnp.float32)
+            wide = plgpu.SMEM((tiles.narrowed_rows, tiles.out), jnp.float32)
             met = plgpu.Barrier(num_arrivals=tiles.consumers)
             narrowing = dataclasses.replace(narrowing, wide=wide, met=met)
     elif tiles.splits == 1:

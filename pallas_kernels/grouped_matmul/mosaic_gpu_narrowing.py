@@ -23,9 +23,9 @@ def store_quantised(
     """Store the rows of an output tile that belong to its group, and no others.
 
     Args:
-      result: this consumer's columns, FP32 [consumer_out, rows].
+      result: this consumer's columns, FP32 [consumer_out, rows of the tile].
     """
-    tiles = context.tiles
+    tiles, rows = context.tiles, result.shape[1]
     buffers: Any = context.scratch.narrowing
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     meet(buffers)  # All are done with the buffers of the tile before.
@@ -39,7 +39,7 @@ def store_quantised(
         def run(index: jax.Array, _: None) -> None:
             body((index * tiles.consumers + consumer) * BLOCK_ROWS)
 
-        jax.lax.fori_loop(0, tiles.rows // BLOCK_ROWS // tiles.consumers, run, None)
+        jax.lax.fori_loop(0, rows // BLOCK_ROWS // tiles.consumers, run, None)
 
     for_each_block(lambda row: _quantise(buffers, pl.ds(row, BLOCK_ROWS)))
     plgpu.commit_smem()

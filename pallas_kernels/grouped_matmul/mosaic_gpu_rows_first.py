@@ -4,14 +4,10 @@ Called by `mosaic_gpu_kernel.py`. Every sum over a block of d_in is scaled befor
 that a thread holds two sets of sums; how large a tile may be decides how fast its operands have to
 come from the L2 cache. With the rows on the left, a thread's results are of two rows: two scales,
 where with the weights there it has one for every other result. And a row of a tile lies in one
-warpgroup, which quantises it where it is. With no warpgroup that only loads, the two that multiply,
-64 rows each and all columns, have 255 registers a thread instead of 168.
-
-The first of them loads, too: before a step it starts to load the one for which the buffers of an
-earlier step are free, some steps and often a tile ahead (`Cursor`).
+warpgroup, which quantises it where it is. With no warpgroup that only loads (`mosaic_gpu_ahead.py`)
+the two that multiply, 64 rows each and all columns, have registers for that.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_matmul.mosaic_gpu_ahead import Carry, now, refill, zero
 from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     accumulator,
@@ -33,49 +30,14 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     Ref,
     Tile,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
-    Cursor,
-    first_step,
-    for_each_tile,
-    load_next,
-    release,
-    wait_until_free,
-    wait_until_loaded,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu_walk import release, wait_until_loaded
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
-
-LATE = 2
-"""Steps that the other warpgroup may be behind before the one that loads waits for it."""
 
 Sums = tuple[tuple[jax.Array, ...], ...]
 """Of every weight and of every part of its columns: FP32 [consumer_rows, PART_COLUMNS]."""
 
-Carry = tuple[jax.Array, Cursor]
-"""The step of the ring that is multiplied next, and what is loaded next."""
 
-
-def load_and_compute(context: Context, epilogue: Epilogue, warpgroup: jax.Array) -> None:
-    """What a warpgroup does: its rows of all output tiles. Both count the steps alike."""
-    stages = context.tiles.stages
-    mine = warpgroup == 0
-    cursor = first_step(context)
-    for stage in range(stages - LATE):
-        cursor = load_next(context, cursor, stage, mine=mine)
-    for stage in range(stages - LATE, stages):
-        release(context, stage)
-    end, _ = for_each_tile(
-        context,
-        (jnp.int32(0), cursor),
-        lambda *arguments: _compute_tile(context, epilogue, warpgroup, *arguments),
-    )
-
-    @pl.when(mine)
-    def _drain() -> None:  # no arrival is left unseen
-        for late in range(LATE):
-            wait_until_free(context, context.stage_of(end + (stages - LATE + late)))
-
-
-def _compute_tile(
+def compute_tile(
     context: Context,
     epilogue: Epilogue,
     warpgroup: jax.Array,
@@ -111,7 +73,7 @@ def _sums(
 
     def add_step(index: jax.Array, state: tuple[Sums, Carry]) -> tuple[Sums, Carry]:
         totals, (step, cursor) = state
-        cursor = _refill(context, warpgroup, step, cursor)
+        cursor = refill(context, warpgroup, step, cursor)
         stage = context.stage_of(step)
         wait_until_loaded(context, stage)
         layout, scales = plgpu.Layout.WGMMA.reduce(1), scratch.scales.at[stage, left_rows]
@@ -126,9 +88,9 @@ def _sums(
                 plgpu.wgmma(sums, left, right)
                 scale = block_scales(context, rows, out_tile * tiles.out + first, index)[number]
                 factor = of_rows if scale is None else of_rows * scale
-                factor = jax.lax.broadcast_in_dim(factor + _zero(), shape, (0,))
+                factor = jax.lax.broadcast_in_dim(factor + zero(), shape, (0,))
                 total, found = totals[number][part], sums[...].astype(jnp.float32)
-                return _now(step, lambda: total + found * factor, total)
+                return now(step, lambda: total + found * factor, total)
 
             return pl.run_scoped(run, accumulator(context, shape))
 
@@ -138,35 +100,6 @@ def _sums(
 
     totals = tuple(tuple(zeros for _ in parts) for _ in operands.weights)
     return jax.lax.fori_loop(0, context.steps_of(rows), add_step, (totals, carry))
-
-
-# Registers suffice for one set of sums beside the totals. The compiler has to be held to that.
-
-
-def _now(step: jax.Array, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
-    """What `compute` gives, computed here.
-
-    Behind a branch of which the compiler does not know that it is always taken: else it adds the
-    last sums while the next ones are computed, and both are in registers.
-    """
-    return jax.lax.cond(step >= 0, compute, lambda: otherwise)
-
-
-def _zero() -> jax.Array:
-    """A zero that is used after sums began from zero.
-
-    Without one, the last such use of the constant takes the register in which it lies since the
-    beginning of the step for the sums, and with it all of their registers.
-    """
-    return jax.lax.optimization_barrier(jnp.float32(0))
-
-
-def _refill(context: Context, warpgroup: jax.Array, step: jax.Array, cursor: Cursor) -> Cursor:
-    """Load the next step into the buffers of the one that was `LATE` steps ago."""
-    mine = warpgroup == 0
-    stage = context.stage_of(step + (context.tiles.stages - LATE))
-    pl.when(mine)(lambda: wait_until_free(context, stage))
-    return load_next(context, cursor, stage, mine=mine)
 
 
 def _scale(

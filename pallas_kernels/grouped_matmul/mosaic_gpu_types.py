@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+NARROWED_ROWS = 16  # quantised at once, where rows are summed up in parts: likewise
 MOST_STORED_COLUMNS = 64  # at once, where rows are first: likewise
 
 PART_COLUMNS = 128
@@ -57,6 +58,8 @@ class Tiles(NamedTuple):
       rows_first: whether rows are wgmma's left operand (its M), and not the weights.
       shared: what the two blocks of a cluster load together; empty: there are no clusters.
       splits: parts of d_in, each of which is summed up by itself, by a CTA of its own.
+      row_parts: parts of the rows that a consumer sums up one after the other, if no warpgroup only
+        loads; 0: one does, or rows come first.
     """
 
     rows: int
@@ -68,6 +71,22 @@ class Tiles(NamedTuple):
     rows_first: bool = False
     shared: Shared = ""
     splits: int = 1
+    row_parts: int = 0
+
+    @property
+    def loader(self) -> bool:
+        """Whether there is a warpgroup that only loads."""
+        return not (self.rows_first or self.row_parts)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a part."""
+        return self.rows // self.row_parts
+
+    @property
+    def narrowed_rows(self) -> int:
+        """Rows that are quantised at once."""
+        return NARROWED_ROWS if self.row_parts else self.rows
 
     @property
     def listed_rows(self) -> int:
@@ -97,6 +116,8 @@ class Tiles(NamedTuple):
     @property
     def store_rows(self) -> int:
         """Rows of a consumer that are stored at once."""
+        if self.row_parts:
+            return self.part_rows
         return self.consumer_rows if self.rows_first else min(self.rows, MOST_STORED_ROWS)
 
     @property
@@ -116,7 +137,7 @@ def shared_memory(
     """Bytes of the buffers besides the ring, and of one stage of it, with or without scales."""
     fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.consumers * tiles.store_columns * 2
     if quantises:
-        fixed = tiles.rows * (tiles.out * (1 if tiles.rows_first else 5) + 4)
+        fixed = tiles.narrowed_rows * (tiles.out * (1 if tiles.rows_first else 5) + 4)
     stage = (weights * tiles.out * weight_bytes + tiles.rows * row_bytes) * tiles.inner
     return fixed, stage + (tiles.scale_rows * 4 if scales else 0)
 

@@ -126,11 +126,12 @@ Kind = Literal[
     "converted",
     "converted blocks",
     "rows in blocks",
+    "some rows in blocks",
     "many rows in blocks",
 ]
 """Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted,
-and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks, and "many" if
-groups have more of them than the largest tile for few."""
+and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks: "some" if
+groups have more of them than the largest tile for few, and "many" if more than that for some."""
 
 HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     # (kind of operands, how many weights in one pass)
@@ -146,6 +147,8 @@ HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     ("converted blocks", 2): HopperTiles((16, 32, 64)),
     ("rows in blocks", 1): HopperTiles((16, 32, 64, 112)),
     ("rows in blocks", 2): HopperTiles((16, 32, 64)),
+    ("some rows in blocks", 1): HopperTiles((96, 128, 160), out=192, consumers=3),
+    ("some rows in blocks", 2): HopperTiles((96, 128, 160)),
     ("many rows in blocks", 1): HopperTiles((128,), out=256),
     ("many rows in blocks", 2): HopperTiles((128,), out=128),
 }
@@ -188,6 +191,6 @@ def hopper_tiles(
     call = f"{kernel} {widths[0]}->{widths[1]} {kind}"
     default = next(tables, HOPPER_DEFAULT)[kind, products]
     choices = dict(HOPPER_CHOICES)
-    if kind == "many rows in blocks":
+    if kind in ("some rows in blocks", "many rows in blocks"):
         del choices["rows"]
     return tuned.in_force("grouped_matmul", device_kind, call, default, choices, given)

@@ -11,6 +11,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_swiglu,
     mosaic_gpu,
     mosaic_gpu_kernel,
+    mosaic_gpu_row_parts,
     mosaic_gpu_rows_first,
     mosaic_gpu_walk,
     mosaic_gpu_weights_first,
@@ -19,7 +20,11 @@ from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps_of_fp
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.quantize.product import quant_product
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import rows_come_first
+from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import (
+    FORMS,
+    rows_come_first,
+    rows_have_parts,
+)
 from tests.pallas_kernels.hopper_memory import Unordered
 from tests.pallas_kernels.hopper_replay import mutated, replay
 
@@ -64,24 +69,28 @@ def call(format, row_format=None, tiles=None, *, sizes=(8, 13), zero_padding=Tru
 
 
 @pytest.mark.parametrize(
-    ("format", "row_format", "first"),
+    ("format", "row_format", "form"),
     [
         ("bf16", None, "weights"),
         ("fp8", None, "weights"),
         ("int8", None, "weights"),
         ("fp8_block", "fp8", "weights"),
+        ("fp8_block", "fp8", "parts"),
         ("fp8_block", "fp8", "rows"),
     ],
 )
-def test_what_ships_gives_what_it_should(format, row_format, first, monkeypatch):
-    if first == "rows":
-        rows_come_first(monkeypatch)
+def test_what_ships_gives_what_it_should(format, row_format, form, monkeypatch):
+    FORMS[form](monkeypatch)
     found, expected = replayed(format, row_format), reference(format, row_format)
     np.testing.assert_allclose(found, expected, 5e-2, 5e-2)
     assert np.abs(expected).max() > 1
 
 
-def replayed(format, row_format=None, tiles=None):
+ALONE = {"cluster": 1}
+"""Tiles for one block of threads."""
+
+
+def replayed(format, row_format=None, tiles=ALONE):
     product, arguments = call(format, row_format, tiles)
     return np.asarray(replay(product, *arguments), np.float32)
 
@@ -145,6 +154,41 @@ def test_a_network_in_two_steps(monkeypatch):
 def clusters(monkeypatch):
     """Blocks of which two form a cluster."""
     monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 2)
+
+
+@pytest.mark.usefixtures("clusters")
+def test_groups_of_some_rows(monkeypatch):
+    """Tiles of 160 rows, which two blocks share; rows of nobody are read and not written."""
+    sizes = (1, 0, 127, 128, 129, 160, 161, 320)
+    d_model, d_ff = 384, 256
+    rng, pick, picked = np.random.default_rng(0), mosaic_gpu.pick_tiles, []
+
+    def keep(*arguments, **options):
+        picked.append(pick(*arguments, **options)._replace(stages=3))
+        return picked[-1]
+
+    monkeypatch.setattr(mosaic_gpu, "pick_tiles", keep)
+    weights = [
+        quantize_weight(jnp.asarray(rng.normal(size=(8, *shape))) / 16, "fp8_block")
+        for shape in ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
+    ]
+    rows = rng.normal(size=(1032, d_model)).astype(jnp.bfloat16)
+    rows[sum(sizes) :] = np.nan
+
+    def network(rows, *weights):
+        return grouped_swiglu(rows, *weights, jnp.asarray(sizes, jnp.int32), row_format="fp8")
+
+    found = np.asarray(replay(network, jnp.asarray(rows), *weights), np.float32)
+    assert [(tiles[:2], tiles.row_parts, tiles.shared) for tiles in picked] == [
+        ((160, 128), 2, "rows"),
+        ((160, 192), 2, "rows"),
+    ]
+    with use_target(Target("reference", "cpu")):
+        expected = np.asarray(jax.jit(network)(rows, *weights), np.float32)
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.all(np.abs(found - expected) <= 2e-2 * scale)
+    assert scale[: sum(sizes)].min() > 1
+    assert not found[sum(sizes) :].any()
 
 
 @pytest.mark.usefixtures("clusters")
@@ -243,6 +287,29 @@ def test_an_order_that_is_taken_for_granted(function, changes, format, said, mon
     product, arguments = call(format, None if format == "bf16" else "fp8")
     with pytest.raises(Unordered, match=said):
         replay(product, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "said"),
+    [
+        (
+            "_sums",
+            [
+                ("        release(context, stage)\n        return added", "        return added"),
+                ("def add(", f"{RELEASE}\n\n        def add("),
+            ],
+            "a copy into it while wgmma may still read",
+        ),
+        ("_store", [(COMMIT, "pass")], "a copy from it without a fence"),
+        ("_store", [(WAIT, "pass")], "a store while a copy from it may"),
+    ],
+)
+def test_an_order_of_parts_that_is_taken_for_granted(function, changes, said, monkeypatch):
+    rows_have_parts(monkeypatch)
+    module = mosaic_gpu_row_parts
+    monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
+    with pytest.raises(Unordered, match=said):
+        replayed("fp8_block", "fp8")
 
 
 def test_rows_first_release_a_stage_after_their_products(monkeypatch):
