@@ -19,7 +19,7 @@ import jax
 from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import Loss, measure

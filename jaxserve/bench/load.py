@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.roles.attention_programs import AttentionPrograms

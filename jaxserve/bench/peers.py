@@ -23,7 +23,7 @@ import jax
 from jaxserve.bench.load import config_tree, write_checkpoint
 from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import EngineFailedError

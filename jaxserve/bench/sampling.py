@@ -17,7 +17,7 @@ from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine

@@ -26,7 +26,8 @@ import numpy as np
 from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
 from jaxserve.checkpoint.fingerprint import fingerprint
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
     CONVERSION,

@@ -1,8 +1,8 @@
-"""Hugging Face folders: config.json and safetensors, streamed into each role's shards.
+"""Hugging Face folders: safetensors, streamed into each role's shards.
 
-`read_config` reads the architecture, `HFCheckpoint` returns leaves: for every device it reads the
-bytes of that device's shards (`regions.py`, `reading.py`). The whole folder is checked against the
-architecture before anything is loaded. Families are known only through their table.
+`HFCheckpoint` returns leaves: for every device it reads the bytes of that device's shards
+(`regions.py`, `reading.py`). The whole folder is checked against the architecture, of which
+`hf_config.py` has read the names, before anything is loaded.
 
 FP8 matrices with block scales, 8-bit ones with a scale per output channel, and 4-bit ones with one
 per group are delivered as the template asks: unchanged, as the leaves `X.values`, `X.scales` and
@@ -11,13 +11,12 @@ files hold as floats, or in another of the Hub's formats (`packed.py`), are so o
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Self
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.arrays import (
@@ -30,21 +29,15 @@ from jaxserve.checkpoint.arrays import (
     refuse,
     zeroed,
 )
-from jaxserve.checkpoint.families import FAMILIES
-from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
-from jaxserve.checkpoint.quantization_config import int4_of, packing_of
+from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
-from jaxserve.checkpoint.tensors import Listing, Tensor, list_tensors
-from jaxserve.config.model import Int4, MatrixPart, ModelConfig
-from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
+from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import local_folder, weight_files
-
-READABLE = ("F64", "F32", "F16", "BF16")
-"""Tensor dtypes that need no dequantisation."""
+from jaxserve.storage.mirror import local_folder
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
@@ -52,111 +45,6 @@ SCALES = "_scale_inv"
 
 Tensors = dict[str, Tensor | PackedTensor]
 """By name."""
-
-
-def read_config(
-    folder: str | Path, ignored: Collection[str] = (), modules: int = 0
-) -> tuple[ModelConfig, CheckpointNames]:
-    """The architecture in a folder's config.json, and its tensors' names.
-
-    A converted folder (`store.py`) has one too, and its manifest says how the matrices are stored.
-
-    Args:
-      ignored: entries of config.json that the user declares irrelevant.
-      modules: multi-token-prediction modules to load.
-
-    Raises:
-      ConfigError: the model has fewer modules.
-      CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
-        that are missing or of a wrong type (all of them).
-    """
-    path = local_folder(folder) / "config.json"
-    try:
-        tree = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"no model at {folder}: {path.name}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: not an object but {type(tree).__name__}")
-    model_type = tree.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(
-            f"{path}: model_type {model_type!r} is not known; known: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
-    try:
-        config = family.config(tree, ignored)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    if modules > config.mtp_layers:
-        raise ConfigError(
-            f"speculative.modules = {modules}, but the model has {config.mtp_layers} modules of "
-            "multi-token prediction (num_nextn_predict_layers)"
-        )
-    config = msgspec.structs.replace(config, modules=modules)
-    manifest = read_manifest(path.parent)
-    if manifest is not None:
-        if manifest.config != tree:
-            raise CheckpointError(f"{path} is not what {MANIFEST} says was converted")
-        done = manifest.conversion
-        config = msgspec.structs.replace(
-            config,
-            stored=done.weights,
-            int4=done.int4 or Int4(),
-            plain_parts=frozenset(done.plain_parts),
-            floats="bfloat16" if done.dtype == "bfloat16" else "float32",
-        )
-        return config, family.names(config)
-    names, tensors = family.names(config), _listed(path.parent)
-    config = msgspec.structs.replace(config, floats=_floats(tensors, names))
-    if config.stored != "plain":
-        parts, packing = _plain_parts(tensors, names), packing_of(tree)
-        config = msgspec.structs.replace(
-            config,
-            int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
-            plain_parts=parts,
-        )
-    return config, names
-
-
-def _listed(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder's files; of none, or of files that whoever opens them refuses,
-    none."""
-    try:
-        return list_tensors(folder).tensors if weight_files(folder) else {}
-    except CheckpointError:
-        return {}
-
-
-def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Literal["float32", "bfloat16"]:
-    """`ModelConfig.floats`; routers' matrices, which are small, do not count."""
-    kinds = {
-        there[name].kind
-        for sources in (names.embedding, names.head, *names.attention, *names.ffn)
-        for leaf, source in sources.items()
-        if not leaf.startswith("router.")
-        for name, shape in source.tensors.items()
-        if len(shape) > 1 and name in there
-    }
-    return "bfloat16" if kinds.intersection(READABLE) == {"BF16"} else "float32"
-
-
-def _plain_parts(there: Mapping[str, Tensor], names: CheckpointNames) -> frozenset[MatrixPart]:
-    """Whose matrices (some of them, at least) the files have as floats, but for those that are kept
-    as floats whatever they are (the per-head ones of latents)."""
-    known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
-    return frozenset(
-        known[part]
-        for sources in (*names.attention, *names.ffn)
-        for leaf, source in sources.items()
-        if (part := leaf.partition(".")[0]) in known
-        and source.view is None
-        and any(
-            len(shape) > 1 and name in there and there[name].kind in READABLE
-            for name, shape in source.tensors.items()
-        )
-    )
 
 
 class HFCheckpoint(Blocks):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment

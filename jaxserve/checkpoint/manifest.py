@@ -1,7 +1,7 @@
 """Metadata of a converted checkpoint: `manifest.json`, written last, and the record of a conversion
 in progress.
 
-Written by `convert.py`, read by `hf.read_config` and `store.py`. Knows neither JAX nor models.
+Written by `convert.py`, read by `hf_config.py` and `store.py`. Knows neither JAX nor models.
 """
 
 from pathlib import Path

@@ -21,7 +21,8 @@ from jaxtyping import Array
 
 from jaxserve.calibration import forward
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import Int8Products
 from jaxserve.checkpoint.manifest import Block, blocks_of
 from jaxserve.checkpoint.records import write_record

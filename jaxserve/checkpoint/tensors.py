@@ -1,7 +1,8 @@
 """The tensors in a folder's safetensors files: names, dtypes, shapes and byte offsets.
 
-Read by `hf.py`. Knows the file format, but neither models nor JAX. The headers are parsed here
-because the safetensors library does not expose byte offsets, which `reading.py` needs.
+Read by `hf.py` and `hf_config.py`. Knows the file format, but neither models nor JAX. The headers
+are parsed here because the safetensors library does not expose byte offsets, which `reading.py`
+needs.
 """
 
 import contextlib
@@ -44,6 +45,8 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 """Dtypes by their names in the header."""
+READABLE = ("F64", "F32", "F16", "BF16")
+"""Those that need no dequantisation."""
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 

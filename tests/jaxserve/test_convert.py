@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import convert
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
 from jaxserve.checkpoint.records import CALIBRATION

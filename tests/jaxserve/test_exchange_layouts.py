@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.traffic import exchange_of
 from tests.conftest import REPOSITORY

@@ -1,7 +1,8 @@
 """The bench of loading, on a small checkpoint."""
 
 from jaxserve.bench import load
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 
 
 def test_the_checkpoint_is_one(tmp_path):

@@ -6,7 +6,8 @@ import numpy as np
 
 from jaxserve.calibration.run import Source
 from jaxserve.checkpoint import conversion
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.config.model import ModelConfig
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.deployment import load_deployment
 from jaxserve.mesh import Submeshes

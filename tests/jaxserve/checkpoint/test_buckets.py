@@ -8,7 +8,8 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.conversion import convert, verify
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.reading import Region, read_regions
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.checkpoint.tensors import list_tensors

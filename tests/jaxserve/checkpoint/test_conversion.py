@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.conversion import convert, verify
 from jaxserve.checkpoint.fingerprint import fingerprint
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import CheckpointError

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates

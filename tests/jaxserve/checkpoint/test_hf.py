@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates

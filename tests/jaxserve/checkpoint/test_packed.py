@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.packed import join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import Region

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import CheckpointError

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.checkpoint.stored_array import StoredArray, array_with_parts
 from jaxserve.errors import CheckpointError

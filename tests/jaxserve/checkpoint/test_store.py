@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, MANIFEST
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.errors import CheckpointError

@@ -14,7 +14,7 @@ import httpx
 import jax
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.shrink import shrunk
 from jaxserve.engine.engine import Engine

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.blocks import ModelTemplates

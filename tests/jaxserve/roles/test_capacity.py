@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment, deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError

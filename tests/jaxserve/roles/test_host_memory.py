@@ -1,6 +1,6 @@
 """What simulated devices have of a host's memory."""
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.roles.capacity import role_bytes

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes

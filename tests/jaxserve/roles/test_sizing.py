@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.shipped import CONFIGS

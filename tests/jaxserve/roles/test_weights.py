@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.random_leaves import RandomLeaves
-from jaxserve.checkpoint.hf import HFCheckpoint, read_config
+from jaxserve.checkpoint.hf import HFCheckpoint
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates

@@ -20,7 +20,7 @@ import grpc
 import httpx
 import pytest
 
-from jaxserve.checkpoint.hf import read_config
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Server
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError, OverloadedError
