@@ -35,7 +35,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
     of_groups,
     same_format,
 )
-from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised
+from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised, store_whole_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_pick import pick_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
@@ -105,8 +105,9 @@ def grouped_swiglu(
     hidden: Any
     if same_format(gate_weights, up_weights):
         out_format = None if row_format == "float" else row_format
-        pair = (gate_weights, up_weights)
-        hidden = products(factor, pair, out_dtype=rows.dtype, out_format=out_format, source=source)
+        narrow_rows = row_format is None and down_weights.dtype == jnp.int8
+        pair = partial(products, factor, (gate_weights, up_weights), out_dtype=rows.dtype)
+        hidden = pair(out_format=out_format, narrow_rows=narrow_rows, source=source)
     else:
         gate, up = (
             products(factor, (weights,), out_dtype=jnp.float32, source=source)
@@ -148,7 +149,8 @@ class _Call(NamedTuple):
       column_tiles: how many tiles of weights a group has.
       blocks: of scales.
       row_dtype: of rows, of which the kernel may have the bits.
-      quantised: the result is in 8 bits.
+      scale_columns: how many columns of a result in 8 bits share a scale; 0: it is not.
+      whole_rows: all of them do.
     """
 
     plan: Sizes
@@ -156,7 +158,8 @@ class _Call(NamedTuple):
     column_tiles: int
     blocks: Blocks
     row_dtype: Any
-    quantised: bool
+    scale_columns: int
+    whole_rows: bool
 
 
 def _grouped_products(
@@ -166,6 +169,7 @@ def _grouped_products(
     out_dtype: DTypeLike,
     target: Target,
     out_format: Format | None = None,
+    narrow_rows: bool = False,
     as_floats: bool = False,
     source: Array | None = None,
     zero_padding: bool = True,
@@ -178,6 +182,8 @@ def _grouped_products(
         there may be columns behind d_in.
       out_dtype: of the result.
       out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
+      narrow_rows: it is in INT8 with a scale a row, as who multiplies it makes it else, if rows are
+        in 8 bits and a tile has all columns.
       as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
       source: which of the rows; None: all.
       zero_padding: tiles of padding alone become zeros; else they are not written.
@@ -234,7 +240,11 @@ def _grouped_products(
         visits, tables, held, row_scales, values, tuple(s.array for s in scales), zeros
     )
     leaves, structure = jax.tree.flatten(inputs)
-    column_tiles = d_out // plan.tile_columns
+    column_tiles, scale_columns = d_out // plan.tile_columns, ROW_BLOCK if out_format else 0
+    whole_rows = []  # of a product, before they are in INT8
+    if narrow_rows and column_tiles == 1 and rows.dtype.itemsize == 1:
+        whole_rows = [pltpu.VMEM((plan.steps[0], d_out), out_dtype)]
+        out_dtype, scale_columns = jnp.int8, d_out
     rows_block = _block(lambda n, v, visits: (visits.rows_tile[v], 0))
     scales_block = _block(lambda n, v, visits: (visits.group[v], n, 0, 0))
     out_specs = [
@@ -243,15 +253,15 @@ def _grouped_products(
         )
     ]
     out_shape = [varying_shape((count, d_out), out_dtype, leaves)]
-    if out_format:
+    if scale_columns:
         # A tile's scales together, as a block has to have all of the last axis.
-        units = pl.cdiv(plan.tile_columns, ROW_BLOCK)
+        units = pl.cdiv(plan.tile_columns, scale_columns)
         place = _block(lambda n, v, visits: (n, visits.tile[v], 0))
         out_specs.append(pl.BlockSpec((1, plan.tile_rows, units), place))
         out_shape.append(varying_shape((column_tiles, count, units), jnp.float32, leaves))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     blocks = Blocks(by_column, block_in, product_in)
-    call = _Call(plan, structure, column_tiles, blocks, row_dtype, out_format is not None)
+    call = _Call(plan, structure, column_tiles, blocks, row_dtype, scale_columns, bool(whole_rows))
     out, *out_scales = pl.pallas_call(
         partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -275,6 +285,7 @@ def _grouped_products(
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
                 *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
+                *whole_rows,
                 *(fetch.buffers(plan.tile_rows, d_in, row_dtype) if tables is not None else ()),
             ],
         ),
@@ -287,20 +298,23 @@ def _grouped_products(
         interpret=INTERPRET if target.interpret else False,
         name="grouped_swiglu" if len(values) == 2 else "grouped_matmul",
     )(*leaves)
-    if not out_format:
+    if not scale_columns:
         return out
-    return QuantArray(out, jnp.swapaxes(out_scales[0], 0, 1).reshape(count, -1), (1, ROW_BLOCK))
+    block = (1, 0 if whole_rows else ROW_BLOCK)
+    return QuantArray(out, jnp.swapaxes(out_scales[0], 0, 1).reshape(count, -1), block)
 
 
 def _kernel(call: _Call, *refs: Any) -> None:
     """One visit for one tile of columns."""
     plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
     out, *others = refs[call.inputs.num_leaves :]
-    out_scales = others.pop(0) if call.quantised else None
+    out_scales = others.pop(0) if call.scale_columns else None
     semaphores, *others = others
-    buffers, fetched = others[: len(inputs.weights)], others[len(inputs.weights) :]
-    # out: [tile_rows, tile_columns]; out_scales: [1, tile_rows, columns / ROW_BLOCK];
-    # buffers: [2, tile_columns, d_in] for each weight; fetched: `fetch.Buffers`, if rows are
+    buffers, others = others[: len(inputs.weights)], others[len(inputs.weights) :]
+    whole_rows = others.pop(0) if call.whole_rows else None
+    # out: [tile_rows, tile_columns]; out_scales: [1, tile_rows, columns / scale_columns];
+    # buffers: [2, tile_columns, d_in] for each weight; whole_rows: [steps[0], tile_columns];
+    # others: `fetch.Buffers`, if rows are
     visits = inputs.visits
     n, v = pl.program_id(0), pl.program_id(1)
     before = jnp.maximum(v - 1, 0)
@@ -346,7 +360,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
     rows: Any = inputs.rows
     fetched_scales: list[Any] = []
     if inputs.tables is not None:
-        arriving = fetch.Buffers(*fetched)
+        arriving = fetch.Buffers(*others)
         fetch.start_next(inputs.tables, rows, arriving, visits, call.column_tiles)
 
     # Weights are double-buffered: load the very first tile, then always the next one ahead.
@@ -394,12 +408,16 @@ def _kernel(call: _Call, *refs: Any) -> None:
                 for i, buffer in enumerate(buffers)
             ]
             result = _swiglu(*products) if len(products) == 2 else products[0]
-            if out_scales is not None:
-                store_quantised(result, owned, out, out_scales, part, columns)
-                return
-            out[part, columns] = jnp.where(owned, result.astype(out.dtype), out[part, columns])
+            if whole_rows is not None:
+                whole_rows[pl.ds(0, step_rows), columns] = result.astype(whole_rows.dtype)
+            elif out_scales is not None:
+                store_quantised(result, owned, out, out_scales, part, columns, ROW_BLOCK)
+            else:
+                out[part, columns] = jnp.where(owned, result.astype(out.dtype), out[part, columns])
 
         for_pieces(multiply)
+        if whole_rows is not None:
+            store_whole_rows(whole_rows, (first, end), out, out_scales, row, step_rows)
 
     place = aligned
     for step_rows in plan.steps:

@@ -1,5 +1,8 @@
 """The TPU kernel, interpreted on the CPU with a race detector, and its plans."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,6 +70,47 @@ def test_rows_in_fp8_are_for_v7x(function):
     with use_target(Target("mosaic_tpu", "TPU v6 lite")):
         with pytest.raises(NotImplementedError, match=r"TPU v6 lite .* leave row_format None"):
             function(*arguments, row_format="fp8")
+
+
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize("d_ff", [128, 256])
+def test_hidden_rows_are_quantised_where_they_are_made(monkeypatch, d_ff):
+    """If a tile has all their columns, by the kernel; to the bits that XLA gives them."""
+    rng = np.random.default_rng(0)
+    gate, up, down = (
+        quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32), "int8")
+        for shape in ((4, d_ff, 128), (4, d_ff, 128), (4, 128, d_ff))
+    )
+    rows = rng.normal(size=(70, 128)).astype(jnp.bfloat16)
+    rows[5] = 0
+    rows[63:] = np.nan
+    sizes = jnp.asarray([5, 0, 41, 17], jnp.int32)
+    quantised = []
+
+    def quantize_rows(x, format):
+        quantised.append(x.shape)
+        return quantize_rows_of_xla(x, format)
+
+    quantize_rows_of_xla = mosaic_tpu.quantize_rows
+    monkeypatch.setattr(mosaic_tpu, "quantize_rows", quantize_rows)
+    found = []
+    for weights_bytes in (1, 2**20):
+        tiles = TILES._replace(weights_bytes=weights_bytes, steps=(32, 16))
+        monkeypatch.setitem(TPU, TARGET.device_kind, tiles)
+        with use_target(TARGET):
+            arguments = (jnp.asarray(rows), gate, up, down, sizes)
+            traced_anew = jax.jit(functools.partial(grouped_swiglu))
+            found.append(np.asarray(traced_anew(*arguments), np.float32))
+    of_hidden = [(70, d_ff)] * (d_ff > 128)  # a tile of 128 columns has all of 128
+    assert quantised == [(70, 128), *of_hidden, (70, 128)]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.abs(found[0][[*range(5), *range(6, 63)]]).max(axis=1).min() > 0
+    assert not found[0][63:].any()
+    assert not found[0][5].any()
+    rows[63:] = 0
+    with use_target(Target("reference", "cpu")):
+        expected = grouped_swiglu(jnp.asarray(rows), gate, up, down, sizes)
+    np.testing.assert_allclose(found[0], np.asarray(expected, np.float32), 4e-2, 4e-1)
 
 
 class TestNarrowRows:

@@ -326,7 +326,7 @@ def test_a_message_is_read_as_it_came(generation, dtype):
 
 
 def test_a_token_is_quantised_once():
-    """And not every choice of it."""
+    """And not every choice of it; what a network has for a choice is, by the kernel."""
     shape, tokens = SHAPES["step3_2a2f"], 512
     _, *weights, sizes = swiglu_arguments(shape, 8, "int8")
     x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)
@@ -340,6 +340,8 @@ def test_a_token_is_quantised_once():
     text = compiled(picked, mesh_of("v6e"), arguments, specs).as_text()
     assert f"s8[{tokens},{shape.d_model}]" in text
     assert f"s8[{tokens * shape.top_k},{shape.d_model}]" not in text
+    assert f"s8[{tokens * shape.top_k},{shape.d_ff}]" in text
+    assert f"bf16[{tokens * shape.top_k},{shape.d_ff}]" not in text
 
 
 def test_float16_is_not_a_type_of_tpus():
