@@ -25,6 +25,8 @@ AnyMesh = Mesh | AbstractMesh
 
 ATTENTION_AXES = ("dp", "tp")
 FFN_AXES = ("ep", "tp")
+INSTANCE = "instance"
+"""An axis of ffn meshes before those, where the role has several (`ffn.instances`)."""
 
 ATTENTION_RULES: Rules = {
     "groups": "dp",
@@ -44,6 +46,16 @@ devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for i
 (`shared_d_ff`, with `ffn.exchange` = alltoall), every device has all of it (`own_d_ff`, with
 `ffn.whole_shared`) or some have slots of it (`ffn.shared_ranks`)."""
 
+INSTANCE_RULES: Rules = {
+    "slots": (INSTANCE, "ep"),
+    "expert_d_ff": "tp",
+    "d_ff": (INSTANCE, "ep", "tp"),
+    "shared_d_ff": (INSTANCE, "tp"),
+    "own_d_ff": INSTANCE,
+}
+"""Of several instances, each of which gets all rows: what every rank or device would run of the
+shared expert for its own rows they divide."""
+
 COLOCATED_FFN_RULES: Rules = {
     "slots": "dp",
     "expert_d_ff": "tp",
@@ -59,6 +71,23 @@ def on_cpus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
+def expert_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Those of an ffn mesh that experts are divided over: all but the last, of their d_ff."""
+    return tuple(mesh.shape)[:-1]
+
+
+def ffn_rules(mesh: AnyMesh) -> Rules:
+    """Of an ffn mesh."""
+    return INSTANCE_RULES if INSTANCE in mesh.shape else FFN_RULES
+
+
+def _ffn_sizes(deployment: Deployment) -> dict[str, int]:
+    """Of the axes of the ffn mesh."""
+    ffn = deployment.ffn
+    outer = {INSTANCE: ffn.instances} if ffn.instances > 1 else {}
+    return outer | dict(zip(FFN_AXES, (ffn.ep // ffn.instances, ffn.tp), strict=True))
+
+
 class Submeshes:
     """The meshes of a deployment.
 
@@ -66,8 +95,9 @@ class Submeshes:
       domains: the attention meshes, each with axes ("dp", "tp"). Where they lie on several
         processes, every process has its part of each.
       attention: the first of them: all have one shape.
-      ffn: Mesh with axes ("ep", "tp"); in colocated mode the attention mesh itself.
-      ffn_axes: the axes of `ffn` over which experts and d_ff are split, major first.
+      ffn: Mesh with axes ("ep", "tp"), of several instances with one of these before them; in
+        colocated mode the attention mesh itself.
+      ffn_rules: its rules.
     """
 
     def __init__(self, deployment: Deployment, devices: Sequence[jax.Device] | None = None):
@@ -85,14 +115,11 @@ class Submeshes:
         self.domains = tuple(Mesh(np.array(rows), ATTENTION_AXES) for rows in domains)
         self.attention = self.domains[0]
         if deployment.mode == "colocated":
-            self.ffn, self.ffn_axes, self.ffn_rules = (
-                self.attention,
-                ATTENTION_AXES,
-                COLOCATED_FFN_RULES,
-            )
+            self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
         else:
-            self.ffn = Mesh(np.array(ffn), FFN_AXES)
-            self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
+            sizes = _ffn_sizes(deployment)
+            self.ffn = Mesh(np.array(ffn).reshape(*sizes.values()), tuple(sizes))
+            self.ffn_rules = ffn_rules(self.ffn)
 
 
 def role_groups[D](
@@ -238,17 +265,14 @@ class AbstractSubmeshes:
     """
 
     def __init__(self, deployment: Deployment):
-        a, f = deployment.attention, deployment.ffn
+        a = deployment.attention
         self.attention = AbstractMesh((a.dp, a.tp), ATTENTION_AXES)
         if deployment.mode == "colocated":
-            self.ffn, self.ffn_axes, self.ffn_rules = (
-                self.attention,
-                ATTENTION_AXES,
-                COLOCATED_FFN_RULES,
-            )
+            self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
         else:
-            self.ffn = AbstractMesh((f.ep, f.tp), FFN_AXES)
-            self.ffn_axes, self.ffn_rules = FFN_AXES, FFN_RULES
+            sizes = _ffn_sizes(deployment)
+            self.ffn = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+            self.ffn_rules = ffn_rules(self.ffn)
 
 
 def _rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:

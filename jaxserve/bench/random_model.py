@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import FFN_AXES, Submeshes, cached_sharding
+from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.model.float_matrices import placed
@@ -132,7 +132,7 @@ def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
         jax.device_put(table, cached_sharding(mesh, REPLICATED)),
         jax.device_put(
             np.zeros(bank.counts.shape, bank.counts.dtype),
-            cached_sharding(mesh, bank.counts_spec(FFN_AXES[0])),
+            cached_sharding(mesh, bank.counts_spec(expert_axes(mesh))),
         ),
     )
 

@@ -107,9 +107,10 @@ class FFNRole(Section, frozen=True):
     while the routed experts' results are exchanged."""
     instances: Size = 1
     """Equal parts of the ep ranks, a host each, say. A message goes to each part, whose devices
-    exchange its rows among themselves alone, and which answers with the sums over its own experts,
-    for attention to add up: messages cross so many times, and nothing else leaves a part. Divides
-    `ep`; attention's devices are a multiple of the ffn role's then."""
+    exchange its rows among themselves alone, and which answers with the sums over its own experts
+    and part of the shared one's d_ff, for attention to add up: messages cross so many times, and
+    nothing else leaves a part. Divides `ep`; attention's devices are a multiple of the ffn role's
+    then."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
     report. In colocated mode `attention.memory_gb` counts."""

@@ -136,6 +136,12 @@ class AnswerFormat(msgspec.Struct, frozen=True):
             return results.packed(self.width)
         return results.total(self.dtype)
 
+    def pieces(self, results: Sums, count: int) -> tuple[Array, ...]:
+        """The same in so many equal parts of the rows."""
+        if self.rows == "int8":
+            return results.pieces(self.width, count)
+        return tuple(jnp.split(self.pack(results), count))
+
     def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """The inverse, in `dtype`."""
         return self.total([packed], dtype)
@@ -187,6 +193,11 @@ def _to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
 
 def _from_words(words: Array, dtype: jnp.dtype) -> Array:
     ratio = dtype.itemsize // words.dtype.itemsize
+    if ratio > 1 and current_target().backend == "mosaic_gpu":
+        # As above: XLA does not fuse a bit-cast with what takes the numbers.
+        size = 8 * words.dtype.itemsize
+        parts = [words[:, at::ratio].astype(dtype) << (size * at) for at in range(ratio)]
+        return functools.reduce(operator.or_, parts)
     if ratio > 1:
         words = words.reshape(words.shape[0], -1, ratio)
     return jax.lax.bitcast_convert_type(words, dtype)

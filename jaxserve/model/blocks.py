@@ -103,7 +103,7 @@ class FFNBlock(Module):
 
     Attributes:
       own_rows: whether `dense` is for a device's own rows, and not a share of all rows' sum.
-      whole: whether every device has all of it then.
+      whole: whether every device has all of it then, or all that its instance has.
     """
 
     def __init__(
@@ -118,12 +118,13 @@ class FFNBlock(Module):
         redundant: int = 0,
         shared_ranks: int = 0,
         whole_shared: bool = False,
+        instances: int = 1,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
         self.whole = whole = kind == "moe" and whole_shared
         of_rank = kind == "moe" and exchange == "alltoall"
         self.own_rows = whole or of_rank
-        shards = tensor_ranks if self.own_rows else expert_ranks * tensor_ranks
+        shards = tensor_ranks * (instances if self.own_rows else expert_ranks)
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
         self.experts = None
@@ -239,7 +240,7 @@ class ModelTemplates:
         dtype = jnp.dtype(deployment.dtype)
         self.config = config
         self.dtype = dtype
-        self.ranks = (meshes.ffn.shape[meshes.ffn_axes[0]], meshes.ffn.shape[meshes.ffn_axes[1]])
+        self.ranks = deployment.expert_ranks, shards(meshes.ffn, meshes.ffn_rules)["expert_d_ff"]
         tensor_ranks = axis_product(meshes.attention, "tp")
         attention = Formats(
             dtype,
@@ -285,6 +286,7 @@ class ModelTemplates:
                     redundant=self.slots.redundant,
                     shared_ranks=self.slots.shared_ranks,
                     whole_shared=deployment.ffn.whole_shared,
+                    instances=deployment.ffn.instances,
                 ),
                 entries={"slots": first_entries(self.slots)},
                 parts=shared_parts(self.slots),

@@ -89,6 +89,11 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Of the roles."""
         return {"attention": (self.dp, self.tp), "ffn": (self.ep, self.ffn_tp)}
 
+    def members(self, role: str) -> tuple[int, int]:
+        """Of the role's mesh, or of an instance's, between which nothing moves."""
+        outer, inner = self.meshes[role]
+        return (outer // self.instances if role == "ffn" else outer), inner
+
     @property
     def layers(self) -> int:
         """Of the model."""
@@ -198,7 +203,7 @@ def stage_seconds(counts: Counts) -> dict[str, float]:
     found = {}
     for name, one in counts.programs.items():
         role = "ffn" if name.startswith("ffn") else "attention"
-        seconds = sum(program_seconds(one, *counts.meshes[role])) - _hidden(counts, name)
+        seconds = sum(program_seconds(one, *counts.members(role))) - _hidden(counts, name)
         if name.startswith(("attend", "enter")):
             seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
         if name.endswith("_moe") and role == "ffn":
@@ -327,7 +332,7 @@ def _speed(counts: Counts, found: Bounds) -> str:
 def _hidden(counts: Counts, name: str) -> float:
     """`hidden_seconds` of a program."""
     role = "ffn" if name.startswith("ffn") else "attention"
-    return hidden_seconds(counts.programs[name], *counts.meshes[role])
+    return hidden_seconds(counts.programs[name], *counts.members(role))
 
 
 def every_byte(counts: Counts) -> Counts:
@@ -357,7 +362,7 @@ def measurements(counts: Counts) -> list[dict[str, object]]:
     for op, name in (("attend", "attend_moe"), ("ffn", "ffn_moe"), ("leave", "leave")):
         if name in seconds:
             role = "ffn" if op == "ffn" else "attention"
-            _, collectives = program_seconds(counts.programs[name], *counts.meshes[role])
+            _, collectives = program_seconds(counts.programs[name], *counts.members(role))
             found.append(
                 {
                     "device_kind": "NVIDIA H200",

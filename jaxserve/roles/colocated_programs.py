@@ -62,7 +62,7 @@ class ColocatedPrograms(TokenPrograms):
                 templates.slots,
                 self.mesh,
                 COLOCATED_FFN_RULES,
-                ATTENTION_AXES[0],
+                ATTENTION_AXES[:1],
                 stacked=True,
                 pieces=move_pieces(templates, deployment.experts),
             )
@@ -90,7 +90,7 @@ class ColocatedPrograms(TokenPrograms):
         it returns the lengths last (`TokenPrograms.verify_step`)."""
         templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
         banks = [bank.shape for bank in self.banks[: self.stacked_banks]]
-        counts_spec = [bank.counts_spec(ATTENTION_AXES[0]) for bank in banks]
+        counts_spec = [bank.counts_spec(ATTENTION_AXES[:1]) for bank in banks]
         parts = [len(pages_spec), len(banks), len(banks)]
         parts += [len(templates.embedding.leaves), len(templates.head.leaves)]
         for kind, _, _ in self.stacked():
@@ -217,7 +217,7 @@ class ColocatedPrograms(TokenPrograms):
             specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
         pages_spec = [PAGES_SPEC] * len(self.page_arrays)
         bank = self.banks[-1].shape
-        counts_spec = bank.counts_spec(ATTENTION_AXES[0])
+        counts_spec = bank.counts_spec(ATTENTION_AXES[:1])
         state = self.groups, self.slots
         return Program(
             "predict",

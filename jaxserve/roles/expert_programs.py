@@ -48,9 +48,9 @@ class BankShape(NamedTuple):
         shape = self.layers, self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
-    def counts_spec(self, axis: str) -> PartitionSpec:
+    def counts_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """How they are divided."""
-        return PartitionSpec(None, axis)
+        return PartitionSpec(None, axes)
 
 
 def expert_bytes(template: Template, sizes: SlotSizes) -> int:
@@ -78,7 +78,7 @@ class ExpertPrograms:
     Args:
       template: of a MoE layer's block.
       rules: of the mesh.
-      axis: that the slots are divided over.
+      axes: that the slots are divided over.
       stacked: whether leaves have a first axis of layers.
       pieces: in which an expert is fetched, one between two steps; see `move_pieces`.
     """
@@ -89,12 +89,12 @@ class ExpertPrograms:
         sizes: SlotSizes,
         mesh: AnyMesh,
         rules: Rules,
-        axis: str,
+        axes: tuple[str, ...],
         *,
         stacked: bool,
         pieces: int,
     ):
-        self.template, self.sizes, self.axis = template, sizes, axis
+        self.template, self.sizes, self.axes = template, sizes, axes
         self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self._rules, self._stacked, self.pieces = rules, stacked, pieces
         self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
@@ -125,7 +125,7 @@ class ExpertPrograms:
 
         def body(moves: Array, layer: Array, piece: Array, *arrays: Array) -> tuple[Array, ...]:
             ranks, local = self.sizes.all_ranks, self.sizes.local
-            rank = jax.lax.axis_index(self.axis)
+            rank = jax.lax.axis_index(self.axes)
             source = jnp.maximum(moves[:, 0], 0)
             sends = (moves[:, 0] >= 0) & (source // local == rank)
             gets = (moves[rank, 0] >= 0) & (source[rank] // local == jnp.arange(ranks))
@@ -149,7 +149,7 @@ class ExpertPrograms:
                     jnp.where(sends, rows, 0).astype(jnp.int32),
                     jnp.zeros(ranks, jnp.int32),
                     jnp.where(gets, rows, 0).astype(jnp.int32),
-                    axes=(self.axis,),
+                    axes=self.axes,
                     rows=rows,
                 )
                 value = from_bytes(got[:rows].reshape(1, *sent.shape[1:]), mine)
@@ -177,7 +177,7 @@ class ExpertPrograms:
         bank of so many layers: every rank that gets an expert puts it in its slot."""
 
         def body(moves: Array, layer: Array, *arrays: Array) -> tuple[Array, ...]:
-            source, target = moves[jax.lax.axis_index(self.axis)]
+            source, target = moves[jax.lax.axis_index(self.axes)]
 
             def inserted(held: Array, leaf: Array) -> Array:
                 value = held[None] if self._stacked else held
@@ -211,7 +211,7 @@ class ExpertPrograms:
         def body(*counts: Array) -> Array:
             return jnp.concatenate(counts)
 
-        spec = PartitionSpec(None, self.axis)
+        spec = PartitionSpec(None, self.axes)
         return Program(
             "count_experts",
             body,

@@ -159,7 +159,7 @@ class ExpertSlots:
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
-        self._counts_spec = BankShape(1, self.sizes).counts_spec(programs.axis)
+        self._counts_spec = BankShape(1, self.sizes).counts_spec(programs.axes)
         self.counts = [self._no_counts(bank) for bank in banks]
         self.room: Leaves = ()
         if executables.fetch:

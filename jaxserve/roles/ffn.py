@@ -17,7 +17,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.ends import Arrays, FFNEnd
-from jaxserve.mesh import FFN_RULES
+from jaxserve.mesh import ffn_rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all, hot_call
@@ -67,7 +67,7 @@ def build_ffn(
         weights = FFNWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     compiled = compile_all(ffn_programs(programs, sizes) | moving)
-    reader = ExpertReader(templates, deployment.experts, names, source, mesh, FFN_RULES)
+    reader = ExpertReader(templates, deployment.experts, names, source, mesh, ffn_rules(mesh))
     slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, ffn_executables(programs, sizes, compiled), weights, slots
 

@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, answer_format, message_formats
-from jaxserve.mesh import FFN_AXES, FFN_RULES, AnyMesh
+from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import Blocks, make_exchanges
@@ -47,11 +47,11 @@ class FFNPrograms:
         self.route = self.contract.route(mesh.size)
         instances = self.route.instances
         blocks = Blocks(mesh.size // instances * self.route.slots, self.route.filled)
-        axes = Axes(*FFN_AXES, rows=FFN_AXES, instances=instances)
+        axes = Axes(*FFN_AXES, rows=FFN_AXES, instance=INSTANCE if instances > 1 else None)
         self.exchanges = make_exchanges(
             templates.exchange, axes, self.dtype, blocks, self.contract.combine
         )
-        self.slots, axis = templates.slots, FFN_AXES[0]
+        self.slots = templates.slots
         self.banks = tuple(
             Bank((layer,), self.slots)
             for layer, kind in enumerate(self.contract.layers)
@@ -63,8 +63,8 @@ class FFNPrograms:
                 templates.ffn["moe"],
                 self.slots,
                 self.mesh,
-                FFN_RULES,
-                axis,
+                ffn_rules(mesh),
+                expert_axes(mesh),
                 stacked=False,
                 pieces=move_pieces(templates, deployment.experts),
             )
@@ -83,21 +83,21 @@ class FFNPrograms:
             table, counts = arguments[slots : slots + 2] if moe else (None, None)
             block = layer.merge(arguments[slots + 2 * moe :])
             answer, load = exchange(packed, block, packing, None if table is None else table[0])
-            pieces = jnp.split(self.answers.pack(answer), slots)
+            pieces = self.answers.pieces(answer, slots)
             if load is None or counts is None:
-                return tuple(pieces)
+                return pieces
             return *pieces, add_load(counts, load[None])
 
-        pieces = PartitionSpec(FFN_AXES)
+        pieces = PartitionSpec(tuple(self.mesh.shape))
         shape = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
         bank = BankShape(1, self.slots)
-        counts = bank.counts_spec(FFN_AXES[0])
+        counts = bank.counts_spec(expert_axes(self.mesh))
         return Program(
             f"ffn_{kind}",
             body,
             self.mesh,
             (*[shape] * slots, *(bank.table, bank.counts) * moe, *layer.leaves),
-            (*[pieces] * slots, *(REPLICATED, counts) * moe, *layer.specs(FFN_RULES)),
+            (*[pieces] * slots, *(REPLICATED, counts) * moe, *layer.specs(ffn_rules(self.mesh))),
             (*[pieces] * slots, *(counts,) * moe),
             donated=(slots + 1,) * moe,
             cuda_graphs="off",

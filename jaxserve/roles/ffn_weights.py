@@ -3,7 +3,7 @@
 import functools
 
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.mesh import FFN_RULES
+from jaxserve.mesh import ffn_rules
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves
 
@@ -20,7 +20,7 @@ class FFNWeights:
                 templates.ffn[config.kind(layer).ffn],
                 names.ffn[layer],
                 programs.mesh,
-                FFN_RULES,
+                ffn_rules(programs.mesh),
             )
             for layer in range(config.all_layers)
         ]

@@ -35,9 +35,12 @@ from pallas_kernels.quantize.product import (
 )
 from pallas_kernels.target import current_target
 
-MOST_ROWS = 128
-"""Of `swiglu_steps_of_fp8`: what two tiles for few rows hold. By machine code Step-3's shared
-expert takes 29 µs for 128 rows, its weights 26, and 51 for 224, which XLA's products need not."""
+TILE = 64, 128
+"""Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` has them."""
+MOST_TILES = 132
+"""Of its first step: what a Hopper GPU's multiprocessors take at once. By machine code Step-3's
+shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width for 256
+rows likewise (13); in two turns, or in 40 tiles of twice the rows, some 50."""
 
 _COST = "multiplies one block of columns after the other, several launches each"
 
@@ -171,8 +174,8 @@ def swiglu_steps_of_fp8(
         columns of a wider array.
 
     Returns:
-      None: rows or weights are not in FP8, there is no such kernel for them, or there are more than
-        `MOST_ROWS`.
+      None: rows or weights are not in FP8, there is no such kernel for them, or they make more
+        than `MOST_TILES`.
     """
     target, values = current_target(), from_bits(narrow.values)
     stacks = gate, up, down = tuple(map(_stack, (gate_weights, up_weights, down_weights)))
@@ -180,7 +183,8 @@ def swiglu_steps_of_fp8(
         return None
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    if not 0 < rows.shape[0] <= MOST_ROWS or rows.shape[0] % mosaic_gpu.BLOCK_ROWS:
+    tiles = -(-rows.shape[0] // TILE[0]) * -(-gate.shape[1] // TILE[1])
+    if not 0 < tiles <= MOST_TILES or rows.shape[0] % mosaic_gpu.BLOCK_ROWS:
         return None
     weights, dtype = {"gate_weights": gate, "up_weights": up}, rows.dtype
     return (

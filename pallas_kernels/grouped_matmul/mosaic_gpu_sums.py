@@ -5,6 +5,7 @@ and the one time that it is written.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,19 @@ def pack(
     sums: Unsummed, words: int, major: tuple[int, int], target: Target, *, everywhere: bool = True
 ) -> Int8[Array, "tokens words"]:
     """See `Unsummed.packed`; for what `gap` leaves."""
+    return pack_pieces(sums, words, major, target, everywhere=everywhere)[0]
+
+
+def pack_pieces(
+    sums: Unsummed,
+    words: int,
+    major: tuple[int, int],
+    target: Target,
+    count: int = 1,
+    *,
+    everywhere: bool = True,
+) -> tuple[Int8[Array, "part words"], ...]:
+    """The same in so many equal parts of the rows."""
     arguments: list[Array] = []
     if sums.base is not None:
         arguments.append(sums.base)
@@ -56,8 +70,9 @@ def pack(
         has_gates=sums.choices is not None and sums.choices.gates is not None,
         major=major,
         everywhere=everywhere,
+        count=count,
     )
-    return _run("pack_sums", body, (tokens, words), jnp.int8, target, *arguments)
+    return _run("pack_sums", body, (tokens, words), jnp.int8, target, *arguments, count=count)
 
 
 def add_up(
@@ -65,16 +80,17 @@ def add_up(
 ) -> Float32[Array, "rows d"]:
     """See `packed_sums.sum_packed`."""
     shape = arrived.shape[1], d
-    return _run("sum_packed", _add_up, shape, jnp.float32, target, arrived, _as_floats(arrived))
+    found = _run("sum_packed", _add_up, shape, jnp.float32, target, arrived, _as_floats(arrived))
+    return found[0]
 
 
 def add_up_and_pack(
-    arrived: Int8[Array, "parts rows words"], d: int, target: Target
-) -> Int8[Array, "rows words"]:
-    """See `packed_sums.sum_and_pack`."""
+    arrived: Int8[Array, "parts rows words"], d: int, target: Target, count: int = 1
+) -> tuple[Int8[Array, "part words"], ...]:
+    """See `packed_sums.sum_and_pack`; in so many equal parts of the rows."""
     body = functools.partial(_add_up_and_pack, d=d)
-    shape = arrived.shape[1], arrived.shape[2]
-    return _run("sum_and_pack", body, shape, jnp.int8, target, arrived, _as_floats(arrived))
+    shape, floats = (arrived.shape[1], arrived.shape[2]), _as_floats(arrived)
+    return _run("sum_and_pack", body, shape, jnp.int8, target, arrived, floats, count=count)
 
 
 def _as_floats(arrived: Array) -> Float32[Array, "all_rows numbers"]:
@@ -84,12 +100,18 @@ def _as_floats(arrived: Array) -> Float32[Array, "all_rows numbers"]:
 
 
 def _run(
-    name: str, body: Any, shape: tuple[int, int], dtype: Any, target: Target, *arguments: Array
-) -> Array:
-    found: Array = plgpu.kernel(
+    name: str,
+    body: Any,
+    shape: tuple[int, int],
+    dtype: Any,
+    target: Target,
+    *arguments: Array,
+    count: int = 1,
+) -> tuple[Array, ...]:
+    found: tuple[Array, ...] = plgpu.kernel(
         body,
         kernel_name=name,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        out_type=(jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype),) * count,
         grid=(shape[0],),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
@@ -110,26 +132,28 @@ def _pack(
     has_gates: bool,
     major: tuple[int, int],
     everywhere: bool,
+    count: int,
 ) -> None:
-    """One row of: base [tokens, d] and rows [rows, d], index and gates [tokens * top_k], or one of
-    both; then the output [tokens, words]. There may be no gates. Behind rows that are packed,
-    [rows, words], and gates come the rows' scales."""
-    *operands, output = refs
+    """One row of: base [tokens, d] and rows [rows, d], index and gates [tokens * top_k], or
+    one of both; then the outputs [tokens / count, words]. There may be no gates. Behind rows that
+    are packed, [rows, words], and gates come the rows' scales."""
+    operands, outputs = list(refs[:-count]), refs[-count:]
     row, (outer, inner) = lax.axis_index("row"), major
-    block = output.shape[0] // (outer * inner)
+    tokens = count * outputs[0].shape[0]
+    block = tokens // (outer * inner)
     number = lax.div(row, block)
     outer_first = lax.rem(number, outer) * inner + lax.div(number, outer)
     token = outer_first * block + lax.rem(row, block)
     base: Any = operands.pop(0) if has_base else None
     if not operands:
-        _store_packed(output, row, _wide(base.at[token]))
+        _in_its_part(outputs, row, lambda: _wide(base.at[token]))
         return
     rows, index, *operands = operands
     gates: Any = operands.pop(0) if has_gates else None
-    top_k = index.shape[0] // output.shape[0]
+    top_k = index.shape[0] // tokens
     places = [index[token * top_k + choice] for choice in range(top_k)]
 
-    def add_up() -> None:
+    def add_up() -> jax.Array:
         chosen: Any = None
         for choice, place in enumerate(places):
             at = jnp.maximum(place, 0)
@@ -141,13 +165,27 @@ def _pack(
             here = jnp.broadcast_to(place >= 0, wide.shape)
             wide = jnp.where(here, wide, jnp.zeros_like(wide))
             chosen = wide if chosen is None else chosen + wide
-        total = chosen if base is None else _wide(base.at[token]) + chosen
-        _store_packed(output, row, total)
+        return chosen if base is None else _wide(base.at[token]) + chosen
 
     if everywhere:
-        add_up()
+        _in_its_part(outputs, row, add_up)
     else:
-        pl.when(functools.reduce(jnp.maximum, places) >= 0)(add_up)
+        pl.when(functools.reduce(jnp.maximum, places) >= 0)(
+            lambda: _in_its_part(outputs, row, add_up)
+        )
+
+
+def _in_its_part(outputs: Sequence[Any], row: jax.Array, make: Callable[[], jax.Array]) -> None:
+    """Stores what `make` gives for a row in that one of the outputs which has it."""
+    if len(outputs) == 1:
+        _store_packed(outputs[0], row, make())
+        return
+    rows = outputs[0].shape[0]
+    for number, output in enumerate(outputs):
+
+        @pl.when(lax.div(row, rows) == number)
+        def _(output: Any = output, first: int = number * rows) -> None:
+            _store_packed(output, row - first, make())
 
 
 def _add_up(arrived: Any, scales: Any, output: Any) -> None:
@@ -156,10 +194,10 @@ def _add_up(arrived: Any, scales: Any, output: Any) -> None:
     store(output.at[row], _sum(arrived, scales, row, output.shape[1]))
 
 
-def _add_up_and_pack(arrived: Any, scales: Any, output: Any, *, d: int) -> None:
-    """One row of [parts, rows, words] and its scales, to [rows, words]."""
+def _add_up_and_pack(arrived: Any, scales: Any, *outputs: Any, d: int) -> None:
+    """One row of [parts, rows, words] and its scales, to the outputs that make up [rows, words]."""
     row = lax.axis_index("row")
-    _store_packed(output, row, _sum(arrived, scales, row, d))
+    _in_its_part(outputs, row, lambda: _sum(arrived, scales, row, d))
 
 
 def _sum(arrived: Any, scales: Any, row: jax.Array, d: int) -> jax.Array:

@@ -67,10 +67,10 @@ def pick_tiles(
     Two blocks form a cluster where an average group fills the largest row tile: half of such groups
     have more rows, by chance. With fewer what takes time is weights, which come from memory, and
     not that blocks read them again from the L2 cache; with more they would: 192 rows of each of
-    Step-3's whole experts take 158 µs alone and 118 in pairs, by counts. Of one group that two
-    tiles for few rows hold these form it, and none is for many: nothing else fills multiprocessors.
-    128 rows of Step-3's whole shared expert, in 80 and 112 tiles, take 29 µs by the same counts; in
-    40 and 28 they took 57.
+    Step-3's whole experts take 158 µs alone and 118 in pairs, by counts. Of one group tiles for few
+    rows form it, and none is for many: nothing else fills multiprocessors. 128 rows of Step-3's
+    whole shared expert, in 80 and 112 tiles, take 29 µs by the same counts, as do 256 of half of
+    it; in 40 and 28 they took 57.
 
     Args:
       average: rows of a group, if not all rows over all groups.
@@ -87,11 +87,11 @@ def pick_tiles(
     wanted = min(rows, average * 5 // 4 + BLOCK_ROWS)
     find = functools.partial(hopper_tiles, target.device_kind, products=len(weights))
     entry = find(kind, widths=(d_in, d_out), given=given)
-    many = wanted > entry.rows[-1] and not (one_group and rows <= CLUSTER * entry.rows[-1])
+    many = wanted > entry.rows[-1] and not one_group
     if kind == "rows in blocks" and many and "rows" not in given:
         some: Kind = "some rows in blocks"
         wanted = average + 2 * math.isqrt(average) + BLOCK_ROWS
-        if not one_group and wanted <= find(some, widths=(d_in, d_out), given=given).rows[-1]:
+        if wanted <= find(some, widths=(d_in, d_out), given=given).rows[-1]:
             kind = some
         elif _has_whole_parts(first):
             kind = "many rows in blocks"
@@ -101,7 +101,9 @@ def pick_tiles(
     row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
     if groups == 1:  # whose rows are all there are: no larger a tile than as many of them need
         count = -(-rows // row_tile)
-        row_tile = next(size for size in entry.rows if -(-rows // size) == count)
+        if one_group and count > 1 and entry.cluster > 1:  # pairs
+            count += count % CLUSTER
+        row_tile = next(size for size in entry.rows if -(-rows // size) <= count)
     inner = inner_of(first)
     out = ROW_BLOCK if quantises else entry.out
     tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)

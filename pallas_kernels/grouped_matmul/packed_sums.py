@@ -33,6 +33,10 @@ class Sums(Protocol):
         """The sums in INT8, so many words a row."""
         ...
 
+    def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
+        """The same, in so many equal parts of the rows."""
+        ...
+
 
 class Unsummed(NamedTuple):
     """Rows that are sums: of one array's rows, of choices, or of both."""
@@ -90,6 +94,17 @@ class Unsummed(NamedTuple):
             return packed
         return jnp.swapaxes(packed.reshape(*major, -1, words), 0, 1).reshape(-1, words)
 
+    def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
+        """See `Sums`."""
+        (tokens, d), target = self.shape, None
+        if count > 1 and tokens and not tokens % count:
+            target = _target(d, words)
+        if target is None:
+            return tuple(jnp.split(self.packed(words), count))
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+        return mosaic_gpu_sums.pack_pieces(self, words, (1, 1), target, count)
+
 
 class Parts(NamedTuple):
     """Rows that are sums of parts, which came packed, in their order."""
@@ -111,6 +126,17 @@ class Parts(NamedTuple):
             raise ValueError(f"rows of {words} words, and parts have {self.arrived.shape[2]}")
         return sum_and_pack(self.arrived, self.d)
 
+    def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
+        """See `Sums`."""
+        rows, target = self.arrived.shape[1], None
+        if count > 1 and rows and not rows % count:
+            target = _target(self.d, words)
+        if target is None:
+            return tuple(jnp.split(self.packed(words), count))
+        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+
+        return mosaic_gpu_sums.add_up_and_pack(self.arrived, self.d, target, count)
+
 
 def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Array, "rows d"]:
     """The sums of parts, which came packed, in their order."""
@@ -131,7 +157,7 @@ def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array
     if target is not None and arrived.shape[1]:
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-        return mosaic_gpu_sums.add_up_and_pack(arrived, d, target)
+        return mosaic_gpu_sums.add_up_and_pack(arrived, d, target)[0]
     return Unsummed(sum_packed(arrived, d)).packed(words)
 
 

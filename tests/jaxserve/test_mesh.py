@@ -14,11 +14,13 @@ from jaxserve.mesh import (
     ATTENTION_RULES,
     COLOCATED_FFN_RULES,
     FFN_RULES,
+    INSTANCE_RULES,
     AbstractSubmeshes,
     Submeshes,
     axis_product,
     by_process,
     cached_sharding,
+    expert_axes,
     has_local_devices,
     partition_spec,
     ring,
@@ -51,8 +53,24 @@ def test_attention_takes_the_first_devices_and_ffn_the_next():
     assert ids(meshes.attention) == [[0], [1]]
     assert ids(meshes.ffn) == [[2, 3], [4, 5]]
     assert meshes.attention.axis_names == ("dp", "tp")
-    assert meshes.ffn.axis_names == meshes.ffn_axes == ("ep", "tp")
+    assert meshes.ffn.axis_names == ("ep", "tp")
+    assert expert_axes(meshes.ffn) == ("ep",)
     assert meshes.ffn_rules is FFN_RULES
+
+
+def test_instances_are_an_axis_of_their_own():
+    """Of the same devices in the same order; of what is for a device's own rows each has a part."""
+    layout = {"attention_dp": 4, "ffn_ep": 2, "ffn_tp": 2, "ffn_instances": 2}
+    meshes = submeshes(**layout)
+    assert meshes.ffn.shape == {"instance": 2, "ep": 1, "tp": 2}
+    assert [device.id for device in meshes.ffn.devices.flat] == [4, 5, 6, 7]
+    assert expert_axes(meshes.ffn) == ("instance", "ep")
+    assert meshes.ffn_rules is INSTANCE_RULES
+    specs = [partition_spec((one, None), INSTANCE_RULES) for one in ("own_d_ff", "shared_d_ff")]
+    assert specs == [PartitionSpec("instance", None), PartitionSpec(("instance", "tp"), None)]
+    overrides = {key.replace("_", "."): value for key, value in layout.items()}
+    abstract = AbstractSubmeshes(load_deployment(Path(__file__).parent, overrides))
+    assert abstract.ffn.shape == meshes.ffn.shape
 
 
 def test_tp_is_the_minor_axis():
@@ -63,7 +81,6 @@ def test_colocated_has_one_mesh():
     meshes = submeshes(mode="colocated", attention_dp=2, attention_tp=2, ffn_ep=8)
     assert ids(meshes.attention) == [[0, 1], [2, 3]]
     assert meshes.ffn is meshes.attention
-    assert meshes.ffn_axes == ("dp", "tp")
     assert meshes.ffn_rules is COLOCATED_FFN_RULES
 
 
@@ -75,7 +92,7 @@ def test_abstract_ones_have_the_same_axes_and_need_no_devices(mode):
     abstract = AbstractSubmeshes(load_deployment(folder, overrides))
     assert abstract.attention.shape == real.attention.shape
     assert abstract.ffn.shape == real.ffn.shape
-    assert abstract.ffn_axes == real.ffn_axes
+    assert abstract.ffn.axis_names == real.ffn.axis_names
     assert abstract.ffn_rules is real.ffn_rules
     thousand = load_deployment(folder, {"attention.dp": 250, "attention.tp": 4})
     assert axis_product(AbstractSubmeshes(thousand).attention, ("dp", "tp")) == 1000

@@ -1,12 +1,10 @@
 """The collectives of an exchange that JAX does not have as they are needed, by platform.
 
 Called by `exchange.py`, inside its `shard_map`. Knows arrays and mesh axes, not what rows mean.
-Devices may be equal parts of the first axis, `instances`, each of which is for itself.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,45 +16,13 @@ from pallas_kernels.grouped_matmul.packed_sums import Parts, Sums, Unsummed, sum
 from pallas_kernels.target import current_target
 
 
-class Members(NamedTuple):
-    """Devices that a collective joins, as JAX's take them."""
-
-    axis_name: tuple[str, ...]
-    axis_index_groups: list[list[int]] | None = None
-
-    @classmethod
-    def of(cls, axes: tuple[str, ...], instances: int = 1) -> "Members":
-        """Those of `axes` inside an instance."""
-        if instances == 1:
-            return cls(axes)
-        if jax.lax.axis_size(axes[0]) == instances and len(axes) > 1:
-            return cls(axes[1:])
-        devices = jax.lax.axis_size(axes)
-        size = devices // instances
-        return cls(axes, [list(range(at, at + size)) for at in range(0, devices, size)])
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        groups = self.axis_index_groups
-        return jax.lax.axis_size(self.axis_name) if groups is None else len(groups[0])
-
-    def all_to_all(self, blocks: Array, place: int = 0, *, tiled: bool = False) -> Array:
-        """A block of the axis `place` to each; what arrived along the first one."""
-        name, groups = self
-        return jax.lax.all_to_all(blocks, name, place, 0, axis_index_groups=groups, tiled=tiled)
-
-
-def gathered(rows: Array, axes: tuple[str, ...], instances: int = 1) -> Array:
-    """The rows of all devices of an instance, in the order of their numbers."""
-    return jax.lax.all_gather(rows, axis=0, tiled=True, **Members.of(axes, instances)._asdict())
+def gathered(rows: Array, axes: tuple[str, ...]) -> Array:
+    """The rows of all devices, in the order of their numbers."""
+    return jax.lax.all_gather(rows, axes, axis=0, tiled=True)
 
 
 def summed_rows(
-    shares: Float[Array, "all_rows d_model"],
-    axes: tuple[str, ...],
-    dtype: jnp.dtype,
-    instances: int = 1,
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...], dtype: jnp.dtype
 ) -> Float32[Array, "rows d_model"]:
     """This device's part of the rows, summed over the shares of all devices of `axes`.
 
@@ -66,44 +32,33 @@ def summed_rows(
     FP32, in the order of the devices: a row's bits do not depend on its place among the rows.
     """
     if dtype.itemsize > 2:
-        return _scattered(shares, axes, instances)
+        return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
     return jax.lax.platform_dependent(
         shares.astype(dtype),
-        tpu=functools.partial(_summed_on_the_way, axes=axes, instances=instances),
-        default=functools.partial(_summed_here, axes=axes, instances=instances),
+        tpu=functools.partial(_summed_on_the_way, axes=axes),
+        default=functools.partial(_summed_here, axes=axes),
     )
 
 
-def _scattered(shares: Array, axes: tuple[str, ...], instances: int) -> Array:
-    members = Members.of(axes, instances)._asdict()
-    return jax.lax.psum_scatter(shares, scatter_dimension=0, tiled=True, **members)
-
-
 def _summed_on_the_way(
-    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...], instances: int
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
 ) -> Float32[Array, "rows d_model"]:
-    return _scattered(shares, axes, instances).astype(jnp.float32)
+    rows = jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
+    return rows.astype(jnp.float32)
 
 
 def _summed_here(
-    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...], instances: int
+    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
 ) -> Float32[Array, "rows d_model"]:
-    each = _each(axes, instances)
-    rows = shares.reshape(*[members.size for members in each], -1, shares.shape[1])
-    for place, members in reversed(list(enumerate(each))):
-        arrived = members.all_to_all(rows.astype(shares.dtype), place)
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    rows = shares.reshape(*sizes, -1, shares.shape[1])
+    for place, axis in reversed(list(enumerate(axes))):
+        arrived = jax.lax.all_to_all(rows.astype(shares.dtype), axis, place, 0)
         rows = jnp.sum(arrived, axis=0, dtype=jnp.float32)
     return rows
 
 
-def _each(axes: tuple[str, ...], instances: int) -> list[Members]:
-    """Of every axis for itself."""
-    return [Members.of((axis,), 1 if place else instances) for place, axis in enumerate(axes)]
-
-
-def summed_int8_rows(
-    shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None, instances: int = 1
-) -> Sums:
+def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None) -> Sums:
     """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
     be carried on. With two axes, of which there are no more, the sums over the last one are rounded
     again; FP32 sums, which the last of what arrives is yet to be added up to.
@@ -111,24 +66,24 @@ def summed_int8_rows(
     Args:
       beside: work to do meanwhile, a step of it for each of the all-to-alls.
     """
-    each = [members for members in _each(axes, instances) if members.size > 1]
-    if not each:  # nothing travels
+    sizes = {axis: jax.lax.axis_size(axis) for axis in axes if jax.lax.axis_size(axis) > 1}
+    if not sizes:  # nothing travels
         return shares
-    (_, d_model), (*first, last) = shares.shape, each
-    words, outer = result_words(d_model), math.prod(members.size for members in first)
+    (_, d_model), (*first, last) = shares.shape, sizes
+    words, outer = result_words(d_model), math.prod(sizes[axis] for axis in first)
     # Blocks that go to the same device of the last axis are together, as an all-to-all takes them.
-    packed = shares.packed(words, (outer, last.size))
-    for members in reversed(first):
-        packed = sum_and_pack(_exchanged(packed, last, beside), d_model)
-        last = members
-    return Parts(_exchanged(packed, last, beside), d_model)
+    packed = shares.packed(words, (outer, sizes[last]))
+    for axis in reversed(first):
+        packed = sum_and_pack(_exchanged(packed, sizes[last], last, beside), d_model)
+        last = axis
+    return Parts(_exchanged(packed, sizes[last], last, beside), d_model)
 
 
 def _exchanged(
-    packed: Int8[Array, "all_rows words"], members: Members, beside: Beside | None
+    packed: Int8[Array, "all_rows words"], size: int, axis: str, beside: Beside | None
 ) -> Int8[Array, "devices rows words"]:
-    blocks = packed.reshape(members.size, -1, packed.shape[1])
-    exchange = members.all_to_all
+    blocks = packed.reshape(size, -1, packed.shape[1])
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
     return exchange(blocks) if beside is None else beside.during(blocks, exchange)
 
 
@@ -149,7 +104,6 @@ def ragged_all_to_all(
     *,
     axes: tuple[str, ...],
     rows: int,
-    instances: int = 1,
 ) -> Array:
     """`jax.lax.ragged_all_to_all`; on CPUs, which have none, an all-to-all of padded pieces.
 
@@ -158,10 +112,8 @@ def ragged_all_to_all(
     """
     return jax.lax.platform_dependent(
         *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
-        cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows, instances=instances),
-        default=functools.partial(
-            jax.lax.ragged_all_to_all, **Members.of(axes, instances)._asdict()
-        ),
+        cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
+        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
     )
 
 
@@ -171,7 +123,6 @@ def exchanged_rows(
     *plan: Int32[Array, " devices"],
     axes: tuple[str, ...],
     rows: int,
-    instances: int = 1,
 ) -> Array:
     """The same, to so many rows; those that nobody sends may be anything. On GPUs nothing is
     written there but, where a device has no rows for another, the last one, which needs to be free
@@ -185,15 +136,16 @@ def exchanged_rows(
 
     def of_zeros(operand: Array, *plan: Array) -> Array:
         output = jnp.zeros((length, operand.shape[1]), operand.dtype)
-        return ragged_all_to_all(operand, output, *plan, axes=axes, rows=rows, instances=instances)
+        return ragged_all_to_all(operand, output, *plan, axes=axes, rows=rows)
 
     def never_nothing(operand: Array, *plan: Array) -> Array:
         start, sent, to, arriving = plan
         output = jax.lax.empty((length, operand.shape[1]), operand.dtype)
         start, to = jnp.minimum(start, operand.shape[0] - 1), jnp.where(sent > 0, to, length - 1)
         sizes = jnp.maximum(sent, 1), jnp.maximum(arriving, 1)
-        members = Members.of(axes, instances)._asdict()
-        return jax.lax.ragged_all_to_all(operand, output, start, sizes[0], to, sizes[1], **members)
+        return jax.lax.ragged_all_to_all(
+            operand, output, start, sizes[0], to, sizes[1], axis_name=axes
+        )
 
     return jax.lax.platform_dependent(operand, *plan, cuda=never_nothing, default=of_zeros)
 
@@ -214,13 +166,14 @@ def padded_all_to_all(
     *,
     axes: tuple[str, ...],
     rows: int,
-    instances: int = 1,
 ) -> Array:
     """The same with pieces of `rows` rows, however many of them are meant: every platform has it,
     and it moves as much as a gather."""
     within = jnp.arange(rows, dtype=jnp.int32)
     places = jnp.minimum(input_offsets[:, None] + within, operand.shape[0] - 1)
-    exchange = functools.partial(Members.of(axes, instances).all_to_all, tiled=True)
+    exchange = functools.partial(
+        jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
+    )
     pieces, starts = exchange(operand[places]), exchange(output_offsets)
     past = output.shape[0]
     target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, past)

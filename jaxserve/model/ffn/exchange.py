@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
-from jaxserve.model.ffn.axes import Axes, in_part, own_part
+from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.beside import Beside, shared_expert
 from jaxserve.model.ffn.collectives import (
     exchanged_rows,
@@ -98,12 +98,11 @@ class Results(NamedTuple):
         shares: Unsummed,
         axes: tuple[str, ...],
         beside: Beside | None = None,
-        instances: int = 1,
     ) -> Sums:
         """See `collectives`."""
         if self.int8:
-            return summed_int8_rows(shares, axes, beside, instances)
-        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype, instances=instances)
+            return summed_int8_rows(shares, axes, beside)
+        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
         rows = shares.total(self.dtype)
         return Unsummed(add_up(rows) if beside is None else beside.during(rows, add_up, last=True))
 
@@ -158,10 +157,10 @@ class GatherExchange(NamedTuple):
         """See `Exchange`."""
         axes, beside = self.axes, None
         if block.dense is not None and block.own_rows:
-            beside = shared_expert(block.dense, own_part(packed, axes), packing.unpack)
-        gather = functools.partial(gathered, axes=axes.rows, instances=axes.instances)
+            beside = shared_expert(block.dense, packed, packing.unpack)
+        gather = functools.partial(gathered, axes=axes.rows)
         everything = gather(packed) if beside is None else beside.during(packed, gather)
-        rank = jax.lax.axis_index(axes.experts)
+        rank = axes.rank()
         message, experts = packing.unpack(self._real(everything)), block.experts
         if experts is not None:
             assert table is not None
@@ -181,11 +180,10 @@ class GatherExchange(NamedTuple):
         share, load = block.unsummed(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
-        rows = self.results.summed_rows(self._in_place(share), axes.rows, beside, axes.instances)
+        rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
         if beside is not None:
             with jax.named_scope("dense"):
-                own = in_part(beside.result(), axes)
-                rows = Unsummed(rows.total() + own.astype(jnp.float32))
+                rows = Unsummed(rows.total() + beside.result().astype(jnp.float32))
         return self.results.over_tensor(rows, axes), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
@@ -235,7 +233,7 @@ class AllToAllExchange(NamedTuple):
         assert table is not None
         own = packing.unpack(packed)
         assert own.experts is not None
-        sizes, rank = experts.sizes, jax.lax.axis_index(axes.experts)
+        sizes, rank = experts.sizes, axes.rank()
         with jax.named_scope("dispatch"):
             turn = axes.device()
             position = jnp.arange(packed.shape[0], dtype=jnp.int32) + turn
@@ -247,7 +245,7 @@ class AllToAllExchange(NamedTuple):
                 shared = choose_shared_rank(own.experts, sizes, turn=turn)
                 ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
             if axes.instances > 1:  # those of others are nowhere
-                ranks -= rank // axes.ranks * axes.ranks
+                ranks -= axes.first_rank()
                 ranks = jnp.where((ranks >= 0) & (ranks < axes.ranks), ranks, axes.ranks)
             beside = self._beside(packed, block, packing)
             # Inside a host rows travel as long as counts; else they take all that there is to do.
@@ -258,7 +256,8 @@ class AllToAllExchange(NamedTuple):
             assert message.experts is not None
             assert message.gates is not None
             chosen = jnp.where(there[:, None], message.experts, sizes.all_slots)
-            gates = message.gates
+            # The others' are not needed; so that XLA makes both in one launch.
+            gates = jnp.where(there[:, None], message.gates, 0.0)
             if sizes.shared_ranks:
                 # Rows come to a rank of the shared expert for no other reason.
                 chosen, gates = work_of_rank(chosen, gates, there, rank, sizes)
@@ -272,7 +271,7 @@ class AllToAllExchange(NamedTuple):
                     share = self._shared(packed, block, packing)
                 else:
                     share = beside.result()
-                rows = rows._replace(base=in_part(share, axes))
+                rows = rows._replace(base=share)
         load = expert_load(choices.order.sizes, table, rank * experts.local)
         return self.results.over_tensor(rows, axes), load
 
@@ -285,15 +284,13 @@ class AllToAllExchange(NamedTuple):
         alone = self.axes.split and jax.lax.axis_size(self.axes.tensor) == 1
         if not (block.whole or alone):
             return None
-        return shared_expert(block.dense, own_part(packed, self.axes), packing.unpack)
+        return shared_expert(block.dense, packed, packing.unpack)
 
     def _shared(
         self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
-    ) -> Float[Array, "part d_model"]:
-        """The shared expert on its part of this device's own rows, or its share if others have
-        them, too."""
+    ) -> Float[Array, "rows d_model"]:
+        """The shared expert on this device's own rows, or its share if others have them, too."""
         tensor, expert = self.axes.tensor, block.dense
-        packed = own_part(packed, self.axes)
         assert expert is not None
         if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
             own = packing.unpack(packed)
@@ -363,11 +360,10 @@ class SendPlan(NamedTuple):
     def _exchange(
         self, sent: Array, length: int, plan: tuple[Array, ...], beside: Beside | None, **last: bool
     ) -> Array:
-        (*_, axes, instances), rows = self.axes, self.order.place.shape[0]
+        axes, rows = self.axes.rows, self.order.place.shape[0]
 
         def exchange(sent: Array) -> Array:
-            more = {"rows": rows, "instances": instances}
-            return exchanged_rows(sent, length, *plan, axes=axes, **more)
+            return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
 
         return exchange(sent) if beside is None else beside.during(sent, exchange, **last)
 
@@ -415,7 +411,7 @@ def make_send_plan(
         there = jnp.repeat(mine, first.shape[0] // mine.shape[0])
         first = jnp.where(there[:, None], first, ranks)
     order = sort_choices(first, ranks)
-    tell = functools.partial(gathered, axes=axes.rows, instances=axes.instances)
+    tell = functools.partial(gathered, axes=axes.rows)
     sizes = order.sizes[None]
     sizes = tell(sizes) if beside is None else beside.during(sizes, tell)
     return SendPlan(
@@ -425,7 +421,7 @@ def make_send_plan(
         starts=jnp.cumsum(sizes, axis=1) - sizes,
         places=jnp.cumsum(sizes, axis=0) - sizes,
         sizes=sizes,
-        rank=jax.lax.axis_index(axes.experts) % ranks,
+        rank=jax.lax.axis_index(axes.experts),
         device=device,
     )
 

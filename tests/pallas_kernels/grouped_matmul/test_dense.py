@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import (
-    MOST_ROWS,
+    MOST_TILES,
+    TILE,
     covers,
     dense_matmul,
     dense_swiglu,
@@ -171,7 +172,7 @@ def test_a_network_in_two_steps(format):
     with use_target(TARGETS["gpu"]):
         assert swiglu_steps_of_fp8(rows, in_int8, *arrays) is None
         assert swiglu_steps_of_fp8(rows[:9], narrow, *arrays) is None
-        many = jnp.zeros((MOST_ROWS + 8, D_IN), rows.dtype)
+        many = jnp.zeros((MOST_TILES * TILE[0] + 8, D_IN), rows.dtype)
         assert swiglu_steps_of_fp8(many, narrow, *arrays) is None
         hidden, project = swiglu_steps_of_fp8(rows, narrow, *arrays)
         found = jax.jit(lambda narrow: project(hidden(narrow)))(narrow)

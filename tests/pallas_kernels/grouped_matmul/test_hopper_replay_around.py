@@ -71,6 +71,40 @@ def test_a_row_before_the_first_is_noticed(monkeypatch):
         packed()
 
 
+def in_pieces():
+    """Sums of choices and a base in two pieces, found and expected."""
+    rng = np.random.default_rng(0)
+    order = sort_choices(jnp.asarray(CHOICES), GROUPS)
+    rows = rng.normal(size=(CHOICES.size, D)).astype(np.float32)
+    base = rng.normal(size=(len(CHOICES), D)).astype(np.float32)
+    expected = base.copy()
+    for token, choice in np.argwhere(np.asarray(order.here)):
+        expected[token] += rows[order.place[token, choice]]
+
+    def pack(base, rows):
+        sums = Unsummed(base, Choices(rows, None, order))
+        return mosaic_gpu_sums.pack_pieces(sums, WORDS, (1, 1), TARGET, 2)
+
+    return np.concatenate(replay(pack, base, rows)), packed_numpy(expected)
+
+
+def test_sums_are_packed_in_pieces():
+    agree(*in_pieces())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("_in_its_part", ("row - first", "row")),
+        ("_in_its_part", ("number * rows", "0")),
+    ],
+)
+def test_rows_of_another_piece_are_noticed(monkeypatch, name, change):
+    monkeypatch.setattr(mosaic_gpu_sums, name, mutated(getattr(mosaic_gpu_sums, name), change))
+    with pytest.raises(AssertionError):
+        agree(*in_pieces())
+
+
 def test_what_was_packed_is_added_up():
     rng = np.random.default_rng(0)
     parts = np.asarray([packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in range(4)])

@@ -133,6 +133,27 @@ def test_parts_are_sums():
         sums.packed(256)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_pieces_of_rows(target):
+    """Of choices and a base, and of parts."""
+    rng = np.random.default_rng(2)
+    choices = rng.integers(-1, GROUPS + 1, (6, TOP_K)).astype(np.int32)
+    order = sort_choices(jnp.asarray(choices), GROUPS)
+    rows = packed_numpy(rng.normal(size=(6 * TOP_K, D)).astype(np.float32))
+    base = rng.normal(size=(6, D)).astype(np.float32)
+    expected = base.copy()
+    for token, choice in np.argwhere(np.asarray(order.here)):
+        expected[token] += sums_of(rows[[order.place[token, choice]]])[0]
+    sums = Unsummed(jnp.asarray(base), Choices(jnp.asarray(rows), None, order), D)
+    parts = Parts(jnp.asarray([rows[:6], rows[6:12]]), D)
+    with use_target(TARGETS[target]):
+        found, added = sums.pieces(WORDS, 2), parts.pieces(WORDS, 3)
+    np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
+    assert [piece.shape for piece in (*found, *added)] == [(3, WORDS)] * 2 + [(2, WORDS)] * 3
+    agree(np.concatenate(found), packed_numpy(expected))
+    agree(np.concatenate(added), packed_numpy(sums_of(rows[:6]) + sums_of(rows[6:12])))
+
+
 def test_rows_without_a_kernel():
     """Other widths are XLA's, and so are no rows."""
     with use_target(TARGETS["gpu"]._replace(interpret=False)):

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.model.ffn.axes import Axes, in_part, own_part
+from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.collectives import gathered
 
-MESH = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("ep", "tp"))
-AXES = Axes("ep", "tp", ("ep", "tp"), instances=2)
+AXES = Axes("ep", "tp", ("ep", "tp"), "instance")
 
 
-def on_devices(body, *arguments):
+def on_devices(body, *arguments, instances=2):
     """What four devices make of their parts of the arguments, one after the other."""
-    spec = PartitionSpec(("ep", "tp"))
-    mapped = jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False)
+    devices = np.array(jax.devices()[:4]).reshape(instances, -1, 1)
+    mesh = Mesh(devices, ("instance", "ep", "tp"))
+    spec = PartitionSpec(mesh.axis_names)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(mapped)(*arguments)).tolist()
 
 
@@ -32,20 +33,18 @@ def test_every_instance_counts_rows_alike():
 
 def test_an_instance_gathers_its_own_rows():
     rows = jnp.arange(4.0)[:, None]
-    found = on_devices(lambda rows: gathered(rows, AXES.rows, 2), rows)
+    found = on_devices(lambda rows: gathered(rows, AXES.rows), rows)
     assert [row[0] for row in found] == [0, 1, 0, 1, 2, 3, 2, 3]
-
-
-def test_what_one_instance_does_alone():
-    """For the first half of a device's rows; there is nothing for the others."""
-    rows = jnp.arange(8.0)[:, None]
-    assert [row[0] for row in on_devices(lambda rows: own_part(rows, AXES), rows)] == [0, 2, 4, 6]
-    found = on_devices(lambda rows: in_part(own_part(rows, AXES) + 1, AXES), rows)
-    assert [row[0] for row in found] == [1, 0, 3, 0, 5, 0, 7, 0]
 
 
 @pytest.mark.parametrize(("instances", "ranks"), [(1, 4), (2, 2), (4, 1)])
 def test_sizes(instances, ranks):
-    axes = AXES._replace(instances=instances)
-    found = on_devices(lambda x: x + axes.peers + 10 * axes.ranks, jnp.zeros(4, jnp.int32))
-    assert found == [11 * ranks] * 4
+    zeros = jnp.zeros(4, jnp.int32)
+    for axes in (AXES, AXES._replace(instance=None))[: 2 if instances == 1 else 1]:
+
+        def sizes(x, axes=axes):
+            return x + axes.peers + 10 * axes.ranks + 100 * axes.instances
+
+        assert on_devices(sizes, zeros, instances=instances) == [11 * ranks + 100 * instances] * 4
+        found = on_devices(lambda x, axes=axes: x + axes.rank(), zeros, instances=instances)
+        assert found == [0, 1, 2, 3]
