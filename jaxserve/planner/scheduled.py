@@ -28,7 +28,7 @@ class Window(NamedTuple):
     size: int
     """As there, of this one."""
     exchanging: int
-    """Bytes that it reads from memory and writes to it."""
+    """Bytes that it reads from memory and writes to it, of rows that are there."""
     instructions: int
     """The kernels. What lies in two collectives' windows is in that of the first to start: they
     move one after the other."""
@@ -76,10 +76,12 @@ def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) ->
     made = []
     for start, parts in found:
         if parts:
-            kernels = sum_up(parts)
+            kernels, (name, size) = sum_up(parts), _exchanged(start.line, devices, ragged)
+            exchanging = start.moved.exchanged
+            if name.startswith("ragged"):  # of its buffers the rows that go, and those that come
+                exchanging = min(exchanging, 2 * size)
             read = kernels.bytes - kernels.absent
-            sizes = start.moved.exchanged, kernels.instructions, read
-            made.append(Window(*_exchanged(start.line, devices, ragged), *sizes))
+            made.append(Window(name, size, exchanging, kernels.instructions, read))
     return made
 
 

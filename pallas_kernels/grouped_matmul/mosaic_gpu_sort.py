@@ -5,11 +5,13 @@ all of them in registers, and counts for some which of all come before.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
@@ -30,18 +32,24 @@ def covers(choices: int) -> bool:
 
 
 def sort(
-    group: Int32[Array, " choices"], groups: int, top_k: int, target: Target
+    group: Int32[Array, " choices"],
+    groups: int,
+    top_k: int,
+    target: Target,
+    *,
+    once: bool = False,
 ) -> tuple[Int32[Array, " choices"], Int32[Array, " choices"], Int32[Array, " groups"]]:
     """The token of every row, the row of every choice, or -1, and the sizes of the groups.
 
     Args:
       group: of every choice; `groups`: none, behind all others.
+      once: a token's choices of one group but the first are of none.
     """
-    count = group.shape[0]
-    padded = jnp.pad(group, (0, -count % WARPGROUP), constant_values=groups + 1)
-    of_choices = jax.ShapeDtypeStruct(padded.shape, jnp.int32)
+    count, before = group.shape[0], WARPGROUP if once else 0
+    padded = jnp.pad(group, (before, -count % WARPGROUP), constant_values=groups + 1)
+    of_choices = jax.ShapeDtypeStruct((padded.shape[0] - before,), jnp.int32)
     source, place, sizes = plgpu.kernel(
-        functools.partial(_body, top_k=top_k),
+        functools.partial(_body, top_k=top_k, before=before),
         kernel_name="sort_choices",
         out_type=(of_choices, of_choices, jax.ShapeDtypeStruct((groups,), jnp.int32)),
         grid=(BLOCKS * processors(target),),
@@ -53,20 +61,39 @@ def sort(
 
 
 def _body(
-    group: Any,  # [choices]
+    group: Any,  # [before + choices]
     source: Any,  # [choices]
     place: Any,  # [choices]
     sizes: Any,  # [groups]
     *,
     top_k: int,
+    before: int,
 ) -> None:
-    """Every so many choices, and groups, from this block's number on."""
+    """Every so many choices, and groups, from this block's number on.
+
+    Args:
+      before: what is before the first choice; 0: a token may have a group several times.
+    """
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    count = group.shape[0]
-    vector = next(size for size in (4, 2, 1) if count % (WARPGROUP * size) == 0)
+    count, nowhere = source.shape[0], sizes.shape[0]
+    # What is compared with its neighbours is read from where they are, which is no whole vector.
+    vectors = (1,) if before else (4, 2, 1)
+    vector = next(size for size in vectors if count % (WARPGROUP * size) == 0)
     layout = plgpu.Layout.WG_STRIDED((count,), vec_size=vector)
-    everything = plgpu.load(group, layout=layout, optimized=False)
     index = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+
+    def read(first: int) -> jax.Array:
+        return plgpu.load(group.at[pl.ds(first, count)], layout=layout, optimized=False)
+
+    def first_ones(own: jax.Array, place: jax.Array, earlier: Callable[[int], jax.Array]) -> Any:
+        """`own`, and `nowhere` where one of the token's earlier choices is the same."""
+        found = own
+        for back in range(1, top_k if before else 1):
+            again = (earlier(back) == own) & (lax.rem(place, top_k) >= back)
+            found = jnp.where(again, nowhere, found)
+        return found
+
+    everything = first_ones(read(before), index, lambda back: read(before - back))
 
     def mine(all_of_them: int, body: Any) -> None:
         def run(round_: jax.Array, _: None) -> None:
@@ -75,10 +102,11 @@ def _body(
         lax.fori_loop(0, lax.div(all_of_them - block + blocks - 1, blocks), run, None)
 
     def sort_one(choice: jax.Array) -> None:
-        of_choice = group[choice]
-        before = (everything < of_choice) | ((everything == of_choice) & (index < choice))
-        row = _count(before)
-        place[choice] = jnp.where(of_choice < sizes.shape[0], row, -1)
+        at = before + choice
+        of_choice = first_ones(group[at], choice, lambda back: group[at - back])
+        earlier = (everything < of_choice) | ((everything == of_choice) & (index < choice))
+        row = _count(earlier)
+        place[choice] = jnp.where(of_choice < nowhere, row, -1)
         source[row] = lax.div(choice, top_k)
 
     def measure(number: jax.Array) -> None:

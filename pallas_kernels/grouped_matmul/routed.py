@@ -11,7 +11,8 @@ tokens take 150 thousand (static counts, no times; 2026-11-21, jax 0.12.0.1, lib
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray
-from pallas_kernels.target import current_target
+from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -52,18 +53,24 @@ class Choices(NamedTuple):
     order: Order
 
 
-def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
-    """Sorts choices by group; a choice outside 0..groups-1 belongs to no group."""
+def sort_choices(
+    choices: Int32[Array, "tokens top_k"], groups: int, *, once: bool = False
+) -> Order:
+    """Sorts choices by group; a choice outside 0..groups-1 belongs to no group.
+
+    Args:
+      once: nor does one of a group that an earlier choice of its token is of.
+    """
+    top_k, target = choices.shape[1], current_target()
+    sort = _sorting_kernel(choices.size, target)
+    if once and sort is None:
+        choices = _first_of_each(choices, groups)
     here = (choices >= 0) & (choices < groups)
     group = jnp.where(here, choices, groups).reshape(-1)
-    top_k = choices.shape[1]
-    target = current_target()
-    if target.backend == "mosaic_gpu":
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sort
-
-        if mosaic_gpu_sort.covers(group.shape[0]):
-            source, place, sizes = mosaic_gpu_sort.sort(group, groups, top_k, target)
-            return Order(source, place.reshape(choices.shape), here, sizes)
+    if sort is not None:
+        source, place, sizes = sort(group, groups, top_k, target, once=once)
+        place = place.reshape(choices.shape)
+        return Order(source, place, place >= 0 if once else here, sizes)
     by_sorting = functools.partial(_by_sorting, groups=groups + 1, top_k=top_k)
     by_counting = functools.partial(_by_counting, groups=groups + 1, top_k=top_k)
     source, place, sizes = jax.lax.platform_dependent(
@@ -71,6 +78,23 @@ def sort_choices(choices: Int32[Array, "tokens top_k"], groups: int) -> Order:
     )
     place = jnp.where(here, place.reshape(choices.shape), -1)
     return Order(source, place, here, sizes[:groups])
+
+
+def _sorting_kernel(choices: int, target: Target) -> Callable[..., Any] | None:
+    if target.backend != "mosaic_gpu":
+        return None
+    from pallas_kernels.grouped_matmul import mosaic_gpu_sort
+
+    return mosaic_gpu_sort.sort if mosaic_gpu_sort.covers(choices) else None
+
+
+def _first_of_each(
+    choices: Int[Array, "tokens top_k"], nowhere: int
+) -> Int32[Array, "tokens top_k"]:
+    """The choices, and `nowhere` for those that an earlier one of their token equals."""
+    earlier = jnp.tril(jnp.ones((choices.shape[1],) * 2, bool), -1)
+    again = jnp.any((choices[:, :, None] == choices[:, None, :]) & earlier, axis=2)
+    return jnp.where(again, nowhere, choices).astype(jnp.int32)
 
 
 def _by_sorting(

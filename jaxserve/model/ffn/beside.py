@@ -28,15 +28,22 @@ class Beside:
         self._value, self._steps = value, list(steps)
 
     def during(
-        self, moving: Array, collective: Callable[[Array], Array], *, last: bool = False
+        self,
+        moving: Array,
+        collective: Callable[[Array], Array],
+        *,
+        last: bool = False,
+        spared: int = 0,
     ) -> Array:
         """The collective's result; the next step, if there is one left, runs while it moves, and
         neither begins before both can.
 
         Args:
           last: no other collective follows: all steps that are left run.
+          spared: so many steps are left for others, which take longer.
         """
-        steps = len(self._steps) if last else min(1, len(self._steps))
+        left = len(self._steps)
+        steps = left if last else min(1, max(0, left - spared))
         if not steps:
             return collective(moving)
         moving, self._value = jax.lax.optimization_barrier((moving, self._value))

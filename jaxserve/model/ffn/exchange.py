@@ -8,7 +8,7 @@ nor how they are packed.
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -354,18 +354,23 @@ class SendPlan(NamedTuple):
             arriving,
         )
         sent = packed[self.order.source[: self.most]]
-        received = self._exchange(sent, everything, plan, beside)
+        received = self._exchange(sent, everything, plan, beside, spared=1)
         return received, jnp.arange(everything) < jnp.sum(arriving)
 
     def _exchange(
-        self, sent: Array, length: int, plan: tuple[Array, ...], beside: Beside | None, **last: bool
+        self,
+        sent: Array,
+        length: int,
+        plan: tuple[Array, ...],
+        beside: Beside | None,
+        **steps: Any,
     ) -> Array:
         axes, rows = self.axes.rows, self.order.place.shape[0]
 
         def exchange(sent: Array) -> Array:
             return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
 
-        return exchange(sent) if beside is None else beside.during(sent, exchange, **last)
+        return exchange(sent) if beside is None else beside.during(sent, exchange, **steps)
 
     def combine(self, results: Unsummed, form: Results, beside: Beside | None = None) -> Unsummed:
         """Returns results to where their rows came from; the sums of this device's own rows."""
@@ -403,17 +408,16 @@ def make_send_plan(
       beside: work to do meanwhile.
     """
     ranks, device = axes.ranks, axes.device()
-    first = _first_of_each_rank(ranks_chosen, ranks)
     if not blocks.all_filled:
         filled = np.zeros(blocks.total, bool)
         filled[list(blocks.filled)] = True
         mine = jnp.asarray(filled.reshape(axes.peers, -1))[device]
-        there = jnp.repeat(mine, first.shape[0] // mine.shape[0])
-        first = jnp.where(there[:, None], first, ranks)
-    order = sort_choices(first, ranks)
+        there = jnp.repeat(mine, ranks_chosen.shape[0] // mine.shape[0])
+        ranks_chosen = jnp.where(there[:, None], ranks_chosen, ranks)
+    order = sort_choices(ranks_chosen.astype(jnp.int32), ranks, once=True)
     tell = functools.partial(gathered, axes=axes.rows)
     sizes = order.sizes[None]
-    sizes = tell(sizes) if beside is None else beside.during(sizes, tell)
+    sizes = tell(sizes) if beside is None else beside.during(sizes, tell, spared=2)
     return SendPlan(
         axes,
         blocks,
@@ -424,12 +428,3 @@ def make_send_plan(
         rank=jax.lax.axis_index(axes.experts),
         device=device,
     )
-
-
-def _first_of_each_rank(
-    chosen: Int[Array, "rows top_k"], nowhere: int
-) -> Int32[Array, "rows top_k"]:
-    """The rank of each choice, or `nowhere` if an earlier choice of its row has it already."""
-    earlier = jnp.tril(jnp.ones((chosen.shape[1],) * 2, bool), -1)
-    again = jnp.any((chosen[:, :, None] == chosen[:, None, :]) & earlier, axis=2)
-    return jnp.where(again, nowhere, chosen).astype(jnp.int32)

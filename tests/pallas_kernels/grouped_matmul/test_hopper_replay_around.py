@@ -38,6 +38,30 @@ def test_choices_are_sorted():
     np.testing.assert_array_equal(sizes, [3, 3, 2])
 
 
+def sorted_once():
+    """Where every token but one has a group twice."""
+    choices = np.asarray([[2, 2, 0], [1, 9, 1], [0, 1, 2], [0, 0, 0]], np.int32)
+    return replay(lambda choices: tuple(sort_choices(choices, GROUPS, once=True)), choices)
+
+
+def test_choices_are_sorted_once():
+    source, place, here, sizes = sorted_once()
+    np.testing.assert_array_equal(source[:7], [0, 2, 3, 1, 2, 0, 2])
+    expected = [[5, -1, 0], [3, -1, -1], [1, 4, 6], [2, -1, -1]]
+    np.testing.assert_array_equal(place, expected)
+    np.testing.assert_array_equal(here, np.asarray(expected) >= 0)
+    np.testing.assert_array_equal(sizes, [3, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "change", [("lax.rem(place, top_k) >= back", "place >= back"), ("at - back", "at")]
+)
+def test_choices_of_other_tokens_and_all_are_noticed(monkeypatch, change):
+    monkeypatch.setattr(mosaic_gpu_sort, "_body", mutated(mosaic_gpu_sort._body, change))
+    with pytest.raises(AssertionError):
+        test_choices_are_sorted_once()
+
+
 def packed():
     """Sums of a base and of choices, of which one token has none, found and expected; 2 x 3 blocks
     of one row change places."""

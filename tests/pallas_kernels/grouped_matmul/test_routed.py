@@ -55,6 +55,14 @@ def test_order():
     np.testing.assert_array_equal(order.sizes, [2, 2, 2])
 
 
+def test_order_of_each_group_once():
+    order = sort_choices(jnp.asarray([[2, 2, 0], [1, 9, 1], [0, 0, 0]], jnp.int32), 3, once=True)
+    np.testing.assert_array_equal(order.source[:4], [0, 2, 1, 0])
+    np.testing.assert_array_equal(order.place, [[3, -1, 0], [2, -1, -1], [1, -1, -1]])
+    np.testing.assert_array_equal(order.here, [[1, 0, 1], [1, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(order.sizes, [2, 1, 1])
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 211])
 def test_counting_gives_the_order_that_sorting_gives(tokens):
     """Of more choices, or fewer, than are compared with each other at once."""
@@ -68,15 +76,16 @@ def test_counting_gives_the_order_that_sorting_gives(tokens):
         np.testing.assert_array_equal(sizes, np.bincount(group, minlength=6))
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64])
-def test_the_hopper_kernel_gives_the_same_order(tokens, monkeypatch):
+def test_the_hopper_kernel_gives_the_same_order(tokens, once, monkeypatch):
     """Of choices that fill the last of 128, or do not."""
     # It stores single integers, whose dtype the tests' own callbacks forget.
     monkeypatch.setattr(callbacks, "io_callback_impl", CALL)
     choices = np.random.default_rng(0).integers(-1, 7, (tokens, 2)).astype(np.int32)
-    expected = sort_choices(jnp.asarray(choices), 5)
+    expected = sort_choices(jnp.asarray(choices), 5, once=once)
     with use_target(Target("mosaic_gpu", "NVIDIA H200", interpret=True)):
-        found = sort_choices(jnp.asarray(choices), 5)
+        found = sort_choices(jnp.asarray(choices), 5, once=once)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.dtype == other.dtype

@@ -45,6 +45,18 @@ def test_all_that_is_left_beside_the_last():
     assert beside.result() == 7123
 
 
+def test_steps_are_left_for_others():
+    """Of three the first one runs beside a collective that leaves two, and none beside the next."""
+    log: list[str] = []
+    beside = Beside(jnp.array(7), steps(log))
+    for _ in range(2):
+        beside.during(jnp.array(1), moving(log), spared=2)
+    assert log == ["moves", "step 1", "moves"]
+    beside.during(jnp.array(2), moving(log), spared=1)
+    assert log[3:] == ["moves", "step 2"]
+    assert beside.result() == 7123
+
+
 def test_neither_waits_for_the_other_nor_leaves_it():
     """One barrier before both, and one behind: neither result is anyone else's before it."""
 
