@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_a
 
 
 LAYOUTS = {
-    "step3": ["all-gather over tp", "all-to-all over tp"],
+    "step3": ["all-gather over ep tp", "all-to-all over tp"],
     "step3-alltoall": [
-        "all-gather over 8 neighbours",
+        "all-gather over ep tp",
         "ragged-all-to-all over 8 neighbours",
         "ragged-all-to-all over 8 neighbours",
     ],
