@@ -331,7 +331,10 @@ def _operands(
         row_scales = jnp.pad(row_scales, (0, 0 if whole else tiles.listed_rows))
     values = tuple(from_bits(array.values) for array in quantised)
     if is_per_channel(first):
-        scales = tuple(_channel_scales(array, tiles.out) for array in quantised)
+        # In parts, columns of a warpgroup that do not exist have others' scales; to fill up a tile
+        # takes a launch.
+        unit = OUT_MULTIPLE if tiles.in_parts else tiles.out
+        scales = tuple(_channel_scales(array, unit) for array in quantised)
         return Operands(rows, values, row_scales, block_scales, channel_scales=scales)
     block_out, block_in = first.block
     block = (block_out or first.shape[1], block_in)

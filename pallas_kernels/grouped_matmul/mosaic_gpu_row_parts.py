@@ -23,12 +23,18 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     channel_scales,
     store,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Epilogue, Ref, Tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
+    ROW_PARTS,
+    Context,
+    Epilogue,
+    Ref,
+    Tile,
+)
 from pallas_kernels.grouped_matmul.mosaic_gpu_walk import release, wait_until_loaded
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 Sums = tuple[tuple[jax.Array, ...], ...]
-"""Of every weight and of every part of the rows: FP32 [consumer_out, part_rows]."""
+"""Of every weight and of every part of the rows: FP32 [consumer_out, store_rows]."""
 
 
 def compute_tile(
@@ -43,14 +49,15 @@ def compute_tile(
     tiles = context.tiles
     column = out_tile * tiles.out + consumer * tiles.consumer_out
     sums, carry = _sums(context, consumer, carry, tile, column)
+    count = tiles.store_rows
     for part, products in enumerate(zip(*sums, strict=True)):
-        first = part * tiles.part_rows
+        first = part * count
         result = epilogue(*_scale(context, products, tile, column))
         if context.scratch.narrowing is None:
-            of_part = tile.part(first // BLOCK_ROWS, tiles.part_rows)
+            of_part = tile.part(first // BLOCK_ROWS, count)
             _store(context, consumer, result, of_part, column)
             continue
-        for row in range(0, tiles.part_rows, tiles.narrowed_rows):
+        for row in range(0, count, tiles.narrowed_rows):
             rows = result[:, row : row + tiles.narrowed_rows]
             of_rows = tile.part((first + row) // BLOCK_ROWS, tiles.narrowed_rows)
             store_quantised(context, consumer, rows, of_rows, out_tile)
@@ -63,9 +70,8 @@ def _sums(
     """The products of one output tile but for scales of channels. Every step has fresh sums."""
     tiles = context.tiles
     scratch: Any = context.scratch
-    shape = tiles.consumer_out, tiles.part_rows
     columns = pl.ds(consumer * tiles.consumer_out, tiles.consumer_out)
-    parts = range(tiles.rows // tiles.part_rows)
+    shape = tiles.consumer_out, tiles.store_rows
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
     def add_step(index: jax.Array, state: tuple[Sums, Carry]) -> tuple[Sums, Carry]:
@@ -77,7 +83,7 @@ def _sums(
         wait_until_loaded(context, stage)
 
         def add(number: int, part: int) -> jax.Array:
-            rows = pl.ds(part * tiles.part_rows, tiles.part_rows)
+            rows = pl.ds(part * tiles.store_rows, tiles.store_rows)
 
             def run(sums: Ref) -> jax.Array:
                 left = scratch.weights[number].at[stage, columns]
@@ -92,11 +98,13 @@ def _sums(
 
             return pl.run_scoped(run, accumulator(context, shape))
 
-        added = tuple(tuple(add(number, part) for part in parts) for number in range(len(totals)))
+        added = tuple(
+            tuple(add(number, part) for part in range(ROW_PARTS)) for number in range(len(totals))
+        )
         release(context, stage)
         return added, (step + 1, cursor)
 
-    totals = tuple(tuple(zeros for _ in parts) for _ in context.operands.weights)
+    totals = tuple((zeros,) * ROW_PARTS for _ in context.operands.weights)
     return jax.lax.fori_loop(0, context.steps_of(tile), add_step, (totals, carry))
 
 
@@ -104,10 +112,13 @@ def _scale(
     context: Context, products: tuple[jax.Array, ...], tile: Tile, column: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The products with each of the weights times the scales of their channels."""
-    if not context.operands.channel_scales:
+    operands: Any = context.operands
+    if not operands.channel_scales:
         return products
-    channels = pl.ds(column, context.tiles.consumer_out)
-    shape = context.tiles.consumer_out, context.tiles.part_rows
+    size = context.tiles.consumer_out
+    last = operands.channel_scales[0].shape[1] - size  # of those that there are
+    channels = pl.ds(jnp.minimum(column, last), size)
+    shape = size, context.tiles.store_rows
     return tuple(
         product * channel_scales(context, number, tile, channels, shape, axis=0)
         for number, product in enumerate(products)

@@ -5,18 +5,21 @@ Called by `mosaic_gpu.py`. Everything follows from sizes that are known when a c
 
 import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxtyping import Array
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     CLUSTER,
     PART_COLUMNS,
+    SPARE_SCALES,
     Shared,
     Tiles,
     shared_memory,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 from pallas_kernels.grouped_matmul.tiles import OP, HopperTiles, Kind, hopper_tiles
+from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
@@ -37,7 +40,10 @@ BYTES: tuple[Kind, ...] = (
 SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks")
 """Kinds of which a long d_in may be split: their sums are added up in FP32 anyway."""
 
-ROW_PARTS = 2  # of "some rows in blocks"
+PRODUCTS = 32  # of a row and a column in a cycle, of 128 values of 8 bits each
+SCALED = 50  # of these, by a warpgroup that has nothing else to do
+L2_BYTES = 27  # a cycle, for every multiprocessor, by `pallas_kernels/estimate/assumptions.py`
+MEMORY_BYTES = 18.6  # likewise
 FEW_COLUMNS = 33  # of tiles, a quarter of an H200's multiprocessors
 MOST_SPLITS = 4  # all of which are written, and read again
 LEAST_STEPS = 16  # worth it
@@ -59,18 +65,12 @@ def pick_tiles(
 ) -> Tiles:
     """The tiles for a call: its row tile holds a group of average size, if it may be that large.
 
-    Of rows in blocks that are some, not many, a tile holds two standard deviations more than the
-    average, where tokens choose by chance: one group in 40 takes a second tile, the others read
-    their weights once. 128 rows of each of Step-3's whole experts take 80 µs in tiles of 160, and
-    118 in pairs of 128, by counts; of eighths of its experts 89 and 106.
-
     Two blocks form a cluster where an average group fills the largest row tile: half of such groups
     have more rows, by chance. With fewer what takes time is weights, which come from memory, and
-    not that blocks read them again from the L2 cache; with more they would: 192 rows of each of
-    Step-3's whole experts take 158 µs alone and 118 in pairs, by counts. Of one group tiles for few
-    rows form it, and none is for many: nothing else fills multiprocessors. 128 rows of Step-3's
-    whole shared expert, in 80 and 112 tiles, take 29 µs by the same counts, as do 256 of half of
-    it; in 40 and 28 they took 57.
+    not that blocks read them again from the L2 cache; with more they would.
+
+    Of rows in blocks, if they are more than a tile for few holds and at most what two blocks hold,
+    or one group, all tiles are tried that there are: see `_quickest`.
 
     Args:
       average: rows of a group, if not all rows over all groups.
@@ -82,43 +82,46 @@ def pick_tiles(
     given = given or {}
     first = weights[0]
     d_out, d_in = first.shape[1:]
-    # Groups begin anywhere in a block of rows, and no group is of average size.
     average = rows // groups if average is None else average
+    # Groups begin anywhere in a block of rows, and no group is of average size.
     wanted = min(rows, average * 5 // 4 + BLOCK_ROWS)
-    find = functools.partial(hopper_tiles, target.device_kind, products=len(weights))
-    entry = find(kind, widths=(d_in, d_out), given=given)
-    many = wanted > entry.rows[-1] and not one_group
-    if kind == "rows in blocks" and many and "rows" not in given:
-        some: Kind = "some rows in blocks"
-        wanted = average + 2 * math.isqrt(average) + BLOCK_ROWS
-        if wanted <= find(some, widths=(d_in, d_out), given=given).rows[-1]:
-            kind = some
-        elif _has_whole_parts(first):
-            kind = "many rows in blocks"
-        entry = find(kind, widths=(d_in, d_out), given=given)
-    rows_first = kind == "many rows in blocks"
-    _check_given(given, entry, find(kind, widths=(d_in, d_out)), quantises)
-    row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
-    if groups == 1:  # whose rows are all there are: no larger a tile than as many of them need
-        count = -(-rows // row_tile)
-        if one_group and count > 1 and entry.cluster > 1:  # pairs
-            count += count % CLUSTER
-        row_tile = next(size for size in entry.rows if -(-rows // size) <= count)
-    inner = inner_of(first)
-    out = ROW_BLOCK if quantises else entry.out
-    tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
-    if kind == "some rows in blocks":
-        tiles = tiles._replace(row_parts=ROW_PARTS)
+    find = functools.partial(
+        hopper_tiles, target.device_kind, products=len(weights), widths=(d_in, d_out)
+    )
+    entry = find(kind, given=given)
+    many = wanted > entry.rows[-1] and "rows" not in given
     row_bytes = 1 if kind in BYTES else 2
-    splits = _splits(-(-d_out // out), d_in // inner)
-    if one_group and kind in SPLIT and splits > 1:
-        tiles = tiles._replace(splits=splits)
-    elif entry.cluster > 1:
-        of_weights = out * len(weights) * first.dtype.itemsize
-        most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
-        fills = row_tile if groups > 1 else CLUSTER * row_tile  # one has as many rows as there are
-        enough = "cluster" in given or average >= fills
-        tiles = tiles._replace(shared=_shared(tiles, d_out, most, enough=enough))
+    forms: list[Tiles] = []
+    at_once = rows if one_group else average + 2 * math.isqrt(average) + BLOCK_ROWS // 2
+    if kind == "rows in blocks" and (many or one_group) and not {"rows", "out"} & given.keys():
+        _check_given(given, entry, find(kind), quantises)
+        found = _forms(find, weights, quantises, given, one_group=one_group)
+        forms = [tiles for tiles in found if one_group or tiles.listed_rows >= at_once]
+    if forms:
+        filled = min(groups, max(1, rows // average))
+        tiles = _quickest(forms, weights, at_once, filled, processors(target))
+    else:
+        rows_first = kind == "rows in blocks" and many and _has_whole_parts(first)
+        if rows_first:
+            kind = "many rows in blocks"
+            entry = find(kind, given=given)
+        _check_given(given, entry, find(kind), quantises)
+        row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
+        if groups == 1:  # whose rows are all there are: no larger a tile than as many of them need
+            count = -(-rows // row_tile)
+            row_tile = next(size for size in entry.rows if -(-rows // size) == count)
+        inner = inner_of(first)
+        out = ROW_BLOCK if quantises else entry.out
+        tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
+        splits = _splits(-(-d_out // out), d_in // inner)
+        if one_group and kind in SPLIT and splits > 1:
+            tiles = tiles._replace(splits=splits)
+        elif entry.cluster > 1:
+            of_weights = out * len(weights) * first.dtype.itemsize
+            most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
+            fills = row_tile if groups > 1 else CLUSTER * row_tile  # one has as many as there are
+            enough = "cluster" in given or average >= fills
+            tiles = tiles._replace(shared=_shared(tiles, d_out, most) if enough else "")
     fixed, stage = shared_memory(
         tiles,
         len(weights),
@@ -173,18 +176,84 @@ def _splits(columns: int, steps: int) -> int:
     return next(part for part in (MOST_SPLITS, 2, 1) if part == 1 or (few and steps % part == 0))
 
 
-def _shared(tiles: Tiles, d_out: int, most: Shared, *, enough: bool) -> Shared:
-    """What the blocks of a cluster load together: that of which a tile has `most` bytes, if rows
-    are `enough`. Where a tile has all rows of a group, these, however many they are.
+def _shared(tiles: Tiles, d_out: int, most: Shared) -> Shared:
+    """What the blocks of a cluster load together: that of which a tile has `most` bytes.
 
     But the last columns would be nobody's if one of two blocks that share rows had none.
     """
-    whole = -(-d_out // tiles.out) % CLUSTER == 0
-    if tiles.row_parts:
-        return "rows" if whole else ""
-    if not enough:
-        return ""
-    return most if whole else "weights"
+    return "weights" if -(-d_out // tiles.out) % CLUSTER else most
+
+
+def _forms(
+    find: Callable[..., HopperTiles],
+    weights: tuple[WeightArray, ...],
+    quantises: bool,
+    given: Fields,
+    *,
+    one_group: bool,
+) -> Iterator[Tiles]:
+    """All tiles of rows in blocks, those for few if there is one group; alone, and in clusters of
+    all kinds."""
+    d_out = weights[0].shape[1]
+    kinds: list[Kind] = ["some rows in blocks"]
+    kinds += ["many rows in blocks"] if _has_whole_parts(weights[0]) else []
+    kinds += ["rows in blocks"] if one_group else []
+    for kind in kinds:
+        entry = find(kind, given=given)
+        out = ROW_BLOCK if quantises else entry.out
+        of_kind = Tiles(0, out, inner_of(weights[0]), 1, entry.consumers, entry.band)
+        of_kind = of_kind._replace(
+            rows_first=kind == "many rows in blocks",
+            in_parts=kind == "some rows in blocks",
+        )
+        clusters: list[Shared] = ["rows"] if -(-d_out // out) % CLUSTER == 0 else []
+        for rows in entry.rows:
+            # The second block begins at most a tile after the last row.
+            some: list[Shared] = ["weights"] if CLUSTER * rows <= SPARE_SCALES else []
+            some += clusters
+            shared: list[Shared] = [] if "cluster" in given and entry.cluster > 1 and some else [""]
+            shared += some if entry.cluster > 1 else []
+            yield from (of_kind._replace(rows=rows, shared=one) for one in shared)
+
+
+def _quickest(
+    forms: Sequence[Tiles],
+    weights: tuple[WeightArray, ...],
+    rows: int,
+    groups: int,
+    processors: int,
+) -> Tiles:
+    """Of these tiles those that take the fewest cycles, by what `pallas_kernels/estimate` counts of
+    machine code: turns of the busiest multiprocessor, what all read from the L2 cache, or from
+    memory.
+
+    128 rows of each of Step-3's whole experts take 80 µs in tiles of 160, which read weights once,
+    and 118 in pairs of 128 that share them; 192 rows took 158 in tiles of 128 alone, 118 in such
+    pairs, and take 110, down in pairs of 112.
+
+    Args:
+      rows: that most groups have no more of: where tokens choose by chance, two standard deviations
+        more than the average.
+      groups: that have rows.
+    """
+    d_out = weights[0].shape[1]
+
+    def cycles(tiles: Tiles) -> tuple[float, float]:
+        columns = tiles.out * len(weights)
+        places = groups * -(-rows // tiles.listed_rows) * -(-d_out // tiles.listed_out)
+        blocks = places * (CLUSTER if tiles.shared else 1)
+        products = tiles.rows * columns
+        beside = 330 if tiles.in_parts else 200 if tiles.rows_first else 240
+        alone = beside + (1 / PRODUCTS + 1 / SCALED) * products / tiles.consumers
+        turns = -(-blocks // processors) * max(products / PRODUCTS, alone)
+        of_rows = tiles.rows / (CLUSTER if tiles.shared == "rows" else 1)
+        of_columns = columns / (CLUSTER if tiles.shared == "weights" else 1)
+        of_all = tiles.inner / processors  # bytes of a row or column, on a multiprocessor
+        read = blocks * (of_rows + of_columns) * of_all / L2_BYTES
+        once = groups * len(weights) * d_out * of_all / MEMORY_BYTES
+        return max(turns, read, once), turns
+
+    return min(forms, key=cycles)
 
 
 def is_per_channel(weights: QuantArray) -> bool:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
 MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
+ROW_PARTS = 2  # that registers suffice for
 NARROWED_ROWS = 16  # quantised at once, where rows are summed up in parts: likewise
 MOST_STORED_COLUMNS = 64  # at once, where rows are first: likewise
 
@@ -58,8 +59,8 @@ class Tiles(NamedTuple):
       rows_first: whether rows are wgmma's left operand (its M), and not the weights.
       shared: what the two blocks of a cluster load together; empty: there are no clusters.
       splits: parts of d_in, each of which is summed up by itself, by a CTA of its own.
-      row_parts: parts of the rows that a consumer sums up one after the other, if no warpgroup only
-        loads; 0: one does, or rows come first.
+      in_parts: whether a consumer sums up one part of the rows after the other; then no warpgroup
+        only loads, as where rows come first.
     """
 
     rows: int
@@ -71,22 +72,17 @@ class Tiles(NamedTuple):
     rows_first: bool = False
     shared: Shared = ""
     splits: int = 1
-    row_parts: int = 0
+    in_parts: bool = False
 
     @property
     def loader(self) -> bool:
         """Whether there is a warpgroup that only loads."""
-        return not (self.rows_first or self.row_parts)
-
-    @property
-    def part_rows(self) -> int:
-        """Rows of a part."""
-        return self.rows // self.row_parts
+        return not (self.rows_first or self.in_parts)
 
     @property
     def narrowed_rows(self) -> int:
         """Rows that are quantised at once."""
-        return NARROWED_ROWS if self.row_parts else self.rows
+        return NARROWED_ROWS if self.in_parts else self.rows
 
     @property
     def listed_rows(self) -> int:
@@ -115,9 +111,9 @@ class Tiles(NamedTuple):
 
     @property
     def store_rows(self) -> int:
-        """Rows of a consumer that are stored at once."""
-        if self.row_parts:
-            return self.part_rows
+        """Rows of a consumer that are stored at once; of a part, if there are parts."""
+        if self.in_parts:
+            return self.rows // ROW_PARTS
         return self.consumer_rows if self.rows_first else min(self.rows, MOST_STORED_ROWS)
 
     @property
@@ -154,7 +150,8 @@ class Operands:
       row_block_scales: FP32 [d_in / tiles.inner, rows + SPARE_SCALES] or None: the sum of one step
         is multiplied by its row's.
       channel_scales: for each of the weights FP32 [groups, d_out rounded up to a whole number of
-        tiles], or empty: every result is multiplied by its channel's.
+        tiles, but where rows are summed up in parts], or empty: every result is multiplied by its
+        channel's.
       block_scales: for each of the weights FP32 [groups, blocks of d_out, blocks of d_in], or
         empty: the sum over one block is multiplied by its block's.
       block: sizes of these blocks, (of d_out, of d_in).

@@ -147,7 +147,7 @@ HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     ("converted blocks", 2): HopperTiles((16, 32, 64)),
     ("rows in blocks", 1): HopperTiles((16, 32, 64, 112)),
     ("rows in blocks", 2): HopperTiles((16, 32, 64)),
-    ("some rows in blocks", 1): HopperTiles((96, 128, 160), out=192, consumers=3),
+    ("some rows in blocks", 1): HopperTiles((96, 112, 128, 160), out=192, consumers=3),
     ("some rows in blocks", 2): HopperTiles((96, 128, 160)),
     ("many rows in blocks", 1): HopperTiles((128,), out=256),
     ("many rows in blocks", 2): HopperTiles((128,), out=128),

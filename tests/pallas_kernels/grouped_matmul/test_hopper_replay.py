@@ -157,8 +157,11 @@ def clusters(monkeypatch):
 
 
 @pytest.mark.usefixtures("clusters")
-def test_groups_of_some_rows(monkeypatch):
-    """Tiles of 160 rows, which two blocks share; rows of nobody are read and not written."""
+@pytest.mark.parametrize(("tile", "shared"), [(160, "rows"), (128, "weights")])
+def test_groups_of_some_rows(tile, shared, monkeypatch):
+    """Two blocks share rows, or weights for a tile each; rows of nobody are read, not written."""
+    rows_have_parts(monkeypatch, tile)
+    given = {"cluster": 2}
     sizes = (1, 0, 127, 128, 129, 160, 161, 320)
     d_model, d_ff = 384, 256
     rng, pick, picked = np.random.default_rng(0), mosaic_gpu.pick_tiles, []
@@ -176,13 +179,15 @@ def test_groups_of_some_rows(monkeypatch):
     rows[sum(sizes) :] = np.nan
 
     def network(rows, *weights):
-        return grouped_swiglu(rows, *weights, jnp.asarray(sizes, jnp.int32), row_format="fp8")
+        options = {"row_format": "fp8", "tiles": given}
+        return grouped_swiglu(rows, *weights, jnp.asarray(sizes, jnp.int32), **options)
 
     found = np.asarray(replay(network, jnp.asarray(rows), *weights), np.float32)
-    assert [(tiles[:2], tiles.row_parts, tiles.shared) for tiles in picked] == [
-        ((160, 128), 2, "rows"),
-        ((160, 192), 2, "rows"),
+    assert [(*tiles[:2], tiles.shared, tiles.in_parts) for tiles in picked] == [
+        (tile, 128, shared, True),
+        (tile, 192, shared, True),
     ]
+    given = None
     with use_target(Target("reference", "cpu")):
         expected = np.asarray(jax.jit(network)(rows, *weights), np.float32)
     scale = np.abs(expected).max(axis=1, keepdims=True)
@@ -193,16 +198,17 @@ def test_groups_of_some_rows(monkeypatch):
 
 @pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize(
-    ("format", "row_format", "tiles"),
+    ("form", "format", "row_format", "tiles"),
     [
-        ("bf16", None, {"rows": (128,)}),  # the first product shares weights, the second rows
-        ("fp8_block", "fp8", {}),  # rows come first; the second block has none of them
+        # The first product shares weights, the second rows.
+        ("weights", "bf16", None, {"rows": (128,)}),
+        ("parts", "fp8_block", "fp8", {}),  # the second block has none of the rows
+        ("rows", "fp8_block", "fp8", {}),  # likewise
     ],
 )
-def test_clusters_change_no_bit(format, row_format, tiles, monkeypatch):
+def test_clusters_change_no_bit(form, format, row_format, tiles, monkeypatch):
     """So that a token's sums do not depend on how many others there are."""
-    if row_format is not None:
-        rows_come_first(monkeypatch)
+    FORMS[form](monkeypatch)
     alone, together = (
         replayed(format, row_format, tiles | {"cluster": blocks}) for blocks in (1, 2)
     )

@@ -43,20 +43,21 @@ class TestMosaicGpu(GroupedMatmulSuite):
     counts = (0, 9)
 
 
-def rows_have_parts(monkeypatch):
-    """As if no tile for few rows were larger than 16 of them."""
-    _no_larger_tiles(monkeypatch, "rows in blocks")
+def rows_have_parts(monkeypatch, rows=96):
+    """As if no tile for few rows were larger than 16 of them, and no others had another size."""
+    _tiles_of(monkeypatch, some=(rows,), many=())
 
 
 def rows_come_first(monkeypatch):
-    """As if no tile for some rows were, either."""
-    _no_larger_tiles(monkeypatch, "rows in blocks", "some rows in blocks")
+    """As if no tile for few rows were larger than 16 of them, and there were none for some."""
+    _tiles_of(monkeypatch, some=(), many=(128,))
 
 
-def _no_larger_tiles(monkeypatch, *kinds):
+def _tiles_of(monkeypatch, some, many):
+    sizes = {"rows in blocks": (16,), "some rows in blocks": some, "many rows in blocks": many}
     for key, kind in tiles.HOPPER_DEFAULT.items():
-        if key[0] in kinds:
-            monkeypatch.setitem(tiles.HOPPER_DEFAULT, key, kind._replace(rows=(16,)))
+        if key[0] in sizes:
+            monkeypatch.setitem(tiles.HOPPER_DEFAULT, key, kind._replace(rows=sizes[key[0]]))
 
 
 FORMS = {
@@ -274,16 +275,24 @@ class TestPickTiles:
         assert tiles_for(rows, weights, groups=1).rows == row_tile
 
     @pytest.mark.parametrize(
-        ("rows", "gate_and_up", "down"),
-        [(8, 16, 16), (128, 64, 64), (136, 128, 112), (224, 128, 112), (232, 128, 128)],
+        ("d_ff", "rows", "gate_and_up", "down"),
+        [
+            (5120, 8, (16, 128, ""), (16, 128, "")),
+            (5120, 128, (64, 128, "weights"), (64, 128, "weights")),
+            (5120, 192, (96, 128, "weights"), (96, 192, "weights")),
+            (5120, 256, (128, 128, "weights"), (128, 192, "weights")),
+            (2560, 128, (32, 128, "weights"), (64, 128, "weights")),
+            (2560, 256, (64, 128, "weights"), (128, 192, "weights")),
+        ],
     )
-    def test_few_rows_of_one_network_are_tiles_for_few(self, rows, gate_and_up, down):
-        """Of Step-3's whole shared expert: up to two tiles of 64 rows, or of 112."""
-        up = quantised(jnp.float8_e4m3fn, (1, 5120, 7168), (1, 0))
-        back = quantised(jnp.float8_e4m3fn, (1, 7168, 5120), (1, 0))
+    def test_tiles_of_one_network_fill_the_multiprocessors(self, d_ff, rows, gate_and_up, down):
+        """Step-3's shared expert, whole and half of it: its tiles are at most 132."""
+        up = quantised(jnp.float8_e4m3fn, (1, d_ff, 7168), (1, 0))
+        back = quantised(jnp.float8_e4m3fn, (1, 7168, d_ff), (1, 0))
         options = {"groups": 1, "in_blocks": True, "one_group": True}
-        assert tiles_for(rows, up, up, **options).rows == gate_and_up
-        assert tiles_for(rows, back, **options).rows == down
+        for weights, expected in (((up, up), gate_and_up), ((back,), down)):
+            tiles = tiles_for(rows, *weights, **options)
+            assert (tiles.rows, tiles.out, tiles.shared) == expected
 
     @pytest.mark.parametrize(
         ("shape", "block", "splits"),
@@ -332,27 +341,45 @@ class TestPickTiles:
         assert tiles_for(768, fp8, fp8, in_blocks=True)[:4] == (64, 128, 128, 4)
 
     def test_some_rows_have_parts(self):
-        """Rows of 128 experts on average fit a tile of 160 as a rule; 192 do not. 53 KiB a stage
-        beside 10 for quantising; 45 beside 33 for output. Blocks share rows where they can."""
+        """128 rows of an expert on average fit a tile of 160 as a rule. 53 KiB a stage beside 10
+        for quantising; 45 beside 33 for output. Blocks share rows where they can."""
         up = quantised(jnp.float8_e4m3fn, (3, 5120, 7168), (128, 128))
         down = quantised(jnp.float8_e4m3fn, (3, 7168, 5120), (128, 128))
         pick = functools.partial(tiles_for, in_blocks=True, groups=3)
-        first, second = pick(384, up, up), pick(384, down)
-        assert (first[:5], first.row_parts, first.shared) == ((160, 128, 128, 4, 2), 2, "rows")
-        assert (second[:5], second.row_parts, second.shared) == ((160, 192, 128, 4, 3), 2, "rows")
-        assert not first.loader
+        assert pick(384, up, up) == (160, 128, 128, 4, 2, 8, False, "rows", 1, True)
+        assert pick(384, down) == (160, 192, 128, 4, 3, 8, False, "rows", 1, True)
+        assert not pick(384, down).loader
         odd = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        assert tiles_for(24 * 128, odd, odd, in_blocks=True)[6:] == (False, "", 1, 2)
-        for average, tile in ((57, 96), (90, 128), (128, 160), (130, 160)):
-            assert pick(3 * average, up, up)[0] == tile
-            assert pick(3 * average, up, up).row_parts == 2
-        assert pick(3 * 131, up, up).rows_first
-        assert pick(3 * 192, up, up).rows_first
+        assert tiles_for(24 * 128, odd, odd, in_blocks=True)[6:] == (False, "", 1, True)
+
+    def test_rows_of_two_tiles_share_weights(self):
+        """192 on average are two tiles of 112; where rows come first, of 128."""
+        up = quantised(jnp.float8_e4m3fn, (3, 5120, 7168), (128, 128))
+        down = quantised(jnp.float8_e4m3fn, (3, 7168, 5120), (128, 128))
+        pick = functools.partial(tiles_for, in_blocks=True, groups=3)
+        assert pick(576, up, up) == (128, 128, 128, 4, 2, 8, True, "weights", 1, False)
+        of_pairs = (112, 192, 128, 5, 3, 8, False, "weights", 1, True)
+        assert pick(576, down) == of_pairs
+        assert pick(9216, down, average=192) == of_pairs  # there is room for all choices
+        for average in (226, 512):
+            tiles = pick(3 * average, up, up)
+            assert (tiles.rows, tiles.rows_first, tiles.shared) == (128, True, "weights")
+        assert pick(3072, down) == (128, 256, 128, 4, 2, 8, True, "weights", 1, False)
+
+    def test_given_tiles_of_rows_in_blocks(self):
+        """Those that are not given follow from them, as for other operands."""
+        fp8 = quantised(jnp.float8_e4m3fn, (24, 7168, 640), (128, 128))
+        pick = functools.partial(tiles_for, 24 * 128, fp8, in_blocks=True)
+        assert pick(given={"rows": (16, 112)})[:2] == (112, 128)
+        assert pick(given={"out": 128})[:7] == (128, 128, 128, 6, 2, 8, True)
+        assert pick(given={"cluster": 1}).shared == ""
+        assert pick(given={"cluster": 2}).shared == "rows"
 
     def test_many_rows_come_first(self):
         """48 KiB a stage, 18 KiB for output, or 16 for what is quantised."""
         fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        first = tiles_for(24576, fp8, in_blocks=True)
+        back = quantised(jnp.float8_e4m3fn, (24, 7168, 640), (128, 128))
+        first = tiles_for(24576, back, in_blocks=True)
         assert (first[:4], first.rows_first) == ((128, 256, 128, 4), True)
         first = tiles_for(24576, fp8, fp8, in_blocks=True)
         assert (first[:4], first.rows_first) == ((128, 128, 128, 4), True)
@@ -365,8 +392,7 @@ class TestPickTiles:
         down = jax.ShapeDtypeStruct((24, 7168, 640), jnp.bfloat16)
         assert tiles_for(24 * 128, floats, floats).shared == "weights"
         assert tiles_for(24 * 256, down).shared == "rows"
-        assert tiles_for(24 * 192, fp8, in_blocks=True).shared == "weights"
-        assert tiles_for(24 * 192, fp8, fp8, in_blocks=True).shared == "weights"
+        assert tiles_for(24576, fp8, fp8, in_blocks=True).shared == "weights"
         for rows in (768, 24 * 128 - 8):
             assert not tiles_for(rows, floats, floats).shared
         assert not tiles_for(24 * 256 - 8, down).shared
