@@ -67,8 +67,8 @@ def write_rows(
       rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
       implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
-        these keep the tokens of a page last, and scatters the scales of one head without moving the
-        pool. There is no kernel.
+        these keep the tokens of a page last, and scatters scales as they lie in memory, without
+        moving the pool. There is no kernel.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.
@@ -99,7 +99,7 @@ def write_rows(
         def write(array: Array, new: Array) -> Array:
             if write_tpu.is_swapped(array):
                 return write_tpu.write_rows(array, new, *where)
-            if write_tpu.has_one_row(array):
+            if write_tpu.is_scattered_in_tiles(array):
                 return write_tpu.write_scales(array, new, *where)
             return reference.write_rows((array,), (new,), *where)[0]
 

@@ -42,7 +42,12 @@ def cases(generation: str) -> list[Case]:
     return (
         [_inside(name) for name in NAIVE]
         + [_apart("deepseek-v3-tp8")]
-        + [_layer("step3", each) for each in formats(generation) if each != "bf16"]
+        + [
+            _layer(name, each)
+            for name in ("step3", "qwen3-235b")
+            for each in formats(generation)
+            if each != "bf16"
+        ]
         + [
             case
             for name in SHAPES

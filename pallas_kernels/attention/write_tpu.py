@@ -2,13 +2,15 @@
 
 Called by `api.py`. XLA keeps pages whose width is no multiple of 128 with the tokens last (see
 `mosaic_tpu.py`), and would turn the whole pool around and back; exchanging whole pages does not.
-Scales of one head it keeps in tiles of one row, and would scatter in tiles of eight.
+Scales it keeps in tiles of as many rows as there are heads, and would scatter in tiles of eight, or
+head by head.
 """
 
 import math
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from pallas_kernels.attention.work_items import WorkItems, work_items
@@ -51,33 +53,41 @@ def write_rows(
     return jnp.swapaxes(swapped, 2, 3)
 
 
-def has_one_row(scales: Num[Array, "pages kv_heads page_size ..."]) -> bool:
-    """Whether these are scales of one head, of whole tiles."""
-    return scales.ndim == 3 and scales.shape[1] == 1 and scales.shape[2] % LANES == 0
+def is_scattered_in_tiles(scales: Num[Array, "pages kv_heads page_size ..."]) -> bool:
+    """Whether these are scales that XLA would move: of one head, or of four in pages of several
+    tiles. With two heads it does not; with eight it does either way."""
+    if scales.ndim != 3 or scales.shape[2] % LANES:
+        return False
+    return scales.shape[1] == 1 or (scales.shape[1] == 4 and scales.shape[2] > LANES)
 
 
 def write_scales(
-    scales: Float32[Array, "pages 1 page_size"],
-    new: Float32[Array, "tokens 1"],
+    scales: Float32[Array, "pages kv_heads page_size"],
+    new: Float32[Array, "tokens kv_heads"],
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
-) -> Float32[Array, "pages 1 page_size"]:
+) -> Float32[Array, "pages kv_heads page_size"]:
     """One array of `api.write_rows`: a scatter into tiles of as many rows as divide the pool, which
-    lie in memory as the pool's own do.
+    lie in memory as the pool's own do: of all heads for 128 tokens after those before.
 
-    XLA's estimate for 8000 pages of 256 tokens is 2 thousand cycles, where a scatter into pages has
-    88 (v7x) or 355 (v6e).
+    XLA's estimate for 8000 pages of 256 tokens of one head is 2 thousand cycles, where a scatter
+    into pages has 88 (v7x) or 355 (v6e).
     """
-    pool, _, page_size = scales.shape
+    pool, heads, page_size = scales.shape
     page, exists = _page(pool, page_size, page_table, sequence_of_token, position)
-    rows = pool * page_size // LANES
+    units = page_size // LANES
+    rows = pool * units * heads
     tile = math.gcd(rows, SUBLANES)
-    row = page * (page_size // LANES) + position % page_size // LANES
-    row = jnp.where(exists, row, rows)
-    tiles = scales.reshape(rows // tile, tile, LANES)
-    written = tiles.at[row // tile, row % tile, position % LANES].set(new[:, 0], mode="drop")
-    return written.reshape(scales.shape)
+    first = (page * units + position % page_size // LANES) * heads
+    row = jnp.where(exists, first, rows)[:, None] + jnp.arange(heads, dtype=jnp.int32)
+    in_memory = scales.reshape(pool, heads, units, LANES).swapaxes(1, 2)
+    tiles = in_memory.reshape(rows // tile, tile, LANES)
+    lane = (position % LANES)[:, None]
+    written = tiles.at[row // tile, row % tile, lane].set(new, mode="drop")
+    by_heads = written.reshape(in_memory.shape).swapaxes(1, 2)
+    # Else XLA may turn them around.
+    return with_layout_constraint(by_heads, Layout((0, 2, 1, 3))).reshape(scales.shape)
 
 
 def _page(

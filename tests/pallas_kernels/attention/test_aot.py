@@ -36,6 +36,7 @@ SPAN = {
         "deepseek-v3-tp8 bf16 inside",
         "step3 fp8 write",
         "step3 fp8 layer",
+        "qwen3-235b fp8 layer",
     ),
 }
 """Every model, format, kind of batch and kernel, each with some generation; every generation has a

@@ -28,12 +28,17 @@ def test_it_is_the_reference(data):
 
 
 @settings(max_examples=100)
-@given(data=st.data(), page=st.sampled_from([128, 256]), pool=st.sampled_from([8, POOL]))
-def test_scales_are_the_reference(data, page, pool):
+@given(
+    data=st.data(),
+    heads=st.sampled_from([1, 4]),
+    page=st.sampled_from([128, 256]),
+    pool=st.sampled_from([8, POOL]),
+)
+def test_scales_are_the_reference(data, heads, page, pool):
     """Tiles of eight rows and of fewer, down to one."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    scales = jnp.asarray(rng.normal(size=(pool, 1, page)), jnp.float32)
-    rows = jnp.asarray(rng.normal(size=(TOKENS, 1)), jnp.float32)
+    scales = jnp.asarray(rng.normal(size=(pool, heads, page)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(TOKENS, heads)), jnp.float32)
     where = draw_batch(data, rng, page)
     (expected,) = reference.write_rows((scales,), (rows,), *where)
     np.testing.assert_array_equal(by_tiles(scales, rows, *where), expected)
@@ -82,7 +87,10 @@ def test_the_call_takes_it_for_a_tpu():
 
 
 def test_scales_that_are_written_in_tiles():
-    assert write_tpu.has_one_row(jnp.zeros((3, 1, 256)))
-    assert not write_tpu.has_one_row(jnp.zeros((3, 2, 256)))  # XLA keeps these as a scatter does
-    assert not write_tpu.has_one_row(jnp.zeros((3, 1, 64)))
-    assert not write_tpu.has_one_row(jnp.zeros((3, 1, 256, 128)))
+    assert write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 128)))
+    assert write_tpu.is_scattered_in_tiles(jnp.zeros((3, 4, 256)))
+    # XLA keeps these as a scatter does.
+    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 2, 256)))
+    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 4, 128)))
+    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 64)))
+    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 256, 128)))
