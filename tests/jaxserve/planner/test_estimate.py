@@ -232,8 +232,8 @@ def test_counts_of_deployments(capsys):
         f"ESTIMATE of step3-alltoall {at}{expected}more with --config step3-alltoall"
     )
     assert large == (
-        f"ESTIMATE of step3-large-batch {at}7342 tokens/s a GPU, 9216 sequences with a token every "
-        "39.2 ms, bound by ffn; more with --config step3-large-batch"
+        f"ESTIMATE of step3-large-batch {at}7572 tokens/s a GPU, 9216 sequences with a token every "
+        "38.0 ms, bound by ffn; more with --config step3-large-batch"
     )
     assert end == ""
     assert main(["estimate", "--config", "kimi-k2"]) == 2
