@@ -360,6 +360,8 @@ class TestPickTiles:
         assert pick(576, up, up) == (128, 128, 128, 4, 2, 8, True, "weights", 1, False)
         of_pairs = (112, 192, 128, 5, 3, 8, False, "weights", 1, True)
         assert pick(576, down) == of_pairs
+        in_int8 = quantised(jnp.int8, (3, 7168, 5120), (1, 0))
+        assert pick(576, in_int8).rows == 128  # parts of 56 are none of integers' wgmma
         assert pick(9216, down, average=192) == of_pairs  # there is room for all choices
         for average in (226, 512):
             tiles = pick(3 * average, up, up)
