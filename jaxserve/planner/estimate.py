@@ -7,6 +7,7 @@ collectives, one after the other, but for the kernels that the program's schedul
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from pallas_kernels.estimate.assumptions import assumed
+
+SHARED = ("shared gate and up", "shared down")
+"""The shared expert's kernels, each beside one of the last collectives of `ffn_moe`."""
 
 
 class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +78,8 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: int
     """Lanes that take turns: a sequence has a token when all have been through all layers."""
     kernels: dict[str, float]
-    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes."""
+    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes, and of those of
+    the shared expert (`SHARED`), where it has its own."""
     cached: int
     """Bytes of the cache that a device reads in a layer."""
     message: dict[str, int]
@@ -142,18 +147,26 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
     )
 
 
-def hidden_seconds(one: ProgramCounts, outer: int, inner: int) -> float:
+def hidden_seconds(
+    one: ProgramCounts, outer: int, inner: int, beyond: Sequence[float] = ()
+) -> float:
     """Of what `program_seconds` has one after the other, what goes by side by side.
 
     Whichever takes longer sets the time: the collective, or the kernels beside it. They have the
     multiprocessors that its own kernel leaves them, and the memory while it does not read and write
-    it."""
+    it.
+
+    Args:
+      beyond: seconds that kernels beside the last collectives, one each, take beyond their bytes.
+    """
     units, taken = assumed("h200.multiprocessors"), assumed("h200.collective_multiprocessors")
     total = 0.0
-    for each in one.beside:
+    first = len(one.beside) - len(beyond)
+    for place, each in enumerate(one.beside):
         moving = _exchange_seconds(each.collective, each.size, outer, inner)
         launches = each.instructions * assumed("h200.node")
-        reading = each.bytes / assumed("h200.memory")
+        longer = beyond[place - first] if place >= first else 0.0
+        reading = each.bytes / assumed("h200.memory") + longer
         shared = each.exchanging / assumed("h200.memory")
         slower = launches + reading * units / (units - taken) + shared
         total += moving + launches + reading - max(moving, slower)
@@ -207,7 +220,7 @@ def stage_seconds(counts: Counts) -> dict[str, float]:
         if name.startswith(("attend", "enter")):
             seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
         if name.endswith("_moe") and role == "ffn":
-            seconds += counts.kernels["ffn"]
+            seconds += counts.kernels["ffn"] + sum(_shared(counts))
         found[name] = seconds
     return found
 
@@ -331,8 +344,14 @@ def _speed(counts: Counts, found: Bounds) -> str:
 
 def _hidden(counts: Counts, name: str) -> float:
     """`hidden_seconds` of a program."""
-    role = "ffn" if name.startswith("ffn") else "attention"
-    return hidden_seconds(counts.programs[name], *counts.members(role))
+    one, role = counts.programs[name], "ffn" if name.startswith("ffn") else "attention"
+    beyond = _shared(counts) if name == "ffn_moe" and one.beside else []
+    return hidden_seconds(one, *counts.meshes[role], beyond)
+
+
+def _shared(counts: Counts) -> list[float]:
+    """Of the shared expert's kernels, if it has its own."""
+    return [counts.kernels[name] for name in SHARED if name in counts.kernels]
 
 
 def every_byte(counts: Counts) -> Counts:

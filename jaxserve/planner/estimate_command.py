@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -9,7 +10,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.model.ffn.traffic import deployment_row_bytes
+from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_of
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deployment_options import add_deployment, read_deployment
@@ -147,7 +148,8 @@ def _counts(
             "ffn": _beyond_bytes(
                 options.ffn_kernel or _experts_case(config, deployment, bucket), chosen
             ),
-        },
+        }
+        | _shared_kernels(config, deployment, bucket),
         cached=int(cached),
         message={
             "dispatch": bucket.tokens * message.packed,
@@ -182,14 +184,47 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     return f"{found} {form} {tokens}"
 
 
+def _shared_kernels(
+    config: ModelConfig, deployment: Deployment, bucket: Bucket
+) -> dict[str, float]:
+    """Seconds beyond their bytes of the kernels that multiply a device's own rows by the shared
+    expert, or its instance's part of it; none, where others do it, or none were counted.
+
+    Raises:
+      ConfigError: they were counted for other numbers of rows.
+    """
+    from pallas_kernels.grouped_matmul.shapes import SHAPES, ExpertShape  # imports JAX
+
+    ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
+    columns = config.shared_d_ff // ffn.instances
+    here = ExpertShape(config.d_model, columns, groups=1, experts=1, top_k=1)
+    name = next((name for name, shape in SHAPES.items() if shape == here), None)
+    alone = ffn.whole_shared or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
+    if name is None or ffn.weights != "fp8" or not alone:
+        return {}
+    rows = tokens * ffn.instances // (ffn.ep * ffn.tp)
+    found = kernels.beyond_memory(_counted(f"{name} fp8_block_rows {rows}"))
+    return dict(zip(estimate.SHARED, found, strict=True))
+
+
 def _beyond_bytes(case: str, work: float) -> float:
     """Seconds that a kernel takes for so many positions, or rows, beyond its bytes' time.
 
     Raises:
       ConfigError: nothing was counted of the case.
     """
-    counts = kernels.read_counts()
-    for one in counts["h200"]:
+    one = _counted(case)
+    return sum(kernels.beyond_memory(one)) * work / float(one["work"])
+
+
+def _counted(case: str) -> dict[str, Any]:
+    """What was counted of it.
+
+    Raises:
+      ConfigError: nothing.
+    """
+    counts: list[dict[str, Any]] = kernels.read_counts()["h200"]
+    for one in counts:
         if one["case"] == case:
-            return kernels.beyond_memory(one) * work / float(one["work"])
-    raise ConfigError(f"no counts of {case!r}: {', '.join(one['case'] for one in counts['h200'])}")
+            return one
+    raise ConfigError(f"no counts of {case!r}: {', '.join(one['case'] for one in counts)}")

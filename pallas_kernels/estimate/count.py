@@ -21,6 +21,7 @@ from pallas_kernels.attention.shapes import SHAPES
 from pallas_kernels.estimate import sass
 from pallas_kernels.estimate.assumptions import LATENCIES, assumed
 from pallas_kernels.estimate.sass import Cost
+from pallas_kernels.grouped_matmul.gpu_cases import SHARED_ROWS
 from pallas_kernels.grouped_matmul.mosaic_gpu import kind_of
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import pick_tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import CLUSTER
@@ -35,7 +36,10 @@ GROUPED = (
     *(f"step3_2a2f {form} {tokens}" for form in ("bf16", "fp8") for tokens in (512, 16384)),
     *(f"step3_2a2f fp8_block_rows {tokens}" for tokens in (512, 2048, 3072, 16384)),
     *(f"step3_ep16 fp8_block_rows {tokens}" for tokens in (2048, 3072)),
+    *(f"step3_half_shared fp8_block_rows {rows}" for rows in SHARED_ROWS),
 )
+SHARED = ("step3_half_shared",)
+"""Experts that all rows go to."""
 TPU = (
     *(f"step3 {form}" for form in FORMATS),
     *(f"step3_2a2f {form}" for form in FORMATS),
@@ -137,11 +141,14 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     operands = case.arguments[1:3] if number == 0 else case.arguments[3:4]
     kind = kind_of(operands[0], in_blocks=in_blocks)
     quantises = in_blocks and number == 0
-    tiles = pick_tiles(rows.shape[0], operands, groups, H200, kind, quantises)
+    alone = case.name.split()[0] in SHARED
+    tiles = pick_tiles(*(rows.shape[0], operands, groups, H200, kind, quantises), one_group=alone)
     _, d_out, d_in = operands[0].shape
     # Of the blocks that are started; in a cluster each has its own tile, and loads half of what
     # both share.
     row_tiles = groups * expected_tiles(rows.shape[0] / groups, tiles.listed_rows)
+    if alone:  # all rows are its
+        row_tiles = -(-rows.shape[0] // tiles.listed_rows)
     places = row_tiles * -(-d_out // tiles.listed_out)
     blocks = CLUSTER if tiles.shared else 1
     waves = math.ceil(places * blocks / assumed("h200.multiprocessors"))

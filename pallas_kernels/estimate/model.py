@@ -69,10 +69,11 @@ def hopper_seconds(kernel: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def beyond_memory(one: dict[str, Any]) -> float:
-    """Seconds that a call's kernels take beyond the time of their bytes, of which others know."""
+def beyond_memory(one: dict[str, Any]) -> list[float]:
+    """Seconds that each of a call's kernels takes beyond the time of its bytes, of which others
+    know."""
     every = [hopper_seconds(kernel) for kernel in one["kernels"]]
-    return sum(max(seconds.values()) - seconds["memory"] for seconds in every)
+    return [max(seconds.values()) - seconds["memory"] for seconds in every]
 
 
 def estimate_hopper(one: dict[str, Any]) -> Estimate:

@@ -39,8 +39,8 @@ TILE = 64, 128
 """Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may have them."""
 MOST_TILES = 132
 """Of its first step: what a Hopper GPU's multiprocessors take at once. By machine code Step-3's
-shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width 27 for
-256 rows (13), as many; in two turns, or in 40 tiles of twice the rows, some 50."""
+shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width 31 for
+256 rows (14), as many; in two turns, or in 40 tiles of twice the rows, some 50."""
 
 _COST = "multiplies one block of columns after the other, several launches each"
 

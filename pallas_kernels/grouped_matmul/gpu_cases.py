@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu_resources import Case
 from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
-from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.grouped_matmul.dense import dense_matmul, swiglu_steps_of_fp8
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
 from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
 from pallas_kernels.grouped_matmul.shapes import SHAPES
@@ -42,6 +42,9 @@ CALLS = [
 """Expert layer, format of its weights, tokens of the step."""
 
 
+SHARED_ROWS = (256, 384)
+"""Of a shared expert, in FP8: Step-3's at 2,048 and 3,072 tokens of 8 devices."""
+
 DENSE = {
     "step3 output": (7168, 16384),
     "deepseek_v3 down": (2112, 7168),
@@ -50,10 +53,11 @@ DENSE = {
 
 
 def cases() -> list[Case]:
-    """Both kernels of an expert layer: gate and up, then down; products of one weight; and what is
-    around experts."""
+    """Both kernels of an expert layer, or of a shared expert: gate and up, then down; products of
+    one weight; and what is around experts."""
     dense = [_dense(name, "fp8_block", tokens) for name in DENSE for tokens in (128, 2048)]
-    return [*(_case(*call) for call in CALLS), *dense, *around()]
+    shared = [_shared("step3_half_shared", rows) for rows in SHARED_ROWS]
+    return [*(_case(*call) for call in CALLS), *shared, *dense, *around()]
 
 
 def around() -> list[Case]:
@@ -92,6 +96,26 @@ def _case(name: str, format: str, tokens: int) -> Case:
 
     function = functools.partial(grouped_swiglu, row_format=FORMATS[format][2])
     return Case(f"{name} {format} {tokens}", function, (rows, up, up, down, sizes))
+
+
+def _shared(name: str, tokens: int) -> Case:
+    """As one group, whose rows came in FP8."""
+    shape = SHAPES[name]
+    up = _weights("fp8_block_rows", 1, shape.d_ff, shape.d_model)
+    down = _weights("fp8_block_rows", 1, shape.d_model, shape.d_ff)
+    values = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
+
+    def function(values: jax.Array, *weights: Any) -> jax.Array:
+        *matrices, scales = weights
+        narrow = QuantArray(values, scales, (1, 0))
+        one = [jax.tree.map(lambda array: array[0], stack) for stack in matrices]
+        steps = swiglu_steps_of_fp8(jnp.zeros(values.shape, jnp.bfloat16), narrow, *one)
+        assert steps is not None
+        first, second = steps
+        return second(first(narrow))
+
+    return Case(f"{name} fp8_block_rows {tokens}", function, (values, up, up, down, scales))
 
 
 def _dense(name: str, format: str, tokens: int) -> Case:
