@@ -338,8 +338,8 @@ class TestCheck:
         arguments = ["--config", str(ROOT / "configs/step3.yaml"), "--set", "ffn.memory_gb=16"]
         assert serve.main([*arguments, "--check"]) == 1
         output, error = capsys.readouterr()
-        assert "24.84" in output
-        assert error.startswith("jaxserve: the deployment does not fit:\n  weights 24.84 + activ")
+        assert "21.75" in output
+        assert error.startswith("jaxserve: the deployment does not fit:\n  weights 21.75 + activ")
         assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
 
     def test_headers_of_quantised_weights_are_read_once(
