@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -95,19 +96,18 @@ class Listing(NamedTuple):
     """Tensors that the index places in a missing file."""
 
 
-_kept: dict[Path, Listing] | None = None
+_kept: ContextVar[dict[Path, Listing] | None] = ContextVar("listings that are kept", default=None)
 
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """Context in which a folder's headers are read once, for who asks several things of files that
-    stay as they are."""
-    global _kept
-    before, _kept = _kept, {}
+    """Context, or a function's decorator, in which a folder's headers are read once, for who asks
+    several things of files that stay as they are."""
+    token = _kept.set({})
     try:
         yield
     finally:
-        _kept = before
+        _kept.reset(token)
 
 
 def list_tensors(folder: Path) -> Listing:
@@ -117,11 +117,12 @@ def list_tensors(folder: Path) -> Listing:
       CheckpointError: there is no file, a file is truncated or not in safetensors format, or the
         index is malformed.
     """
-    if _kept is None:
+    kept = _kept.get()
+    if kept is None:
         return _listed(folder)
-    if folder not in _kept:
-        _kept[folder] = _listed(folder)
-    return _kept[folder]
+    if folder not in kept:
+        kept[folder] = _listed(folder)
+    return kept[folder]
 
 
 def _listed(folder: Path) -> Listing:

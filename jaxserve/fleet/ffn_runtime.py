@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxserve.checkpoint.peer import open_weights
+from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.fleet import bootstrap, expert_answers
@@ -77,6 +78,7 @@ def answer_messages(
     return 0
 
 
+@read_once()
 def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServer, "FFNMessages"]:
     """A warm ffn worker, and the server that answers messages at the address; `start` it.
 

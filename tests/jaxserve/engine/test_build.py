@@ -6,8 +6,10 @@ import re
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint import tensors
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
@@ -38,6 +40,17 @@ class TestErrorsBeforeAnythingIsLoaded:
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
         with pytest.raises(CheckpointError, match=r"11 problems:\n  missing model\.layers\.4\."):
             build_runtime(layouts.deployment(folder, {}))
+
+    def test_headers_are_read_once(self, tiny_model, monkeypatch):
+        """What the matrices' dtype is and whether all tensors are there is asked of them; who asks
+        again later reads them again."""
+        read = []
+        real = tensors.read_header
+        monkeypatch.setattr(tensors, "read_header", lambda path: (read.append(path), real(path))[1])
+        files = sorted(tiny_model.glob("*.safetensors"))
+        for times in (1, 2):
+            open_model(layouts.deployment(tiny_model, {}))
+            assert sorted(read) == sorted(files * times)
 
     def test_too_little_memory(self, tiny_model):
         small = layouts.deployment(tiny_model, {"attention.memory_gb": 0.001})
