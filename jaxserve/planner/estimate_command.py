@@ -166,7 +166,7 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     Raises:
       ConfigError: there is none.
     """
-    from pallas_kernels.grouped_matmul.shapes import SHAPES, ExpertShape  # imports JAX
+    from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
     here = ExpertShape(
@@ -178,10 +178,17 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     )
     weights = "bf16" if ffn.weights in ("auto", "bfloat16") else ffn.weights
     form = "fp8_block_rows" if weights == "fp8" else weights
-    found = next((name for name, shape in SHAPES.items() if shape == here), None)
+    found = _name_of(here)
     if found is None:
         raise ConfigError(f"no kernels were counted for experts as {here}: name a --ffn-kernel")
     return f"{found} {form} {tokens}"
+
+
+def _name_of(shape: tuple[int, ...]) -> str | None:
+    """Of an expert layer on a device, an `ExpertShape`, if it is a known one."""
+    from pallas_kernels.grouped_matmul.shapes import SHAPES  # imports JAX
+
+    return next((name for name, known in SHAPES.items() if known == shape), None)
 
 
 def _shared_kernels(
@@ -193,14 +200,15 @@ def _shared_kernels(
     Raises:
       ConfigError: they were counted for other numbers of rows.
     """
-    from pallas_kernels.grouped_matmul.shapes import SHAPES, ExpertShape  # imports JAX
+    from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
     columns = config.shared_d_ff // ffn.instances
     here = ExpertShape(config.d_model, columns, groups=1, experts=1, top_k=1)
-    name = next((name for name, shape in SHAPES.items() if shape == here), None)
+    name = _name_of(here)
     alone = ffn.whole_shared or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
-    if name is None or ffn.weights != "fp8" or not alone:
+    counted = {one["case"].partition(" ")[0] for one in kernels.read_counts()["h200"]}
+    if name not in counted or ffn.weights != "fp8" or not alone:
         return {}
     rows = tokens * ffn.instances // (ffn.ep * ffn.tp)
     found = kernels.beyond_memory(_counted(f"{name} fp8_block_rows {rows}"))

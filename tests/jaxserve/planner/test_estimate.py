@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 
+from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.broadcast import HOSTS_EACH
 from jaxserve.plan import main
-from jaxserve.planner import estimate, stages
+from jaxserve.planner import estimate, estimate_command, stages
 from jaxserve.planner.estimate_command import COMMITTED
 from jaxserve.planner.measurements import (
     Measurement,
@@ -16,6 +17,8 @@ from jaxserve.planner.measurements import (
     joined,
     read_measurements,
 )
+from jaxserve.planner.models import model_config, model_folder
+from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate.assumptions import assumed
 
 COUNTS = estimate.Counts(
@@ -263,6 +266,23 @@ def test_counts_of_deployments(capsys):
     assert "kimi-k2-h200.json: No such file" in capsys.readouterr().err
     assert main(["estimate", "--config", "step3", "--set", "lanes=2"]) == 2
     assert "--set lanes=2: with --count alone" in capsys.readouterr().err
+
+
+def shared_kernels(tokens, overrides=()):
+    """Seconds beyond their bytes, of a deployment like the shipped one."""
+    deployment = load_deployment(CONFIGS / "step3-alltoall.yaml", overrides)
+    config = model_config(model_folder(deployment.model, CONFIGS))
+    return estimate_command._shared_kernels(config, deployment, Bucket(tokens, 64))
+
+
+def test_kernels_of_the_shared_expert():
+    """Half of its width for 256 rows of a device was counted, and for 384. Of all of it, with one
+    instance, nothing was; other rows are refused."""
+    assert sum(shared_kernels(128).values()) == pytest.approx(17e-6, abs=1e-6)
+    assert sum(shared_kernels(192).values()) == pytest.approx(23e-6, abs=1e-6)
+    assert shared_kernels(128, ["ffn.instances=1"]) == {}
+    with pytest.raises(ConfigError, match="no counts of 'step3_half_shared fp8_block_rows 128'"):
+        shared_kernels(64)
 
 
 def test_what_was_measured_replaces_estimates():
