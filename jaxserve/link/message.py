@@ -149,11 +149,8 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     def total(self, answers: Sequence[Array], dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """The sum of several, made in FP32."""
         rows = unpack_all(answers, self.d_model) if self.rows == "int8" else list(answers)
-        if len(rows) == 1:
-            return rows[0].astype(dtype)
-        return functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows]).astype(
-            dtype
-        )
+        total = functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows])
+        return total.astype(dtype)
 
 
 class PackedRows(NamedTuple):

@@ -142,13 +142,15 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     kind = kind_of(operands[0], in_blocks=in_blocks)
     quantises = in_blocks and number == 0
     alone = case.name.split()[0] in SHARED
-    tiles = pick_tiles(*(rows.shape[0], operands, groups, H200, kind, quantises), one_group=alone)
+    count = rows.shape[0]
+    tiles = pick_tiles(count, operands, groups, H200, kind, quantises, one_group=alone)
     _, d_out, d_in = operands[0].shape
     # Of the blocks that are started; in a cluster each has its own tile, and loads half of what
     # both share.
-    row_tiles = groups * expected_tiles(rows.shape[0] / groups, tiles.listed_rows)
-    if alone:  # all rows are its
-        row_tiles = -(-rows.shape[0] // tiles.listed_rows)
+    if alone:
+        row_tiles: float = -(-count // tiles.listed_rows)
+    else:
+        row_tiles = groups * expected_tiles(count / groups, tiles.listed_rows)
     places = row_tiles * -(-d_out // tiles.listed_out)
     blocks = CLUSTER if tiles.shared else 1
     waves = math.ceil(places * blocks / assumed("h200.multiprocessors"))

@@ -35,13 +35,26 @@ def block_scales(
     return [scales[tile.group, column_block, block] for scales in operands.block_scales]
 
 
-def channel_scales(
-    context: Context, number: int, tile: Tile, channels: Any, shape: tuple[int, int], axis: int
-) -> jax.Array:
-    """Those of one of the weights, for some of its channels, along one axis of a product."""
-    group = jnp.minimum(tile.group, context.groups - 1)
-    scales = context.operands.channel_scales[number].at[group, channels]
-    return spread(context, scales, tile, shape, axis)
+def scaled_by_channel(
+    context: Context,
+    products: tuple[jax.Array, ...],
+    tile: Tile,
+    column: jax.Array,
+    shape: tuple[int, int],
+    axis: int,
+) -> tuple[jax.Array, ...]:
+    """The products with each of the weights times the scales of their channels, if these have some:
+    of those from `column` on, which lie along one axis of a product."""
+    if not context.operands.channel_scales:
+        return products
+    channels = pl.ds(column, shape[axis])
+
+    def scales(number: int) -> jax.Array:
+        group = jnp.minimum(tile.group, context.groups - 1)
+        of_channels = context.operands.channel_scales[number].at[group, channels]
+        return spread(context, of_channels, tile, shape, axis)
+
+    return tuple(product * scales(number) for number, product in enumerate(products))
 
 
 def spread(

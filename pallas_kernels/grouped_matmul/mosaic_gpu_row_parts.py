@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     accumulator,
     block_scales,
-    channel_scales,
+    scaled_by_channel,
     store,
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
@@ -52,7 +52,7 @@ def compute_tile(
     count = tiles.store_rows
     for part, products in enumerate(zip(*sums, strict=True)):
         first = part * count
-        result = epilogue(*_scale(context, products, tile, column))
+        result = epilogue(*_scaled(context, products, tile, column))
         if context.scratch.narrowing is None:
             of_part = tile.part(first // BLOCK_ROWS, count)
             _store(context, consumer, result, of_part, column)
@@ -108,21 +108,14 @@ def _sums(
     return jax.lax.fori_loop(0, context.steps_of(tile), add_step, (totals, carry))
 
 
-def _scale(
+def _scaled(
     context: Context, products: tuple[jax.Array, ...], tile: Tile, column: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The products with each of the weights times the scales of their channels."""
-    operands: Any = context.operands
-    if not operands.channel_scales:
-        return products
-    size = context.tiles.consumer_out
-    last = operands.channel_scales[0].shape[1] - size  # of those that there are
-    channels = pl.ds(jnp.minimum(column, last), size)
-    shape = size, context.tiles.store_rows
-    return tuple(
-        product * channel_scales(context, number, tile, channels, shape, axis=0)
-        for number, product in enumerate(products)
-    )
+    tiles, scales = context.tiles, context.operands.channel_scales
+    if scales:  # of columns that do not exist others', of which nothing is stored
+        column = jnp.minimum(column, scales[0].shape[1] - tiles.consumer_out)
+    shape = tiles.consumer_out, tiles.store_rows
+    return scaled_by_channel(context, products, tile, column, shape, axis=0)
 
 
 def _store(

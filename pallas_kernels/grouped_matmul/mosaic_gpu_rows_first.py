@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised_r
 from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     accumulator,
     block_scales,
-    channel_scales,
+    scaled_by_channel,
     store,
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
@@ -50,9 +50,11 @@ def compute_tile(
     first_block = warpgroup * (tiles.consumer_rows // BLOCK_ROWS)
     rows = tile.part(first_block, tiles.consumer_rows)
     sums, carry = _sums(context, warpgroup, carry, rows, out_tile)
+    shape = tiles.consumer_rows, PART_COLUMNS
     for part, products in enumerate(zip(*sums, strict=True)):
         column = out_tile * tiles.out + part * PART_COLUMNS
-        result = epilogue(*_scale(context, products, tile, column))
+        scaled = scaled_by_channel(context, products, tile, column, shape, axis=1)
+        result = epilogue(*scaled)
         if context.scratch.narrowing is not None:
             store_quantised_rows(context, first_block, result, tile, out_tile)
             continue
@@ -100,20 +102,6 @@ def _sums(
 
     totals = tuple(tuple(zeros for _ in parts) for _ in operands.weights)
     return jax.lax.fori_loop(0, context.steps_of(rows), add_step, (totals, carry))
-
-
-def _scale(
-    context: Context, products: tuple[jax.Array, ...], tile: Tile, column: jax.Array
-) -> tuple[jax.Array, ...]:
-    """The products with each of the weights times the scales of their channels."""
-    if not context.operands.channel_scales:
-        return products
-    channels = pl.ds(column, PART_COLUMNS)
-    shape = context.tiles.consumer_rows, PART_COLUMNS
-    return tuple(
-        product * channel_scales(context, number, tile, channels, shape, axis=1)
-        for number, product in enumerate(products)
-    )
 
 
 def _store(

@@ -14,7 +14,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
 from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     accumulator,
     block_scales,
-    channel_scales,
+    scaled_by_channel,
     spread,
     store,
 )
@@ -202,12 +202,7 @@ def _scale(context: Context, products: Products, tile: Tile, column: jax.Array) 
     """The products times the scales of their channels and of their rows; zeros for padding rows."""
     tiles, operands = context.tiles, context.operands
     shape = (tiles.consumer_out, tiles.rows)
-    if operands.channel_scales:
-        channels = pl.ds(column, tiles.consumer_out)
-        products = tuple(
-            product * channel_scales(context, number, tile, channels, shape, axis=0)
-            for number, product in enumerate(products)
-        )
+    products = scaled_by_channel(context, products, tile, column, shape, axis=0)
     if operands.row_scales is not None:
         rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
         scales = spread(context, operands.row_scales.at[rows], tile, shape, axis=1)

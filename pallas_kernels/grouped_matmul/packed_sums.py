@@ -96,9 +96,7 @@ class Unsummed(NamedTuple):
 
     def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
         """See `Sums`."""
-        (tokens, d), target = self.shape, None
-        if count > 1 and tokens and not tokens % count:
-            target = _target(d, words)
+        target = _target_of_pieces(*self.shape, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
@@ -128,9 +126,7 @@ class Parts(NamedTuple):
 
     def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
         """See `Sums`."""
-        rows, target = self.arrived.shape[1], None
-        if count > 1 and rows and not rows % count:
-            target = _target(self.d, words)
+        target = _target_of_pieces(self.arrived.shape[1], self.d, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
@@ -177,6 +173,11 @@ def unpack_all(
         dequantize_rows(rows[:, :d], of_rows, jnp.float32)
         for rows, of_rows in zip(packed, scales, strict=True)
     ]
+
+
+def _target_of_pieces(rows: int, d: int, words: int, count: int) -> Target | None:
+    """Of a kernel whose outputs are so many equal parts of the rows."""
+    return _target(d, words) if count > 1 and rows and not rows % count else None
 
 
 def _target(d: int, words: int) -> Target | None:

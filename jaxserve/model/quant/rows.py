@@ -7,10 +7,8 @@ by the row's largest magnitude (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: IN
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8, Num
+from jaxtyping import Array, Float, Float32, Num
 
-from jaxserve.model.row_width import result_words
-from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
@@ -72,12 +70,6 @@ def decode_rows(
     if scales is None:
         return values.astype(dtype)
     return dequantize_rows(values, scales, dtype)
-
-
-def pack_int8(x: Float[Array, "rows d_model"]) -> Int8[Array, "rows words"]:
-    """Results in INT8, each row with the four bytes of its FP32 scale behind it, and zeros up to
-    `result_words` (xDeepServe §4.7: experts' outputs on the wire)."""
-    return Unsummed(x).packed(result_words(x.shape[1]))
 
 
 def quantize_heads(
