@@ -6,7 +6,7 @@ through their table.
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
@@ -15,7 +15,7 @@ from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.quantization_config import int4_of, packing_of
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
-from jaxserve.config.model import Int4, MatrixPart, ModelConfig
+from jaxserve.config.model import Floats, Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
 
@@ -95,7 +95,7 @@ def _listed(folder: Path) -> dict[str, Tensor]:
         return {}
 
 
-def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Literal["float32", "bfloat16"]:
+def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Floats:
     """`ModelConfig.floats`; routers' matrices, which are small, do not count."""
     kinds = {
         there[name].kind

@@ -8,7 +8,30 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.errors import ConfigError
+
 FFNKind = Literal["dense", "moe"]
+Floats = Literal["float32", "bfloat16"]
+
+
+def held_floats(role: str, weights: str, dtype: Floats, floats: Floats, *, on_cpus: bool) -> Floats:
+    """In which dtype a role holds the matrices that are not quantised: what `weights` says, else as
+    the files have them where that is exact, else the activations'.
+
+    Args:
+      dtype: of the activations.
+      floats: as of `ModelConfig`.
+
+    Raises:
+      ConfigError: BF16 is asked for beside FP32 activations, and not on CPUs.
+    """
+    if weights == "bfloat16" and dtype == "float32" and not on_cpus:
+        raise ConfigError(
+            f"{role}.weights = bfloat16 beside dtype = float32: only CPUs convert while they "
+            "multiply; elsewhere weights are in dtype, or in 8 or 4 bits"
+        )
+    stays = weights == "bfloat16" or (weights != "float32" and floats == "bfloat16")
+    return "bfloat16" if on_cpus and stays else dtype
 
 
 class LayerKind(NamedTuple):
@@ -154,7 +177,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of `stored` int4, and of what is made INT4 on loading."""
     plain_parts: frozenset[MatrixPart] = frozenset()
     """What the checkpoint keeps as floats all the same."""
-    floats: Literal["float32", "bfloat16"] = "float32"
+    floats: Floats = "float32"
     """Dtype of the checkpoint's float matrices: `bfloat16` where all of them are, else `float32`,
     which has the values of them all."""
     on_cpus: bool = False

@@ -19,7 +19,7 @@ from jaxserve.planner.deployment_options import read_deployment, read_scenario
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads, Lengths
 from jaxserve.planner.quantities import jitter, seconds, tokens
-from jaxserve.planner.scenario import Roles, Scenario, Stored, scenario
+from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Percentiles
 from jaxserve.planner.text import grid, json_text
 
@@ -149,9 +149,8 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
     if named:
         hardware = load_hardware(named, None, configs)
         roles = Roles(hardware, hardware, (named, named))
-    return scenario(
-        made, calculator.model, Stored(), roles, context, calculator.assumed, calculator.measured
-    )
+    assumed, measured = calculator.assumed, calculator.measured
+    return scenario(made, calculator.model, domain.stored, roles, context, assumed, measured)
 
 
 def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> PagesLink:

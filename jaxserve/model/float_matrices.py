@@ -10,8 +10,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
-from jaxserve.errors import ConfigError
+from jaxserve.config.model import ModelConfig, held_floats
 from jaxserve.mesh import Role, on_cpus
 
 
@@ -21,17 +20,8 @@ def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:
 
 
 def float_dtype(config: ModelConfig, deployment: Deployment, role: Role) -> jnp.dtype:
-    """Of a role's matrices that are not quantised: what `weights` says, else as the files have
-    them where that is exact, else the activations'.
-
-    Raises:
-      ConfigError: BF16 is asked for beside FP32 activations, and not on CPUs.
-    """
+    """Of a role's matrices that are not quantised; see `held_floats`."""
     weights = getattr(deployment, role).weights
-    if weights == "bfloat16" and deployment.dtype == "float32" and not config.on_cpus:
-        raise ConfigError(
-            f"{role}.weights = bfloat16 beside dtype = float32: only CPUs convert while they "
-            "multiply; elsewhere weights are in dtype, or in 8 or 4 bits"
-        )
-    stays = weights == "bfloat16" or (weights != "float32" and config.floats == "bfloat16")
-    return jnp.dtype("bfloat16" if config.on_cpus and stays else deployment.dtype)
+    return jnp.dtype(
+        held_floats(role, weights, deployment.dtype, config.floats, on_cpus=config.on_cpus)
+    )

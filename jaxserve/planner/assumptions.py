@@ -42,7 +42,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Format of attention's own products, where it differs from `compute`: DeepSeek multiplies
     weights in FP8 and attends in BF16."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
-    """The deployment's `dtype`: of rows, embedding and head."""
+    """The deployment's `dtype`: of rows, routers and the per-head maps of latent attention."""
+    held: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of embedding and head: on CPUs as the checkpoint has them; `auto`: as `rows`."""
 
     combine: Literal["auto", "int8"] = "auto"
     """Of the FFN's results on their way back; `auto`: as `rows`."""
@@ -54,6 +56,11 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         if self.weights == "int4":
             return 0.5 + (SCALE + self.zero_points) / self.group
         return SIZE[self.weights]
+
+    @property
+    def table(self) -> Literal["bfloat16", "float32"]:
+        """In which embedding and head are held."""
+        return self.rows if self.held == "auto" else self.held
 
     @property
     def linear(self) -> str:
@@ -92,6 +99,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
                 return self.dispatch
             case "combine":
                 return self.rows if self.combine == "auto" else self.combine
+            case "leave" if self.table != self.rows:
+                return f"{self.table}, products {self.rows}"
         return self.rows
 
 

@@ -198,6 +198,7 @@ def _measurement(
         ep=layout.ep,
         ffn_tp=layout.ffn_tp,
         rows=formats.rows,
+        held=formats.held,
         layers=layers,
         tokens=-(-load.tokens // layout.dp),
         pairs=-(-load.pairs // layout.dp),

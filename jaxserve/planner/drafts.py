@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import SIZE
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.models import CostModel
 from jaxserve.planner.stages import Calculator
 
 
@@ -49,15 +49,15 @@ def passes(batch: int, drafts: int) -> Iterator[Pass]:
 
 
 def entrance_seconds(calculator: Calculator, hardware: Hardware, rows: int) -> float:
-    """Of the map of `[embedding, hidden]` to the module's input, in BF16 and on every device."""
-    parameters = 2 * calculator.model.d_model**2
-    work = [(2.0 * parameters, 2.0 * rows * parameters, "bfloat16")]
+    """Of the map of `[embedding, hidden]` to the module's input, on every device."""
+    parameters, dtype = 2.0 * calculator.model.d_model**2, calculator.formats.rows
+    work = [(SIZE[dtype] * parameters, 2 * rows * parameters, dtype)]
     return calculator.kernels_seconds(hardware, work)
 
 
-def entrance_bytes(model: CostModel) -> float:
+def entrance_bytes(calculator: Calculator) -> float:
     """Of that map on an attention device."""
-    return 4.0 * model.d_model**2
+    return 2.0 * calculator.model.d_model**2 * SIZE[calculator.formats.rows]
 
 
 def acceptance(text: str, most: int) -> Acceptance:

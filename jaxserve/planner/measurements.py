@@ -64,6 +64,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """DP groups × tp devices, ep × ffn_tp devices: ffn, dispatch and combine depend on all."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`."""
+    held: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of embedding and head; `auto`: as `rows`."""
     layers: int | None = None
     """Which of the model's groups of equal layers; None: the largest."""
     tokens: int = 0
@@ -140,6 +142,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
         combine=one.combine,
         compute=one.compute,  # type: ignore[arg-type]
         rows=one.rows,
+        held=one.held,
     )
     model, asked = load_model(one.model, configs), Asked(Path(one.model).name)
     calculator = Calculator(model, one.context, formats, Assumptions(), asked)

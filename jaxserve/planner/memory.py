@@ -164,12 +164,12 @@ class Memory:
     def _sum_up(self, layout: Layout) -> _Fixed:
         # With drafts, weights and cache of the module count, too.
         calculator = self._drafting if layout.drafts else self._calculator
-        entrance = entrance_bytes(calculator.model) if layout.drafts else 0.0
+        entrance = entrance_bytes(calculator) if layout.drafts else 0.0
         mesh, moe = layout.ffn_mesh, calculator.model.moe
         moving = 0.0
         if mesh.routed > 1 and moe is not None:
             expert = 3 * calculator.model.d_model * moe.expert_d_ff / mesh.tensor
-            moving = expert * SIZE[calculator.formats.weights]
+            moving = expert * calculator.formats.weight_bytes
         return _Fixed(
             calculator.attention_weights(layout.tp) + entrance,
             calculator.ffn_weights(mesh, layout.redundant_slots),

@@ -5,19 +5,20 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 """
 
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import Int4
-from jaxserve.errors import ConfigError
+from jaxserve.config.model import Floats, Int4, held_floats
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Mode
-from jaxserve.planner.models import CostModel, load_model, model_config
+from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines
@@ -41,6 +42,7 @@ class Scenario(NamedTuple):
     attention: Calculator
     ffn: Calculator
     roles: Roles
+    stored: "Stored"
 
     def expert_loads(
         self, skew: Skew | None, *, seed: int = 0, placed: bool = False
@@ -83,6 +85,8 @@ class Stored(NamedTuple):
     ffn: str = "plain"
     """Of experts; of dense FFNs where there are none."""
     int4: Int4 = Int4()
+    floats: Floats = "float32"
+    """Of those that are `plain`; as of `ModelConfig`."""
 
 
 def scenario(
@@ -101,23 +105,25 @@ def scenario(
       context: mean tokens of a sequence, for predictions that are not given lengths.
 
     Raises:
-      ConfigError: it has a number format that the planner does not know.
+      ConfigError: it has a number format that the planner does not know, or as `held_floats`.
     """
     afd = deployment.mode == "afd"
     gather = afd and deployment.link.route == "broadcast"
     exchange = "gather" if gather else deployment.ffn.exchange
 
-    def calculator(weights: str, stored_as: str) -> Calculator:
-        rows: Literal["bfloat16", "float32"] = deployment.dtype
+    def calculator(role: str, weights: str, stored_as: str, hardware: Hardware) -> Calculator:
+        on_cpus = hardware.platform == "cpu"
+        held = held_floats(role, weights, deployment.dtype, stored.floats, on_cpus=on_cpus)
         formats = Formats(
-            weights=_format("weights", _weights(weights, stored_as, deployment)),
+            weights=_format("weights", _weights(weights, stored_as, held)),
             group=stored.int4.group,
             zero_points=stored.int4.zero_points,
             cache=_format("cache.format", deployment.cache_format),
             rope=deployment.cache.rope,
             dispatch=_format("link.dispatch", deployment.dispatch_format),
             expert_rows=deployment.ffn.expert_rows,
-            rows=rows,
+            rows=deployment.dtype,
+            held=held,
             combine=deployment.link.combine,
         )
         own = measured.of(Path(deployment.model).name)
@@ -126,9 +132,10 @@ def scenario(
     return Scenario(
         deployment,
         layout_of(deployment, roles.names),
-        calculator(deployment.attention.weights, stored.attention),
-        calculator(deployment.ffn.weights, stored.ffn),
+        calculator("attention", deployment.attention.weights, stored.attention, roles.attention),
+        calculator("ffn", deployment.ffn.weights, stored.ffn, roles.ffn),
         roles,
+        stored,
     )
 
 
@@ -156,16 +163,19 @@ def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
     """The deployment's model, and the formats of its matrices in the checkpoint.
 
     Raises:
-      ConfigError: its folder has no description.
+      ConfigError: its folder has no description, or a wrong one.
     """
-    config = model_config(Path(deployment.model))
-    stored = Stored()
-    if config is not None:
+    folder, stored = Path(deployment.model), Stored()
+    if (folder / "config.json").is_file():
+        try:
+            config, _ = read_config(folder, deployment.ignored_model_keys)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
         formats = [
             "plain" if part in config.plain_parts else config.stored
             for part in ("attention", "experts" if config.experts else "dense")
         ]
-        stored = Stored(formats[0], formats[1], config.int4)
+        stored = Stored(formats[0], formats[1], config.int4, config.floats)
     return load_model(deployment.model, configs, _int8_layers(deployment)), stored
 
 
@@ -193,10 +203,13 @@ class _Measured(msgspec.Struct):
     layers: list[int]
 
 
-def _weights(wanted: str, stored: str, deployment: Deployment) -> str:
+def _weights(wanted: str, stored: str, held: Floats) -> str:
+    """Of matrices, `held` being what those are in that are not quantised."""
+    if wanted in ("bfloat16", "float32"):
+        return held
     if wanted != "auto":
         return wanted
-    return {"plain": deployment.dtype, "fp8_block": "fp8"}.get(stored, stored)
+    return {"plain": held, "fp8_block": "fp8"}.get(stored, stored)
 
 
 def _format(key: str, name: str) -> Format:

@@ -416,7 +416,7 @@ class Calculator(NamedTuple):
         """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""
         parameters = self.model.vocab * self.model.d_model / tp
         rows = self.formats.rows
-        kernels = [(SIZE[rows] * parameters, 2 * batch * parameters, rows)]
+        kernels = [(SIZE[self.formats.table] * parameters, 2 * batch * parameters, rows)]
         roof = self._work(hardware, kernels).seconds
         return float(self._corrected("leave", hardware, 0, kernels, kernels[0][0], roof))
 
@@ -455,15 +455,16 @@ class Calculator(NamedTuple):
         )
 
     def attention_weights(self, tp: int) -> float:
-        """Bytes of weights on an attention device, embedding and head in BF16."""
+        """Bytes of weights on an attention device."""
         maps = sum(group.layers * self._linear_bytes(group, tp) for group in self.model.attention)
         routers = sum(group.layers * group.experts for group in self.model.ffn)
         tables = 2 * self.model.vocab / tp
-        return maps + SIZE[self.formats.rows] * self.model.d_model * (routers + tables)
+        rows, table = SIZE[self.formats.rows], SIZE[self.formats.table]
+        return maps + self.model.d_model * (rows * routers + table * tables)
 
     def _linear_bytes(self, group: AttentionLayers, tp: int) -> float:
         """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
-        attention in BF16."""
+        attention in its dtype."""
         split, whole = group.split_parameters(self.model.d_model)
         size = self.formats.weight_bytes
         total = (split / tp + whole) * size
