@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
+from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
@@ -68,6 +69,7 @@ class LLM:
       ConfigError, CheckpointError: the message names the field or the files.
     """
 
+    @read_once()
     def __init__(
         self,
         deployment: str | Path | Deployment,

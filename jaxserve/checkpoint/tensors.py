@@ -99,15 +99,22 @@ class Listing(NamedTuple):
 _kept: ContextVar[dict[Path, Listing] | None] = ContextVar("listings that are kept", default=None)
 
 
+def keep_headers() -> None:
+    """What is read of headers from here on is kept until a `read_once` ends: for who asks before
+    the model is opened."""
+    _kept.set({})
+
+
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
     """Context, or a function's decorator, in which a folder's headers are read once, for who asks
-    several things of files that stay as they are."""
-    token = _kept.set({})
+    several things of files that stay as they are; at its end nothing is kept."""
+    if _kept.get() is None:
+        keep_headers()
     try:
         yield
     finally:
-        _kept.reset(token)
+        _kept.set(None)
 
 
 def list_tensors(folder: Path) -> Listing:

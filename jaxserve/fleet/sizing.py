@@ -45,10 +45,12 @@ class Sizing:
         """See `Choose`; nothing where processes share the deployment, or its model is unreadable:
         whoever loads it says why."""
         from jaxserve.checkpoint.int8_products import read_model
+        from jaxserve.checkpoint.tensors import keep_headers
         from jaxserve.roles.sizing import choose_sizes
 
         if written.issuperset(AUTO_KEYS) or is_shared(deployment):
             return {}
+        keep_headers()  # whoever opens the model asks them again
         try:
             config, _ = read_model(deployment)
         except CheckpointError:

@@ -361,7 +361,10 @@ class TestCheck:
             tensors, "read_header", lambda path: (read.append(path.name), real(path))[1]
         )
         serve.main(["--model", str(tmp_path), "--check", "--set", "prefill.workers=1"])
-        assert sorted(read) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+        files = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+        assert sorted(read) == files
+        serve.main(["--model", str(tmp_path), "--check"])  # chooses sizes first
+        assert sorted(read[3:]) == files
 
     def test_weight_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Their headers alone, which say what is missing before anything is loaded."""
