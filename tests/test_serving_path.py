@@ -34,10 +34,10 @@ one role over `pull`; a router; and the command that can be any of them, with te
 LIMITS = {
     "leader, colocated": 15_100,
     "leader, attention and ffn": 16_050,
-    "follower, attention and ffn": 12_350,
-    "alone, colocated": 15_400,
+    "follower, attention and ffn": 12_400,
+    "alone, colocated": 15_450,
     "alone, attention and ffn": 16_400,
-    "attention": 14_150,
+    "attention": 14_200,
     "ffn": 12_600,
     "router": 5_200,
     "serve": 28_150,

@@ -3,7 +3,8 @@
 Called by `hf.py`: `join_parts` finds such tensors in a folder, `read_packed` fills rectangles with
 the numbers that they stand for. Pure NumPy; knows neither families nor JAX.
 
-With n values in an int32 word, low bits first, a matrix `X.weight` [out, in] is, by layout:
+With n values in an int32 word, low bits first (of 3 bits 32 values in three words, without gaps), a
+matrix `X.weight` [out, in] is, by layout:
 
 scaled:    `X.weight` int8 or e4m3; `X.weight_scale` [out, 1], [out] or one number.
 fp8_block: `X.weight` e4m3; `X.weight_scale` [out / 128, in / 128].
@@ -11,7 +12,7 @@ packed:    `X.weight_packed` [out, in / n], values offset by half their range; `
            [out, groups]; of asymmetric ones `X.weight_zero_point` [out / n, groups], offset alike;
            maybe `X.weight_g_idx` [in], `X.weight_shape`.
 gptq:      `X.qweight` [in / n, out]; `X.qzeros` [groups, out / n]; `X.scales` [groups, out];
-           `X.g_idx` [in].
+           `X.g_idx` [in]. Of 3 bits [3 in / 32, out] and [groups, 3 out / 32].
 awq:       `X.qweight` [in, out / 8]; `X.qzeros` [groups, out / 8]; `X.scales` [groups, out]; a
            word's columns are in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
@@ -29,6 +30,7 @@ from jaxserve.errors import CheckpointError
 Layout = Literal["scaled", "fp8_block", "packed", "gptq", "awq"]
 Shape = tuple[int, ...]
 
+GPTQ_BITS = (4, 8, 2, 3)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which column of eight a word's lowest bits hold, and so on."""
 
@@ -46,11 +48,18 @@ class Packing(NamedTuple):
     """Without zero points, or (`gptq`) with none but the middle of the range."""
     in_order: bool = True
     """Whether a group's columns are neighbours."""
+    own_numbers: bool = False
+    """`gptq`: whether a matrix may have other bits and groups, which its shapes say."""
 
     @property
-    def per_word(self) -> int:
-        """Values in an int32."""
-        return 32 // self.bits
+    def unit(self) -> tuple[int, int]:
+        """The fewest values that fill whole int32 words, and how many words."""
+        return (32, 3) if self.bits == 3 else (32 // self.bits, 1)
+
+    def words(self, values: int) -> int:
+        """In which so many values are."""
+        of, words = self.unit
+        return -(-values // of) * words
 
 
 class PackedTensor(NamedTuple):
@@ -106,7 +115,8 @@ def join_parts(
         base = name.removesuffix("weight")
         if len(shape) != 2 or not name.endswith(".weight"):
             continue
-        wanted, optional = _parts(packing, shape)
+        own = _own(packing, shape, tensors, base) if packing.own_numbers else packing
+        wanted, optional = _parts(own, shape)
         first = next(iter(wanted))
         main = tensors.get(base + first)
         if main is None or (first == "weight" and main.kind not in ("I8", "F8_E4M3")):
@@ -126,14 +136,26 @@ def join_parts(
                 if part.shape not in shapes:
                     known = " or ".join(str(list(shape)) for shape in shapes)
                     problems.append(f"{base}{suffix} is {list(part.shape)}, not {known}")
-        joined[name] = PackedTensor(main.path, packing, shape, parts)
+        joined[name] = PackedTensor(main.path, own, shape, parts)
     return joined, problems
+
+
+def _own(packing: Packing, shape: Shape, tensors: Mapping[str, Tensor], base: str) -> Packing:
+    """The bits and the group of a GPTQ matrix by its shapes: groups that divide d_in unevenly are
+    those of its `g_idx`."""
+    values, scales = tensors.get(f"{base}qweight"), tensors.get(f"{base}scales")
+    if values is None or scales is None or not values.shape or not scales.shape:
+        return packing
+    bits, groups = 32 * values.shape[0] // shape[1], scales.shape[0]
+    if bits not in GPTQ_BITS or not 0 < groups <= shape[1]:
+        return packing
+    return packing._replace(bits=bits, group=0 if groups == 1 else -(-shape[1] // groups))
 
 
 def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict[str, list[Shape]]]:
     """Shapes of the tensors that make a matrix, by suffix: those it needs, the main one first, and
     those that it may have."""
-    (d_out, d_in), n = shape, packing.per_word
+    (d_out, d_in), words = shape, packing.words
     groups = -(-d_in // packing.group) if packing.group else 1
     if packing.layout == "scaled":
         scales: list[Shape] = [(d_out, 1), (d_out,), (1,), ()]
@@ -141,19 +163,18 @@ def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict
     if packing.layout == "fp8_block":
         return {"weight": [shape]}, {}
     if packing.layout == "packed":
-        zeros: dict[str, list[Shape]] = {"weight_zero_point": [(-(-d_out // n), groups)]}
+        zeros: dict[str, list[Shape]] = {"weight_zero_point": [(words(d_out), groups)]}
         needed: dict[str, list[Shape]] = {
-            "weight_packed": [(d_out, -(-d_in // n))],
+            "weight_packed": [(d_out, words(d_in))],
             "weight_scale": [(d_out, groups)],
         }
         more: dict[str, list[Shape]] = {"weight_shape": [(2,)], "weight_g_idx": [(d_in,)]}
         return needed | ({} if packing.symmetric else zeros), more
-    packed_out = -(-d_out // n)
-    words = (d_in, packed_out) if packing.layout == "awq" else (-(-d_in // n), d_out)
+    values = (d_in, words(d_out)) if packing.layout == "awq" else (words(d_in), d_out)
     gptq: dict[str, list[Shape]] = {"g_idx": [(d_in,)]}
     return {
-        "qweight": [words],
-        "qzeros": [(groups, packed_out)],
+        "qweight": [values],
+        "qzeros": [(groups, words(d_out))],
         "scales": [(groups, d_out)],
     }, gptq if packing.layout == "gptq" else {}
 
@@ -195,18 +216,23 @@ class _Reader(NamedTuple):
           packed: along which axis.
         """
         packing = self.tensor.packing
-        n, places = packing.per_word, [rows, columns]
+        (n, each), places = packing.unit, [rows, columns]
         wanted = places[packed]
-        places[packed] = slice(wanted.start // n, -(-wanted.stop // n))
+        places[packed] = slice(wanted.start // n * each, packing.words(wanted.stop))
         words = self._read(part, places[0], places[1], np.dtype(np.int32)).view(np.uint32)
         if packed == 0:
             words = words.T
-        shifts = np.arange(n, dtype=np.uint32) * packing.bits
-        codes = (words[..., None] >> shifts) & np.uint32((1 << packing.bits) - 1)
+        if packing.bits == 3:
+            stream = np.ascontiguousarray(words).view(np.uint8)
+            single = np.unpackbits(stream, axis=1, bitorder="little").reshape(len(words), -1, 3)
+            codes = single @ np.array([1, 2, 4], np.uint8)
+        else:
+            shifts = np.arange(n, dtype=np.uint32) * packing.bits
+            codes = (words[..., None] >> shifts) & np.uint32((1 << packing.bits) - 1)
         if packing.layout == "awq":
             codes = codes[..., np.argsort(AWQ_COLUMNS)]
         flat = codes.astype(np.uint8).reshape(len(words), -1)
-        first = wanted.start - places[packed].start * n
+        first = wanted.start % n
         flat = flat[:, first : first + wanted.stop - wanted.start]
         return flat.T if packed == 0 else flat
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.checkpoint.packed import Packing
+from jaxserve.checkpoint.packed import GPTQ_BITS, Packing
 from jaxserve.config.model import Int4
 
 SECTION = "quantization_config"
@@ -115,11 +115,24 @@ TUNING = (
 quantised where `act_bits` is 16."""
 
 
+MADE = (
+    *("bits", "group_size", "sym", "desc_act", "mse", "damp_percent", "damp_auto_increment"),
+    *("act_group_aware", "static_groups", "true_sequential", "fallback", "hessian"),
+)
+"""What a module's own entry of GPTQModel's `dynamic` may say: its bits and groups are seen by its
+tensors, columns in an order of their own by its `g_idx`, and zero points are there in any case."""
+
+
 def _gptq(inner: Entries) -> Quantisation:
     bits, group = inner.size("bits"), _group(inner)
-    inner.only("bits", 4, 8, 2)
+    inner.only("bits", *GPTQ_BITS)
     _names(inner, "gptq", "gptq", "gptq_v2")
-    _no_overrides(inner)
+    own = _overrides(inner)
+    for name, entry in own.items():
+        if not isinstance(entry, Mapping) or entry.keys() - set(MADE):
+            inner.problems.append(
+                f"{SECTION}.dynamic.{name} = {entry!r} is not supported, only {', '.join(MADE)}"
+            )
     # Groups are of columns by their activations, unless they were made before that order.
     in_order = inner.any("desc_act") is not True or inner.any("static_groups") is True
     symmetric = inner.any("sym") is True
@@ -128,7 +141,10 @@ def _gptq(inner: Entries) -> Quantisation:
     # The first format stores zero points less one.
     layout = inner.any("checkpoint_format") or inner.any("format")
     plus = 0 if layout == "gptq_v2" else 1
-    return _kept(Packing("gptq", bits, group, plus, symmetric=symmetric, in_order=in_order))
+    packing = Packing("gptq", bits, group, plus, symmetric, in_order, own_numbers=bool(own))
+    if own.keys() - HEAD:
+        return Quantisation("plain", packing)
+    return _kept(packing)
 
 
 def _awq(inner: Entries) -> Quantisation:
@@ -136,9 +152,10 @@ def _awq(inner: Entries) -> Quantisation:
     inner.only("bits", 4)
     inner.only("version", "gemm", "GEMM")
     _names(inner, "awq", "gemm", "GEMM")
-    inner.only("zero_point", True)
-    inner.only("sym", False)
-    _no_overrides(inner)
+    # Symmetric ones have zero points, too, in the middle of the range.
+    inner.meaningless("zero_point", "sym")
+    if own := _overrides(inner):
+        inner.problems.append(_own_numbers("dynamic", own))
     inner.meaningless(*PROVENANCE)
     return _kept(Packing("awq", bits, group, symmetric=False))
 
@@ -189,13 +206,15 @@ def _names(inner: Entries, method: str, *layouts: str) -> None:
     inner.only("data_type", "int")
 
 
-def _no_overrides(inner: Entries) -> None:
-    """Refuses other bits or groups for some modules (GPTQModel's `dynamic`); `-:` leaves modules
-    plain, which their tensors say."""
+HEAD = {"lm_head", "+:lm_head", "+:^lm_head$"}
+"""How GPTQModel names the head in `dynamic`, which is kept as floats whatever the files have."""
+
+
+def _overrides(inner: Entries) -> Mapping[str, Any]:
+    """Other bits or groups of some modules (GPTQModel's `dynamic`); `-:` leaves modules plain,
+    which their tensors say."""
     dynamic = inner.section("dynamic") if inner.any("dynamic") is not False else {}
-    other = {name: value for name, value in dynamic.items() if not name.startswith("-:")}
-    if other:
-        inner.problems.append(_own_numbers("dynamic", other))
+    return {name: value for name, value in dynamic.items() if not name.startswith("-:")}
 
 
 def _own_numbers(entry: str, modules: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import Packing
-from jaxserve.checkpoint.quantization_config import Quantisation, quantisation, stored_format
+from jaxserve.checkpoint.quantization_config import MADE, Quantisation, quantisation, stored_format
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ = {
@@ -139,6 +139,19 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
             Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1)),
         ),
         (
+            GPTQMODEL | {"lm_head": True, "dynamic": {"lm_head": {"bits": 8, "group_size": 32}}},
+            Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1, own_numbers=True)),
+        ),
+        (
+            GPTQMODEL | {"dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"bits": 8}}},
+            Quantisation("plain", Packing("gptq", 4, 128, zero_plus=1, own_numbers=True)),
+        ),
+        (GPTQ | {"bits": 3}, Quantisation("plain", Packing("gptq", 3, 128, zero_plus=1))),
+        (
+            GPTQMODEL_AWQ | {"zero_point": False},
+            Quantisation("int4", Packing("awq", 4, 128, symmetric=False)),
+        ),
+        (
             GPTQMODEL_AWQ,
             Quantisation("int4", Packing("awq", 4, 128, symmetric=False)),
         ),
@@ -241,14 +254,21 @@ GROUP = "quantization_config.config_groups.group_0"
             ["quantization_config.fmt = 'e5m2' is not supported, only 'e4m3'"],
         ),
         (
-            GPTQ | {"bits": 3},
-            ["quantization_config.bits = 3 is not supported, only 4 or 8 or 2"],
+            GPTQ | {"bits": 5},
+            ["quantization_config.bits = 5 is not supported, only 4 or 8 or 2 or 3"],
         ),
         (
-            GPTQ | {"dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"bits": 8}}},
+            GPTQMODEL_AWQ | {"dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"group_size": 32}}},
             [
                 "quantization_config.dynamic has modules with bits or groups of their own, which "
                 "is not supported: +:.*down_proj"
+            ],
+        ),
+        (
+            GPTQ | {"dynamic": {"+:.*down_proj": {"format": "gguf"}}},
+            [
+                "quantization_config.dynamic.+:.*down_proj = {'format': 'gguf'} is not supported, "
+                f"only {', '.join(MADE)}"
             ],
         ),
         (
@@ -294,10 +314,6 @@ GROUP = "quantization_config.config_groups.group_0"
         (
             AWQ | {"version": "gemv"},
             ["quantization_config.version = 'gemv' is not supported, only 'gemm' or 'GEMM'"],
-        ),
-        (
-            AWQ | {"zero_point": False},
-            ["quantization_config.zero_point = False is not supported, only True"],
         ),
         (
             compressed("nvfp4-pack-quantized", type="float"),
