@@ -6,6 +6,7 @@ asked. Exit code 2: the deployment cannot be started that way.
 """
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -159,6 +160,27 @@ def _on(deployment: Deployment, hardware: str) -> Deployment:
     return msgspec.structs.replace(deployment, **roles)
 
 
+NAME, BUCKET = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]"
+"""What objects of Kubernetes with a suffix of ours, units and files may be called, and buckets of
+Cloud Storage."""
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Refuses names that would only fail where the files are applied."""
+    if not re.fullmatch(NAME, options.name):
+        raise ConfigError(
+            f"--name {options.name!r}: needs 1 to 40 of a-z, 0-9 and -, a letter first, and no - "
+            "at the end"
+        )
+    if not re.fullmatch(r"\S+", options.image):
+        raise ConfigError(f"--image {options.image!r}: is no image")
+    if options.models_bucket and not re.fullmatch(BUCKET, options.models_bucket):
+        raise ConfigError(
+            f"--models-bucket {options.models_bucket!r}: is a bucket's name alone, of a-z, 0-9, -, "
+            "_ and ."
+        )
+
+
 def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
     """The files by name.
 
@@ -166,6 +188,7 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
       ConfigError: the deployment is wrong, or cannot be started that way.
     """
     target = TARGETS[options.target]
+    _check_names(options)
     deployment = read_deployment(options.config, options.model, options.set)
     if options.hardware:
         deployment = _on(deployment, options.hardware)

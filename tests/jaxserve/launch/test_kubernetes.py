@@ -181,12 +181,19 @@ def test_a_deployment_survives_being_written(name: str, tmp_path) -> None:
             "server.http_port = -1: probes need a port of HTTP",
         ),
         ("--config demo-fleet --hardware v6e --target gke-jobset", "take gke-lws"),
-        ("--config demo --target kubernetes --models-bucket b", "only GKE mounts buckets"),
+        ("--config demo --target kubernetes --models-bucket weights", "only GKE mounts buckets"),
         ("--config demo-fleet --target kubernetes --slices 2", "of this deployment each worker"),
         ("--config step3 --hardware h100 --target kubernetes --slices 2", "only TPUs come in"),
         ("--config step3-v6e --hardware v6e --target gke-lws --slices 2", "take gke-jobset"),
         ("--config step3-v6e --hardware v6f --target gke-lws", "did you mean 'v6e'"),
         ("--config demo --target kubernetes --slices 0", "--slices 0: expected 1 or more"),
+        ("--config demo --target kubernetes --name My_Model", "--name 'My_Model': needs 1 to 40"),
+        (f"--config demo --target systemd --name {'a' * 41}", "needs 1 to 40 of a-z"),
+        ("--config demo --target docker --image=", "--image '': is no image"),
+        (
+            f"{V6E} --models-bucket gs://weights",
+            "--models-bucket 'gs://weights': is a bucket's name alone",
+        ),
     ],
 )
 def test_what_cannot_be_started_is_refused(
