@@ -167,7 +167,9 @@ def test_calibrates_on_a_text(tmp_path, capsys):
 
 
 def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
-    folder = CATALOGUE["kimi_k2"].write(tmp_path / "source")
+    """Of a DeepSeek with groups of experts, biased scores, a low-rank query and a prediction
+    module, which stays in floats."""
+    folder = CATALOGUE["deepseek_v3"].write(tmp_path / "source")
     text = tmp_path / "text"
     text.write_text("7 2 9")
     options = ["--int8-products", str(folder), "--calibrate", str(text)]
