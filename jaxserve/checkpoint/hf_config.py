@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
-from jaxserve.checkpoint.quantization_config import int4_of, packing_of
+from jaxserve.checkpoint.quantization_config import OLDER_SECTIONS, SECTION, int4_of, packing_of
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
 from jaxserve.config.model import Floats, Int4, MatrixPart, ModelConfig
@@ -51,6 +51,10 @@ def read_config(
             f"{path}: model_type {model_type!r} is not known; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
+    if not tree.get(SECTION):
+        for name in OLDER_SECTIONS:  # of AutoGPTQ and llm-awq
+            if (path.parent / name).is_file():
+                raise CheckpointError(f"{path} has no {SECTION}, and there is {name}: put it there")
     try:
         config = family.config(tree, ignored)
     except CheckpointError as error:

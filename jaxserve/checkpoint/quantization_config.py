@@ -14,6 +14,8 @@ from jaxserve.checkpoint.packed import GPTQ_BITS, Packing
 from jaxserve.config.model import Int4
 
 SECTION = "quantization_config"
+OLDER_SECTIONS = ("quantize_config.json", "quant_config.json")
+"""Files that had it before config.json did."""
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
 
 StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]

@@ -350,6 +350,17 @@ def test_what_config_json_does_not_say(pack, message, tmp_path):
         next(blocks(tmp_path, {}))
 
 
+def test_a_section_in_a_file_of_its_own(tmp_path):
+    """As AutoGPTQ wrote it before transformers knew of it."""
+    write(tmp_path, *FORMATS["gptq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = r"config.json has no quantization_config, and there is quantize_config.json: put it"
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
 def test_parts_that_are_missing_or_of_another_shape(tmp_path):
     write(tmp_path, GPTQ, FORMATS["gptq"][1])
     path = tmp_path / "model.safetensors"
