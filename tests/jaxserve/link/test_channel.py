@@ -86,8 +86,8 @@ def test_a_detached_socket_has_the_same_frames(listener) -> None:
         sock.sendall(framed(b"one") + framed(b""))
         assert [server.receive() for _ in range(2)] == [b"one", b""]
         server.send(b"three")
+        server.close()
         assert sock.recv(100, socket.MSG_WAITALL) == b"\x00\x00\x00\x05three"
-    server.close()
 
 
 def test_frames_are_taken_once_they_are_whole() -> None:
