@@ -15,6 +15,8 @@ from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
+pytestmark = pytest.mark.unoptimised
+
 
 class TestErrorsBeforeAnythingIsLoaded:
     @pytest.fixture(autouse=True)
