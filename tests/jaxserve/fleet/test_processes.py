@@ -120,20 +120,24 @@ def test_follower_says_that_the_leader_is_silent() -> None:
 
 
 def test_missing_peer_is_an_error_not_an_abort() -> None:
-    """Without the control plane before it, JAX would abort both kinds of process."""
-    for process, expected in (
-        ("0", r"CRITICAL process 1: did not register within 1 s"),
-        ("1", r"CRITICAL process 1 .*: the leader .* did not answer within 1 s"),
+    """Without the control plane before it, JAX would abort both kinds of process. Here the two are
+    on ports of their own, and do not find each other."""
+    alone = []
+    for process, coordinator, control, expected in (
+        ("0", 47111, 47112, r"CRITICAL process 1: did not register within 1 s"),
+        ("1", 47113, 47114, r"CRITICAL process 1 .*: the leader .* did not answer within 1 s"),
     ):
         environment = {
             "JAX_PLATFORMS": "cpu",
             "JAXSERVE_PROCESS_ID": process,
             "JAXSERVE_PROCESSES": "2",
-            "JAXSERVE_COORDINATOR": "127.0.0.1:47111",
-            "JAXSERVE_CONTROL": "127.0.0.1:47112",
+            "JAXSERVE_COORDINATOR": f"127.0.0.1:{coordinator}",
+            "JAXSERVE_CONTROL": f"127.0.0.1:{control}",
             "JAXSERVE_CLUSTER_TOKEN": "t",
         }
         run = Launched(["-m", MODULE, *LAYOUT, "--set", "cluster.start_seconds=1"], environment)
+        alone.append((run, expected))
+    for run, expected in alone:
         assert run.end() == 1, run.output
         run.wait_for(expected, 5.0)
 
