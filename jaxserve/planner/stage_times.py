@@ -17,7 +17,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import crossings
-from jaxserve.planner.stages import BLOCK_TOKENS, Calculator, FFNStage
+from jaxserve.planner.stages import BLOCK_TOKENS, FIRST_TOKENS, Calculator, FFNStage
 from jaxserve.roles.layout import StepLoad
 
 
@@ -270,8 +270,9 @@ class Rooflines:
 def _blocks_reach(rows: Rows) -> int:
     """Positions of the page tables that are attended to without kernels: the blocks up to the end
     of the longest sequence."""
-    longest = math.ceil(float(rows.length.max(initial=1)) / BLOCK_TOKENS) * BLOCK_TOKENS
-    return min(rows.reach, longest)
+    longest = float(rows.length.max(initial=1))
+    block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
+    return min(rows.reach, math.ceil(longest / block) * block)
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:

@@ -495,9 +495,9 @@ class Calculator(NamedTuple):
         return size / bandwidth / self.assumed.network
 
 
-BLOCK_TOKENS = 128
-"""Positions of a context that hardware without kernels attends to at a time
-(`pallas_kernels/attention/reference.py`)."""
+BLOCK_TOKENS, FIRST_TOKENS = 128, 32
+"""Positions of a context that hardware without kernels attends to at a time, and of the first
+`BLOCK_TOKENS` (`pallas_kernels/attention/reference.py`)."""
 
 BLOCK_ROWS = 8
 """Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read

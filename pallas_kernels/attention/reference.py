@@ -5,6 +5,7 @@ Called by `api.py`, which has checked the arguments, and by the tests of the ker
 with any kernel.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,10 @@ GATHERED_BYTES = 8 * 2**20
 
 BLOCK_TOKENS = 128
 """Positions that contexts are read in: as many blocks as the longest sequence there has."""
+
+FIRST_TOKENS = 32
+"""The same of the first `BLOCK_TOKENS` positions, where there is no window: short contexts are not
+filled up to a long block, and a long block takes a quarter less time a position."""
 
 PRODUCT_TOKENS = 512
 """The same where products are in INT8: a row's probabilities of so many positions share a scale."""
@@ -90,9 +95,9 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time.
 
-    Positions are taken block by block of `BLOCK_TOKENS`, of each token from the first that it sees
-    to the last: the time is proportional to the sequences or to the window, not to the tables, and
-    a table's width changes no bit.
+    Positions are taken block by block of `BLOCK_TOKENS` or `FIRST_TOKENS`, of each token from the
+    first that it sees to the last: the time is proportional to the sequences or to the window, not
+    to the tables, and a table's width changes no bit.
     """
     tokens, q_heads, head_dim = queries.shape
     kv_heads = cache.k_pages.shape[1]
@@ -112,9 +117,8 @@ def _attend_to_blocks(
     width: int,
     window: int,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attend block by block of `BLOCK_TOKENS` positions, with a running maximum (Milakov and
-    Gimelshein, 2018, "Online normalizer calculation for softmax"); `width` is that of a key and a
-    value together."""
+    """Attend block by block, with a running maximum (Milakov and Gimelshein, 2018, "Online
+    normalizer calculation for softmax"); `width` is that of a key and a value together."""
     tokens, kv_heads, page_size = len(queries), *cache.k_pages.shape[1:3]
     count = -(-(PRODUCT_TOKENS if cache.int8_products else BLOCK_TOKENS) // page_size)
     at_once = max(1, GATHERED_BYTES // (count * page_size * kv_heads * width * 4))
@@ -146,15 +150,19 @@ def _attend_some(
     scale: float,
     window: int,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attend from some tokens, `count` pages of each at a time."""
-    highest = jax.lax.Precision.HIGHEST
-    block = count * cache.k_pages.shape[2]
+    """Attend from some tokens, `count` pages of each at a time, or fewer at first."""
+    highest, page_size = jax.lax.Precision.HIGHEST, cache.k_pages.shape[2]
     # Blocks are cut alike for all tokens; with a window each token has a first one of its own.
-    first = jnp.maximum(position - window + 1, 0) // block if window else jnp.zeros_like(position)
+    first = jnp.zeros_like(position)
+    if window:
+        first = jnp.maximum(position - window + 1, 0) // (count * page_size)
     wide = queries.astype(jnp.float32)
 
-    def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(
+        count: int, index: Array, state: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         largest, total, mixed = state
+        block = count * page_size
         if window:
             columns = (first[:, None] + index) * count + jnp.arange(count, dtype=jnp.int32)
             pages = jnp.take_along_axis(pages_of_token, columns, axis=1, mode="clip")
@@ -195,8 +203,18 @@ def _attend_some(
     )
     others = (queries, pages_of_token, position, *(a for a in cache if isinstance(a, jax.Array)))
     start = jax.tree.map(lambda array: vary_like(array, others), start)
-    blocks = jnp.max((position + block) // block - first)
-    largest, total, mixed = jax.lax.fori_loop(0, blocks, step, start)
+    state, done = start, 0
+    if not (window or cache.int8_products):
+        few = -(-FIRST_TOKENS // page_size)
+        if count % few == 0 and few < count:
+            blocks = jnp.max(position + few * page_size) // (few * page_size)
+            blocks = jnp.minimum(blocks, count // few)
+            state = jax.lax.fori_loop(0, blocks, functools.partial(step, few), state)
+            done = 1
+    if pages_of_token.shape[1] > done * count:
+        blocks = jnp.max((position + count * page_size) // (count * page_size) - first)
+        state = jax.lax.fori_loop(done, blocks, functools.partial(step, count), state)
+    largest, total, mixed = state
     # A padding token sees nothing: its largest score is -inf and its total 0.
     total = jnp.where(total == 0, 1.0, total)
     output = (mixed / total[..., None]).astype(queries.dtype)
