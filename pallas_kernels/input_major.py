@@ -1,12 +1,14 @@
-"""Float matrices that lie input by input, [d_in, d_out], and products with them on CPUs.
+"""Float matrices that lie tile by tile and in a tile input by input, [tiles, d_in, width], and
+products with them on CPUs.
 
 XLA:CPU packs weights before it multiplies several rows by them, at every call, and multiplies a
 single row in another order. Here a loop over d_in adds an input's weights, times the rows' values,
-to the results of `TILE` outputs, which stay in the L1 cache: weights are read once, in order, and a
-row's sums have one order, whatever else is multiplied. Milliseconds for 1, 8 and 32 rows times
-weights of [512, 256] in FP32 that are in no core's own caches, by one core of an Intel Xeon with
-AVX-512 (jax 0.12.0.1, 2026-11-23): 0.020, 0.036 and 0.10; XLA's products, for 2, 8 and 32 rows,
-0.104, 0.101 and 0.141.
+to the results of a tile's outputs, which stay in the L1 cache: weights are read once, and a row's
+sums have one order, whatever else is multiplied.
+
+A core fetches ahead of a few lines of each place that it reads from, which is less than memory
+takes to answer. So a tile's memory is one piece, and it is read in `STREAMS` places at once.
+@TIMES@
 """
 
 from dataclasses import dataclass
@@ -19,24 +21,38 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.varying import vary_like
 
 TILE = 128
-"""Outputs whose sums are made together."""
-INPUTS = 6
-"""Inputs that are added at a time."""
+"""Most outputs whose sums are made together."""
+STREAMS = 6
+"""Parts of d_in of which an input each is added at a time."""
 ROWS = 32
 """Rows that are multiplied together."""
+
+
+def width_of(d_out: int) -> int:
+    """Outputs of a tile of a matrix with so many: a divisor from half of `TILE` on; where there is
+    none, all of them."""
+    least = min(d_out, TILE // 2)
+    return next((size for size in range(TILE, least - 1, -1) if d_out % size == 0), d_out)
+
+
+def in_tiles(matrix: Array, width: int) -> Array:
+    """A matrix, or a stack of them, [*stack, d_out, d_in] as `InputMajor.values`."""
+    *stack, d_out, d_in = matrix.shape
+    tiles = matrix.reshape(*stack, d_out // width, width, d_in)
+    return jnp.swapaxes(tiles, -1, -2)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputMajor:
-    """A matrix [d_out, d_in], or a stack of them, whose values lie input by input.
+    """A matrix [d_out, d_in], or a stack of them, whose values lie tile by tile and input by input.
 
     A pytree of its arrays, as `QuantArray` is.
 
     Attributes:
-      values: [*stack, d_in, d_out], floats.
-      entry: int32, which matrix of values [stack, d_in, d_out] it is; None: all that there is.
-        Nothing is cut out of the stack before it is multiplied.
+      values: [*stack, tiles, d_in, width], floats; output o is in tile o // width.
+      entry: int32, which matrix of values [stack, tiles, d_in, width] it is; None: all that there
+        is. Nothing is cut out of the stack before it is multiplied.
     """
 
     values: Any
@@ -45,8 +61,8 @@ class InputMajor:
     @property
     def shape(self) -> tuple[int, ...]:
         """As if the values lay output by output: [*stack, d_out, d_in]."""
-        *stack, d_in, d_out = self.values.shape
-        return (*(stack if self.entry is None else ()), d_out, d_in)
+        *stack, tiles, d_in, width = self.values.shape
+        return (*(stack if self.entry is None else ()), tiles * width, d_in)
 
     @property
     def ndim(self) -> int:
@@ -60,7 +76,8 @@ class InputMajor:
 
 
 def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Array, "rows d_out"]:
-    """rows · weightsᵀ for one matrix: FP32 products, added up in the order of d_in.
+    """rows · weightsᵀ for one matrix: FP32 products; of each of `STREAMS` equal parts of d_in the
+    first inputs are added in the parts' order, then the second ones; at last what is left of d_in.
 
     Raises:
       ValueError: the weights are a stack, or d_in is another one.
@@ -72,32 +89,34 @@ def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Arr
         stack, entry = stack[None], 0
     if not rows.shape[0]:
         return jnp.zeros((0, weights.shape[0]), jnp.float32)
-    (count, d_in), d_out = rows.shape, weights.shape[0]
-    tile, block = min(TILE, d_out), min(ROWS, count)
-    blocks = -(-count // block)
+    (count, d_in), (tiles, width) = rows.shape, stack.shape[1::2]
+    block, part = min(ROWS, count), d_in // STREAMS
+    size, blocks = min(TILE, width), -(-count // block)
+    windows = -(-width // size)  # one, but of a matrix that is a single wide tile
     rows = rows.astype(jnp.float32)
 
     def make_tile(index: Array, output: Array) -> Array:
-        # The last tile and the last block end with the matrix: some sums are made twice. A tile's
+        # The last window and the last block end with the matrix: some sums are made twice. A tile's
         # weights stay in the L2 cache for all blocks of rows.
-        column = jnp.minimum(index // blocks * tile, d_out - tile)
+        tile, window = index // (windows * blocks), index // blocks % windows
+        column = jnp.minimum(window * size, width - size)
         row = jnp.minimum(index % blocks * block, count - block)
 
-        def add(total: Array, first: Array | int, inputs: int) -> Array:
-            some = jax.lax.dynamic_slice(stack, (entry, first, column), (1, inputs, tile))[0]
-            own = jax.lax.dynamic_slice(rows, (row, first), (block, inputs))
-            for index in range(inputs):
-                total = total + own[:, index, None] * some[index].astype(jnp.float32)
+        def add(total: Array, place: Array | int) -> Array:
+            some = jax.lax.dynamic_slice(stack, (entry, tile, place, column), (1, 1, 1, size))
+            own = jax.lax.dynamic_slice(rows, (row, place), (block, 1))
+            return total + own * some[0, 0].astype(jnp.float32)
+
+        def add_one_each(place: Array, total: Array) -> Array:
+            for stream in range(STREAMS):
+                total = add(total, place + stream * part)
             return total
 
-        total = vary_like(jnp.zeros((block, tile), jnp.float32), (rows, stack))
-        if whole := d_in // INPUTS:
-            total = jax.lax.fori_loop(
-                0, whole, lambda number, total: add(total, number * INPUTS, INPUTS), total
-            )
-        if rest := d_in % INPUTS:
-            total = add(total, d_in - rest, rest)
-        return jax.lax.dynamic_update_slice(output, total, (row, column))
+        total = vary_like(jnp.zeros((block, size), jnp.float32), (rows, stack))
+        total = jax.lax.fori_loop(0, part, add_one_each, total)
+        for place in range(STREAMS * part, d_in):
+            total = add(total, place)
+        return jax.lax.dynamic_update_slice(output, total, (row, tile * width + column))
 
-    output = vary_like(jnp.zeros((count, d_out), jnp.float32), (rows, stack))
-    return jax.lax.fori_loop(0, -(-d_out // tile) * blocks, make_tile, output)
+    output = vary_like(jnp.zeros((count, tiles * width), jnp.float32), (rows, stack))
+    return jax.lax.fori_loop(0, tiles * windows * blocks, make_tile, output)

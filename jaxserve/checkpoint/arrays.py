@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from jaxserve.checkpoint.reading import aligned_empty
+from jaxserve.checkpoint.reading import aligned_empty, copy_across
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.checkpoint.source import Sources
 from jaxserve.errors import CheckpointError
@@ -48,9 +48,10 @@ class Leaf(NamedTuple):
     entries: tuple[int, ...] | None = None
     """Which entry of the stored array each entry of the block's first axis is; negative: none, it
     is padding. None: they are the same."""
-    by_inputs: bool = False
-    """Whether it is a matrix, or a stack of them, that lies input by input on the devices: shape
-    and sharding have the axes in the checkpoint's order, and it is exchanged while it is read."""
+    tile: int = 0
+    """Not 0: it is a matrix, or a stack of them, that lies on the devices in tiles of so many
+    outputs (`InputMajor`): shape and sharding are the checkpoint's, and it is brought into that
+    order while it is read. No shard has a part of a tile."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -66,20 +67,34 @@ class Leaf(NamedTuple):
         return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
 
     def empty(self, ranges: Ranges) -> np.ndarray:
-        """Uninitialised memory for a shard, its axes in the checkpoint's order."""
-        sizes, dtype = tuple(stop - start for start, stop in ranges), np.dtype(self.dtype)
-        if not self.by_inputs:
-            return aligned_empty(sizes, dtype)
-        return np.swapaxes(aligned_empty(exchanged(sizes), dtype), -1, -2)
+        """Uninitialised memory for a shard, as it lies on the devices."""
+        sizes = tuple(stop - start for start, stop in ranges)
+        return aligned_empty(_tiled(sizes, self.tile), np.dtype(self.dtype))
+
+    def parts(self, ranges: Ranges, shard: np.ndarray) -> Iterator[tuple[Ranges, np.ndarray]]:
+        """Ranges of parts of a shard, and views of them with the axes of the checkpoint's array:
+        the shard itself, or its tiles."""
+        if not self.tile:
+            yield ranges, shard
+            return
+        *outer, (first, stop), columns = ranges
+        for number, start in enumerate(range(first, stop, self.tile)):
+            own = (*outer, (start, start + self.tile), columns)
+            yield own, np.swapaxes(shard[..., number, :, :], -1, -2)
+
+    def fill(self, ranges: Ranges, rows: np.ndarray, shard: np.ndarray) -> None:
+        """Copies a shard, as the checkpoint's array has it, into memory as of `empty`."""
+        *_, (first, _), _ = ranges
+        for (*_, (start, stop), _), part in self.parts(ranges, shard):
+            copy_across(part, rows[..., start - first : stop - first, :])
 
     def held(self) -> "Leaf":
         """The array as it lies on the devices."""
-        if not self.by_inputs:
+        if not self.tile:
             return self
-        rest = len(self.full_shape) - len(self.sharding.spec)
-        spec = PartitionSpec(*exchanged((*self.sharding.spec, *[None] * rest)))
+        spec = PartitionSpec(*self.sharding.spec, None)
         sharding = NamedSharding(self.sharding.mesh, spec)
-        return self._replace(shape=exchanged(self.shape), sharding=sharding, by_inputs=False)
+        return self._replace(shape=_tiled(self.shape, self.tile), sharding=sharding, tile=0)
 
 
 def wanted_leaves(
@@ -90,16 +105,22 @@ def wanted_leaves(
     for leaf, sharding in zip(template.leaves, shardings, strict=True):
         assert isinstance(sharding, NamedSharding)
         entries = template.entries.get(leaf.dimensions[0] or "") if leaf.dimensions else None
-        held = Leaf(leaf.shape, leaf.dtype, sharding, layers, entries, leaf.input_major)
-        # Exchanged twice, axes are where they were.
-        leaves[leaf.name] = held.held()._replace(by_inputs=leaf.input_major)
+        shape, tile = leaf.shape, 0
+        if leaf.input_major:
+            *outer, tiles, d_in, tile = leaf.shape
+            shape = (*outer, tiles * tile, d_in)
+            axes = len(shape) + (layers is not None)
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
+        leaves[leaf.name] = Leaf(shape, leaf.dtype, sharding, layers, entries, tile)
     return leaves
 
 
-def exchanged[T](axes: tuple[T, ...]) -> tuple[T, ...]:
-    """Of a matrix, or stack, that lies input by input: what is said of its axes in the order in
-    which the checkpoint has them; and back."""
-    return (*axes[:-2], axes[-1], axes[-2])
+def _tiled(shape: tuple[int, ...], tile: int) -> tuple[int, ...]:
+    """Of [*stack, d_out, d_in] in tiles; 0: there are none."""
+    if not tile:
+        return shape
+    *stack, d_out, d_in = shape
+    return (*stack, d_out // tile, d_in, tile)
 
 
 class Blocks(abc.ABC):
@@ -202,8 +223,6 @@ def make_array(
     unique = list(dict.fromkeys(ranges.values()))
     values = make(unique) if leaf.entries is None else _of_entries(leaf, unique, make, empty)
     parts = dict(zip(unique, values, strict=True))
-    if leaf.by_inputs:
-        parts = {own: np.swapaxes(part, -1, -2) for own, part in parts.items()}
     arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
     held = leaf.held()
     array = jax.make_array_from_single_device_arrays(held.full_shape, held.sharding, arrays)

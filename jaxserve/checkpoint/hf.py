@@ -206,12 +206,22 @@ class HFCheckpoint(Blocks):
           empty: as of `make_array`.
         """
         of_blocks = [{} for _ in sources] if grids is None else grids
+        names = [name for source in sources for name in source.all_names]
+        # Of packed words each tile would be as many small reads as there are inputs.
+        by_rows = leaf.tile and any(isinstance(tensors[name], PackedTensor) for name in names)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
-            targets, regions = [], []
+            targets, regions, rows = [], [], []
             for ranges in parts:
                 target = leaf.empty(ranges)
-                own = list(self._regions(sources, tensors, of_blocks, leaf, ranges, target))
+                if by_rows:
+                    rows.append((ranges, leaf._replace(tile=0).empty(ranges), target))
+                into = [rows[-1][:2]] if by_rows else leaf.parts(ranges, target)
+                own = [
+                    region
+                    for part, view in into
+                    for region in self._regions(sources, tensors, of_blocks, leaf, part, view)
+                ]
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding
                 targets.append(target)
@@ -220,6 +230,8 @@ class HFCheckpoint(Blocks):
             read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
             for region in packed:
                 read_packed(region, self.on_read)
+            for ranges, whole, target in rows:
+                leaf.fill(ranges, whole, target)
             return targets
 
         return make_array(leaf, make, empty=empty)

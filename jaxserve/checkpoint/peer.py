@@ -208,11 +208,12 @@ class PeerCheckpoint(Blocks):
             for ranges in parts:
                 target = leaf.empty(ranges)
                 targets.append(target)
-                if leaf.layers is None:
-                    one(blocks[0], shapes[0], ranges, target)
-                    continue
-                for place, index in enumerate(range(*ranges[0])):
-                    one(blocks[index], shapes[index], ranges[1:], target[place])
+                for own, view in leaf.parts(ranges, target):
+                    if leaf.layers is None:
+                        one(blocks[0], shapes[0], own, view)
+                        continue
+                    for place, index in enumerate(range(*own[0])):
+                        one(blocks[index], shapes[index], own[1:], view[place])
             return targets
 
         return make_array(leaf, make, empty=empty)

@@ -40,7 +40,7 @@ from jaxserve.checkpoint.manifest import (
     blocks_of,
     read_manifest,
 )
-from jaxserve.checkpoint.reading import aligned_empty, copy_across
+from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges, scale_block
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.stored_array import (
@@ -55,6 +55,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder, weight_files
+from pallas_kernels.input_major import in_tiles
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def _read(
     inside = ranges if leaf.layers is None else ranges[1:]
     layers = [target] if leaf.layers is None else list(target)
     # TensorStore is slow where it exchanges axes: then every layer comes here first.
-    across = aligned_empty(layers[0].shape, target.dtype) if leaf.by_inputs else None
+    sizes = [stop - start for start, stop in inside]
+    across = aligned_empty(sizes, target.dtype) if leaf.tile else None
     used = arrays[:1] if leaf.layers is None else arrays[slice(*ranges[0])]
     for part, array in zip(layers, used, strict=True):
         whole = part if across is None else across
@@ -79,7 +81,7 @@ def _read(
             whole[...] = 0  # the padding
         on_read(array.read_into(inside, whole))
         if across is not None:
-            copy_across(part, across)
+            leaf.fill(inside, across, part)
     return target
 
 
@@ -155,7 +157,7 @@ class StoreCheckpoint(Blocks):
         whole = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
         multiply = _multiplier(leaf._replace(entries=None), sizes)
         return multiply(
-            self._array([values], leaf.of(values.dtype)._replace(by_inputs=False)),
+            self._array([values], leaf.of(values.dtype)._replace(tile=0)),
             *(self._array([part], whole.of(part.dtype)) for part in grids),
         )
 
@@ -285,7 +287,7 @@ def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[..., jax.Array]:
 
     def multiply(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
         made = dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
-        return jnp.swapaxes(made, -1, -2) if leaf.by_inputs else made
+        return in_tiles(made, leaf.tile) if leaf.tile else made
 
     return jax.jit(multiply, out_shardings=leaf.held().sharding)
 

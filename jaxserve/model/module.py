@@ -24,7 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import Rules, partition_spec
 from jaxserve.model.quant.matmul import matmul
 from pallas_kernels.grouped_matmul.api import RowFormat
-from pallas_kernels.input_major import InputMajor
+from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
 
@@ -51,7 +51,7 @@ class Formats:
         of a whole shared expert.
       int4: how INT4 matrices are scaled.
       dense: storage format of dense FFNs and the shared expert, where it is another one.
-      input_major: whether float matrices lie input by input, as CPUs multiply them.
+      input_major: whether float matrices lie in tiles, input by input, as CPUs multiply them.
       floats: dtype of float matrices, where it is another one than `dtype`.
     """
 
@@ -71,7 +71,7 @@ class Weight:
     Attributes:
       value: the array, all of it or one device's slice; in a template its shape and dtype.
       dimensions: names of its axes for the sharding rules.
-      input_major: whether it is a matrix, or a stack of them, whose last two axes are exchanged.
+      input_major: whether it is a matrix, or a stack of them, as `InputMajor` has its values.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Weight:
             return InputMajor(self.value)
         return self.value
 
-    def by_inputs(self) -> "Weight":
-        """The same matrix, or stack, with its last two axes exchanged."""
+    def by_inputs(self, shards: Mapping[str, int]) -> "Weight":
+        """The same matrix, or stack, as `InputMajor` has it; no tile is on two devices."""
         *outer, d_out, d_in = self.dimensions
-        exchanged = jnp.swapaxes(self.value, -1, -2)
-        return Weight(exchanged, (*outer, d_in, d_out), input_major=True)
+        width = width_of(self.shape[-2] // shards.get(d_out or "", 1))
+        return Weight(in_tiles(self.value, width), (*outer, d_out, d_in, None), input_major=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ def side_by_side(
     floats = (formats.weights == "plain" and formats.floats) or formats.dtype
     plain = weight(rngs, floats, **dimensions)
     if formats.weights == "plain":
-        return plain.by_inputs() if formats.input_major else plain
+        return plain.by_inputs(formats.shards) if formats.input_major else plain
     names = _names(dimensions)
     if formats.weights == "int4":
         axis = list(dimensions)[-1]
@@ -275,7 +275,7 @@ class TemplateLeaf(jax.ShapeDtypeStruct):
     Attributes:
       name: dotted path in the module.
       dimensions: the names of its axes.
-      input_major: whether it has the last two axes of the checkpoint's exchanged.
+      input_major: whether it lies tile by tile and input by input (`InputMajor`).
     """
 
     def __init__(self, name: str, weight: Weight, shape: jax.ShapeDtypeStruct):

@@ -9,7 +9,7 @@ expert goes where is data, so one program a bank does for every move.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxserve.mesh import AnyMesh, Rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import Template
+from jaxserve.model.module import Template, TemplateLeaf
 from jaxserve.model.quant import from_bytes, in_bytes
 from jaxserve.roles.program import REPLICATED, Program
 from pallas_kernels.quantize import array_bytes
@@ -67,9 +67,16 @@ def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
     """In how many pieces an expert is fetched, so that a device gets `experts.move_mb_per_step` at
     most between two steps; no more than its largest leaf has rows."""
     template, tensor_ranks = templates.ffn["moe"], templates.ranks[1]
-    rows = max(leaf.shape[1] // tensor_ranks for leaf in template.leaves if leaf.of_slots)
+    leaves = [leaf for leaf in template.leaves if leaf.of_slots]
+    rows = max(leaf.shape[_cut_axis(leaf)] // tensor_ranks for leaf in leaves)
     size = expert_bytes(template, templates.slots) / tensor_ranks
     return max(1, min(math.ceil(size / (settings.move_mb_per_step * 1e6)), rows))
+
+
+def _cut_axis(leaf: TemplateLeaf) -> int:
+    """Along which a slot's entry is cut into pieces: its rows, or its inputs where tiles of rows
+    are whole."""
+    return 2 if leaf.input_major else 1
 
 
 class ExpertPrograms:
@@ -130,18 +137,19 @@ class ExpertPrograms:
             sends = (moves[:, 0] >= 0) & (source // local == rank)
             gets = (moves[rank, 0] >= 0) & (source[rank] // local == jnp.arange(ranks))
 
-            def fetched(leaf: Array, held: Array) -> Array:
-                rows = -(-held.shape[1] // self.pieces)
+            def fetched(leaf: Array, held: Array, axis: int) -> Array:
+                rows = -(-held.shape[axis] // self.pieces)
                 # The last piece begins earlier, so that all are equally large.
-                start = jnp.minimum(piece * rows, held.shape[1] - rows)
-                inner = (local, rows, *held.shape[2:])
-                place: list[Any] = [0, start, *(0,) * (held.ndim - 2)]
+                start = jnp.minimum(piece * rows, held.shape[axis] - rows)
+                inner, place = [local, *held.shape[1:]], [jnp.int32(0)] * held.ndim
+                inner[axis], place[axis] = rows, start
                 if self._stacked:
                     part = jax.lax.dynamic_slice(leaf, [layer, *place], (1, *inner))[0]
                 else:
                     part = jax.lax.dynamic_slice(leaf, place, inner)
-                mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=1)
-                sent = in_bytes(part)
+                mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=axis)
+                mine = jnp.moveaxis(mine, axis, 1)
+                sent = in_bytes(jnp.moveaxis(part, axis, 1))
                 got = exchanged_rows(
                     sent.reshape(local * rows, -1),
                     rows + spare_rows(),
@@ -154,10 +162,12 @@ class ExpertPrograms:
                 )
                 value = from_bytes(got[:rows].reshape(1, *sent.shape[1:]), mine)
                 value = jnp.where(moves[rank, 0] >= 0, value, mine)
-                return jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=1)
+                value = jnp.moveaxis(value, 1, axis)
+                return jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=axis)
 
             count = len(self.places)
-            return tuple(map(fetched, arrays[:count], arrays[count:]))
+            axes = [_cut_axis(self.template.leaves[place]) for place in self.places]
+            return tuple(map(fetched, arrays[:count], arrays[count:], axes))
 
         shapes, specs = self._leaves(layers)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)

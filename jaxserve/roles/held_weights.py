@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of, exchanged
+from jaxserve.checkpoint.arrays import QUANTISED_PARTS, block_of
 from jaxserve.checkpoint.peer import scales_shape, weights_hello
 from jaxserve.checkpoint.regions import leaf_shape
 from jaxserve.config.deployment import Deployment
@@ -102,8 +102,12 @@ class HeldWeights:
         )
         if not inside or (array.held.apart and ranges[0][1] - ranges[0][0] > 1):
             raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
-        own, by_inputs = array.block, array.block.template.leaves[array.place].input_major
-        ranges = exchanged(ranges) if by_inputs else ranges
+        own, known = array.block, array.block.template.leaves[array.place]
+        wanted = ranges
+        if known.input_major:  # the tiles that these rows are in
+            *outer, (first, stop), columns = ranges
+            width = known.shape[-1]
+            ranges = (*outer, (first // width, -(-stop // width)), columns, (0, width))
         if not array.held.apart:
             where = ranges if own.entry is None else (_one(own.entry), *ranges)
             parts = _overlaps(own.leaves()[array.place], where, apart=False)
@@ -115,8 +119,12 @@ class HeldWeights:
                 where = where if own.entry is None else (_one(own.entry), *where)
                 parts = _overlaps(own.leaves()[array.place], where, apart=True)
         whole = _assembled(parts, where)
-        whole = np.ascontiguousarray(np.swapaxes(whole, -1, -2) if by_inputs else whole)
-        return whole.reshape(-1).view(np.uint8)
+        if known.input_major:
+            *outer, tiles, d_in, width = whole.shape
+            rows = np.swapaxes(whole, -1, -2).reshape((*outer, tiles * width, d_in))
+            (first, stop), start = wanted[-2], ranges[-3][0] * width
+            whole = rows[..., first - start : stop - start, :]
+        return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 
 def _held(block: HeldBlock) -> dict[str, HeldArray | None]:

@@ -17,6 +17,7 @@ from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.weights import zeroed
+from pallas_kernels import input_major
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
 from tests.reference.tiny_step3 import write_tiny_step3
@@ -76,12 +77,19 @@ def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[s
     return leaves
 
 
+def row_by_row(tiled):
+    """A leaf of tiles, [..., tiles, d_in, width], as [..., d_out, d_in]."""
+    tiled = np.swapaxes(np.asarray(tiled), -1, -2)
+    *outer, tiles, width, d_in = tiled.shape
+    return tiled.reshape(*outer, tiles * width, d_in)
+
+
 def check(template, leaves, expected):
     assert set(template.names) == set(expected)
     for known, leaf in zip(template.leaves, leaves, strict=True):
         name = known.name
         assert leaf.shape[-len(known.shape) :] == known.shape
-        leaf = np.swapaxes(leaf, -1, -2) if known.input_major else leaf
+        leaf = row_by_row(leaf) if known.input_major else leaf
         padded = np.zeros(leaf.shape, np.float32)
         if known.of_slots:
             for slot, expert in enumerate(template.entries["slots"]):
@@ -176,8 +184,9 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
     ],
     ids=str,
 )
-def test_input_by_input(tiny_model, overrides):
-    """All matrices, and those of the other tests with their last two axes exchanged."""
+def test_input_by_input(tiny_model, overrides, monkeypatch):
+    """All matrices, and those of the other tests with their rows in several tiles."""
+    monkeypatch.setattr(input_major, "TILE", 16)
     plain = load(tiny_model, overrides)[1]
     programs, weights = load(tiny_model, overrides, input_major=True)
     if "ffn.ep" not in overrides:
@@ -191,14 +200,15 @@ def test_input_by_input(tiny_model, overrides):
         )
         check(programs.templates.ffn["moe"], weights.ffn[1], expected_leaves(1, "ffn"))
         pairs = list(zip(plain.leaves, weights.leaves, strict=True))
-    exchanged = 0
+    most, tiled = 0, 0
     for leaf, made in pairs:
         if leaf.shape == made.shape:
             np.testing.assert_array_equal(leaf, made)
         else:
-            np.testing.assert_array_equal(leaf, np.swapaxes(made, -1, -2))
-            exchanged += 1
-    assert exchanged >= 10
+            np.testing.assert_array_equal(leaf, row_by_row(made))
+            most, tiled = max(most, made.shape[-3]), tiled + 1
+    assert tiled >= 10
+    assert most >= 4
 
 
 @pytest.fixture(scope="module")
