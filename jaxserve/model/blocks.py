@@ -20,6 +20,7 @@ from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_pr
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.dense import DenseFFN
 from jaxserve.model.ffn.experts import Experts, slot_sizes
 from jaxserve.model.ffn.placement import SlotSizes, first_entries
@@ -183,11 +184,12 @@ class Embedding(Module):
     dtype."""
 
     def __init__(self, config: ModelConfig, formats: Formats, rngs: Rngs):
-        self.dtype, floats = formats.dtype, formats.floats or formats.dtype
+        self.dtype, self.d_model = formats.dtype, config.d_model
+        floats = formats.floats or formats.dtype
         self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
-        return _all_columns(self.table[...][token_ids]).astype(self.dtype)
+        return all_columns(self.table[...][token_ids], self.d_model).astype(self.dtype)
 
 
 class Head(Module):
@@ -204,27 +206,21 @@ class Head(Module):
         """FP32 logits."""
         return self.logits(self.normed(x))
 
+    def own_columns(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows columns"]:
+        """This device's part of the FP32 logits; -inf where it is padding."""
+        own = matmul(self.normed(x), self.weight[...])
+        if own.shape[1] * jax.lax.axis_size("tp") == self.config.vocab:
+            return own
+        there = self.config.vocab - jax.lax.axis_index("tp") * own.shape[1]
+        return jnp.where(jnp.arange(own.shape[1]) < there, own, -jnp.inf)
+
     def normed(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
         """The hidden states that logits are made of."""
         return rms_norm(x, self.norm[...], self.config.norm_epsilon)
 
     def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """FP32, of hidden states behind a norm."""
-        return _all_columns(matmul(hidden, self.weight[...]))[:, : self.config.vocab]
-
-
-def _all_columns(local: Float[Array, "rows local_columns"]) -> Float[Array, "rows columns"]:
-    """The columns of all tp devices. XLA:CPU stores what it gathers along columns column after
-    column: to gather [devices, rows, columns] saves the logits two transpositions."""
-    if jax.lax.axis_size("tp") == 1:
-        return local
-
-    def by_rows(local: Array) -> Array:
-        parts = jax.lax.all_gather(local, "tp")
-        return jnp.swapaxes(parts, 0, 1).reshape(local.shape[0], -1)
-
-    along = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
-    return jax.lax.platform_dependent(local, cpu=by_rows, default=along)
+        return all_columns(matmul(hidden, self.weight[...]), self.config.vocab)
 
 
 class ModelTemplates:

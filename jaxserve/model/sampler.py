@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from jaxserve.model.columns import all_columns
+
 
 class SamplerState(NamedTuple):
     """Sampling parameters, one row a slot."""
@@ -146,38 +148,46 @@ def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Arra
     Slots without a temperature cost no draw: up to `_FEW` others are taken one by one, more in
     windows of `_MANY` slots, of which empty ones are skipped.
     """
-    return sample_and_largest(logits, state)[0]
+    return sample_and_largest(logits, state, logits.shape[1])[0]
 
 
 def sample_and_largest(
-    logits: Float[Array, "slots vocab"], state: SamplerState
+    logits: Float[Array, "slots columns"],
+    state: SamplerState,
+    vocab: int,
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
     """What `sample` gives, and the largest logit of every slot, NaN if one is: it is found on the
-    way."""
-    slots, vocab = logits.shape
-    logits = logits.astype(jnp.float32)
-    greedy, largest = _greedy(_blocks(logits), vocab)
+    way.
+
+    Args:
+      logits: all, or this device's columns of those divided over `tp`, -inf beyond the vocabulary:
+        greedy slots do without the others'.
+    """
+    (slots, columns), logits = logits.shape, logits.astype(jnp.float32)
+    greedy, largest = _greedy(_blocks(logits), columns)
+    if columns < vocab:
+        greedy, largest = _greedy_of_all(greedy, largest, columns)
     random = state.temperature > 0
     count = jnp.sum(random, dtype=jnp.int32)
     size = min(_MANY, slots)
 
-    def one_by_one(noise: Array) -> Array:
+    def one_by_one(logits: Array, noise: Array) -> Array:
         first = jnp.argsort(~random, stable=True)
         return jax.lax.fori_loop(
-            0, count, lambda i, tokens: draw_window(1, first[i], tokens, noise), greedy
+            0, count, lambda i, tokens: draw_window(1, first[i], tokens, logits, noise), greedy
         )
 
-    def in_windows(noise: Array) -> Array:
+    def in_windows(logits: Array, noise: Array) -> Array:
         def window(i: Array, tokens: Array) -> Array:
             start = jnp.minimum(i * size, slots - size)
             empty = ~jnp.any(jax.lax.dynamic_slice_in_dim(random, start, size))
             return jax.lax.cond(
-                empty, lambda: tokens, lambda: draw_window(size, start, tokens, noise)
+                empty, lambda: tokens, lambda: draw_window(size, start, tokens, logits, noise)
             )
 
         return jax.lax.fori_loop(0, -(-slots // size), window, greedy)
 
-    def draw_window(size: int, start: Array, tokens: Array, noise: Array) -> Array:
+    def draw_window(size: int, start: Array, tokens: Array, logits: Array, noise: Array) -> Array:
         def cut(array: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(array, start, size)
 
@@ -186,10 +196,11 @@ def sample_and_largest(
         return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, start, 0)
 
     def drawn() -> Array:
+        every = all_columns(logits, vocab) if columns < vocab else logits
         noise = _noise(draw_keys(state.seed, state.position), vocab)
         if slots <= _FEW:
-            return one_by_one(noise)
-        return jax.lax.cond(count > _FEW, in_windows, one_by_one, noise)
+            return one_by_one(every, noise)
+        return jax.lax.cond(count > _FEW, in_windows, one_by_one, every, noise)
 
     return jax.lax.cond(count > 0, drawn, lambda: greedy), largest
 
@@ -239,6 +250,18 @@ def _greedy(
     by_blocks = functools.partial(_greedy_by_blocks, vocab=vocab)
     found: tuple[Array, Array] = jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
     return found
+
+
+def _greedy_of_all(
+    own: Int[Array, " rows"], largest: Float[Array, " rows"], columns: int
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
+    """`_greedy` of all devices' columns from that of each device's own."""
+    first = jax.lax.axis_index("tp") * columns
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    ids, found = jnp.moveaxis(jax.lax.all_gather(jnp.stack([own + first, bits]), "tp"), 1, 0)
+    values = jax.lax.bitcast_convert_type(found, jnp.float32)  # [devices, rows]
+    best = jnp.max(values, axis=0)
+    return jnp.min(jnp.where(values == best, ids, jnp.max(ids, axis=0)), axis=0), best
 
 
 def _greedy_at_once(

@@ -245,7 +245,7 @@ class AttentionPrograms(TokenPrograms):
                 *head.leaves,
             ),
             (ROWS, ROWS, ROWS, *[PIECES] * len(answers), *head.specs(ATTENTION_RULES)),
-            (ROWS, REPLICATED, ROWS, *([ROWS] if bucket.drafts else [])),
+            (ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else [])),
             donated=(),
             cuda_graphs="branches",
         )

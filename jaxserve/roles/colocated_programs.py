@@ -140,7 +140,7 @@ class ColocatedPrograms(TokenPrograms):
             ),
             (ROWS, ROWS, ROWS, *pages_spec, *counts_spec, *[REPLICATED] * len(banks), *specs),
             (
-                *(ROWS, REPLICATED, ROWS, ROWS, *pages_spec, *counts_spec),
+                *(ROWS, REPLICATED, self.logits_spec, ROWS, *pages_spec, *counts_spec),
                 *([ROWS] if bucket.drafts else []),
             ),
             donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),

@@ -101,7 +101,7 @@ def leave_module(
         logits = programs.templates.head.merge(head).logits(hidden[last])
     # The same draw as the model's own of that position: equal where the logits are alike.
     state = sampler_state(fields | {"kv_length": fields["kv_length"] + ahead})
-    return hidden, _a_token(drawn_tokens(logits, state))
+    return hidden, _a_token(drawn_tokens(logits, state, programs.config.vocab))
 
 
 def next_pass(

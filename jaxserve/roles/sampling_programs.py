@@ -36,7 +36,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         token_ids = fields["token_ids"]
         token_ids = jnp.where(token_ids == FROM_DEVICE, last[0][slot], token_ids)
-        ruled = layout.fields(rules[0])
+        ruled, logits = layout.fields(rules[0]), programs.all_logits(logits)
         fields["temperature"] = ruled.pop("temperature")[:, 0]
         parsed = _rules(ruled)
         if not drafts:
@@ -84,12 +84,12 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         body,
         programs.mesh,
         (
-            programs.shape(rows * (1 + drafts), programs.config.vocab, dtype=jnp.float32),
+            programs.logits_shape(rows * (1 + drafts)),
             *shapes[:2],
             programs.shape(rows, programs.config.vocab),
             programs.shape(groups, slots, layout.width),
         ),
-        (ROWS,) * 5,
+        (programs.logits_spec, ROWS, ROWS, ROWS, ROWS),
         (ROWS, REPLICATED, ROWS, *lengths),
         donated=(3,),
         cuda_graphs="branches",
@@ -99,12 +99,13 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
 def logprobs(programs: TokenPrograms, drafts: int) -> Program:
     """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
     with drafts `[groups, slots, 1 + drafts, …]`."""
-    groups, slots, vocab = programs.groups, programs.slots, programs.config.vocab
+    groups, slots = programs.groups, programs.slots
     shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
     def body(logits: Array, sampled: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
-        packed = _packed(logits, jnp.maximum(token_ids.reshape(-1), 0))
+        every = programs.all_logits(logits)
+        packed = _packed(every, jnp.maximum(token_ids.reshape(-1), 0))
         return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 
     return Program(
@@ -112,10 +113,10 @@ def logprobs(programs: TokenPrograms, drafts: int) -> Program:
         body,
         programs.mesh,
         (
-            programs.shape(groups * slots * (1 + drafts), vocab, dtype=jnp.float32),
+            programs.logits_shape(groups * slots * (1 + drafts)),
             programs.shape(*shape),
         ),
-        (ROWS, REPLICATED),
+        (programs.logits_spec, REPLICATED),
         REPLICATED,
         donated=(),
     )

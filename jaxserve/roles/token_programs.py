@@ -18,8 +18,10 @@ from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import SamplerState, sample_and_largest
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
+from jaxserve.roles.program import ROWS
 
 
 class StepContext(NamedTuple):
@@ -42,6 +44,22 @@ class TokenPrograms:
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts
         self.page_arrays = page_arrays(self.config, deployment)
+        self.divided = self.config.on_cpus and deployment.attention.tp > 1
+        """Whether a device keeps its columns of the logits to itself until they are asked for:
+        greedy tokens do not need the others'. Not on GPUs, whose graphs have conditions, too, and
+        these no collectives."""
+        self.logits_spec = PartitionSpec("dp", "tp") if self.divided else ROWS
+
+    def logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Global shape of the logits that a step leaves of so many rows."""
+        columns = self.config.vocab
+        if self.divided:
+            columns += -columns % self.deployment.attention.tp
+        return self.shape(rows, columns, dtype=jnp.float32)
+
+    def all_logits(self, logits: Float[Array, "rows columns"]) -> Float[Array, "rows vocab"]:
+        """All columns of what a step left."""
+        return all_columns(logits, self.config.vocab) if self.divided else logits
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
         """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
@@ -91,8 +109,7 @@ class TokenPrograms:
         role can read them), and the logits.
         """
         row = jnp.maximum(fields["query_start"][1:] - 1, 0)
-        with jax.named_scope("head"):
-            logits = self.templates.head.merge(leaves)(x[row])
+        logits = self._logits(x[row], leaves)
         return *self.draw(logits, last_tokens, fields), logits
 
     def sample_few(
@@ -104,12 +121,11 @@ class TokenPrograms:
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "tokens vocab"]]:
         """What `sample_step` gives, by head and sampler on every token instead of every slot: there
         are fewer. The logits are the tokens', too."""
-        tokens = x.shape[0]
-        with jax.named_scope("head"):
-            logits = self.templates.head.merge(leaves)(x)
+        tokens, logits = x.shape[0], self._logits(x, leaves)
         slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
         each = {name: values[slot] for name, values in _sampling(fields).items()}
-        drawn = drawn_tokens(logits, sampler_state(each | {"kv_length": fields["kv_length"][slot]}))
+        state = sampler_state(each | {"kv_length": fields["kv_length"][slot]})
+        drawn = drawn_tokens(logits, state, self.config.vocab)
         row = jnp.clip(fields["query_start"][1:] - 1, 0, tokens - 1)
         last = jnp.where(fields["sample"] > 0, drawn[row], last_tokens[0])[None]
         return last, jax.lax.all_gather(last[0], "dp"), logits
@@ -121,7 +137,7 @@ class TokenPrograms:
         fields: dict[str, Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
         """The lane's last tokens after the step, and all DP groups' sampled tokens."""
-        drawn = drawn_tokens(logits, sampler_state(fields))
+        drawn = drawn_tokens(logits, sampler_state(fields), self.config.vocab)
         last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
         return last, jax.lax.all_gather(last[0], "dp")
 
@@ -150,8 +166,7 @@ class TokenPrograms:
         tokens that are in the cache and hold.
         """
         row = sampled_rows(fields, 1 + drafts)
-        with jax.named_scope("head"):
-            logits = self.templates.head.merge(leaves)(x[row.reshape(-1)])
+        logits = self._logits(x[row.reshape(-1)], leaves)
         last, sampled, lengths = self.verify(logits, last_tokens, fields, drafts)
         return last, sampled, logits, lengths
 
@@ -168,7 +183,7 @@ class TokenPrograms:
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
         each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
         state = sampler_state(each | {"kv_length": position.reshape(-1)})
-        drawn = drawn_tokens(logits, state).reshape(slots, rows)
+        drawn = drawn_tokens(logits, state, self.config.vocab).reshape(slots, rows)
         draft = fields["token_ids"][sampled_rows(fields, rows)[:, 1:]]
         holds = (draft == drawn[:, :-1]) & (offset[:, 1:] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -179,6 +194,15 @@ class TokenPrograms:
         rejected = jnp.where(samples, counts - 1 - accepted, 0)
         lengths = fields["kv_length"] - rejected
         return last[None], jax.lax.all_gather(sampled, "dp"), lengths[None]
+
+    def _logits(
+        self, x: Float[Array, "rows d_model"], leaves: Sequence[Array]
+    ) -> Float[Array, "rows columns"]:
+        """Of a step, as it leaves them."""
+        with jax.named_scope("head"):
+            head = self.templates.head.merge(leaves)
+            logits: Array = head.own_columns(x) if self.divided else head(x)
+        return logits
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of what holds the residual stream after the last layer."""
@@ -232,10 +256,13 @@ def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
     return {name: fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
 
-def drawn_tokens(logits: Float[Array, "rows vocab"], state: SamplerState) -> Int[Array, " rows"]:
-    """Draws a token for every row; `NO_TOKEN` where logits are not finite."""
+def drawn_tokens(
+    logits: Float[Array, "rows columns"], state: SamplerState, vocab: int
+) -> Int[Array, " rows"]:
+    """Draws a token for every row, of all logits or of this device's columns of them; `NO_TOKEN`
+    where logits are not finite."""
     with jax.named_scope("sample"):
-        drawn, largest = sample_and_largest(logits, state)
+        drawn, largest = sample_and_largest(logits, state, vocab)
         return jnp.where(jnp.isfinite(largest), drawn, NO_TOKEN)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from scipy.stats import chisquare
 
 from jaxserve.roles import sampling_programs
@@ -62,6 +62,7 @@ def choose():
     programs = TokenPrograms.__new__(TokenPrograms)
     programs.config = SimpleNamespace(vocab=VOCAB)
     programs.slots, programs.groups = SLOTS, 1
+    programs.divided, programs.logits_spec = False, PartitionSpec("dp")
     programs.mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
     body = sampling_programs.choose(programs, bucket).body
     return jax.jit(jax.vmap(body, axis_name="dp"))
