@@ -13,6 +13,7 @@ first, and weights on other platforms are multiplied by blocks of `BLOCK_ROWS` r
 a group, however few there are.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -103,7 +104,8 @@ def _map_rows(
 ) -> Array:
     """Apply `function(some rows, *weights of their group)` to all rows that belong to a group."""
     if any(isinstance(stack, InputMajor) for stack in weights):
-        return _map_blocks(function, rows, weights, sizes, _block_of(rows, average))
+        size = _block_of(rows, average)
+        return _map_blocks(function, rows, weights, sizes, size, halves=size >= BLOCK_ROWS)
     floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
         return _map_blocks(function, rows, weights, sizes)
@@ -136,8 +138,14 @@ def _map_blocks(
     weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
     block_rows: int = BLOCK_ROWS,
+    *,
+    halves: bool = False,
 ) -> Array:
-    """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group."""
+    """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group.
+
+    Args:
+      halves: whether half a block is multiplied where a group has no more rows left.
+    """
     count, group_sizes = rows.shape[0], jnp.asarray(sizes)
     weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
@@ -148,16 +156,24 @@ def _map_blocks(
     # The last block may reach past the last row.
     padded_rows = jnp.pad(rows, ((0, block_rows), (0, 0)))
 
+    def run_rows(size: int, group: Array, start: Array, output: Array) -> Array:
+        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, size)
+        result = function(block, *(_of_group(stack, group) for stack in weights))
+        # A block that reaches into the next group must leave that group's rows alone.
+        owned = start + jnp.arange(size) < row_end[group]
+        before = jax.lax.dynamic_slice_in_dim(output, start, size)
+        result = jnp.where(owned[:, None], result, before)
+        return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
+
     def run_block(index: Array, output: Array) -> Array:
         group = jnp.sum(block_end <= index)
         start = row_start[group] + (index - block_start[group]) * block_rows
-        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, block_rows)
-        result = function(block, *(_of_group(stack, group) for stack in weights))
-        # A block that reaches into the next group must leave that group's rows alone.
-        owned = start + jnp.arange(block_rows) < row_end[group]
-        before = jax.lax.dynamic_slice_in_dim(output, start, block_rows)
-        result = jnp.where(owned[:, None], result, before)
-        return jax.lax.dynamic_update_slice_in_dim(output, result, start, axis=0)
+        whole = functools.partial(run_rows, block_rows)
+        if not halves:
+            return whole(group, start, output)
+        half, left = functools.partial(run_rows, block_rows // 2), row_end[group] - start
+        found: Array = jax.lax.cond(left > block_rows // 2, whole, half, group, start, output)
+        return found
 
     output = jnp.zeros((count + block_rows, weights[-1].shape[-2]), rows.dtype)
     output = vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))

@@ -18,6 +18,8 @@ from pallas_kernels.target import current_target
 
 def gathered(rows: Array, axes: tuple[str, ...]) -> Array:
     """The rows of all devices, in the order of their numbers."""
+    if _alone(axes):  # XLA:CPU has devices wait for themselves
+        return rows
     return jax.lax.all_gather(rows, axes, axis=0, tiled=True)
 
 
@@ -31,6 +33,8 @@ def summed_rows(
     bytes, the last axis' first, so that few cross between the devices of the others. Their sums are
     FP32, in the order of the devices: a row's bits do not depend on its place among the rows.
     """
+    if _alone(axes):
+        return shares.astype(dtype).astype(jnp.float32)
     if dtype.itemsize > 2:
         return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
     return jax.lax.platform_dependent(
@@ -38,6 +42,10 @@ def summed_rows(
         tpu=functools.partial(_summed_on_the_way, axes=axes),
         default=functools.partial(_summed_here, axes=axes),
     )
+
+
+def _alone(axes: tuple[str, ...]) -> bool:
+    return all(jax.lax.axis_size(axis) == 1 for axis in axes)
 
 
 def _summed_on_the_way(
