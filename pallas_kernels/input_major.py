@@ -8,7 +8,10 @@ sums have one order, whatever else is multiplied.
 
 A core fetches ahead of a few lines of each place that it reads from, which is less than memory
 takes to answer. So a tile's memory is one piece, and it is read in `STREAMS` places at once.
-@TIMES@
+Milliseconds for 1, 8 and 32 rows times weights of [256, 512] in BF16 that are in no core's own
+caches, and for 32 rows times [16384, 512], by one core of an Intel Xeon with AVX-512 (medians of 25;
+jax 0.12.0.1, 2026-11-23): 0.020, 0.026, 0.074 and 4.9; with all of an input's weights side by side,
+read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0.
 """
 
 from dataclasses import dataclass
@@ -95,13 +98,7 @@ def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Arr
     windows = -(-width // size)  # one, but of a matrix that is a single wide tile
     rows = rows.astype(jnp.float32)
 
-    def make_tile(index: Array, output: Array) -> Array:
-        # The last window and the last block end with the matrix: some sums are made twice. A tile's
-        # weights stay in the L2 cache for all blocks of rows.
-        tile, window = index // (windows * blocks), index // blocks % windows
-        column = jnp.minimum(window * size, width - size)
-        row = jnp.minimum(index % blocks * block, count - block)
-
+    def sums(tile: Array | int, column: Array | int, row: Array | int) -> Array:
         def add(total: Array, place: Array | int) -> Array:
             some = jax.lax.dynamic_slice(stack, (entry, tile, place, column), (1, 1, 1, size))
             own = jax.lax.dynamic_slice(rows, (row, place), (block, 1))
@@ -116,7 +113,18 @@ def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Arr
         total = jax.lax.fori_loop(0, part, add_one_each, total)
         for place in range(STREAMS * part, d_in):
             total = add(total, place)
+        return total
+
+    def make_tile(index: Array, output: Array) -> Array:
+        # The last window and the last block end with the matrix: some sums are made twice. A tile's
+        # weights stay in the L2 cache for all blocks of rows.
+        tile, window = index // (windows * blocks), index // blocks % windows
+        column = jnp.minimum(window * size, width - size)
+        row = jnp.minimum(index % blocks * block, count - block)
+        total = sums(tile, column, row)
         return jax.lax.dynamic_update_slice(output, total, (row, tile * width + column))
 
+    if tiles == windows == blocks == 1:
+        return sums(0, 0, 0)
     output = vary_like(jnp.zeros((count, tiles * width), jnp.float32), (rows, stack))
     return jax.lax.fori_loop(0, tiles * windows * blocks, make_tile, output)
