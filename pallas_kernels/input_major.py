@@ -9,9 +9,9 @@ sums have one order, whatever else is multiplied.
 A core fetches ahead of a few lines of each place that it reads from, which is less than memory
 takes to answer. So a tile's memory is one piece, and it is read in `STREAMS` places at once.
 Milliseconds for 1, 8 and 32 rows times weights of [256, 512] in BF16 that are in no core's own
-caches, and for 32 rows times [16384, 512], by one core of an Intel Xeon with AVX-512 (medians of 25;
-jax 0.12.0.1, 2026-11-23): 0.020, 0.026, 0.074 and 4.9; with all of an input's weights side by side,
-read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0.
+caches, and for 32 rows times [16384, 512], by one core of an Intel Xeon with AVX-512 (medians of
+25; jax 0.12.0.1, 2026-11-23): 0.020, 0.026, 0.074 and 4.9; with all of an input's weights side by
+side, read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0.
 """
 
 from dataclasses import dataclass

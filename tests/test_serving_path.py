@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 15_100,
-    "leader, attention and ffn": 16_050,
-    "follower, attention and ffn": 12_400,
-    "alone, colocated": 15_450,
-    "alone, attention and ffn": 16_400,
-    "attention": 14_200,
-    "ffn": 12_600,
+    "leader, colocated": 15_200,
+    "leader, attention and ffn": 16_150,
+    "follower, attention and ffn": 12_500,
+    "alone, colocated": 15_550,
+    "alone, attention and ffn": 16_500,
+    "attention": 14_300,
+    "ffn": 12_700,
     "router": 5_200,
-    "serve": 28_150,
+    "serve": 28_250,
 }
 
 

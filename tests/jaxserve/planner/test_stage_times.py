@@ -204,7 +204,9 @@ class TestAsMeasured:
 
         assert seconds(300, 1024) == seconds(384, 1024) == seconds(300, 384)
         assert seconds(300, 1024) < seconds(385, 1024) == seconds(512, 512)
-        assert seconds(10, 64) < seconds(10, 1024)
+        assert seconds(10, 16) < seconds(10, 64) == seconds(32, 1024)
+        assert seconds(32, 1024) < seconds(33, 1024) == seconds(64, 64) < seconds(97, 1024)
+        assert seconds(97, 1024) == seconds(128, 1024) < seconds(129, 1024) == seconds(256, 256)
 
     def test_no_kernels_sample_whole_buckets(self):
         leave, rows = Fit(0.0, 1.0, 1.0, 1, 0.0, True), decode(1, 8, 100)
