@@ -88,6 +88,12 @@ class Leaf(NamedTuple):
         for (*_, (start, stop), _), part in self.parts(ranges, shard):
             copy_across(part, rows[..., start - first : stop - first, :])
 
+    def tiled(self, ranges: Ranges, rows: np.ndarray) -> np.ndarray:
+        """The same in memory of its own."""
+        shard = self.empty(ranges)
+        self.fill(ranges, rows, shard)
+        return shard
+
     def held(self) -> "Leaf":
         """The array as it lies on the devices."""
         if not self.tile:

@@ -211,28 +211,24 @@ class HFCheckpoint(Blocks):
         by_rows = leaf.tile and any(isinstance(tensors[name], PackedTensor) for name in names)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
-            targets, regions, rows = [], [], []
-            for ranges in parts:
-                target = leaf.empty(ranges)
-                if by_rows:
-                    rows.append((ranges, leaf._replace(tile=0).empty(ranges), target))
-                into = [rows[-1][:2]] if by_rows else leaf.parts(ranges, target)
+            regions, read = [], leaf._replace(tile=0) if by_rows else leaf
+            targets = [read.empty(ranges) for ranges in parts]
+            for ranges, target in zip(parts, targets, strict=True):
                 own = [
                     region
-                    for part, view in into
+                    for part, view in read.parts(ranges, target)
                     for region in self._regions(sources, tensors, of_blocks, leaf, part, view)
                 ]
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding
-                targets.append(target)
                 regions += own
             packed = [r for r in regions if isinstance(r.tensor, PackedTensor)]
             read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
             for region in packed:
                 read_packed(region, self.on_read)
-            for ranges, whole, target in rows:
-                leaf.fill(ranges, whole, target)
-            return targets
+            if not by_rows:
+                return targets
+            return [leaf.tiled(*both) for both in zip(parts, targets, strict=True)]
 
         return make_array(leaf, make, empty=empty)
 

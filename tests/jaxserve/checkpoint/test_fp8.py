@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -65,11 +66,12 @@ def floats():
     return block_quantise(MODEL.tensors(), dequantised=True)
 
 
-def blocks(folder, overrides):
+def blocks(folder, overrides, *, on_cpus=False):
     """Every block as {leaf: NumPy array}, and its template."""
     deployment = layouts.deployment(folder, overrides)
     config, names = read_config(folder)
     meshes = Submeshes(deployment)
+    config = msgspec.structs.replace(config, on_cpus=on_cpus)
     templates = ModelTemplates(config, deployment, meshes)
     weights = load_both(HFCheckpoint(folder, names), names, templates, deployment, meshes)
     for layer in range(config.layers):

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.checkpoint import arrays
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.packed import join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
-from jaxserve.checkpoint.reading import Region
+from jaxserve.checkpoint.reading import Region, aligned_empty
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
+from pallas_kernels import input_major
 from tests.jaxserve.checkpoint.test_fp8 import blocks, matrices
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
@@ -267,6 +269,31 @@ def test_a_folder_becomes_floats(tmp_path):
                 np.testing.assert_allclose(leaf, wanted, rtol=1e-6, atol=1e-9)
                 seen += 1
     assert seen == 7 * read_config(tmp_path)[0].layers
+
+
+@pytest.mark.unoptimised
+@pytest.mark.parametrize("name", ["gptq shuffled", "w8a8"])
+def test_floats_in_tiles(name, tmp_path, monkeypatch):
+    """As CPUs have them, several tiles a device and a padded d_ff; new memory is never zero."""
+    monkeypatch.setattr(input_major, "TILE", 16)
+    monkeypatch.setattr(arrays, "aligned_empty", lambda *a: np.full_like(aligned_empty(*a), np.nan))
+    stand_for = write(tmp_path, *FORMATS[name])
+    overrides = {"attention.tp": 2, "ffn.tp": 3, "attention.weights": "float32"}
+    seen = 0
+    made = blocks(tmp_path, overrides | {"ffn.weights": "float32"}, on_cpus=True)
+    for index, (_, leaves) in enumerate(made):
+        for leaf, values in leaves.items():
+            if leaf not in PROJECTIONS and not leaf.startswith("experts."):
+                continue
+            rows = np.swapaxes(np.asarray(values), -1, -2)
+            rows = rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+            wanted = expected(stand_for, index // 2, leaf)
+            assert leaf in PROJECTIONS or 66 in rows.shape
+            padded = np.zeros(rows.shape, np.float32)
+            padded[tuple(slice(size) for size in wanted.shape)] = wanted
+            np.testing.assert_allclose(rows, padded, rtol=1e-6, atol=1e-9)
+            seen += 1
+    assert seen == 7 * SIZES.num_hidden_layers
 
 
 @pytest.mark.unoptimised
