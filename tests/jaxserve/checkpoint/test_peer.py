@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,6 +30,7 @@ from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
+from pallas_kernels import input_major
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
@@ -50,10 +52,11 @@ class Loaded(NamedTuple):
     held: HeldWeights
 
 
-def load(folder, overrides, source=None) -> Loaded:
+def load(folder, overrides, source=None, *, on_cpus=False) -> Loaded:
     """A worker's weights, with a prediction module, in the order of the leaves."""
     deployment = layouts.deployment(folder, overrides)
     config, names = read_config(folder, modules=1)
+    config = msgspec.structs.replace(config, on_cpus=on_cpus)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     source = source or open_checkpoint(folder, names)
@@ -130,6 +133,35 @@ def test_other_layout(theirs, ours, weights, step3):
         assert sum(sizes) > 0
         source.close()
     check_equal(load(step3, LAYOUTS[ours] | formats).leaves, found.leaves)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tiled", "ours", "tiled_here"),
+    [
+        ("2A4F", True, "colocated on 4", True),
+        ("colocated", True, "2A3F", False),
+        ("1A1F", False, "2A4F", True),
+    ],
+)
+def test_tiles(theirs, tiled, ours, tiled_here, step3, monkeypatch):
+    """Of float matrices on CPUs, of several widths."""
+    monkeypatch.setattr(input_major, "TILE", 16)
+    peer = load(step3, LAYOUTS[theirs], on_cpus=tiled)
+    with serving(step3, peer.held) as address:
+        source = from_peers(step3, address, modules=1)
+        found = load(step3, LAYOUTS[ours], source, on_cpus=tiled_here)
+        assert source.arrays.keys() == {address}
+        source.close()
+    check_equal(load(step3, LAYOUTS[ours], on_cpus=tiled_here).leaves, found.leaves)
+
+
+def test_a_part_of_a_tile(step3, monkeypatch):
+    monkeypatch.setattr(input_major, "TILE", 16)
+    rows, tiles = (load(step3, {}, on_cpus=tiled).held for tiled in (False, True))
+    (d_out, d_in) = rows.held()["head"]["weight"].shape
+    for ranges in [((3, 5), (0, d_in)), ((15, 50), (7, 9)), ((0, d_out), (0, d_in))]:
+        expected = rows.read("head", "weight", ranges)
+        np.testing.assert_array_equal(tiles.read("head", "weight", ranges), expected)
 
 
 def test_ranks_of_the_shared_expert(tmp_path):
