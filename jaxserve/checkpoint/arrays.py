@@ -84,9 +84,11 @@ class Leaf(NamedTuple):
 
     def fill(self, ranges: Ranges, rows: np.ndarray, shard: np.ndarray) -> None:
         """Copies a shard, as the checkpoint's array has it, into memory as of `empty`."""
-        *_, (first, _), _ = ranges
-        for (*_, (start, stop), _), part in self.parts(ranges, shard):
-            copy_across(part, rows[..., start - first : stop - first, :])
+        first, parts = ranges[-2][0], self.parts(ranges, shard)
+        copy_across(
+            (part, rows[..., start - first : stop - first, :])
+            for (*_, (start, stop), _), part in parts
+        )
 
     def tiled(self, ranges: Ranges, rows: np.ndarray) -> np.ndarray:
         """The same in memory of its own."""

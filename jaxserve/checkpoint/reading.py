@@ -19,7 +19,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,23 +211,25 @@ def _fetch(files: Mapping[Path, RemoteFile], on_read: Counter, window: list[Regi
     on_read(sum(region.nbytes for region in window))
 
 
-def copy_across(target: np.ndarray, values: np.ndarray) -> None:
-    """Copies matrices, or a stack of them, to where they lie column by column."""
+def copy_across(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies the second of each pair, a matrix or a stack of them, to the first, where it lies
+    column by column."""
     tasks = []
-    for place in np.ndindex(values.shape[:-2]):
-        step = max(_TASK_BYTES // max(values[place][:1].nbytes, 1), 1)
+    for target, values in pairs:
+        step = max(_TASK_BYTES // max(values[..., :1, :].nbytes, 1), 1)
         for start in range(0, values.shape[-2], step):
             rows = slice(start, start + step)
-            tasks.append((target[place][rows], values[place][rows]))
+            tasks.append((target[..., rows, :], values[..., rows, :]))
     for _ in _pool(THREADS).map(_copy_across, tasks):
         pass
 
 
 def _copy_across(both: tuple[np.ndarray, np.ndarray]) -> None:
-    target, rows = map(_bits, both)
-    for start in range(0, len(rows), _ROWS_ACROSS):
-        some = slice(start, start + _ROWS_ACROSS)
-        np.copyto(target[some], rows[some])
+    for place in np.ndindex(both[0].shape[:-2]):
+        target, rows = (_bits(array[place]) for array in both)
+        for start in range(0, len(rows), _ROWS_ACROSS):
+            some = slice(start, start + _ROWS_ACROSS)
+            np.copyto(target[some], rows[some])
 
 
 class _Held(NamedTuple):

@@ -67,7 +67,7 @@ def test_copies_across_on_many_threads(monkeypatch):
     monkeypatch.setattr(reading, "_TASK_BYTES", 4096)
     values = random((3, 500, 130), ml_dtypes.bfloat16)
     target = np.swapaxes(aligned_empty((3, 130, 500), values.dtype), 1, 2)
-    copy_across(target, values)
+    copy_across([(target, values)])
     np.testing.assert_array_equal(target, values)
 
 
