@@ -154,7 +154,7 @@ def test_streaming(llm: LLM) -> None:
 def test_leaving_a_stream_cancels_it(llm: LLM, engine: FakeEngine) -> None:
     engine.allowed = 3
     for piece in llm.stream("hi"):
-        assert piece.text == "o"
+        assert piece.text.startswith("o")  # and what had come by then
         break
     assert engine.wait_until_idle()
 
