@@ -216,20 +216,20 @@ def copy_across(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     column by column."""
     tasks = []
     for target, values in pairs:
-        step = max(_TASK_BYTES // max(values[..., :1, :].nbytes, 1), 1)
-        for start in range(0, values.shape[-2], step):
-            rows = slice(start, start + step)
-            tasks.append((target[..., rows, :], values[..., rows, :]))
+        for place in np.ndindex(values.shape[:-2]):
+            step = max(_TASK_BYTES // max(values[place][:1].nbytes, 1), 1)
+            for start in range(0, values.shape[-2], step):
+                rows = slice(start, start + step)
+                tasks.append((target[place][rows], values[place][rows]))
     for _ in _pool(THREADS).map(_copy_across, tasks):
         pass
 
 
 def _copy_across(both: tuple[np.ndarray, np.ndarray]) -> None:
-    for place in np.ndindex(both[0].shape[:-2]):
-        target, rows = (_bits(array[place]) for array in both)
-        for start in range(0, len(rows), _ROWS_ACROSS):
-            some = slice(start, start + _ROWS_ACROSS)
-            np.copyto(target[some], rows[some])
+    target, rows = map(_bits, both)
+    for start in range(0, len(rows), _ROWS_ACROSS):
+        some = slice(start, start + _ROWS_ACROSS)
+        np.copyto(target[some], rows[some])
 
 
 class _Held(NamedTuple):
