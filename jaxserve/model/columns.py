@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 
 def all_columns(own: Float[Array, "rows own"], count: int) -> Float[Array, "rows count"]:
-    """The columns of all `tp` devices without the padding behind them. XLA:CPU stores what it
-    gathers along columns column after column: to gather [devices, rows, columns] saves two
-    transpositions."""
-    if jax.lax.axis_size("tp") == 1:
-        return own[:, :count]
+    """The columns of all `tp` devices without the padding behind them, or the same where these are
+    all. XLA:CPU stores what it gathers along columns column after column: to gather [devices, rows,
+    columns] saves two transpositions."""
+    if own.shape[1] == count:
+        return own
 
     def by_rows(own: Array) -> Array:
         parts = jax.lax.all_gather(own, "tp")

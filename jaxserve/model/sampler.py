@@ -196,8 +196,10 @@ def sample_and_largest(
         return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, start, 0)
 
     def drawn() -> Array:
-        every = all_columns(logits, vocab) if columns < vocab else logits
-        noise = _noise(draw_keys(state.seed, state.position), vocab)
+        every, noise = (
+            all_columns(logits, vocab),
+            _noise(draw_keys(state.seed, state.position), vocab),
+        )
         if slots <= _FEW:
             return one_by_one(every, noise)
         return jax.lax.cond(count > _FEW, in_windows, one_by_one, every, noise)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.mesh import ATTENTION_RULES
 from jaxserve.model.attention.batch import positions
+from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Program
@@ -36,7 +37,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
         token_ids = fields["token_ids"]
         token_ids = jnp.where(token_ids == FROM_DEVICE, last[0][slot], token_ids)
-        ruled, logits = layout.fields(rules[0]), programs.all_logits(logits)
+        ruled, logits = layout.fields(rules[0]), all_columns(logits, programs.config.vocab)
         fields["temperature"] = ruled.pop("temperature")[:, 0]
         parsed = _rules(ruled)
         if not drafts:
@@ -104,7 +105,7 @@ def logprobs(programs: TokenPrograms, drafts: int) -> Program:
 
     def body(logits: Array, sampled: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
-        every = programs.all_logits(logits)
+        every = all_columns(logits, programs.config.vocab)
         packed = _packed(every, jnp.maximum(token_ids.reshape(-1), 0))
         return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 

@@ -18,7 +18,6 @@ from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import SamplerState, sample_and_largest
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
 from jaxserve.roles.program import ROWS
@@ -56,10 +55,6 @@ class TokenPrograms:
         if self.divided:
             columns += -columns % self.deployment.attention.tp
         return self.shape(rows, columns, dtype=jnp.float32)
-
-    def all_logits(self, logits: Float[Array, "rows columns"]) -> Float[Array, "rows vocab"]:
-        """All columns of what a step left."""
-        return all_columns(logits, self.config.vocab) if self.divided else logits
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
         """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
