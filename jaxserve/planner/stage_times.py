@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.blocks import BLOCK_TOKENS, FIRST_TOKENS
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import Expanded, chunk_padding, prompt_chunks, tile_padding
@@ -17,7 +18,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import crossings
-from jaxserve.planner.stages import BLOCK_TOKENS, FIRST_TOKENS, Calculator, FFNStage
+from jaxserve.planner.stages import Calculator, FFNStage
 from jaxserve.roles.layout import StepLoad
 
 

@@ -6,7 +6,6 @@ time of its bytes or of its FLOPs, whichever is longer, at the shares of the pea
 a stage adds a constant. Nothing here knows of instances, prices or targets.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,6 +22,7 @@ from jaxserve.model.ffn.traffic import (
     row_bytes,
 )
 from jaxserve.planner.assumptions import SCALE, SIZE, Assumptions, Formats
+from jaxserve.planner.blocks import BLOCK_ROWS, blocks_met
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
 from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
 from jaxserve.planner.fabric import gather_bandwidth, hops
@@ -493,28 +493,6 @@ class Calculator(NamedTuple):
 
     def _over(self, size: Any, bandwidth: float) -> Any:
         return size / bandwidth / self.assumed.network
-
-
-BLOCK_TOKENS, FIRST_TOKENS = 128, 32
-"""Positions of a context that hardware without kernels attends to at a time, and of the first
-`BLOCK_TOKENS` (`pallas_kernels/attention/reference.py`)."""
-
-BLOCK_ROWS = 8
-"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
-once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
-
-
-@functools.lru_cache(4096)
-def blocks_met(tokens: int, share: float) -> float:
-    """Mean number of blocks of `BLOCK_ROWS` rows that an expert has of so many tokens, each of
-    which chooses it with this probability: Σ P(rows > 8 j)."""
-    if share >= 1:
-        return float(-(-tokens // BLOCK_ROWS))
-    rows = np.arange(tokens + 1)
-    steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1)) + math.log(share / (1 - share))
-    logs = tokens * math.log1p(-share) + np.concatenate([[0.0], np.cumsum(steps)])
-    above = 1 - np.cumsum(np.exp(logs))
-    return float(np.sum(above[:tokens:BLOCK_ROWS]))
 
 
 def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:

@@ -19,6 +19,7 @@ from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
 from pallas_kernels import input_major
 from tests.jaxserve.checkpoint.test_fp8 import blocks, matrices
+from tests.jaxserve.roles.test_weights import row_by_row
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
 
@@ -285,8 +286,7 @@ def test_floats_in_tiles(name, tmp_path, monkeypatch):
         for leaf, values in leaves.items():
             if leaf not in PROJECTIONS and not leaf.startswith("experts."):
                 continue
-            rows = np.swapaxes(np.asarray(values), -1, -2)
-            rows = rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+            rows = row_by_row(values)
             wanted = expected(stand_for, index // 2, leaf)
             assert leaf in PROJECTIONS or 66 in rows.shape
             padded = np.zeros(rows.shape, np.float32)

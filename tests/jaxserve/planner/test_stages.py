@@ -7,11 +7,12 @@ import pytest
 from jaxserve.link.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.blocks import blocks_met
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.quantities import PAPER
-from jaxserve.planner.stages import Calculator, StageTime, blocks_met
+from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
 from tests.jaxserve.planner.paper_systems import upcycled
 
