@@ -32,15 +32,15 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 15_200,
-    "leader, attention and ffn": 16_150,
-    "follower, attention and ffn": 12_500,
-    "alone, colocated": 15_550,
-    "alone, attention and ffn": 16_500,
-    "attention": 14_300,
-    "ffn": 12_700,
+    "leader, colocated": 15_250,
+    "leader, attention and ffn": 16_200,
+    "follower, attention and ffn": 12_550,
+    "alone, colocated": 15_600,
+    "alone, attention and ffn": 16_550,
+    "attention": 14_350,
+    "ffn": 12_750,
     "router": 5_200,
-    "serve": 28_250,
+    "serve": 28_350,
 }
 
 

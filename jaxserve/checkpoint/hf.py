@@ -139,7 +139,7 @@ class HFCheckpoint(Blocks):
         """The leaves of an INT4 matrix."""
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
         packed = {n: t for n, t in tensors.items() if isinstance(t, PackedTensor)}
-        kept = {n: t for n, t in packed.items() if _is_int4(t, group)}
+        kept = {n: t for n, t in packed.items() if t.packing.is_int4(t.shape[1], group)}
         if not kept:
             made = quantised_here(
                 values,
@@ -346,13 +346,6 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
         else:
             wrong.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
     return problems + sorted(wrong)
-
-
-def _is_int4(tensor: PackedTensor, group: int) -> bool:
-    """Whether its values can be kept with a scale for so many columns (0: all)."""
-    packing = tensor.packing
-    fits = packing.group >= tensor.shape[1] if group == 0 else packing.group % group == 0
-    return packing.bits == 4 and packing.group > 0 and fits
 
 
 def _is_blocked(tensor: Tensor | PackedTensor) -> bool:

@@ -12,7 +12,14 @@ import msgspec
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
-from jaxserve.checkpoint.quantization_config import OLDER_SECTIONS, SECTION, int4_of, packing_of
+from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
+from jaxserve.checkpoint.quantization_config import (
+    OLDER_SECTIONS,
+    SECTION,
+    StoredFormat,
+    int4_of,
+    packing_of,
+)
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
 from jaxserve.config.model import Floats, Int4, MatrixPart, ModelConfig
@@ -81,7 +88,8 @@ def read_config(
     names, tensors = family.names(config), _listed(path.parent)
     config = msgspec.structs.replace(config, floats=_floats(tensors, names))
     if config.stored != "plain":
-        parts, packing = _plain_parts(tensors, names), packing_of(tree)
+        packing = packing_of(tree)
+        parts = _plain_parts(tensors, names, config.stored, packing)
         config = msgspec.structs.replace(
             config,
             int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
@@ -112,18 +120,43 @@ def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Floats:
     return "bfloat16" if kinds.intersection(READABLE) == {"BF16"} else "float32"
 
 
-def _plain_parts(there: Mapping[str, Tensor], names: CheckpointNames) -> frozenset[MatrixPart]:
-    """Whose matrices (some of them, at least) the files have as floats, but for those that are kept
-    as floats whatever they are (the per-head ones of latents)."""
+def _plain_parts(
+    there: Mapping[str, Tensor],
+    names: CheckpointNames,
+    stored: StoredFormat,
+    packing: Packing | None,
+) -> frozenset[MatrixPart]:
+    """Whose matrices (some of them, at least) the files have as floats, or in other formats than
+    this; but for those that are kept as floats whatever they are (the per-head ones of latents)."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
+    sources = [
+        (known[part], source)
+        for table in (*names.attention, *names.ffn)
+        for leaf, source in table.items()
+        if (part := leaf.partition(".")[0]) in known and source.view is None
+    ]
+    tensors: Mapping[str, Tensor | PackedTensor] = there
+    if packing and packing.own_numbers:
+        matrices = {name: shape for _, s in sources for name, shape in s.tensors.items()}
+        tensors = join_parts(there, matrices, packing)[0]
     return frozenset(
-        known[part]
-        for sources in (*names.attention, *names.ffn)
-        for leaf, source in sources.items()
-        if (part := leaf.partition(".")[0]) in known
-        and source.view is None
-        and any(
-            len(shape) > 1 and name in there and there[name].kind in READABLE
+        part
+        for part, source in sources
+        if any(
+            len(shape) > 1 and name in tensors and not _is_kept(tensors[name], stored, packing)
             for name, shape in source.tensors.items()
         )
     )
+
+
+def _is_kept(tensor: Tensor | PackedTensor, stored: StoredFormat, packing: Packing | None) -> bool:
+    """Whether this matrix can be in memory as the others are."""
+    if not isinstance(tensor, PackedTensor):
+        several = packing is not None and packing.own_numbers
+        return tensor.kind not in READABLE and (stored == "fp8_block" or not several)
+    own = tensor.packing
+    if packing is None or stored != "int4":
+        kinds = {"int8": "I8", "fp8": "F8_E4M3"}
+        return own.layout == "scaled" and tensor.values.kind == kinds.get(stored)
+    alike = (own.symmetric, own.in_order) == (packing.symmetric, packing.in_order)
+    return alike and own.is_int4(tensor.shape[1], packing.group)

@@ -31,6 +31,8 @@ Layout = Literal["scaled", "fp8_block", "packed", "gptq", "awq"]
 Shape = tuple[int, ...]
 
 GPTQ_BITS = (4, 8, 2, 3)
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+"""Ends of names of numbers for a cache of 8 bits, which has scales of its own here."""
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which column of eight a word's lowest bits hold, and so on."""
 
@@ -49,12 +51,18 @@ class Packing(NamedTuple):
     in_order: bool = True
     """Whether a group's columns are neighbours."""
     own_numbers: bool = False
-    """`gptq`: whether a matrix may have other bits and groups, which its shapes say."""
+    """Whether a matrix may have a layout (but for `gptq`), bits and groups of its own, which its
+    tensors say."""
 
     @property
     def unit(self) -> tuple[int, int]:
         """The fewest values that fill whole int32 words, and how many words."""
         return (32, 3) if self.bits == 3 else (32 // self.bits, 1)
+
+    def is_int4(self, columns: int, group: int) -> bool:
+        """Whether values of so many columns can be kept with a scale for each group; 0: for all."""
+        fits = self.group >= columns if group == 0 else self.group % group == 0
+        return self.bits == 4 and self.group > 0 and fits
 
     def words(self, values: int) -> int:
         """In which so many values are."""
@@ -92,13 +100,19 @@ class PackedTensor(NamedTuple):
         return self.parts["weight"]
 
     @property
-    def channel_scales(self) -> Tensor | None:
-        """Of the layout `scaled`: [d_out, 1]; None: there is but one scale."""
-        scales = self.parts.get("weight_scale")
-        if self.packing.layout != "scaled" or scales is None:
+    def channel_scales(self) -> "Tensor | PackedTensor | None":
+        """Of the layout `scaled`: [d_out, 1], all the same where there is but one scale."""
+        if self.packing.layout != "scaled":
             return None
-        rows = self.shape[0]
-        return scales._replace(shape=(rows, 1)) if scales.shape in ((rows,), (rows, 1)) else None
+        scales, grid = self.parts["weight_scale"], (self.shape[0], 1)
+        if self.one_scale:
+            return self._replace(seen="scales", shape=grid)
+        return scales._replace(shape=grid)
+
+    @property
+    def one_scale(self) -> bool:
+        """Of the layout `scaled`: whether the whole matrix has one."""
+        return self.parts["weight_scale"].shape in ((), (1,))
 
 
 def join_parts(
@@ -109,7 +123,9 @@ def join_parts(
     Args:
       matrices: names (`X.weight`) and shapes of those that may be packed.
     """
-    joined: dict[str, Tensor | PackedTensor] = dict(tensors)
+    joined: dict[str, Tensor | PackedTensor] = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(CACHE_SCALES)
+    }
     problems = []
     for name, shape in matrices.items():
         base = name.removesuffix("weight")
@@ -121,8 +137,9 @@ def join_parts(
         main = tensors.get(base + first)
         if main is None or (first == "weight" and main.kind not in ("I8", "F8_E4M3")):
             continue
-        if packing.layout == "fp8_block":
+        if own.layout == "fp8_block":
             # DeepSeek's blocks by another name.
+            joined.pop(f"{base}input_scale", None)
             if scales := joined.pop(f"{base}weight_scale", None):
                 joined[f"{name}_scale_inv"] = scales
             continue
@@ -141,15 +158,31 @@ def join_parts(
 
 
 def _own(packing: Packing, shape: Shape, tensors: Mapping[str, Tensor], base: str) -> Packing:
-    """The bits and the group of a GPTQ matrix by its shapes: groups that divide d_in unevenly are
-    those of its `g_idx`."""
-    values, scales = tensors.get(f"{base}qweight"), tensors.get(f"{base}scales")
-    if values is None or scales is None or not values.shape or not scales.shape:
+    """A matrix's own layout, bits and group by its tensors' shapes: groups of GPTQ that divide d_in
+    unevenly are those of its `g_idx`."""
+    gptq = packing.layout == "gptq"
+    values = tensors.get(base + ("qweight" if gptq else "weight_packed"))
+    scales = tensors.get(base + ("scales" if gptq else "weight_scale"))
+    if scales is None or not scales.shape or (gptq and values is None):
         return packing
-    bits, groups = 32 * values.shape[0] // shape[1], scales.shape[0]
+    if values is None:
+        blocks = tuple(-(-size // 128) for size in shape)
+        block = scales.shape == blocks != (shape[0], 1)
+        return packing._replace(layout="fp8_block" if block else "scaled", bits=8, group=0)
+    axis = 0 if gptq else 1
+    bits, groups = 32 * values.shape[axis] // shape[1], scales.shape[axis]
     if bits not in GPTQ_BITS or not 0 < groups <= shape[1]:
         return packing
-    return packing._replace(bits=bits, group=0 if groups == 1 else -(-shape[1] // groups))
+    group = 0 if groups == 1 else -(-shape[1] // groups)
+    if packing.group and groups == -(-shape[1] // packing.group):
+        group = packing.group  # which is more than d_in, or does not divide it
+    own = packing._replace(bits=bits, group=group)
+    if gptq:
+        return own
+    symmetric, in_order = (
+        f"{base}weight_{part}" not in tensors for part in ("zero_point", "g_idx")
+    )
+    return own._replace(layout="packed", symmetric=symmetric, in_order=in_order)
 
 
 def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict[str, list[Shape]]]:
@@ -159,7 +192,8 @@ def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict
     groups = -(-d_in // packing.group) if packing.group else 1
     if packing.layout == "scaled":
         scales: list[Shape] = [(d_out, 1), (d_out,), (1,), ()]
-        return {"weight": [shape], "weight_scale": scales}, {}
+        # Of activations, which are not quantised, or by their own scales.
+        return {"weight": [shape], "weight_scale": scales}, {"input_scale": [(1,), ()]}
     if packing.layout == "fp8_block":
         return {"weight": [shape]}, {}
     if packing.layout == "packed":
@@ -291,6 +325,9 @@ def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
 
 
 def _scales(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+    if reader.tensor.packing.layout == "scaled":
+        one = reader.floats("weight_scale", slice(0, 1), slice(0, 1))
+        return np.broadcast_to(one, (rows.stop - rows.start, 1))
     groups, of = _places(reader, columns)
     if reader.tensor.packing.layout == "packed":
         return reader.floats("weight_scale", rows, groups)[:, of]
@@ -315,7 +352,7 @@ def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
 def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     """values · scale."""
     values = reader.floats("weight", rows, columns)
-    if reader.tensor.channel_scales is None:
+    if reader.tensor.one_scale:
         return values * reader.floats("weight_scale", slice(0, 1), slice(0, 1))
     # [d_out, 1], or [d_out] read as one row.
     scales = reader.tensor.parts["weight_scale"]

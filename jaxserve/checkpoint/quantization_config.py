@@ -6,7 +6,7 @@ DeepSeek's FP8 blocks, compressed-tensors (LLM Compressor), GPTQ (AutoGPTQ, GPTQ
 (AutoAWQ), AutoRound, which packs as either of them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxserve.checkpoint.entries import Entries
@@ -144,8 +144,13 @@ def _gptq(inner: Entries) -> Quantisation:
     layout = inner.any("checkpoint_format") or inner.any("format")
     plus = 0 if layout == "gptq_v2" else 1
     packing = Packing("gptq", bits, group, plus, symmetric, in_order, own_numbers=bool(own))
-    if own.keys() - HEAD:
-        return Quantisation("plain", packing)
+    made = [
+        (entry.get("sym", symmetric), entry.get("desc_act", not in_order))
+        for name, entry in own.items()
+        if name not in HEAD and isinstance(entry, Mapping)
+    ]
+    if any(how != (symmetric, not in_order) for how in made):
+        return Quantisation("plain", packing)  # no tensor's shape says of which this is so
     return _kept(packing)
 
 
@@ -234,10 +239,19 @@ def _group(inner: Entries) -> int:
     return inner.size("group_size", "q_group_size")
 
 
+FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+"""Of compressed-tensors."""
+
+
 def _compressed_tensors(inner: Entries) -> Quantisation:
     inner.only("quantization_status", "compressed", "frozen")
-    for name in ("kv_cache_scheme", "transform_config"):
-        inner.only(name, {}, False)
+    inner.only("transform_config", {}, False)
+    # The cache is as `cache.format` says, with scales of its own.
+    if inner.any("kv_cache_scheme"):
+        path = f"{SECTION}.kv_cache_scheme"
+        scheme = inner.inside(path, inner.section("kv_cache_scheme"))
+        if scheme.size("num_bits") != 8:
+            inner.problems.append(f"{path}.num_bits = {scheme.any('num_bits')!r}, expected 8")
     sparsity = inner.section("sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         inner.problems.append(
@@ -246,25 +260,47 @@ def _compressed_tensors(inner: Entries) -> Quantisation:
         )
     # Which modules are plain is seen by their tensors.
     inner.meaningless("global_compression_ratio", "ignore", "version", "sparsity_config")
-    groups, whole_format = inner.section("config_groups"), inner.any("format")
-    if len(groups) != 1:
-        inner.problems.append(
-            f"{SECTION}.config_groups has {len(groups)} groups, supported is one for all matrices"
-        )
+    groups, format = inner.section("config_groups"), inner.any("format")
+    if format == "dense" and not groups:
+        return Quantisation("plain", Packing("scaled", 8, 0))  # of a cache alone
+    found = [_config_group(name, group, format, inner) for name, group in groups.items()]
+    if not found:
+        inner.problems.append(f"{SECTION}.config_groups has no groups")
         return Quantisation("plain")
-    ((name, group),) = groups.items()
+    return found[0] if len(found) == 1 else _several(found)
+
+
+def _several(found: Sequence[Quantisation]) -> Quantisation:
+    """Kept is what has the fewest bits (usually most of the weights), and of these the smallest
+    groups; parts of layers that have other matrices, too, become floats (`hf_config.py`)."""
+    plain = {each.packing.layout for each in found if each.packing and each.stored == "plain"}
+    # By its tensors W8A8 cannot be told from INT8 whose rows stay floats.
+    unkept = {"plain", "int8"} if "scaled" in plain else {"plain"}
+    kept = [each for each in found if each.stored not in unkept]
+    best = min(kept or found, key=lambda each: each.packing[1:3] if each.packing else (0, 0))
+    packing = best.packing and best.packing._replace(own_numbers=True)
+    return Quantisation(best.stored if kept else "plain", packing)
+
+
+def _config_group(name: str, group: Any, whole_format: Any, inner: Entries) -> Quantisation:
     path = f"{SECTION}.config_groups.{name}"
     own = inner.inside(path, group if isinstance(group, Mapping) else {})
-    own.only("targets", ["Linear"])
+    # What is quantised is seen by the tensors.
+    own.meaningless("targets")
     weights, inputs = own.section("weights"), own.section("input_activations")
     own.only("output_activations", {})
     format = own.any("format") or whole_format
+    if format not in FORMATS:
+        known = " or ".join(map(repr, FORMATS))
+        place = path if own.any("format") else SECTION
+        inner.problems.append(f"{place}.format = {format!r} is not supported, only {known}")
+        return Quantisation("plain")
     found = _scheme(own.inside(f"{path}.weights", weights), format, inner)
     if found.stored == "int8" and not inputs:
         found = found._replace(stored="plain")  # INT8 here multiplies rows in INT8
     given = own.inside(f"{path}.input_activations", inputs)
     # They are quantised a token at a time for INT8 weights, and not at all for others.
-    given.only("dynamic", *((True,) if inputs else (None,)))
+    given.only("dynamic", True, *(() if found.stored == "int8" else (False,)))
     own.problems += given.problems
     own.refuse_unread()
     inner.problems += own.problems
@@ -273,10 +309,6 @@ def _compressed_tensors(inner: Entries) -> Quantisation:
 
 def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
     """The format of weights by `config_groups.NAME.weights` and the name of the layout."""
-    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-    if format not in formats:
-        known = " or ".join(map(repr, formats))
-        inner.problems.append(f"{SECTION}.format = {format!r} is not supported, only {known}")
     kind, strategy = weights.any("type"), weights.any("strategy")
     bits, symmetric = weights.size("num_bits"), weights.flag("symmetric", default=True)
     weights.only("dynamic", False)

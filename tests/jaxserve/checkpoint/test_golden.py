@@ -5,6 +5,8 @@
 with each setting below (2026-11-23). Of every folder the parts of `layers.0.self_attn.k_proj` and
 its `quantization_config` are here, and what the library's plain PyTorch dequantisation makes of
 them, with its scales in FP32.
+
+`golden/llm_compressor.*` are made alike by `golden/llm_compressor.py`.
 """
 
 import json
@@ -19,7 +21,9 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of, stored_format
-from jaxserve.checkpoint.reading import Region
+from jaxserve.checkpoint.reading import read_regions
+from jaxserve.checkpoint.regions import source_regions
+from jaxserve.checkpoint.source import matrix
 from jaxserve.checkpoint.tensors import list_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,7 +35,7 @@ GPTQMODEL = {  # what a matrix is kept in; its bits and group
     "gptq 2": ("plain", 2, 32),
     "gptq 3": ("plain", 3, 32),
     "gptq 8": ("plain", 8, 0),
-    "gptq dynamic": ("plain", 8, 0),  # k_proj has 8 bits in groups of 64, v_proj is plain
+    "gptq dynamic": ("int4", 8, 0),  # k_proj has 8 bits in groups of 64, v_proj is plain
     "awq": ("int4", 4, 32),
     "awq symmetric": ("int4", 4, 32),
 }
@@ -42,33 +46,114 @@ def check(
 ) -> Packing:
     """That a loader reads a rectangle of the matrix of these parts as the library does; returns how
     it is packed."""
-    expected = parts.pop("weight")
-    if parts["scales"].dtype == np.int16:  # NumPy has no BF16
-        parts["scales"] = parts["scales"].view(ml_dtypes.bfloat16)
-    save_file({f"m.{name}": part for name, part in parts.items()}, folder / "model.safetensors")
+    expected = parts.pop("expected")
+    stored = {name: as_stored(name, part) for name, part in parts.items()}
+    save_file({f"m.{name}": part for name, part in stored.items()}, folder / "model.safetensors")
     packing = packing_of({"quantization_config": section})
     assert packing is not None
     tensors = list_tensors(folder).tensors
     joined, problems = join_parts(tensors, {"m.weight": expected.shape}, packing)
+    grids = {}
+    if packing.layout == "fp8_block":  # in DeepSeek's naming
+        joined.pop("m.weight_scale_inv")
+        grids["m.weight"] = stored["weight_scale"].astype(np.float32)
     assert (list(joined), problems) == (["m.weight"], [])
-    tensor, wanted, width = joined["m.weight"], expected[cut], expected.shape[1]
-    assert isinstance(tensor, PackedTensor)
+    tensor, wanted = joined["m.weight"], expected[cut]
     target = np.empty(wanted.shape, np.float32)
-    first = (cut[0].start or 0) * width + (cut[1].start or 0)
-    read_packed(Region(tensor, first, width, *wanted.shape, target), lambda _: None)
+    rows, columns = expected.shape
+    ranges = cut[0].indices(rows)[:2], cut[1].indices(columns)[:2]
+    source = matrix("m.weight", *expected.shape)
+    for region in source_regions(source, joined, grids, ranges, target):
+        if isinstance(region.tensor, PackedTensor):
+            read_packed(region, lambda _: None)
+        else:
+            read_regions([region], lambda _: None)
     np.testing.assert_array_equal(target, wanted)
-    return tensor.packing
+    return tensor.packing if isinstance(tensor, PackedTensor) else packing
+
+
+def as_stored(name: str, part: np.ndarray) -> np.ndarray:
+    """In its own dtype, where NumPy has none of it."""
+    own = {np.int16: ml_dtypes.bfloat16, np.uint8: ml_dtypes.float8_e4m3fn}
+    return part.view(own.get(part.dtype.type, part.dtype))
+
+
+def golden(writer: str, name: str) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
+    """The section of a folder, and by matrix the parts; what it is dequantised to is `expected`."""
+    section = json.loads((GOLDEN / f"{writer}.json").read_text())[name]
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(GOLDEN / f"{writer}.npz") as file:
+        for key in file.files:
+            of, *matrix, part = key.split("/")
+            if of == name:
+                parts.setdefault("/".join(matrix), {})[part] = file[key]
+    return section, parts
+
+
+CUTS = (slice(None), slice(None)), (slice(5, 31), slice(33, 62))
 
 
 @pytest.mark.parametrize("name", GPTQMODEL)
 def test_gptqmodel(name: str, tmp_path: Path) -> None:
-    section = json.loads((GOLDEN / "gptqmodel.json").read_text())[name]
-    with np.load(GOLDEN / "gptqmodel.npz") as file:
-        arrays = {key: file[key] for key in file.files}
+    section, matrices = golden("gptqmodel", name)
     stored, bits, group = GPTQMODEL[name]
     entries = Entries({"quantization_config": section})
     assert (stored_format(entries), entries.problems) == (stored, [])
-    for cut in (slice(None), slice(None)), (slice(5, 31), slice(33, 62)):
-        parts = {k.split("/")[1]: v for k, v in arrays.items() if k.split("/")[0] == name}
+    for cut in CUTS:
+        parts = dict(matrices[""])
+        parts["expected"] = parts.pop("weight")
         packing = check(tmp_path, section, parts, cut)
         assert (packing.bits, packing.group) == (bits, group)
+
+
+LLM_COMPRESSOR = {  # what is kept; of each matrix its layout, bits and group
+    "w8a8": ("int8", {"k_proj": ("scaled", 8, 0)}),
+    "fp8": ("fp8", {"k_proj": ("scaled", 8, 0)}),
+    "fp8 dynamic": ("fp8", {"k_proj": ("scaled", 8, 0)}),  # and a cache in FP8
+    "fp8 block": ("fp8_block", {"k_proj": ("fp8_block", 8, 128)}),
+    "w2a16": ("plain", {"k_proj": ("packed", 2, 32)}),
+    "w4a16": ("int4", {"k_proj": ("packed", 4, 32)}),
+    "w4a16 asymmetric": ("int4", {"k_proj": ("packed", 4, 32)}),
+    "w8a16": ("plain", {"k_proj": ("packed", 8, 32)}),
+    "gptq actorder": ("int4", {"k_proj": ("packed", 4, 32)}),
+    "awq": ("int4", {"k_proj": ("packed", 4, 32)}),
+    "mixed": ("int4", {"k_proj": ("packed", 4, 32), "gate_proj": ("scaled", 8, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", LLM_COMPRESSOR)
+def test_llm_compressor(name: str, tmp_path: Path) -> None:
+    section, matrices = golden("llm_compressor", name)
+    stored, packings = LLM_COMPRESSOR[name]
+    entries = Entries({"quantization_config": section})
+    assert (stored_format(entries), entries.problems) == (stored, [])
+    assert matrices.keys() == packings.keys()
+    for module, parts in matrices.items():
+        for cut in CUTS:
+            packing = check(tmp_path, section, dict(parts), cut)
+            assert packing[:3] == packings[module]
+
+
+FORMATS = "'int-quantized' or 'float-quantized' or 'naive-quantized' or 'pack-quantized'"
+GROUP = "quantization_config.config_groups.group_0"
+REFUSED = {
+    "nvfp4": [f"{GROUP}.format = 'nvfp4-pack-quantized' is not supported, only {FORMATS}"],
+    "mxfp4": [f"{GROUP}.format = 'mxfp4-pack-quantized' is not supported, only {FORMATS}"],
+    "mxfp8": [f"{GROUP}.format = 'mxfp8-quantized' is not supported, only {FORMATS}"],
+    "w3a16": [f"{GROUP}.weights.num_bits = 3 is not supported, only 4 or 8 or 2"],
+    "w4a8": [
+        f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
+        f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
+    ],
+    "w4afp8": [
+        f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
+        f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_llm_compressor_refused(name: str) -> None:
+    entries = Entries({"quantization_config": golden("llm_compressor", name)[0]})
+    stored_format(entries)
+    assert entries.problems == REFUSED[name]

@@ -118,6 +118,13 @@ class Packer:
         tensors = {f"{base}weight": values, f"{base}weight_scale": scales}
         return tensors, values.astype(np.float64) * scales
 
+    def block(self, base, shape):
+        """Of FP8, all within one."""
+        scale = self.rng.uniform(0.001, 0.003, (1, 1)).astype(np.float32)
+        values = self.rng.integers(-127, 128, shape).astype(ml_dtypes.float8_e4m3fn)
+        tensors = {f"{base}weight": values, f"{base}weight_scale": scale}
+        return tensors, values.astype(np.float64) * scale
+
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -163,6 +170,16 @@ W8A16 = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None
 W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 FP8_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+
+def several(*sections: dict[str, Any]) -> dict[str, Any]:
+    """Their groups in one folder."""
+    groups = [each["config_groups"]["group_0"] | {"format": each["format"]} for each in sections]
+    named = {f"group_{index}": group for index, group in enumerate(groups)}
+    return sections[0] | {"format": "mixed-precision", "config_groups": named}
 
 
 def write(folder, section, pack):
@@ -254,6 +271,7 @@ def expected(stand_for, layer, name):
     return np.stack([stand_for[f"{prefix}mlp.experts.{e}.{part}_proj.weight"] for e in experts])
 
 
+IN_ORDER = GPTQ | {"desc_act": False}
 CUT = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
 
 
@@ -302,11 +320,13 @@ def test_floats_in_tiles(name, tmp_path, monkeypatch):
     [
         (compressed("int-quantized", W8A8, DYNAMIC), np.int8, "int8"),
         (compressed("float-quantized", FP8, DYNAMIC), ml_dtypes.float8_e4m3fn, "fp8"),
+        (compressed("float-quantized", FP8_TENSOR, DYNAMIC), ml_dtypes.float8_e4m3fn, "fp8"),
     ],
-    ids=["w8a8", "fp8"],
+    ids=["w8a8", "fp8", "fp8 tensor"],
 )
 def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
-    stand_for = write(tmp_path, section, lambda *a: Packer().channels(*a, dtype=dtype))
+    one = section["config_groups"]["group_0"]["weights"]["strategy"] == "tensor"
+    stand_for = write(tmp_path, section, lambda *a: Packer().channels(*a, dtype=dtype, one=one))
     assert read_config(tmp_path)[0].stored == stored
     seen = 0
     for index, (template, leaves) in enumerate(blocks(tmp_path, CUT)):
@@ -318,13 +338,50 @@ def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
     assert seen == 7 * read_config(tmp_path)[0].layers
 
 
+OWN_NUMBERS = {
+    "int4 and int8": (
+        several(FORMATS["w8a8"][0], FORMATS["w4a16"][0]),
+        {True: FORMATS["w4a16"][1], False: FORMATS["w8a8"][1]},
+    ),
+    "int8 and fp8 blocks": (
+        several(compressed("float-quantized", FP8_BLOCKS), FORMATS["w8a8"][0]),
+        {True: FORMATS["w8a8"][1], False: lambda *a: Packer().block(*a)},
+    ),
+    "gptq": (
+        IN_ORDER | {"sym": False, "dynamic": {"+:.*experts.*": {"bits": 8, "group_size": 64}}},
+        {True: FORMATS["gptq"][1], False: lambda *a: Packer(bits=8, group=64).gptq(*a)},
+    ),
+}
+
+
+@pytest.mark.unoptimised
+@pytest.mark.parametrize("name", OWN_NUMBERS)
+def test_parts_with_other_numbers_become_floats(name, tmp_path):
+    """Attention keeps its format, experts have another."""
+    section, pack = OWN_NUMBERS[name]
+    stand_for = write(tmp_path, section, lambda base, *a: pack["self_attn" in base](base, *a))
+    config, _ = read_config(tmp_path)
+    kept = "int8" if "int8" in name.split()[0] else "int4"
+    assert (config.stored, config.plain_parts) == (kept, {"experts"})
+    seen = 0
+    for index, (template, leaves) in enumerate(blocks(tmp_path, {})):
+        assert {str(found.dtype) for _, found in matrices(template, leaves)} == (
+            set() if index % 2 else {kept}
+        )
+        for leaf in leaves:
+            if leaf.startswith("experts."):
+                wanted = expected(stand_for, index // 2, leaf)
+                np.testing.assert_allclose(leaves[leaf], wanted, rtol=1e-6, atol=1e-9)
+                seen += 1
+    assert seen == 3 * config.layers
+
+
 KEPT = {
     "awq": Int4(GROUP, zero_points=True),
     "gptq": Int4(GROUP, zero_points=True),
     "auto-round": Int4(GROUP, zero_points=True),
     "w4a16": Int4(GROUP),
 }
-IN_ORDER = GPTQ | {"desc_act": False}
 
 
 @pytest.mark.unoptimised

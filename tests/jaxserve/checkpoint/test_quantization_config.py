@@ -104,6 +104,13 @@ def compressed(
     }
 
 
+def several(*sections: dict[str, Any]) -> dict[str, Any]:
+    """A folder of their groups, each with its format."""
+    groups = [s["config_groups"]["group_0"] | {"format": s["format"]} for s in sections]
+    named = {f"group_{index}": group for index, group in enumerate(groups)}
+    return compressed("mixed-precision") | {"config_groups": named}
+
+
 CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
 
 
@@ -144,6 +151,14 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
         ),
         (
             GPTQMODEL | {"dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"bits": 8}}},
+            Quantisation("int4", Packing("gptq", 4, 128, zero_plus=1, own_numbers=True)),
+        ),
+        (
+            GPTQMODEL | {"dynamic": {"+:.*down_proj": {"bits": 8, "sym": False}}},
+            Quantisation("plain", Packing("gptq", 4, 128, zero_plus=1, own_numbers=True)),
+        ),
+        (
+            GPTQMODEL | {"dynamic": {"+:.*down_proj": {"desc_act": True}}},
             Quantisation("plain", Packing("gptq", 4, 128, zero_plus=1, own_numbers=True)),
         ),
         (GPTQ | {"bits": 3}, Quantisation("plain", Packing("gptq", 3, 128, zero_plus=1))),
@@ -213,6 +228,44 @@ CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
                 type="float",
             ),
             Quantisation("fp8_block", Packing("fp8_block", 8, 128)),
+        ),
+        (  # FP8 with scales of activations and of a cache
+            compressed(
+                "float-quantized",
+                TOKENS | {"type": "float", "dynamic": False, "strategy": "tensor"},
+                **CHANNEL | {"strategy": "tensor"},
+                type="float",
+            )
+            | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+            Quantisation("fp8", Packing("scaled", 8, 0)),
+        ),
+        (  # a cache alone
+            {
+                "quant_method": "compressed-tensors",
+                "format": "dense",
+                "config_groups": {},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+            },
+            Quantisation("plain", Packing("scaled", 8, 0)),
+        ),
+        (
+            several(
+                compressed("int-quantized", TOKENS, **CHANNEL),
+                compressed(group_size=128),
+                compressed(),
+            ),
+            Quantisation("int4", Packing("packed", 4, 32, own_numbers=True)),
+        ),
+        (
+            several(compressed("int-quantized", TOKENS, **CHANNEL), compressed(group_size=16)),
+            Quantisation("int8", Packing("scaled", 8, 0, own_numbers=True)),
+        ),
+        (  # whose rows are quantised and whose are not, no tensor says
+            several(
+                compressed("int-quantized", TOKENS, **CHANNEL),
+                compressed("int-quantized", **CHANNEL),
+            ),
+            Quantisation("plain", Packing("scaled", 8, 0, own_numbers=True)),
         ),
     ],
 )
@@ -320,8 +373,6 @@ GROUP = "quantization_config.config_groups.group_0"
             [
                 "quantization_config.format = 'nvfp4-pack-quantized' is not supported, only "
                 "'int-quantized' or 'float-quantized' or 'naive-quantized' or 'pack-quantized'",
-                f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
-                f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
             ],
         ),
         (
@@ -333,15 +384,19 @@ GROUP = "quantization_config.config_groups.group_0"
             [f"{GROUP}.weights.symmetric = False is not supported, only True"],
         ),
         (
-            compressed() | {"kv_cache_scheme": {"num_bits": 8}},
-            [
-                "quantization_config.kv_cache_scheme = {'num_bits': 8} is not supported, only {} "
-                "or False"
-            ],
+            compressed() | {"kv_cache_scheme": {"num_bits": 4}},
+            ["quantization_config.kv_cache_scheme.num_bits = 4, expected 8"],
         ),
         (
             compressed() | {"config_groups": {}},
-            ["quantization_config.config_groups has 0 groups, supported is one for all matrices"],
+            ["quantization_config.config_groups has no groups"],
+        ),
+        (
+            several(compressed("nvfp4-pack-quantized"), compressed()),
+            [
+                f"{GROUP}.format = 'nvfp4-pack-quantized' is not supported, only "
+                "'int-quantized' or 'float-quantized' or 'naive-quantized' or 'pack-quantized'"
+            ],
         ),
     ],
 )
