@@ -7,6 +7,7 @@ blank lines, comments and docstrings do not.
 """
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterator
@@ -70,6 +71,13 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
         yield from imported_names(node)
 
 
+@functools.cache
+def read(path: Path) -> tuple[str, tuple[str, ...]]:
+    """A module's text, and what it imports."""
+    text = path.read_text(encoding="utf-8")
+    return text, tuple(imported_names(ast.parse(text)))
+
+
 def closure(*starts: str) -> dict[str, str]:
     """Source text by module, of everything of this repository that these can import."""
     found: dict[str, str] = {}
@@ -81,11 +89,12 @@ def closure(*starts: str) -> dict[str, str]:
             path = source_of(module)
             if path is None or module in found:
                 continue
-            found[module] = path.read_text(encoding="utf-8")
-            waiting += imported_names(ast.parse(found[module]))
+            found[module], imported = read(path)
+            waiting += imported
     return found
 
 
+@functools.cache
 def code_lines(text: str) -> int:
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):

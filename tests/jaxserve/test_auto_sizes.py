@@ -1,6 +1,7 @@
 """A model folder without a tokenizer, as `LLM` sizes it: its tokens are those of the NumPy model at
 every size of step, and nothing compiles after the start."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,16 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.llm import LLM
 from tests.jaxserve import layouts
 from tests.reference.step3_numpy import Step3Numpy
+from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return layouts.write_model(tmp_path_factory.mktemp("model"))
+    """A layer of either kind: all steps are in one program each, which has every layer."""
+    sizes = dataclasses.replace(layouts.SIZES, num_hidden_layers=2, moe_layers=(1,))
+    return write_tiny_step3(tmp_path_factory.mktemp("model"), sizes, seed=layouts.SEED)
 
 
 @pytest.fixture(scope="module")

@@ -325,31 +325,34 @@ def test_one_that_the_engine_refuses_keeps_the_others_from_it(
 
 
 TWO_MODELS = """
-import threading, time
+import sys, threading, time
 import jax
 from jaxserve import LLM, SamplingParams
+from tests.jaxserve.layouts import LIMITS
 
-def demo():
-    # One bucket: which of them are compiled does not matter here.
-    buckets = {"scheduler.token_buckets": [64], "scheduler.page_buckets": [64]}
-    return LLM("configs/demo.yaml", overrides=buckets)
+def live():
+    return sum(array.nbytes for array in jax.live_arrays())
 
-with demo() as llm:
-    llm.generate("Once", SamplingParams(max_tokens=2))
-print(sum(array.nbytes for array in jax.live_arrays()))
-llm = demo()
-for piece in llm.stream("Once", SamplingParams(max_tokens=100)):
+def small():
+    return LLM(sys.argv[1], overrides=LIMITS | {"mode": "colocated"})
+
+with small() as llm:
+    llm.generate([7, 8], SamplingParams(max_tokens=2, ignore_eos=True))
+    print(live())
+print(live())
+llm = small()
+for piece in llm.stream([7, 8], SamplingParams(max_tokens=100, ignore_eos=True)):
     break
-threading.Thread(target=demo, daemon=True).start()
+threading.Thread(target=small, daemon=True).start()
 time.sleep(0.5)
 """
 
 
 @pytest.mark.unoptimised
-def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly() -> None:
+def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly(tiny_model: Path) -> None:
     """Also where a daemon thread is opening another when the interpreter ends."""
     ran = subprocess.run(
-        [sys.executable, "-c", TWO_MODELS],
+        [sys.executable, "-c", TWO_MODELS, str(tiny_model)],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -358,4 +361,6 @@ def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly() -> N
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout.split()[-1]) < 100_000  # of 69 MB while it is open
+    opened, closed = map(int, ran.stdout.split()[-2:])
+    assert opened > 2_000_000
+    assert closed < 20_000

@@ -122,13 +122,8 @@ def generate(client):
 
 def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
     greedy, drawn = reference
-    overrides = {
-        "mode": "colocated",
-        "domains": 2,
-        "prefill.workers": 2,
-        "prefill.cache.page_size": 16,
-        "prefill.cache.pages": 80,
-    }
+    # Pages of other sizes: `engine/test_hand_off.py`, and the slow tests below.
+    overrides = {"mode": "colocated", "domains": 2, "prefill.workers": 2}
     with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
 
