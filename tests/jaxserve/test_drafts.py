@@ -14,7 +14,7 @@ NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
 
 CASES = {
     "colocated": {**COLOCATED, "lanes": 2, "speculative.automatic": False},
-    "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
+    "2A1F": layouts.LAYOUTS["2A1F"] | {"lanes": 3, "link.transport": "ppermute"},
 }
 
 SAMPLED = SamplingParams(

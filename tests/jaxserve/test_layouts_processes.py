@@ -21,8 +21,9 @@ pytestmark = pytest.mark.unoptimised
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
+# Two domains, below, have the same processes, lanes, exchange and transport.
 SPANNING = [
-    (3, Case("2A1F", 2, "gather", "device_put")),
+    pytest.param(3, Case("2A1F", 2, "gather", "device_put"), marks=pytest.mark.slow),
 ]
 
 MEASURED = Case("3A2F", 3, "gather", "device_put")
@@ -71,8 +72,8 @@ def check(tokens, reference, case, record_property):
 def test_processes_give_the_colocated_tokens(
     processes, case, tiny_model, reference, tmp_path, record_property
 ):
-    """By default `SPANNING`, `MEASURED` and while experts move: both exchanges and transports, 1 to
-    3 lanes, 2 devices that meet one and three that meet two, either role in one process and in two.
+    """By default two domains, `MEASURED` and while experts move: both exchanges and transports, 1
+    to 3 lanes, 2 devices that meet two and three, either role in one process and in two.
     `-m matrix`: every layout, number of lanes, exchange and transport over two processes."""
     tokens = run(tiny_model, case.overrides, processes, tmp_path).tokens
     check(tokens, reference, case, record_property)

@@ -29,8 +29,9 @@ ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3} | LAYOUTS
 
 ALWAYS = {"speculative.automatic": False}
 
+# Modules on several attention devices: `roles/test_prediction.py`, against the NumPy models.
 FEW = [
-    ("2A4F", 3, {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}),
+    ("1A2F ep", 3, {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}),
 ]
 
 

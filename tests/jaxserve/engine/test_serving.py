@@ -266,11 +266,11 @@ class TestNoCompilationAfterReady:
                 {"lanes": 2, "attention.dp": 2, "scheduler.token_buckets": [8, 24]},
                 4,
                 id="afd",
-                marks=pytest.mark.unoptimised,
             ),
             pytest.param({**layouts.COLOCATED, "lanes": 2}, 2, id="colocated"),
         ],
     )
+    @pytest.mark.unoptimised
     def test_200_requests(self, overrides, buckets, tiny_model):
         """Of all threads none compiles, though all buckets are used."""
         overrides = {"scheduler.page_buckets": [5, 18], **overrides}

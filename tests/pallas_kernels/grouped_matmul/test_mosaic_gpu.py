@@ -74,8 +74,15 @@ class TestRowParts:
     def _some_rows(self, monkeypatch):
         rows_have_parts(monkeypatch)
 
-    @pytest.mark.parametrize("format", ["fp8", "fp8_block"])
-    @pytest.mark.parametrize("d_out", [64, 256])
+    @pytest.mark.parametrize(
+        ("format", "d_out"),
+        [
+            ("fp8", 64),
+            ("fp8_block", 256),
+            pytest.param("fp8", 256, marks=pytest.mark.slow),
+            pytest.param("fp8_block", 64, marks=pytest.mark.slow),
+        ],
+    )
     def test_matmul(self, format, d_out):
         """Borders of groups within a block of 8, of a part and of a tile; one has two tiles."""
         rng, sizes = np.random.default_rng(0), (7, 0, 48, 97)

@@ -116,8 +116,17 @@ def test_hidden_rows_are_quantised_where_they_are_made(monkeypatch, d_ff):
 class TestNarrowRows:
     """Rows that came in 8 bits over a wire."""
 
-    @pytest.mark.parametrize(("d", "more"), [(128, 0), (128, 128), (96, 28)])
-    @pytest.mark.parametrize("format", ["int8", "fp8"])
+    @pytest.mark.parametrize(
+        ("format", "d", "more"),
+        [
+            ("int8", 128, 0),
+            ("int8", 96, 28),
+            ("fp8", 128, 128),
+            ("fp8", 96, 28),
+            pytest.param("int8", 128, 128, marks=pytest.mark.slow),
+            pytest.param("fp8", 128, 0, marks=pytest.mark.slow),
+        ],
+    )
     def test_their_values_are_multiplied(self, format, d, more):
         """The rows themselves are not looked at, nor are columns behind the values. These in BF16
         are exact, and in INT8 the same if they are quantised again."""
