@@ -86,7 +86,6 @@ def read_config(
         )
         return config, family.names(config)
     names, tensors = family.names(config), _listed(path.parent)
-    config = msgspec.structs.replace(config, floats=_floats(tensors, names))
     if config.stored != "plain":
         packing = packing_of(tree)
         parts = _plain_parts(tensors, names, config.stored, packing)
@@ -95,7 +94,7 @@ def read_config(
             int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
             plain_parts=parts,
         )
-    return config, names
+    return msgspec.structs.replace(config, floats=_floats(tensors, names, config)), names
 
 
 def _listed(folder: Path) -> dict[str, Tensor]:
@@ -107,17 +106,21 @@ def _listed(folder: Path) -> dict[str, Tensor]:
         return {}
 
 
-def _floats(there: Mapping[str, Tensor], names: CheckpointNames) -> Floats:
-    """`ModelConfig.floats`; routers' matrices, which are small, do not count."""
+def _floats(there: Mapping[str, Tensor], names: CheckpointNames, config: ModelConfig) -> Floats:
+    """`ModelConfig.floats`, where what is dequantised does not fit BF16 either; routers' matrices,
+    which are small, do not count."""
+    plain = {"table", "weight", *(get_args(MatrixPart) if config.stored == "plain" else ())}
     kinds = {
-        there[name].kind
+        there[name].kind if name in there and there[name].kind in READABLE else "made"
         for sources in (names.embedding, names.head, *names.attention, *names.ffn)
         for leaf, source in sources.items()
         if not leaf.startswith("router.")
         for name, shape in source.tensors.items()
-        if len(shape) > 1 and name in there
+        if len(shape) > 1
+        if (name in there and there[name].kind in READABLE)
+        or leaf.partition(".")[0] in plain | config.plain_parts
     }
-    return "bfloat16" if kinds.intersection(READABLE) == {"BF16"} else "float32"
+    return "bfloat16" if kinds == {"BF16"} else "float32"
 
 
 def _plain_parts(

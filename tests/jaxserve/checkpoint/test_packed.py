@@ -406,6 +406,21 @@ def test_four_bits_stay_as_they_are(name, tmp_path):
     assert seen == 7 * config.layers
 
 
+@pytest.mark.parametrize(
+    ("name", "held"), [("w4a16", "bfloat16"), ("w8a16", "float32"), ("gptq", "float32")]
+)
+def test_what_becomes_floats_does_not_fit_bf16(name, held, tmp_path):
+    """Beside BF16 in everything that the folder leaves out; codes times scales have more bits."""
+    write(tmp_path, *FORMATS[name])
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name: values.astype(ml_dtypes.bfloat16) if values.dtype == np.float32 else values
+        for name, values in load_file(path).items()
+    }
+    save_file(tensors, path)
+    assert read_config(tmp_path)[0].floats == held
+
+
 @pytest.mark.parametrize("name", ["w4a16", "w8a8"])
 def test_parts_that_are_floats_stay_floats(name, tmp_path):
     """As Kimi K2 Thinking's attention."""
