@@ -22,12 +22,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
+    Workload,
     one_process,
     processes_on_devices,
     processes_on_hosts,
     workloads,
 )
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import Hardware, known_hardware, load_hardware
 from jaxserve.storage.bucket import is_url
 
 
@@ -160,6 +161,22 @@ def _on(deployment: Deployment, hardware: str) -> Deployment:
     return msgspec.structs.replace(deployment, **roles)
 
 
+def _hardware_of(work: Workload, deployment: Deployment) -> str:
+    """What the deployment says of a workload's hardware, by its keys."""
+    roles = ["ffn"] if work.kind == "ffn" else ["attention"]
+    if deployment.mode == "afd" and work.role in ("", "decode"):
+        roles.append("ffn")
+    keys = " and ".join(f"{role}.hardware" for role in roles)
+    missing = f"{'are' if len(roles) > 1 else 'is'} missing"
+    return f"{keys} {f'= {work.hardware_name}' if work.hardware_name else missing} ({work.kind})"
+
+
+def _known(platform: str) -> str:
+    """Hardware of this platform that is known, as in `a, b or c`."""
+    *most, last = [name for name in known_hardware() if load_hardware(name).platform == platform]
+    return f"{', '.join(most)} or {last}"
+
+
 NAME, BUCKET = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]"
 """What objects of Kubernetes with a suffix of ours, units and files may be called, and buckets of
 Cloud Storage."""
@@ -199,8 +216,9 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
         platform = work.hardware.platform if work.hardware else ""
         if target.platform and work.kind != "router" and platform != target.platform:
             raise ConfigError(
-                f"--target {options.target}: is for a {target.platform}, and {work.kind} has "
-                f"hardware {work.hardware_name or 'none'}; say --hardware, or the role's key"
+                f"--target {options.target}: is for a {target.platform}, and "
+                f"{_hardware_of(work, deployment)}; write {_known(target.platform)} there, or say "
+                "it with --hardware"
             )
     if options.slices > 1 and options.target == "gke-lws":
         raise ConfigError(

@@ -160,9 +160,23 @@ def test_a_deployment_survives_being_written(name: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("--config demo --target gke-lws", "is for a tpu, and whole has hardware none"),
-        ("--config demo --target slurm", "is for a gpu, and whole has hardware none"),
-        ("--config step3 --target gke-jobset", "is for a tpu, and whole has hardware h800"),
+        (
+            "--config demo --target gke-lws",
+            "is for a tpu, and attention.hardware and ffn.hardware are missing (whole); write v5e, "
+            "v5p, v6e or v7x there, or say it with --hardware",
+        ),
+        (
+            "--config demo --target slurm",
+            "is for a gpu, and attention.hardware and ffn.hardware are missing (whole); write a800",
+        ),
+        (
+            "--config demo-fleet --target gke-lws",
+            "is for a tpu, and attention.hardware is missing (prefill)",
+        ),
+        (
+            "--config step3 --target gke-jobset",
+            "is for a tpu, and attention.hardware and ffn.hardware = h800 (whole); write v5e",
+        ),
         (
             "--config step3-v6e --hardware v6e --target gke-lws --set ffn.ep=2",
             "48 chips of v6e: there are slices of 1, 4, 8, 16, 32, 64, 128, 256",
