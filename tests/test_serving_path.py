@@ -33,12 +33,12 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 15_250,
+    "leader, colocated": 15_350,
     "leader, attention and ffn": 16_200,
     "follower, attention and ffn": 12_550,
-    "alone, colocated": 15_600,
+    "alone, colocated": 15_700,
     "alone, attention and ffn": 16_550,
-    "attention": 14_350,
+    "attention": 14_400,
     "ffn": 12_750,
     "router": 5_200,
     "serve": 28_350,

@@ -123,9 +123,9 @@ def _private_assemble(
     return lambda shards: make(aval, sharding, shards, committed=True, _skip_checks=True)
 
 
-Put = Callable[[Sequence[jax.Array]], jax.Array]
-"""Copies arrays of one device each to this process's devices of a sharding, in its order, and makes
-one array of them: for one shape and sharding."""
+Put = Callable[[Sequence[jax.Array] | Sequence[np.ndarray]], jax.Array]
+"""Copies arrays of one device each, or of the host, to this process's devices of a sharding, in its
+order, and makes one array of them: for one shape and sharding."""
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from jaxserve.link.copy import Put, fast_put
 from jaxserve.mesh import cached_sharding
 from jaxserve.roles.program import ROWS
 from jaxserve.roles.step_arrays import LaneState
@@ -19,15 +20,15 @@ class GroupPut:
         deployment = programs.deployment
         pages = deployment.scheduler.page_buckets[-1]
         self._lanes = [LaneState(self._groups, self._slots, pages) for _ in range(deployment.lanes)]
+        own = self._sharding.addressable_devices_indices_map((self._groups,))
+        self._own = [own[device] for device in programs.mesh.local_devices]  # each device's rows
+        self._make_put = fast_put()
+        self._puts: dict[tuple[tuple[int, ...], np.dtype], Put] = {}
 
     def __call__(self, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
         """The batch array and page table of a lane's next plan: each comes here once, in order."""
-        arrays = tuple(self._lanes[plan.lane].step(plan))
-        if jax.process_count() == 1:
-            batch, table = jax.device_put(arrays, (self._sharding, self._sharding))
-            return batch, table
-        batch, table = map(self.rows, arrays)
-        return batch, table
+        batch, table = self._lanes[plan.lane].step(plan)
+        return self.rows(batch), self.rows(table)
 
     def last_tokens(self) -> jax.Array:
         """A lane's last tokens before its first step."""
@@ -35,6 +36,10 @@ class GroupPut:
 
     def rows(self, array: np.ndarray) -> jax.Array:
         """An array with a row a DP group."""
-        if jax.process_count() == 1:
-            return jax.device_put(array, self._sharding)
-        return jax.make_array_from_callback(array.shape, self._sharding, array.__getitem__)
+        if self._make_put is None:
+            return jax.make_array_from_callback(array.shape, self._sharding, array.__getitem__)
+        kind = array.shape, array.dtype
+        put = self._puts.get(kind)
+        if put is None:
+            put = self._puts[kind] = self._make_put(*kind, self._sharding)
+        return put([array[rows] for rows in self._own])

@@ -1,0 +1,49 @@
+"""Every device gets the row of its DP group, by either call."""
+
+from types import SimpleNamespace
+from unittest.mock import NonCallableMagicMock
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.roles import group_put
+from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.token_programs import TokenPrograms
+
+
+@pytest.fixture(params=["private", "public"])
+def put(request, monkeypatch):
+    """Four groups of two devices; the mesh has the devices in another order than the process."""
+    if request.param == "public":
+        monkeypatch.setattr(group_put, "fast_put", lambda: None)
+    mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("dp", "tp"))
+    scheduler = SimpleNamespace(page_buckets=[16])
+    deployment = SimpleNamespace(scheduler=scheduler, lanes=2)
+    programs = NonCallableMagicMock(TokenPrograms)
+    programs.configure_mock(mesh=mesh, groups=4, slots=3, deployment=deployment)
+    return GroupPut(programs)
+
+
+def test_rows(put):
+    array = np.arange(12, dtype=np.int32).reshape(4, 3)
+    arrived = put.rows(array)
+    assert arrived.sharding == NamedSharding(arrived.sharding.mesh, PartitionSpec("dp"))
+    assert arrived.committed
+    np.testing.assert_array_equal(arrived, array)
+    found = {shard.device.id: shard.data.tolist() for shard in arrived.addressable_shards}
+    first, second, third, last = ([row] for row in array.tolist())
+    assert found == {7: first, 6: first, 5: second, 4: second, 3: third, 2: third, 1: last, 0: last}
+
+
+def test_a_shape_has_a_call_of_its_own(put):
+    tables = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
+    for array in (tables, tables[..., 0].copy(), tables + 1, tables.view(np.uint32)):
+        arrived = put.rows(array)
+        assert arrived.dtype == array.dtype
+        np.testing.assert_array_equal(arrived, array)
+
+
+def test_last_tokens(put):
+    assert put.last_tokens().tolist() == [[0, 0, 0]] * 4
