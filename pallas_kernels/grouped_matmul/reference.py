@@ -77,9 +77,8 @@ def grouped_swiglu(
             hidden = hidden.astype(rows.dtype)
         return _matmul(hidden, down, row_format).astype(rows.dtype)
 
-    picked = rows if source is None else rows[source]
     weights = gate_weights, up_weights, down_weights
-    return _map_rows(swiglu, picked, weights, group_sizes, average)
+    return _map_rows(swiglu, rows, weights, group_sizes, average, source)
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
@@ -101,15 +100,24 @@ def _map_rows(
     weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
     average: int | None = None,
+    source: Array | None = None,
 ) -> Array:
-    """Apply `function(some rows, *weights of their group)` to all rows that belong to a group."""
+    """Apply `function(some rows, *weights of their group)` to all rows that belong to a group.
+
+    Args:
+      source: which of the rows they are; None: all of them, as they are.
+    """
+    count = rows.shape[0] if source is None else source.shape[0]
     if any(isinstance(stack, InputMajor) for stack in weights):
-        size = _block_of(rows, average)
-        return _map_blocks(function, rows, weights, sizes, size, halves=size >= BLOCK_ROWS)
+        size = _block_of(count, average)
+        halves = size >= BLOCK_ROWS
+        return _map_blocks(function, rows, weights, sizes, size, halves=halves, source=source)
     floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
-        return _map_blocks(function, rows, weights, sizes)
-    count, group_sizes = rows.shape[0], jnp.asarray(sizes)
+        return _map_blocks(function, rows, weights, sizes, source=source)
+    if source is not None:
+        rows = rows[source]
+    group_sizes = jnp.asarray(sizes)
     if count == 1:  # whose products XLA would take out of the loop, and sum otherwise
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
@@ -140,13 +148,15 @@ def _map_blocks(
     block_rows: int = BLOCK_ROWS,
     *,
     halves: bool = False,
+    source: Array | None = None,
 ) -> Array:
     """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group.
 
     Args:
       halves: whether half a block is multiplied where a group has no more rows left.
+      source: as `_map_rows`.
     """
-    count, group_sizes = rows.shape[0], jnp.asarray(sizes)
+    count, group_sizes = rows.shape[0] if source is None else source.shape[0], jnp.asarray(sizes)
     weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
@@ -154,7 +164,10 @@ def _map_blocks(
     block_end = jnp.cumsum(blocks_of_group)  # [groups]: where a group's blocks end
     block_start = block_end - blocks_of_group
     # The last block may reach past the last row.
-    padded_rows = jnp.pad(rows, ((0, block_rows), (0, 0)))
+    if source is None:
+        padded_rows = jnp.pad(rows, ((0, block_rows), (0, 0)))
+    else:
+        padded_rows = rows[jnp.pad(source, (0, block_rows))]
 
     def run_rows(size: int, group: Array, start: Array, output: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(padded_rows, start, size)
@@ -186,10 +199,10 @@ def _of_group(stack: WeightArray, group: Array) -> WeightArray:
     return jax.tree.map(lambda array: array[group], stack)
 
 
-def _block_of(rows: Array, average: int | None) -> int:
+def _block_of(count: int, average: int | None) -> int:
     """Rows of a block where a row's sums do not depend on that: few, and few are multiplied for
     nothing; many, and weights are seldom read again."""
     if average is None:
         return BLOCK_ROWS
     block = next((size for size, most in _BLOCKS if average < most), 4 * BLOCK_ROWS)
-    return min(block, max(rows.shape[0], 1))
+    return min(block, max(count, 1))
