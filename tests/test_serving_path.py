@@ -34,11 +34,11 @@ one; the only process of a runtime, which may have its weights from running work
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
     "leader, colocated": 15_350,
-    "leader, attention and ffn": 16_200,
+    "leader, attention and ffn": 16_250,
     "follower, attention and ffn": 12_550,
     "alone, colocated": 15_700,
     "alone, attention and ffn": 16_550,
-    "attention": 14_400,
+    "attention": 14_450,
     "ffn": 12_750,
     "router": 5_200,
     "serve": 28_350,
