@@ -33,7 +33,7 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 15_350,
+    "leader, colocated": 15_400,
     "leader, attention and ffn": 16_250,
     "follower, attention and ffn": 12_550,
     "alone, colocated": 15_700,
