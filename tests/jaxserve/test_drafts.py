@@ -14,6 +14,7 @@ NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
 
 CASES = {
     "colocated": {**COLOCATED, "lanes": 2, "speculative.automatic": False},
+    "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
     "2A1F": layouts.LAYOUTS["2A1F"] | {"lanes": 3, "link.transport": "ppermute"},
 }
 
@@ -97,7 +98,9 @@ def expected(colocated_runtime):
     return made
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "3A2F")) for case in CASES]
+)
 def test_the_same_tokens_as_without(case, tiny_model, expected):
     greedy, sampled, with_options = expected
     with layouts.running(tiny_model, CASES[case] | NGRAM) as engine:

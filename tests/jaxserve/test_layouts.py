@@ -46,7 +46,15 @@ def test_the_reference_decides(reference):
     assert reference.smallest_margin > 1e-3
 
 
-@pytest.mark.parametrize("case", layouts.SPANNING, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # `test_families_layouts.py` has three devices that meet two, and `test_layouts_processes.py`.
+    [
+        pytest.param(case, marks=[pytest.mark.matrix] * (case.layout == "3A2F"))
+        for case in layouts.SPANNING
+    ],
+    ids=str,
+)
 def test_layout_gives_the_colocated_tokens(case, tiny_model, reference, record_property):
     check(tokens_of(tiny_model, case.overrides), reference, case, record_property)
 

@@ -68,6 +68,7 @@ IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
 """`test_families_layouts.py` has these on other devices, so only `-m slow` looks at them here."""
 
 SHOWN_BY_ANOTHER = {
+    "deepseek_v3_all_moe",  # deepseek_v3, and which layers by every_other
     "deepseek_v3_all_dense",  # qwen3, and the dense layers of every_other
     "deepseek_v3_biases",  # full_query_biases, and the two meshes
     "deepseek_v3_full_query",  # full_query_biases
@@ -79,8 +80,10 @@ SHOWN_BY_ANOTHER = {
     "qwen3_biases",  # qwen3_moe_biases
     "qwen3_four_queries_a_key",  # qwen3_moe_four_queries_a_key
     "qwen3_moe_biases",  # the two meshes
+    "qwen3_moe_mlp_only",  # qwen3_moe_sparse_step
     "qwen3_moe_tied",  # qwen3_tied
     "qwen3_moe_window",  # qwen3_window, qwen3_moe
+    "qwen3_window_transformers5",  # qwen3_window, qwen3_transformers5
 }
 """Models with nothing that the models named beside them have not: they cost a compilation each, so
 only `pytest -m slow` looks at them."""

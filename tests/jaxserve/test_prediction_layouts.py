@@ -30,14 +30,14 @@ ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3} | LAYOUTS
 ALWAYS = {"speculative.automatic": False}
 
 # Modules on several attention devices: `roles/test_prediction.py`, against the NumPy models.
-FEW = [
-    ("1A2F ep", 3, {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}),
-]
+BY_DEFAULT = "1A2F ep"
+MORE = {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}
 
 
 def cases():
-    for layout, drafts, more in FEW:
-        yield pytest.param(ALL[layout] | more, drafts, id=f"{layout}, {drafts} drafts")
+    for layout in ("1A2F ep", "2A4F"):
+        marks = [] if layout == BY_DEFAULT else [pytest.mark.matrix]
+        yield pytest.param(ALL[layout] | MORE, 3, id=f"{layout}, 3 drafts", marks=marks)
     for layout, overrides in ALL.items():
         for drafts in (1, 2, 3):
             yield pytest.param(

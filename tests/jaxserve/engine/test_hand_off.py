@@ -98,12 +98,15 @@ PAIRS = {
     ),
 }
 
+SHOWN_ELSEWHERE = ("bfloat16 to float32", "decode by two roles")
+
 
 @pytest.mark.parametrize(
     "pair",
-    # Formats that differ are in `test_quantised_entries_are_converted_where_they_arrive`, too.
+    # Formats that differ, and GQA in FP8: `test_quantised_entries_are_converted_where_they_arrive`;
+    # two roles that decode: `test_a_domain_whose_ffn_worker_is_in_another_runtime`.
     [
-        pytest.param(pair, marks=[pytest.mark.matrix] * ("bfloat16 to float32" in pair))
+        pytest.param(pair, marks=[pytest.mark.matrix] * any(one in pair for one in SHOWN_ELSEWHERE))
         for pair in PAIRS
     ],
 )
@@ -128,7 +131,8 @@ def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
 def test_a_prediction_module_s_entries_come_along(tmp_path):
     """What the module has written for a prompt is in the domain's cache as if it had been computed
     there, in pages of another size; and drafts hold after it."""
-    write_tiny_step3(tmp_path, dataclasses.replace(layouts.SIZES, mtp=True), seed=layouts.SEED)
+    sizes = dataclasses.replace(layouts.SIZES, mtp=True, num_hidden_layers=2, moe_layers=(1,))
+    write_tiny_step3(tmp_path, sizes, seed=layouts.SEED)
     speculative = {
         "speculative.method": "mtp",
         "speculative.drafts": 1,

@@ -131,8 +131,20 @@ def side_by_side(*calls):
     return results
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("count", "params"),
+    [
+        pytest.param(count, params, id=f"{count}-{name}", marks=[] if few else pytest.mark.slow)
+        for count, params, name, few in (
+            (1, GREEDY, "greedy", False),
+            (1, SEEDED, "seeded", False),
+            (2, GREEDY, "greedy", True),
+            (2, SEEDED, "seeded", False),
+            (3, GREEDY, "greedy", False),
+            (3, SEEDED, "seeded", True),
+        )
+    ],
+)
 def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected):
     """Quantised pages have other tokens, which must not depend on who else is there."""
     used = list(domains.values())[:count]

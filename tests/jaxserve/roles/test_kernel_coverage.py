@@ -101,6 +101,7 @@ def test_check_takes_attentions_hardware_for_the_ffn_and_says_what_it_does_not_k
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.unoptimised
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_worker_says_it_once_and_refuses_where_that_is_wanted(
     tiny_model, strict, caplog, monkeypatch

@@ -19,7 +19,9 @@ from tests.reference.tiny_step3 import write_tiny_step3
 pytestmark = pytest.mark.unoptimised
 
 STEP3 = dataclasses.replace(layouts.SIZES, mtp=True)
-DEEPSEEK = TinyModel("two modules", TinyDeepseek(num_nextn_predict_layers=2), seed=3)
+DEEPSEEK = TinyModel(
+    "two modules", TinyDeepseek(num_hidden_layers=2, num_nextn_predict_layers=2), seed=3
+)
 DRAFTS = 3
 ON = {"speculative.method": "mtp", "speculative.drafts": DRAFTS}
 TIE = 1e-4
