@@ -37,8 +37,19 @@ def test_tiles():
 # A tile and several, and one that is wider than most; d_in of fewer inputs than are added at a
 # time, and no multiple of them; one block of rows and several, the last one whole or not.
 @pytest.mark.parametrize("d_out", [1, 24, 128, 200, 257, 384])
-@pytest.mark.parametrize("d_in", [3, 8, 130])
-@pytest.mark.parametrize("count", [1, 2, 32, 33, 70])
+@pytest.mark.parametrize(
+    ("count", "d_in"),
+    [
+        *((1, 130), (2, 3), (32, 8), (33, 130), (70, 3), (70, 8)),
+        *(
+            pytest.param(count, d_in, marks=pytest.mark.slow)
+            for count, d_in in (
+                *((1, 3), (1, 8), (2, 8), (2, 130), (32, 3), (32, 130)),
+                *((33, 3), (33, 8), (70, 130)),
+            )
+        ),
+    ],
+)
 def test_product(count, d_in, d_out):
     rows, weights = drawn(count, d_in), drawn(d_out, d_in)
     expected = rows.astype(np.float64) @ weights.T.astype(np.float64)

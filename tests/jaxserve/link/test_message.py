@@ -119,8 +119,15 @@ def test_encoded_rows_are_sent_as_they_are(rows):
     assert np.asarray(form.pack(encoded)).tobytes() == expected_bytes(m, rows)
 
 
-@pytest.mark.parametrize("d_model", [24, 128])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "d_model"),
+    [
+        (np.float32, 24),
+        (ml_dtypes.bfloat16, 128),
+        pytest.param(np.float32, 128, marks=pytest.mark.slow),
+        pytest.param(ml_dtypes.bfloat16, 24, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("top_k", TOP_K)
 @pytest.mark.parametrize("rows", FORMATS)
 def test_unpacked_is_what_was_packed(rows, top_k, dtype, d_model):

@@ -162,7 +162,7 @@ def test_groups_of_some_rows(tile, shared, monkeypatch):
     """Two blocks share rows, or weights for a tile each; rows of nobody are read, not written."""
     rows_have_parts(monkeypatch, tile)
     given = {"cluster": 2}
-    sizes = (1, 0, 127, 128, 129, 160, 161, 320)
+    sizes = (1, 0, 7, tile - 1, tile, tile + 1, 17, 2 * tile)
     d_model, d_ff = 384, 256
     rng, pick, picked = np.random.default_rng(0), mosaic_gpu.pick_tiles, []
 
@@ -175,7 +175,7 @@ def test_groups_of_some_rows(tile, shared, monkeypatch):
         quantize_weight(jnp.asarray(rng.normal(size=(8, *shape))) / 16, "fp8_block")
         for shape in ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
     ]
-    rows = rng.normal(size=(1032, d_model)).astype(jnp.bfloat16)
+    rows = rng.normal(size=(sum(sizes) + 6, d_model)).astype(jnp.bfloat16)
     rows[sum(sizes) :] = np.nan
 
     def network(rows, *weights):
