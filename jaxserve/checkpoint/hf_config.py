@@ -109,16 +109,16 @@ def _listed(folder: Path) -> dict[str, Tensor]:
 def _floats(there: Mapping[str, Tensor], names: CheckpointNames, config: ModelConfig) -> Floats:
     """`ModelConfig.floats`, where what is dequantised does not fit BF16 either; routers' matrices,
     which are small, do not count."""
-    plain = {"table", "weight", *(get_args(MatrixPart) if config.stored == "plain" else ())}
+    whole = get_args(MatrixPart) if config.stored == "plain" else config.plain_parts
+    floats = {name: tensor.kind for name, tensor in there.items() if tensor.kind in READABLE}
     kinds = {
-        there[name].kind if name in there and there[name].kind in READABLE else "made"
+        floats.get(name, "made")
         for sources in (names.embedding, names.head, *names.attention, *names.ffn)
         for leaf, source in sources.items()
         if not leaf.startswith("router.")
         for name, shape in source.tensors.items()
         if len(shape) > 1
-        if (name in there and there[name].kind in READABLE)
-        or leaf.partition(".")[0] in plain | config.plain_parts
+        if name in floats or leaf.partition(".")[0] in {"table", "weight", *whole}
     }
     return "bfloat16" if kinds == {"BF16"} else "float32"
 
