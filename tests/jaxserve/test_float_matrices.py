@@ -1,5 +1,6 @@
 """BF16 matrices beside FP32 activations give the bits of the same matrices in FP32."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ IN_FLOAT32 = {"attention.weights": "float32", "ffn.weights": "float32"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bfloat16")
-    return write_tiny_step3(path, layouts.SIZES, seed=layouts.SEED, dtype="bfloat16")
+    sizes = dataclasses.replace(layouts.SIZES, num_hidden_layers=2, moe_layers=(1,))
+    return write_tiny_step3(path, sizes, seed=layouts.SEED, dtype="bfloat16")
 
 
 def answers(folder: Path, overrides: dict[str, Any]) -> list[Any]:
