@@ -34,7 +34,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     """Round 1 loses the worker in use, and the standby takes over; round 2 loses that one, too,
     and the first, which was started again, takes over. Both are lost while experts move. What is
     started again has its weights from the other one, whose experts move."""
-    overrides = layouts.LIMITS | {"lanes": 2, "attention.dp": 2, "ffn.ep": 2}
+    overrides = layouts.LIMITS | {"lanes": 3, "attention.dp": 3, "ffn.ep": 2}
     overrides |= {"ffn.redundant_slots": 1, "experts.move_gb_per_second": 1e-4}
     command = ["launch/local.py", "--runtimes", "--standbys", "1", "--peers"]
     command += ["--model", str(tiny_model)]
