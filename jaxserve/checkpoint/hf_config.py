@@ -88,13 +88,16 @@ def read_config(
     names, tensors = family.names(config), _listed(path.parent)
     if config.stored != "plain":
         packing = packing_of(tree)
-        parts = _plain_parts(tensors, names, config.stored, packing)
         config = msgspec.structs.replace(
             config,
             int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
-            plain_parts=parts,
+            plain_parts=_plain_parts(tensors, names, config.stored, packing),
         )
-    return msgspec.structs.replace(config, floats=_floats(tensors, names, config)), names
+    made: frozenset[str] = frozenset()  # leaves whose floats are dequantised where none are stored
+    if tree.get(SECTION):
+        parts = get_args(MatrixPart) if config.stored == "plain" else config.plain_parts
+        made = frozenset(("table", "weight", *parts))
+    return msgspec.structs.replace(config, floats=_floats(tensors, names, made)), names
 
 
 def _listed(folder: Path) -> dict[str, Tensor]:
@@ -106,10 +109,9 @@ def _listed(folder: Path) -> dict[str, Tensor]:
         return {}
 
 
-def _floats(there: Mapping[str, Tensor], names: CheckpointNames, config: ModelConfig) -> Floats:
-    """`ModelConfig.floats`, where what is dequantised does not fit BF16 either; routers' matrices,
-    which are small, do not count."""
-    whole = get_args(MatrixPart) if config.stored == "plain" else config.plain_parts
+def _floats(there: Mapping[str, Tensor], names: CheckpointNames, made: frozenset[str]) -> Floats:
+    """`ModelConfig.floats`; routers' matrices, which are small, do not count, and what is
+    dequantised (leaves of `made` without a float tensor) does not fit BF16."""
     floats = {name: tensor.kind for name, tensor in there.items() if tensor.kind in READABLE}
     kinds = {
         floats.get(name, "made")
@@ -118,7 +120,7 @@ def _floats(there: Mapping[str, Tensor], names: CheckpointNames, config: ModelCo
         if not leaf.startswith("router.")
         for name, shape in source.tensors.items()
         if len(shape) > 1
-        if name in floats or leaf.partition(".")[0] in {"table", "weight", *whole}
+        if name in floats or leaf.partition(".")[0] in made
     }
     return "bfloat16" if kinds == {"BF16"} else "float32"
 
