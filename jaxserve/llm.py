@@ -274,7 +274,7 @@ class _Batch:
         self._waiting = deque(range(len(requests)))
         self._live: dict[int, Generation] = {}
         self._pieces: list[list[GenerationOutput]] = [[] for _ in requests]
-        self._ended: queue.SimpleQueue[tuple[int, GenerationOutput]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def run(self) -> list[RequestOutput]:
         """Submits everything, waits for everything; an error or Ctrl-C cancels what still runs."""
@@ -282,13 +282,13 @@ class _Batch:
             self._submit()
             while self._waiting or self._live:
                 try:
-                    index, last = self._ended.get(timeout=LOOK_SECONDS)
+                    index = self._ended.get(timeout=LOOK_SECONDS)
                 except queue.Empty:
                     for generation in self._live.values():
                         _check_alive(generation)
                     self._submit()
                     continue
-                _check_completed(last, self._live.pop(index))
+                _check_completed(self._pieces[index][-1], self._live.pop(index))
                 self._submit()
         finally:
             for generation in self._live.values():
@@ -312,7 +312,7 @@ class _Batch:
         """On the generator's thread: the caller's is woken once a request, not once a token."""
         self._pieces[index].append(piece)
         if piece.finish_reason is not None:
-            self._ended.put((index, piece))
+            self._ended.put(index)
 
     def _output(self, index: int) -> RequestOutput:
         prompt, token_ids, _ = self._requests[index]

@@ -326,8 +326,7 @@ def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
 
 def _scales(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     if reader.tensor.packing.layout == "scaled":
-        one = reader.floats("weight_scale", slice(0, 1), slice(0, 1))
-        return np.broadcast_to(one, (rows.stop - rows.start, 1))
+        return _channel_scales(reader, rows)
     groups, of = _places(reader, columns)
     if reader.tensor.packing.layout == "packed":
         return reader.floats("weight_scale", rows, groups)[:, of]
@@ -351,14 +350,18 @@ def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
 
 def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     """values · scale."""
-    values = reader.floats("weight", rows, columns)
+    return reader.floats("weight", rows, columns) * _channel_scales(reader, rows)
+
+
+def _channel_scales(reader: _Reader, rows: slice) -> np.ndarray:
+    """[rows, 1], stored as [d_out, 1], as [d_out], which is read as one row, or as one scale."""
+    first = slice(0, 1)
     if reader.tensor.one_scale:
-        return values * reader.floats("weight_scale", slice(0, 1), slice(0, 1))
-    # [d_out, 1], or [d_out] read as one row.
-    scales = reader.tensor.parts["weight_scale"]
-    if len(scales.shape) == 1:
-        return values * reader.floats("weight_scale", slice(0, 1), rows).T
-    return values * reader.floats("weight_scale", rows, slice(0, 1))
+        one = reader.floats("weight_scale", first, first)
+        return np.broadcast_to(one, (rows.stop - rows.start, 1))
+    if len(reader.tensor.parts["weight_scale"].shape) == 1:
+        return reader.floats("weight_scale", first, rows).T
+    return reader.floats("weight_scale", rows, first)
 
 
 def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
