@@ -22,9 +22,9 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.storage.mirror import INT8_PRODUCTS
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.packed_folders import FORMATS as PACKED
+from tests.jaxserve.checkpoint.packed_folders import write as write_packed
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
-from tests.jaxserve.checkpoint.test_packed import FORMATS as PACKED
-from tests.jaxserve.checkpoint.test_packed import write as write_packed
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_step3 import write_tiny_step3
 

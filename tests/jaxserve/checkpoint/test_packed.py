@@ -1,7 +1,6 @@
-"""The Hub's quantised formats, packed here number by number from their libraries' descriptions."""
+"""The Hub's quantised formats (`packed_folders.py`): as floats, or kept as they are stored."""
 
 import json
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,221 +17,23 @@ from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
 from pallas_kernels import input_major
+from tests.jaxserve.checkpoint.packed_folders import (
+    DYNAMIC,
+    FORMATS,
+    FP8,
+    FP8_BLOCKS,
+    FP8_TENSOR,
+    GPTQ,
+    GROUP,
+    SIZES,
+    W8A8,
+    Packer,
+    compressed,
+    several,
+    write,
+)
 from tests.jaxserve.checkpoint.test_fp8 import blocks, matrices
 from tests.jaxserve.roles.test_weights import row_by_row
-from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import TinyQwen3
-
-GROUP = 32
-SIZES = TinyQwen3(model_type="qwen3_moe", hidden_size=64, moe_intermediate_size=64)
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def words(codes: list[int], bits: int) -> np.int32:
-    """Low bits first."""
-    total = 0
-    for place, code in enumerate(codes):
-        total |= int(code) << (place * bits)
-    return np.uint32(total).astype(np.int32)
-
-
-def pack_rows(codes: np.ndarray, bits: int, order: list[int] | None = None) -> np.ndarray:
-    """[rows, columns] -> [rows, columns / n]."""
-    n = 32 // bits
-    order = order or list(range(n))
-    return np.array(
-        [
-            [words([row[start + c] for c in order], bits) for start in range(0, len(row), n)]
-            for row in codes
-        ],
-        np.int32,
-    )
-
-
-class Packer:
-    """Makes random codes of every projection: tensors, and the matrix that they stand for."""
-
-    def __init__(self, bits: int = 4, group: int = GROUP, seed: int = 0):
-        self.bits, self.group, self.rng = bits, group, np.random.default_rng(seed)
-
-    def parts(self, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Codes [out, in], zero points and scales [out, groups]."""
-        groups = shape[1] // self.group if self.group else 1
-        top = 1 << self.bits
-        scales = self.rng.uniform(0.01, 0.03, (shape[0], groups)).astype(np.float16)
-        return (
-            self.rng.integers(0, top, shape),
-            self.rng.integers(0, top, (shape[0], groups)),
-            scales,
-        )
-
-    def matrix(self, codes, zeros, scales, of=None):
-        """In float64, weight by weight."""
-        made = np.zeros(codes.shape)
-        for column in range(codes.shape[1]):
-            group = of[column] if of is not None else column // (self.group or codes.shape[1])
-            made[:, column] = (codes[:, column] - zeros[:, group]) * scales[:, group]
-        return made
-
-    def gptq(self, base, shape, *, shuffled=False, plus=1):
-        codes, zeros, scales = self.parts(shape)
-        of = self.rng.permutation(np.arange(shape[1]) // self.group) if shuffled else None
-        index = np.arange(shape[1]) // self.group if of is None else of
-        stored = (zeros - plus) % (1 << self.bits)
-        tensors = {
-            f"{base}qweight": pack_rows(codes, self.bits).T,
-            f"{base}qzeros": pack_rows(stored.T, self.bits),
-            f"{base}scales": scales.T,
-            f"{base}g_idx": index.astype(np.int32),
-        }
-        return tensors, self.matrix(codes, zeros, scales, of)
-
-    def awq(self, base, shape):
-        codes, zeros, scales = self.parts(shape)
-        tensors = {
-            f"{base}qweight": pack_rows(codes.T, 4, AWQ_ORDER),
-            f"{base}qzeros": pack_rows(zeros.T, 4, AWQ_ORDER),
-            f"{base}scales": scales.T,
-        }
-        return tensors, self.matrix(codes, zeros, scales)
-
-    def compressed(self, base, shape, *, symmetric=True):
-        codes, zeros, scales = self.parts(shape)
-        half = 1 << (self.bits - 1)
-        if symmetric:
-            zeros = np.full_like(zeros, half)
-        tensors = {
-            f"{base}weight_packed": pack_rows(codes, self.bits),
-            f"{base}weight_scale": scales,
-            f"{base}weight_shape": np.array(shape),
-        }
-        if not symmetric:
-            tensors[f"{base}weight_zero_point"] = pack_rows(zeros.T, self.bits).T
-        return tensors, self.matrix(codes, zeros, scales)
-
-    def channels(self, base, shape, *, dtype=np.int8, one=False):
-        scales = self.rng.uniform(0.001, 0.003, (shape[0], 1)).astype(np.float32)
-        values = self.rng.integers(-127, 128, shape).astype(dtype)
-        if one:
-            scales = scales[:1, 0]
-        tensors = {f"{base}weight": values, f"{base}weight_scale": scales}
-        return tensors, values.astype(np.float64) * scales
-
-    def block(self, base, shape):
-        """Of FP8, all within one."""
-        scale = self.rng.uniform(0.001, 0.003, (1, 1)).astype(np.float32)
-        values = self.rng.integers(-127, 128, shape).astype(ml_dtypes.float8_e4m3fn)
-        tensors = {f"{base}weight": values, f"{base}weight_scale": scale}
-        return tensors, values.astype(np.float64) * scale
-
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
-
-AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False}
-
-
-def without_index(parts, matrix):
-    """AutoRound writes no g_idx."""
-    return {name: part for name, part in parts.items() if not name.endswith("g_idx")}, matrix
-
-
-def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None):
-    """As LLM Compressor writes it."""
-    group = {
-        "input_activations": inputs,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": {
-            "actorder": None,
-            "block_structure": None,
-            "dynamic": False,
-            "observer": "minmax",
-            "observer_kwargs": {},
-            "symmetric": True,
-            **weights,
-        },
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        "global_compression_ratio": 1.5,
-    }
-
-
-DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"}
-W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-W8A16 = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None}
-W8A8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
-FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
-FP8_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-
-
-FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-
-
-def several(*sections: dict[str, Any]) -> dict[str, Any]:
-    """Their groups in one folder."""
-    groups = [each["config_groups"]["group_0"] | {"format": each["format"]} for each in sections]
-    named = {f"group_{index}": group for index, group in enumerate(groups)}
-    return sections[0] | {"format": "mixed-precision", "config_groups": named}
-
-
-def write(folder, section, pack):
-    """A tiny model whose projections `pack` makes; returns the matrices they stand for by name."""
-    TinyModel("packed", SIZES).write(folder)
-    path = folder / "model.safetensors"
-    tensors, stand_for = load_file(path), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        shape = tensors.pop(name).shape
-        parts, stand_for[name] = pack(name.removesuffix("weight"), shape)
-        tensors |= {part: np.ascontiguousarray(values) for part, values in parts.items()}
-    save_file(tensors, path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    return stand_for
-
-
-FORMATS = {
-    "gptq": (GPTQ, lambda *a: Packer().gptq(*a)),
-    "gptq shuffled": (GPTQ, lambda *a: Packer().gptq(*a, shuffled=True)),
-    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda *a: Packer().gptq(*a, plus=0)),
-    "gptq 8 bits": (
-        GPTQ | {"bits": 8, "group_size": -1},
-        lambda *a: Packer(bits=8, group=64).gptq(*a),
-    ),
-    "awq": (AWQ, lambda *a: Packer().awq(*a)),
-    "auto-round gptq": (
-        AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"},
-        lambda *a: without_index(*Packer().gptq(*a)),
-    ),
-    "auto-round": (
-        AUTO_ROUND | {"packing_format": "auto_round"},
-        lambda *a: without_index(*Packer().gptq(*a, plus=0)),
-    ),
-    "auto-round awq": (
-        AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
-        lambda *a: Packer().awq(*a),
-    ),
-    "w4a16": (compressed("pack-quantized", W4A16), lambda *a: Packer().compressed(*a)),
-    "w4a16 asymmetric": (
-        compressed("pack-quantized", W4A16 | {"symmetric": False}),
-        lambda *a: Packer().compressed(*a, symmetric=False),
-    ),
-    "w8a16": (
-        compressed("pack-quantized", W8A16),
-        lambda *a: Packer(bits=8, group=64).compressed(*a),
-    ),
-    "w8a8": (compressed("int-quantized", W8A8, DYNAMIC), lambda *a: Packer().channels(*a)),
-    "fp8 tensor": (
-        compressed("float-quantized", FP8_TENSOR),
-        lambda *a: Packer().channels(*a, dtype=ml_dtypes.float8_e4m3fn, one=True),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", FORMATS)

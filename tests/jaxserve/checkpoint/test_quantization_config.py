@@ -7,6 +7,7 @@ import pytest
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import Packing
 from jaxserve.checkpoint.quantization_config import MADE, Quantisation, quantisation, stored_format
+from tests.jaxserve.checkpoint.packed_folders import several
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ = {
@@ -102,13 +103,6 @@ def compressed(
         "transform_config": {},
         "version": "0.12.3",
     }
-
-
-def several(*sections: dict[str, Any]) -> dict[str, Any]:
-    """A folder of their groups, each with its format."""
-    groups = [s["config_groups"]["group_0"] | {"format": s["format"]} for s in sections]
-    named = {f"group_{index}": group for index, group in enumerate(groups)}
-    return compressed("mixed-precision") | {"config_groups": named}
 
 
 CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
