@@ -37,6 +37,18 @@ FORMATS = {
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
 
+def quantised(dtype, shape, block):
+    """Shapes of weights with a scale for each block, without values."""
+    counts = [
+        1 if not size else -(-axis // size) for axis, size in zip(shape[1:], block, strict=True)
+    ]
+    return QuantArray(
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct((shape[0], *counts), jnp.float32),
+        block,
+    )
+
+
 def spread_numpy(scales, block, shape):
     """Every scale repeated over its block, float64."""
     spread = np.asarray(scales, np.float64)
