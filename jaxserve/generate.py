@@ -25,7 +25,7 @@ from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, J
 from jaxserve.fleet.sizing import Sizing
 from jaxserve.llm import LLM
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import Recorder
+from jaxserve.observe.recorder import Recorder
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 

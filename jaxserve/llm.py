@@ -21,7 +21,7 @@ from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.open import open_engine
 from jaxserve.fleet.sizing import Sizing
-from jaxserve.observe.timeline import Recorder
+from jaxserve.observe.recorder import Recorder
 from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import Prompt, TextGenerator

@@ -11,7 +11,7 @@ WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetim
 ALLOWED = {
     "jaxserve/bench/report.py": "the date of a report",
     "jaxserve/chaos/clock_shim/sitecustomize.py": "has the wall clock jump, on purpose",
-    "jaxserve/observe/timeline.py": "brings the spans of several hosts to one axis",
+    "jaxserve/observe/recorder.py": "brings the spans of several hosts to one axis",
     "jaxserve/roles/cell.py": "when a stage began, for timelines",
     "jaxserve/roles/colocated.py": "the same",
     "jaxserve/server/http/chat.py": "`created` of OpenAI's API",

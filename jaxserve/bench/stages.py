@@ -32,7 +32,8 @@ from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import Recorder, Span, merge
+from jaxserve.observe.recorder import Recorder
+from jaxserve.observe.spans import Span, merge
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows

@@ -13,7 +13,7 @@ from jaxserve.engine.build_runtime import builder_of
 from jaxserve.fleet import bootstrap, following
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.follower import Follower
-from jaxserve.observe.timeline import Recorder
+from jaxserve.observe.recorder import Recorder
 from jaxserve.server.access import Access
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.routes import PROBES

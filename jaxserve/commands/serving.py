@@ -32,7 +32,8 @@ from jaxserve.fleet.open import open_engine
 from jaxserve.link.pull import PullClient
 from jaxserve.link.weights_server import WeightsServer
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import Recorder, merge
+from jaxserve.observe.recorder import Recorder
+from jaxserve.observe.spans import merge
 from jaxserve.roles.held_weights import serve_weights
 
 HURRY_SECONDS = 2.0

@@ -18,7 +18,7 @@ from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
 from jaxserve.fleet.control import Position
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
-from jaxserve.observe.timeline import Recorder
+from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 

@@ -18,7 +18,7 @@ from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.leader import Leader
 from jaxserve.observe.probe import Measured
-from jaxserve.observe.timeline import Span
+from jaxserve.observe.spans import Span
 from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Observer

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jaxserve.observe.timeline import Recorder, Span
+from jaxserve.observe.recorder import Recorder
+from jaxserve.observe.spans import Span
 from jaxserve.roles.worker import Observer
 
 CAPACITY = 1 << 14

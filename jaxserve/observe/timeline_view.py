@@ -10,16 +10,8 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from jaxserve.observe.timeline import (
-    AFDStage,
-    AnyStage,
-    Span,
-    StageTimes,
-    Summary,
-    steady_window,
-    summarise,
-    typical_steps,
-)
+from jaxserve.observe.spans import AFDStage, AnyStage, Span
+from jaxserve.observe.timeline import StageTimes, Summary, steady_window, summarise, typical_steps
 
 # Attention on top, the ffn at the bottom, the link between them: a token goes down and up again.
 _ROWS: tuple[tuple[AFDStage, str], ...] = (

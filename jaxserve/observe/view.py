@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.observe.timeline import AnyStage, Span
+from jaxserve.observe.spans import AnyStage, Span
 from jaxserve.roles.expert_view import ExpertView
 
 MAX_SPANS = 2048

@@ -15,15 +15,8 @@ from typing import Protocol
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.probe import TAKE_SECONDS, Measured
-from jaxserve.observe.timeline import (
-    AnyStage,
-    Span,
-    Summary,
-    merge,
-    steady_window,
-    summarise,
-    typical_steps,
-)
+from jaxserve.observe.spans import AnyStage, Span, merge
+from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
 from jaxserve.observe.view import MAX_SPANS, DomainShare, PipelineView, Transfers
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.observe.timeline import AFDStage
+from jaxserve.observe.spans import AFDStage
 
 MeasuredStage = AFDStage | Literal["enter", "leave", "host"]
 """The stages of AFD; a step's first attend, which embeds, too; its end, which is head and sampling;

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.observe.timeline import STAGES, AFDStage, Span
+from jaxserve.observe.spans import STAGES, AFDStage, Span
 from jaxserve.planner.lanes import Busy, Disturb, Note, undisturbed
 from jaxserve.planner.stage_times import StepTimes
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.observe.timeline import AFDStage, Span
+from jaxserve.observe.spans import AFDStage, Span
 from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.schedule import Rotation
 

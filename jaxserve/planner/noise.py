@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.observe.timeline import AFDStage
+from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.skew import placement_of, rank_shares
 
 

@@ -17,7 +17,8 @@ import msgspec
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import Span, steady_window
+from jaxserve.observe.spans import Span
+from jaxserve.observe.timeline import steady_window
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.stage_times import layer_kinds

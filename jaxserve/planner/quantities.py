@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import AFDStage
+from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
 

@@ -19,7 +19,7 @@ from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import AFDStage, Span
+from jaxserve.observe.spans import AFDStage, Span
 from jaxserve.planner.colocated_lanes import Colocated, Seen
 from jaxserve.planner.lanes import Busy, LinkMode
 from jaxserve.planner.noise import Jitter, Lengths

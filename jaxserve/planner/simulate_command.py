@@ -9,7 +9,8 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import Span, steady_window, summarise, typical_steps
+from jaxserve.observe.spans import Span
+from jaxserve.observe.timeline import steady_window, summarise, typical_steps
 from jaxserve.planner import report
 from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.lanes import LinkMode

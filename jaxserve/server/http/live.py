@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.engine.load import EngineLoad
-from jaxserve.observe.timeline import AnyStage
+from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server.http.exchange import Exchange

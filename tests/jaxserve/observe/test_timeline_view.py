@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxserve.observe.timeline import AFDStage, Span, summarise
+from jaxserve.observe.spans import AFDStage, Span
+from jaxserve.observe.timeline import summarise
 from jaxserve.observe.timeline_view import describe, perfetto, svg, write
 
 MS = 1_000_000

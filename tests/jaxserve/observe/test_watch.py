@@ -9,7 +9,8 @@ import pytest
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe import watch as module
 from jaxserve.observe.probe import Measured
-from jaxserve.observe.timeline import Span, summarise
+from jaxserve.observe.spans import Span
+from jaxserve.observe.timeline import summarise
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.observe.watch import Watch, domain_shares
 

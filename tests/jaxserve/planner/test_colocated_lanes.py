@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.observe.timeline import STAGES, Span
+from jaxserve.observe.spans import STAGES, Span
 from jaxserve.planner.colocated_lanes import Colocated, Overlapped
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.search import overlapped_seconds

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.observe.timeline import Span
+from jaxserve.observe.spans import Span
 from jaxserve.planner.lanes import Disaggregated, LinkMode
 from jaxserve.planner.stage_times import Given, Rows, StepTimes
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import Span
+from jaxserve.observe.spans import Span
 from jaxserve.plan import main
 from jaxserve.roles.layout import StepLoad
 

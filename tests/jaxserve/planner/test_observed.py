@@ -1,7 +1,7 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.observe.timeline import Span
+from jaxserve.observe.spans import Span
 from jaxserve.planner.models import cost_model, load_model, model_config, model_folder
 from jaxserve.planner.observed import Timed, kinds_of, observe, read_spans, with_load
 from jaxserve.roles.layout import StepLoad

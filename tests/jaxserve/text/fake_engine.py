@@ -17,7 +17,7 @@ from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
-from jaxserve.observe.timeline import STAGES, Span
+from jaxserve.observe.spans import STAGES, Span
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 

@@ -1,0 +1,208 @@
+"""Measures when stages end.
+
+A cell calls `Recorder.observe` right after it has enqueued a stage; a worker thread of the recorder
+notes when the stage's result is ready. Knows neither schedule, transport nor JAX: a result is
+anything with `block_until_ready`.
+"""
+
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from jaxserve.observe.spans import AnyStage, Span, merge
+from jaxserve.roles.layout import StepLoad
+
+# The interpreter's thread switch interval while recording, in seconds; the default of 5 ms would be
+# the error of every time stamp while the step loop is busy.
+_SWITCH_INTERVAL_S = 5e-5
+
+
+@runtime_checkable
+class Result(Protocol):
+    """The part of a stage's result (a `jax.Array`) that the recorder uses."""
+
+    def block_until_ready(self) -> object:
+        """Returns once the value is computed; raises if the computation failed."""
+
+
+class _ShortSwitchInterval:
+    """The thread switch interval of the process, shortened while any recorder needs it so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._usual = 0.0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual, _SWITCH_INTERVAL_S))
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                sys.setswitchinterval(self._usual)
+
+
+_short_interval = _ShortSwitchInterval()
+
+
+class Recorder:
+    """Measures when observed stages end; thread-safe, with bounded memory.
+
+    One worker thread per stage and lane: within a lane stages end in the order in which they were
+    enqueued, across lanes they need not.
+
+    Args:
+      process: index of this process, noted in its spans.
+      capacity: number of newest spans that are kept.
+      backlog: most unfinished stages that are tracked; further ones are counted in `dropped`.
+      clock: nanoseconds since the epoch.
+      paused: start as after `pause`.
+    """
+
+    def __init__(
+        self,
+        process: int = 0,
+        *,
+        capacity: int = 1 << 16,
+        backlog: int = 1 << 14,
+        clock: Callable[[], int] = time.time_ns,
+        paused: bool = False,
+    ) -> None:
+        self._process = process
+        self._clock = clock
+        self._backlog = backlog
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._ring: deque[Span] = deque(maxlen=capacity)
+        self._closed = False
+        self.dropped = 0
+        """Number of stages that were not measured: failed, donated, or beyond the backlog."""
+        self._workers: dict[tuple[AnyStage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
+        self._seen: dict[int, tuple[Result, int]] = {}
+        self._resumed = False
+        if not paused:
+            self.resume()
+
+    def resume(self) -> None:
+        """Shortens the thread switch interval, which exact times need."""
+        if not self._resumed:
+            self._resumed = True
+            _short_interval.enter()
+
+    def pause(self) -> None:
+        """Does without the short interval until `resume`; the last recorder restores it."""
+        if self._resumed:
+            self._resumed = False
+            _short_interval.leave()
+
+    def observe(
+        self,
+        stage: AnyStage,
+        lane: int,
+        layer: int,
+        step: int,
+        result: Result,
+        load: StepLoad | None = None,
+        begun: int | None = None,
+    ) -> None:
+        """Tracks a stage that was just enqueued; does not block.
+
+        Args:
+          result: the array that the stage produces; it must never be donated, since the recorder
+            holds it until it is ready.
+          load: of its step.
+          begun: when its enqueueing began; None: now.
+        """
+        enqueued = self._clock() if begun is None else begun
+        with self._changed:
+            if self._closed or self._pending >= self._backlog:
+                self.dropped += 1
+                return
+            self._pending += 1
+            if (stage, lane) not in self._workers:
+                self._workers[stage, lane] = self._start(stage, lane)
+            stages, _ = self._workers[stage, lane]
+        stages.put((layer, step, enqueued, load, result))
+
+    def seen(self, lane: int, result: Result) -> None:
+        """The caller waited for a result that this recorder observes, and has it now.
+
+        Whichever thread wakes first notes the end: where all cores are busy the other one gets one
+        when the next stage is over.
+        """
+        self._seen[lane] = result, self._clock()
+
+    def flush(self, timeout: float) -> bool:
+        """Waits up to `timeout` seconds for everything observed to end; returns whether it did."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending == 0, timeout)
+
+    def spans(self) -> list[Span]:
+        """The newest ended spans, sorted by start."""
+        with self._changed:
+            ended = list(self._ring)
+        return merge([ended])
+
+    def ended(self, timeout: float = 5.0) -> list[Span]:
+        """Waits up to `timeout` seconds for everything observed, closes, and returns the spans."""
+        self.flush(timeout)
+        self.close()
+        return self.spans()
+
+    def clear(self) -> None:
+        """Forgets the spans that have ended."""
+        with self._changed:
+            self._ring.clear()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends the workers; waits for them for up to `timeout` seconds together."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            workers = list(self._workers.values())
+        for stages, _ in workers:
+            stages.put(None)
+        deadline = time.monotonic() + timeout
+        for _, worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        self.pause()
+
+    def _start(self, stage: AnyStage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
+        stages: queue.SimpleQueue = queue.SimpleQueue()
+        name = f"timeline-{stage}-{lane}"
+        worker = threading.Thread(
+            target=self._work, args=(stages, stage, lane), name=name, daemon=True
+        )
+        worker.start()
+        return stages, worker
+
+    def _work(self, stages: queue.SimpleQueue, stage: AnyStage, lane: int) -> None:
+        while (item := stages.get()) is not None:
+            layer, step, enqueued, load, result = item
+            try:
+                result.block_until_ready()
+            except Exception:  # reported elsewhere; here only the span is missing
+                span = None
+            else:
+                end = self._clock()
+                other, noted = self._seen.get(lane, (None, end))
+                end = min(end, noted) if other is result else end
+                span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued, load)
+            del item, result  # do not keep it alive while waiting for the next
+            with self._changed:
+                if span is None:
+                    self.dropped += 1
+                else:
+                    self._ring.append(span)
+                self._pending -= 1
+                self._changed.notify_all()
