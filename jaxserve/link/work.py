@@ -64,14 +64,18 @@ class Preparations:
         self._failed: dict[tuple[MessageSize, ...], str] = {}
 
     def ask(self, pieces: int, rows: Sequence[int]) -> Preparing | Refused | None:
-        """None where a domain with such messages can be served; otherwise begins to get ready for
-        it, or says why not."""
+        """Returns None where a domain with such messages can be served. Otherwise begins to get
+        ready for it, or says why not.
+
+        A failure is told once. The next domain that asks has it tried again: what failed may have
+        been the room on a disk or a device.
+        """
         if pieces < 1 or not rows or min(rows) < 1:
             return Refused(f"messages of {pieces} pieces of {list(rows)} rows")
         sizes = tuple(sorted({MessageSize(pieces, count) for count in rows}))
         what = f"{pieces} pieces of {', '.join(str(size.rows) for size in sizes)} rows"
         with self._lock:
-            if reason := self._failed.get(sizes):
+            if reason := self._failed.pop(sizes, ""):
                 return Refused(f"no programs for messages of {what}: {reason}")
             thread = self._threads.get(sizes)
             if thread is not None and thread.is_alive():
@@ -99,3 +103,6 @@ class Preparations:
             logger.exception("link: not ready for messages of %s", sizes)
             with self._lock:
                 self._failed[sizes] = f"{type(error).__name__}: {error}"
+                self._sizes.difference_update(
+                    each for each in sizes if not self._work.ready([each])
+                )

@@ -58,7 +58,8 @@ def drafting_programs(
     if not programs.deployment.drafts:
         return {}
     wanted = {}
-    for bucket in {bucket.of_tokens.undrafted for bucket in buckets}:
+    # Not a set: every process of a runtime compiles in this order.
+    for bucket in dict.fromkeys(bucket.of_tokens.undrafted for bucket in buckets):
         wanted[ProgramKey("resolve", None, bucket)] = draft_programs.resolve(programs, bucket)
         if not programs.config.modules:
             wanted[ProgramKey("draft", None, bucket)] = draft_programs.draft(programs, bucket)
