@@ -41,7 +41,11 @@ def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
 
 
 def complete(deployment: "Deployment") -> "Deployment":
-    """Fills the derived buckets in and checks sizes against each other."""
+    """Fills the derived buckets in and checks sizes against each other.
+
+    Raises:
+      ConfigError: they do not fit; names the keys.
+    """
     limits, cache = deployment.scheduler, deployment.cache
     if limits.token_budget < limits.slots:
         raise ConfigError(
@@ -69,6 +73,9 @@ def complete(deployment: "Deployment") -> "Deployment":
             f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
             "experts"
         )
+    if (ranks - shared) % deployment.experts.nodes:
+        start = f"experts.nodes = {deployment.experts.nodes}"
+        raise ConfigError(f"{start} does not divide the {ranks - shared} ranks of routed experts")
     if shared and deployment.ffn.whole_shared:
         raise ConfigError(
             f"ffn.whole_shared = true, but with ffn.shared_ranks = {shared} the shared expert has "

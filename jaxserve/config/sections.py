@@ -339,8 +339,8 @@ class Experts(Section, frozen=True):
     `weights.peers`, and the checkpoint where none has it. With several processes steps wait for
     what is read."""
     nodes: Size = 1
-    """Nodes of equally many ranks, on which a router's groups of experts stay together where the
-    nodes divide the groups."""
+    """Nodes of equally many ranks of routed experts: must divide them. A router's groups of experts
+    stay together on a node where the nodes divide the groups."""
 
 
 class PeerWeights(Section, frozen=True):

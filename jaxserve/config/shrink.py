@@ -1,8 +1,9 @@
-"""A role on fewer devices than its deployment file says, when some of them are lost.
+"""A role on fewer devices than its deployment file says, when some are lost.
 
-Whoever starts a worker again says how many are left (`serve --devices N`), or the file allows it
-(`ffn.shrink`). Over `pull` an ffn worker is free to do so: messages look the same, and attention
-workers notice nothing but its pace. Called by `serve.py` and `fleet/ffn_runtime.py`.
+The command that starts a worker again says how many devices are left (`serve --devices N`), or the
+file allows any number (`ffn.shrink`). Over `pull` an ffn worker may shrink at any start: messages
+look the same, and attention workers notice nothing but its pace. Called by `serve.py` and
+`fleet/ffn_runtime.py`.
 """
 
 import logging
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from jaxserve.config.checks import complete
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,14 +23,16 @@ logger = logging.getLogger(__name__)
 def shrunk(
     deployment: "Deployment", role: Literal["attention", "ffn"], devices: int
 ) -> "Deployment":
-    """The deployment with a role on at most so many devices.
+    """Returns the deployment with a role on at most this number of devices.
 
-    The ffn role loses ep ranks: every rank holds more experts, all of which are there, from the
+    The ffn role loses ep ranks: every other rank holds more experts, and reads them from the
     checkpoint. Attention loses DP groups. Where fewer devices are left than tp, tp shrinks to the
-    largest of its divisors that they suffice for.
+    largest of its divisors that they suffice for. Where nodes lose different numbers of ranks,
+    `experts.nodes` becomes 1.
 
     Raises:
-      ConfigError: there is none left, or the role shares a runtime with the other one.
+      ConfigError: no device is left, the role shares a runtime with the other one, or the sizes
+        that are left do not fit each other (`checks.complete`).
     """
     if devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1")
@@ -50,4 +54,8 @@ def shrunk(
         *(role, devices, sizes.devices, axis, rows, tp, before, sizes.tp),
     )
     changed = msgspec.structs.replace(sizes, tp=tp, **{axis: rows})
-    return msgspec.structs.replace(deployment, **{role: changed})
+    left = msgspec.structs.replace(deployment, **{role: changed})
+    if (left.expert_ranks - left.ffn.shared_ranks) % left.experts.nodes:
+        experts = msgspec.structs.replace(left.experts, nodes=1)
+        left = msgspec.structs.replace(left, experts=experts)
+    return complete(left)

@@ -259,6 +259,23 @@ def test_ranks_of_the_shared_expert_leave_some_for_the_others():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ({"ffn.ep": 5, "ffn.shared_ranks": 1}, 4),
+        ({"ffn.ep": 2}, 2),
+        ({"mode": "colocated", "attention.dp": 4}, 4),
+    ],
+    ids=str,
+)
+def test_nodes_divide_the_ranks_of_routed_experts(overrides, ranks):
+    here = Path(__file__).parent
+    load_deployment(here, overrides | {"experts.nodes": 2})
+    message = f"experts.nodes = 3 does not divide the {ranks} ranks of routed experts"
+    with pytest.raises(ConfigError, match=message):
+        load_deployment(here, overrides | {"experts.nodes": 3})
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"ffn.instances": 3}, "ffn.instances = 3 does not divide ffn.ep = 4"),
