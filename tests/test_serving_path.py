@@ -178,6 +178,11 @@ def test_a_process_does_not_reach_what_only_others_run() -> None:
     assert "jaxserve.roles.colocated_programs" not in reach("leader, attention and ffn")
 
 
+def test_a_router_reaches_no_scheduler() -> None:
+    engine = {"scheduler", "admission", "dp_group", "lane_slots", "prefix_cache"}
+    assert not {f"jaxserve.engine.{module}" for module in engine} & set(reach("router"))
+
+
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     ends = {"jaxserve.link.pages_client", "jaxserve.link.pages_server"}
     programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}

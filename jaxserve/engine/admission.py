@@ -1,4 +1,4 @@
-"""Admission: which requests are valid, which is next, and to which DP group it goes.
+"""Admission: which request is next, and to which DP group it goes.
 
 Called by `scheduler.py`, whose docstring has the policy. Plain arithmetic over requests and pages.
 """
@@ -9,70 +9,9 @@ from collections.abc import Sequence as Items
 
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.fetches import Fetches
+from jaxserve.engine.pages import pages_for
 from jaxserve.engine.prefix_cache import PageNode
-from jaxserve.engine.request import MAX_BANNED_IDS, Request
-from jaxserve.engine.sequence import Sequence, pages_for
-from jaxserve.errors import InvalidRequestError
-
-PATIENCE = 10.0
-"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
-
-
-def due(request: Request) -> float:
-    """When a request should be served, in seconds of its arrival's clock."""
-    patient = request.arrival + PATIENCE * (1 + request.params.priority)
-    return patient if request.deadline is None else min(patient, request.deadline)
-
-
-class RequestLimits:
-    """The limits that a request must keep.
-
-    Args:
-      max_length: longest sequence, prompt and output together, in tokens.
-      pages: pages a DP group.
-      page_size: tokens a page.
-    """
-
-    def __init__(self, *, max_length: int, pages: int, page_size: int):
-        self._max_length, self._pages, self._page_size = max_length, pages, page_size
-
-    def max_generated(self, request: Request) -> int:
-        """Generated tokens at which the request ends: max_tokens, or what max_length leaves."""
-        return min(request.params.max_tokens, self._max_length - len(request.prompt))
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidRequestError if the request could never run; from any thread."""
-        prompt_length = len(request.prompt)
-        if prompt_length == 0:
-            raise InvalidRequestError("prompt", "is empty")
-        if min(request.prompt) < 0:
-            raise InvalidRequestError("prompt", f"{min(request.prompt)} is no token id")
-        if prompt_length + 1 > self._max_length:
-            raise InvalidRequestError(
-                "prompt",
-                f"{prompt_length} tokens leave no room for an output: prompt and output together "
-                f"have at most {self._max_length} tokens",
-            )
-        if request.params.min_tokens and len(request.end_ids) > MAX_BANNED_IDS:
-            raise InvalidRequestError(
-                "min_tokens",
-                f"{len(request.end_ids)} ids would end the request, and at most {MAX_BANNED_IDS} "
-                "can be kept away",
-            )
-        max_generated = self.max_generated(request)
-        if len(request.emitted) >= max_generated:
-            raise InvalidRequestError(
-                "emitted",
-                f"{len(request.emitted)} tokens were generated already, of {max_generated}",
-            )
-        # The last token is never fed back, so the cache never holds it.
-        pages = pages_for(prompt_length + max_generated - 1, self._page_size)
-        if pages > self._pages:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"{prompt_length} prompt tokens and up to {max_generated} generated ones take "
-                f"{pages} pages of {self._page_size} tokens, and a DP group has {self._pages}",
-            )
+from jaxserve.engine.sequence import Sequence
 
 
 class GroupLoad:

@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots
-from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.pages import PageAllocator, pages_for
 from jaxserve.engine.prefix_cache import PageNode, PrefixCache
-from jaxserve.engine.sequence import Home, Sequence, pages_for
+from jaxserve.engine.sequence import Home, Sequence
 
 
 class DPGroup:

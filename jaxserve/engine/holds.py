@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.engine.admission import due
+from jaxserve.engine.pages import pages_for
 from jaxserve.engine.request import Request
+from jaxserve.engine.request_checks import due
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import pages_for
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.layout import PageRun
 

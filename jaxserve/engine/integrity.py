@@ -10,7 +10,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
-from jaxserve.engine.sequence import Sequence, pages_for
+from jaxserve.engine.pages import pages_for
+from jaxserve.engine.sequence import Sequence
 
 
 def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) -> None:

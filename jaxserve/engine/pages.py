@@ -11,6 +11,11 @@ QUARANTINE = 4
 """At most one page in so many is kept away for what it gave."""
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """The number of pages that hold `tokens` tokens."""
+    return -(-tokens // page_size)
+
+
 class PageAllocator:
     """Hands out pages and takes them back. A page is free or taken, never both; one in quarantine
     is taken.

@@ -1,6 +1,7 @@
-"""Whether a request may run: made of what a caller gave, with every field checked.
+"""Checks whether a request may run, and says when it is due.
 
-Called by whoever takes requests: the engine, and the router before it sends one to a worker.
+Called by the engine, and by a router before it sends a request to a worker. Knows no sequences and
+no page pools, so that a router does not reach them.
 """
 
 import operator
@@ -11,12 +12,73 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.pages import pages_for
+from jaxserve.engine.request import MAX_BANNED_IDS, Request, SamplingParams
 from jaxserve.errors import InvalidRequestError
+
+PATIENCE = 10.0
+"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
+
+
+def due(request: Request) -> float:
+    """When a request should be served, in seconds of its arrival's clock."""
+    patient = request.arrival + PATIENCE * (1 + request.params.priority)
+    return patient if request.deadline is None else min(patient, request.deadline)
+
+
+class RequestLimits:
+    """The limits that a request must keep.
+
+    Args:
+      max_length: longest sequence, prompt and output together, in tokens.
+      pages: pages a DP group.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, *, max_length: int, pages: int, page_size: int):
+        self._max_length, self._pages, self._page_size = max_length, pages, page_size
+
+    def max_generated(self, request: Request) -> int:
+        """Generated tokens at which the request ends: max_tokens, or what max_length leaves."""
+        return min(request.params.max_tokens, self._max_length - len(request.prompt))
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError if the request could never run; from any thread."""
+        prompt_length = len(request.prompt)
+        if prompt_length == 0:
+            raise InvalidRequestError("prompt", "is empty")
+        if min(request.prompt) < 0:
+            raise InvalidRequestError("prompt", f"{min(request.prompt)} is no token id")
+        if prompt_length + 1 > self._max_length:
+            raise InvalidRequestError(
+                "prompt",
+                f"{prompt_length} tokens leave no room for an output: prompt and output together "
+                f"have at most {self._max_length} tokens",
+            )
+        if request.params.min_tokens and len(request.end_ids) > MAX_BANNED_IDS:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"{len(request.end_ids)} ids would end the request, and at most {MAX_BANNED_IDS} "
+                "can be kept away",
+            )
+        max_generated = self.max_generated(request)
+        if len(request.emitted) >= max_generated:
+            raise InvalidRequestError(
+                "emitted",
+                f"{len(request.emitted)} tokens were generated already, of {max_generated}",
+            )
+        # The last token is never fed back, so the cache never holds it.
+        pages = pages_for(prompt_length + max_generated - 1, self._page_size)
+        if pages > self._pages:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{prompt_length} prompt tokens and up to {max_generated} generated ones take "
+                f"{pages} pages of {self._page_size} tokens, and a DP group has {self._pages}",
+            )
 
 
 class RequestChecks:
-    """Of one model and its limits. Any thread may use it.
+    """Makes requests for one model from the input of callers. Any thread may use it.
 
     Args:
       check: raises InvalidRequestError for a request that could never run.
@@ -35,7 +97,7 @@ class RequestChecks:
         deadline: float | None,
         emitted: Sequence[Any] = (),
     ) -> Request:
-        """A checked request; its grammar has taken the tokens that were emitted before.
+        """Returns a checked request; its grammar has taken the tokens that were emitted before.
 
         Raises:
           InvalidRequestError: names the field.

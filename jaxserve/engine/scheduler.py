@@ -40,17 +40,19 @@ import numpy as np
 
 from jaxserve.config.checks import scratch_pages
 from jaxserve.engine import grammar_wait, integrity
-from jaxserve.engine.admission import AdmissionQueue, RequestLimits, due
+from jaxserve.engine.admission import AdmissionQueue
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.drafting import DraftCounts, DraftPolicy
 from jaxserve.engine.fetches import Fetches
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.outputs import StepOutputs, append_tokens
+from jaxserve.engine.pages import pages_for
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, TokenOutput
+from jaxserve.engine.request_checks import RequestLimits, due
 from jaxserve.engine.rules import RequestRules
-from jaxserve.engine.sequence import Sequence, group_of, pages_for, token_array
+from jaxserve.engine.sequence import Sequence, group_of, token_array
 from jaxserve.engine.step_composer import StepComposer
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan

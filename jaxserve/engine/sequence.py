@@ -188,11 +188,6 @@ def token_array(*parts: list[int]) -> array[int]:
     return packed
 
 
-def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // page_size)
-
-
 def group_of(sequence: Sequence) -> int:
     """The DP group of a sequence that has a slot."""
     assert sequence.home is not None

@@ -25,11 +25,12 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.admission import PATIENCE
 from jaxserve.engine.request import MAX_PRIORITY, FinishReason, TokenOutput
+from jaxserve.engine.request_checks import PATIENCE
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import Placement
 from jaxserve.fleet.prefix_index import blocks_of
+from jaxserve.fleet.request_frames import check_unused
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
@@ -141,12 +142,12 @@ class Coordinator:
         """Takes a request.
 
         Raises:
-          InvalidRequestError: its id is in use.
+          InvalidRequestError: its id is in use, or its key, for other parameters.
           OverloadedError: no worker has room for it, or its targets cannot be met
             (`fleet.late: refuse`); says the numbers.
         """
-        if job.request_id in self.requests:
-            raise InvalidRequestError("request_id", f"{job.request_id!r} is already running")
+        orphans = [worker.orphans for worker in self.placement.of("domain")]
+        check_unused(job.request_id, self.requests, itertools.chain(*orphans))
         now = self._clock()
         rank = now + PATIENCE * job.priority, next(self._numbers)
         request = Routed(job, now, rank, blocks_of(job.prompt, job.cache_salt), placed_at=now)

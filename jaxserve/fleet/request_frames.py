@@ -1,10 +1,11 @@
-"""What processes tell each other of requests: frames that more than one connection has.
+"""Frames about requests that more than one connection uses.
 
-Between a face's process and the engine's (`server/processes/`), and between a router and a worker
-(`worker_frames.py`). MessagePack; the type of a frame is in it.
+They travel between a face's process and the engine's (`server/processes/`), and between a router
+and a worker (`worker_frames.py`). MessagePack; a frame carries its type.
 """
 
 import hashlib
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -21,21 +22,49 @@ from jaxserve.errors import (
 )
 
 KEY = "key-"
-"""Begins the id of a request that its client may send again, to any router, to have the rest."""
+"""Prefix of the id of a request that its client may send again, to any router, for the rest."""
 
 
-def keyed_id(owner: str, key: str) -> str:
-    """The id of a request with a key, which is its client's own."""
-    return KEY + hashlib.blake2s(f"{owner}\n{key}".encode(), digest_size=16).hexdigest()
+def keyed_id(owner: str, key: str, asked: bytes) -> str:
+    """The id of a request with a key.
+
+    Args:
+      owner: the tenant whose key it is.
+      key: chosen by the client.
+      asked: everything that the client asks for. The id holds its digest, so that a request with
+        the same key and other parameters never gets this one's answer.
+    """
+    name = hashlib.blake2s(f"{owner}\n{key}".encode(), digest_size=16).hexdigest()
+    return f"{KEY}{name}-{hashlib.blake2s(asked, digest_size=16).hexdigest()}"
 
 
 def has_key(request_id: str) -> bool:
-    """Whether it is such a one."""
+    """Whether a request id was made by `keyed_id`."""
     return request_id.startswith(KEY)
 
 
+def check_unused(request_id: str, live: Collection[str], kept: Iterable[str] = ()) -> None:
+    """Checks the id of a new request against the ids in use.
+
+    Args:
+      live: ids of requests that run.
+      kept: ids of requests with keys whose router is gone; their clients may come back for them.
+
+    Raises:
+      InvalidRequestError: the id is in use, or its key, for other parameters.
+    """
+    if request_id in live:
+        raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+    request = request_id.partition(".")[0]
+    key = request.rpartition("-")[0]
+    if has_key(request_id) and any(
+        one.startswith(key) and not one.startswith(request) for one in (*live, *kept)
+    ):
+        raise InvalidRequestError("request_id", "the same key came with other parameters")
+
+
 def seed_of_key(request_id: str) -> int:
-    """Its seed, where the client gave none: the same when it comes again."""
+    """The seed of a request with a key whose client gave none: the same when it comes again."""
     digest = hashlib.blake2s(request_id.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -51,16 +80,16 @@ class Outputs(Frame):
 
 
 class Cancel(Frame):
-    """Cancels a request of whoever sends it; its last output is the only answer."""
+    """Cancels a request of the sender; its last output is the only answer."""
 
     request_id: str
 
 
 class GrammarOf(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A grammar in its first state, as it travels: see `TokenGrammar`.
+    """A grammar in its first state, as it is sent; see `TokenGrammar`.
 
     Attributes:
-      serialised: as llguidance's compiler takes it; empty: no grammar.
+      serialised: the input of llguidance's compiler; empty: no grammar.
     """
 
     serialised: str = ""
@@ -89,7 +118,7 @@ class Refusal(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
-        """Makes one of an error."""
+        """Turns an error into a refusal."""
         match error:
             case InvalidRequestError(field=field, message=message):
                 return cls("InvalidRequestError", message, field=field)

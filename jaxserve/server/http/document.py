@@ -21,7 +21,7 @@ STATUS_TEXTS = {
     403: "The Host header is not this machine's",
     404: "It is not here: the model, the request, the experts",
     408: "The body did not arrive in time",
-    409: "It cannot be done now: the same is under way",
+    409: "It cannot be done now: the same is under way, or its key came with other parameters",
     413: "The body is too large",
     415: "The body is not said to be JSON",
     429: "Too many requests; Retry-After says when to come back",

@@ -59,6 +59,8 @@ class Exchange:
       headers: of the request.
       request_id: the client's X-Request-Id, or a random one; sent back and logged.
       tenant: of the request's API key.
+      idempotency_key: by which the client may come back for the answer; empty: none.
+      asked: path and body of a request with such a key, written in one way.
       status: of the response once it has begun; else 0.
       log: further fields of the access log.
       reason: code of the error that ended it; None without one.
@@ -70,6 +72,8 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.request_id = _request_id(self.headers.get("x-request-id"))
         self.tenant = ""
+        self.idempotency_key = self.headers.get("idempotency-key", "")
+        self.asked = b""
         self.status = 0
         self.log: dict[str, Any] = {}
         self.reason: str | None = None
@@ -109,6 +113,9 @@ class Exchange:
             raise HttpError(415, f"content-type: expected {JSON}", code="unsupported_media_type")
         body = await self._body()
         try:
+            if self.idempotency_key:
+                fields = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
+                self.asked = f"{self.scope['path']}\n".encode() + fields
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise decoding_error(error, body) from None

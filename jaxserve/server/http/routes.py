@@ -109,7 +109,7 @@ ENDPOINTS = (
         takes=requests.ChatRequest,
         gives=responses.Chat,
         streams=responses.ChatChunk,
-        statuses=GENERATION,
+        statuses=(409, *GENERATION),
     ),
     Endpoint(
         path="/v1/completions",
@@ -119,7 +119,7 @@ ENDPOINTS = (
         takes=requests.CompletionRequest,
         gives=responses.Completion,
         streams=responses.Completion,
-        statuses=GENERATION,
+        statuses=(409, *GENERATION),
     ),
     Endpoint(
         path="/v1/responses",
@@ -129,7 +129,7 @@ ENDPOINTS = (
         takes=ResponseRequest,
         gives=Response,
         streams=ResponseEvent,
-        statuses=GENERATION,
+        statuses=(409, *GENERATION),
     ),
     Endpoint(
         path="/v1/messages",
@@ -139,7 +139,7 @@ ENDPOINTS = (
         takes=MessagesRequest,
         gives=Message,
         streams=MessageEvent,
-        statuses=GENERATION,
+        statuses=(409, *GENERATION),
         errors="anthropic",
     ),
     Endpoint(

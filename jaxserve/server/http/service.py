@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
-from jaxserve.fleet.request_frames import keyed_id
+from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
@@ -141,12 +141,25 @@ class Service(FrontEnd):
             raise InvalidRequestError("n", f"{len(jobs)} choices, at most {MAX_CHOICES}")
         # Unique whatever request id the client chose, and found in the log by that id.
         name = f"{exchange.request_id[:80]}.{new_request_id()[:12]}"
-        if key := exchange.headers.get("idempotency-key"):
-            name = keyed_id(exchange.tenant, key)
+        if has_key(name):
+            name = f"-{name}"  # no client can choose the id of a request with a key
+        if key := exchange.idempotency_key:
+            name = keyed_id(exchange.tenant, key, exchange.asked)
         names = [f"{name}.{job.index}" for job in jobs]
         deadline = time.monotonic() + self._request_seconds
         running = self.running(jobs, names, deadline, stream=stream, owner=exchange.tenant)
-        async with running as sources, exchange.while_connected():
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                if key:
+                    check_unused(name, self.ready().live_ids())
+                sources = await stack.enter_async_context(running)
+            except InvalidRequestError as error:
+                if not key or error.field != "request_id":
+                    raise
+                raise HttpError(
+                    409, f"idempotency-key: {error.message}", code="idempotency_conflict"
+                ) from None
+            await stack.enter_async_context(exchange.while_connected())
             yield sources
 
 

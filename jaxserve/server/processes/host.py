@@ -20,9 +20,9 @@ import msgspec
 
 from jaxserve.config.deployment import Server
 from jaxserve.engine.request import FinishReason
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError
 from jaxserve.fleet.outbox import Outbox
-from jaxserve.fleet.request_frames import KNOWN, Refusal
+from jaxserve.fleet.request_frames import KNOWN, Refusal, check_unused
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
@@ -188,8 +188,8 @@ class FaceProcesses:
         assert self._compiler is not None
         request_id, params = frame.request_id, frame.params
         with self._lock:
-            if any(request_id in other.owners for other in self._processes):
-                raise InvalidRequestError("request_id", f"{request_id!r} is already running")
+            live = [one for other in self._processes for one in other.owners]
+            check_unused(request_id, live)
             process.owners[request_id] = frame.owner
         try:
             if frame.grammar.serialised:

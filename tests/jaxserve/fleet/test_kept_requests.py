@@ -1,14 +1,18 @@
 """A router is lost, and its clients come back with their keys through another one: every request
 goes on where it is, and gives all its tokens."""
 
+import contextlib
+
 import pytest
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.request_frames import has_key, keyed_id, seed_of_key
+from jaxserve.errors import InvalidRequestError
+from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id, seed_of_key
 from tests.jaxserve.fleet.fake_worker import FakeWorker, FakeWorkerEngine, expected
 from tests.jaxserve.fleet.test_router import LONG, Results, Rig, until
 
-NAME = keyed_id("tenant", "a key")
+NAME = keyed_id("tenant", "a key", b"asked") + ".0"
+OTHER = keyed_id("tenant", "a key", b"something else") + ".0"
 
 
 def lose(router):
@@ -32,8 +36,25 @@ def fleet():
 def test_ids_of_keys():
     assert has_key(NAME)
     assert not has_key("a key")
-    assert keyed_id("another", "a key") != NAME
-    assert seed_of_key(NAME) == seed_of_key(keyed_id("tenant", "a key")) < 2**32
+    assert keyed_id("another", "a key", b"asked") + ".0" != NAME
+    same = keyed_id("tenant", "a key", b"asked") + ".0"
+    assert seed_of_key(NAME) == seed_of_key(same) < 2**32
+
+
+@pytest.mark.parametrize(
+    ("live", "kept", "why"),
+    [
+        ([], [], ""),
+        ([NAME[:-1] + "1"], [NAME], ""),
+        ([keyed_id("another", "a key", b"something else") + ".0", "a key"], [], ""),
+        ([NAME], [], "is already running"),
+        ([OTHER[:-1] + "1"], [], "other parameters"),
+        ([], [NAME, OTHER], "other parameters"),
+    ],
+)
+def test_ids_in_use(live, kept, why):
+    with pytest.raises(InvalidRequestError, match=why) if why else contextlib.nullcontext():
+        check_unused(NAME, live, kept)
 
 
 @pytest.mark.parametrize("seed", [3, None])
@@ -81,6 +102,22 @@ def test_it_goes_on_elsewhere_when_its_domain_is_lost_after_that(fleet):
         worker.engine.allowed = 1000
     again.until(lambda: NAME in again.last)
     assert again.tokens[NAME] == expected(LONG, 20, 3)
+
+
+def test_other_parameters_with_the_same_key_are_refused_before_anything_runs(fleet):
+    for worker in fleet.domains:
+        worker.engine.allowed = 1
+    first = submitted(fleet.router, LONG, 20, seed=3)
+    first.until(lambda: NAME in first.tokens)
+    with pytest.raises(InvalidRequestError, match="the same key came with other parameters"):
+        submitted(fleet.router, LONG, 20, OTHER, seed=4)
+    lose(fleet.router)
+    fleet.router = fleet.replica()
+    workers = fleet.router._coordinator.placement.workers
+    until(lambda: any(NAME in worker.orphans for worker in workers.values()))
+    with pytest.raises(InvalidRequestError, match="the same key came with other parameters"):
+        submitted(fleet.router, LONG, 20, OTHER, seed=4, logprobs=0)
+    assert sum(len(worker.engine.submits) for worker in fleet.domains) == 1
 
 
 def test_another_prompt_with_the_same_key_is_refused(fleet):

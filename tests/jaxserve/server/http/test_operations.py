@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.request_frames import keyed_id
+from jaxserve.fleet.request_frames import has_key, keyed_id
 from jaxserve.fleet.rolling import Rolling, WorkerStatus
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
@@ -64,10 +64,46 @@ def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
     fields, key = {"prompt": "hi", "stream": True}, {"Idempotency-Key": "mine"}
     with rig.client.stream("POST", "/v1/completions", json=fields, headers=key) as call:
         lines = until_first_event(call)
-        assert admin.get("/state").json()["live"] == [keyed_id("", "mine") + ".0"]
-        again = rig.client.post("/v1/completions", json=fields, headers=key)
-        assert again.status_code == 400
-        assert "is already running" in again.text
+        asked = b'/v1/completions\n{"prompt":"hi","stream":true}'
+        assert admin.get("/state").json()["live"] == [keyed_id("", "mine", asked) + ".0"]
+        turned = {"stream": True, "prompt": "hi"}
+        for again in (fields, turned):
+            answer = rig.client.post("/v1/completions", json=again, headers=key)
+            assert answer.status_code == 409
+            assert "is already running" in answer.text
+        del lines
+    assert rig.engine.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 2}, {"logprobs": 1}, {"n": 2}, {"stop": "x"}, {"max_tokens": 9}]
+)
+def test_a_key_with_other_parameters_is_refused(rig: HttpRig, other: dict[str, object]) -> None:
+    rig.engine.allowed = 3
+    fields, key = {"prompt": "hi", "stream": True, "seed": 1}, {"Idempotency-Key": "mine"}
+    with rig.client.stream("POST", "/v1/completions", json=fields, headers=key) as call:
+        lines = until_first_event(call)
+        answer = rig.client.post("/v1/completions", json=fields | other, headers=key)
+        assert answer.status_code == 409
+        assert answer.json()["error"] == {
+            "message": "idempotency-key: the same key came with other parameters",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "idempotency_conflict",
+        }
+        del lines
+    assert rig.engine.wait_until_idle()
+
+
+def test_no_client_chooses_the_id_of_a_request_with_a_key(
+    rig: HttpRig, admin: httpx.Client
+) -> None:
+    rig.engine.allowed = 3
+    fields = {"prompt": "hi", "stream": True, "request_id": keyed_id("", "mine", b"")}
+    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
+        lines = until_first_event(call)
+        (live,) = admin.get("/state").json()["live"]
+        assert not has_key(live)
         del lines
     assert rig.engine.wait_until_idle()
 
