@@ -81,13 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from jaxserve.commands.following import follow
 
         return follow(deployment, options, process, part)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, EngineFailedError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
-        # Whoever starts a stand-in again starts what it was before.
-        return 1 if options.stand_in else exit_code(error)
-    except EngineFailedError as error:
-        print(f"jaxserve: {error}", file=sys.stderr)
-        return 1
+        # A launcher starts a failed stand-in again as the prefill worker that it was before.
+        if options.stand_in or isinstance(error, EngineFailedError):
+            return 1
+        return exit_code(error)
 
 
 def _on_what_is_left(

@@ -1,7 +1,8 @@
-"""`serve --check`: what a deployment weighs, and how what it leaves open was chosen.
+"""`serve --check`: roles and links of a deployment, its bytes, and how its open keys were chosen.
 
-Of the weight files only what says which tensors they have is read, and no device is touched, unless
-an accelerator's memory decides over a size."""
+Reads only the headers of weight files, and touches no device unless an accelerator's memory decides
+over a size.
+"""
 
 import sys
 import time
@@ -10,18 +11,19 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
 from jaxserve.checkpoint.tensors import read_once
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
-from jaxserve.fleet.membership import describe_roles
-from jaxserve.fleet.sizing import Sizing, on_named_hardware
+from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
+from jaxserve.link.route import Route
 from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 
 
+@read_once()
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names, 2
     if the weight files are not those of the model.
@@ -29,11 +31,6 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     Args:
       sizing: what chose the keys that were not written.
     """
-    with read_once():
-        return _check(deployment, sizing)
-
-
-def _check(deployment: Deployment, sizing: Sizing | None) -> int:
     workers = {"": deployment}
     if deployment.prefill.workers:
         workers["a prefill worker:\n"] = deployment_of(deployment, "prefill")
@@ -58,6 +55,63 @@ def _check(deployment: Deployment, sizing: Sizing | None) -> int:
         print(f"jaxserve: {error}", file=sys.stderr)
         return max(1, *wrong)
     return max(_check_kernels(models, workers), *wrong)
+
+
+def describe_roles(deployment: Deployment) -> str:
+    """Table of a deployment's roles and links."""
+    rows = [["role", "runtime", "devices", "processes", "hardware"]]
+    rows += _role_rows(deployment, deployment.domains)
+    prefill, pages = deployment.prefill, deployment.pages
+    if prefill.workers:
+        for row in _role_rows(deployment_of(deployment, "prefill"), 1):
+            rows.append([f"prefill {row[0]} x {prefill.workers}", *row[1:]])
+    lines = aligned(rows)
+    a, f, link = deployment.attention, deployment.ffn, deployment.link
+    if deployment.mode == "afd":
+        route = Route(a.devices, f.devices, f.instances)
+        where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
+        lines.append(
+            f"link: {route.attention} pieces a message in {len(route.legs)} "
+            f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
+            f"{deployment.dispatch_format}, answers in {deployment.combine_format}{where}"
+        )
+    if prefill.workers:
+        failed = "recomputed by the domain" if pages.on_failure == "recompute" else "failed"
+        lines.append(
+            f"pages: up to {pages.held} requests held by a prefill worker, leases of "
+            f"{pages.lease_seconds:g} s, a hand-off that does not succeed is {failed}"
+        )
+    if prefill.long_workers:
+        lines.append(
+            f"long prompts: of {prefill.long_tokens} tokens and more, on "
+            f"{prefill.long_workers} of {prefill.workers} prefill workers"
+        )
+    fleet = deployment.fleet
+    if fleet.domains:
+        places = {"prefill workers": fleet.prefill, "domains": fleet.domains}
+        lines.append(
+            f"router: {fleet.registry} registry; "
+            + "; ".join(f"{what} at {', '.join(where)}" for what, where in places.items() if where)
+        )
+    return "\n".join(lines)
+
+
+def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
+    """Rows of the table: name, runtime, devices, processes and hardware of each role."""
+    a, f, link = deployment.attention, deployment.ffn, deployment.link
+    sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
+        "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
+        "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
+    }
+    if deployment.mode == "colocated":
+        sizes = {"colocated": sizes["attention"]}
+    rows = []
+    for name, (role, devices) in sizes.items():
+        apart = link.transport == "pull"
+        processes = str(role.processes or (1 if apart else "as started"))
+        times = f" x {domains}" if domains > 1 and name != "ffn" else ""
+        rows.append([name + times, role.runtime, devices, processes, role.hardware or "-"])
+    return rows
 
 
 def _check_files(deployment: Deployment, names: CheckpointNames, reading: float) -> int:
@@ -120,8 +174,8 @@ def _on_hardware(
 
 
 def _on_every_platform(config: ModelConfig, deployment: Deployment) -> tuple[list[str], list[str]]:
-    """Lines about platforms, one each, and what is refused: with `strict_kernels`, if none of them
-    has all kernels."""
+    """A line for each platform, and refusals: with `strict_kernels`, where no platform has all
+    kernels."""
     lacking = {}
     for kind in PLATFORMS:
         kinds: dict[Role, str] = {"attention": kind}

@@ -24,6 +24,8 @@ import jaxserve
 from jaxserve.config.deployment import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.roles.host_cores import usable_cores
+from jaxserve.storage.mirror import user_cache
 
 GB = 10**9
 PROBE_SECONDS = 120
@@ -133,12 +135,12 @@ def _version(name: str) -> str | None:
 
 def _host() -> Iterator[Finding]:
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    yield Finding("host", "memory", f"{pages * page / GB:.1f} GB, {_cores()} cores")
+    yield Finding("host", "memory", f"{pages * page / GB:.1f} GB, {usable_cores()} cores")
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= limit < FEW_FILES
     hint = f"; below {FEW_FILES}: raise it with ulimit -n" if few else ""
     yield Finding("host", "open files", f"{limit} (at most {hard}){hint}", "note" if few else "ok")
-    cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or _cache_root() / "jaxserve")
+    cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or user_cache() / "jaxserve")
     parent = next(folder for folder in (cache, *cache.parents) if folder.exists())
     writable = os.access(parent, os.W_OK)
     free = shutil.disk_usage(parent).free / GB
@@ -149,14 +151,6 @@ def _host() -> Iterator[Finding]:
             yield Finding("host", "loopback", f"port {server.getsockname()[1]} could be bound")
     except OSError as error:
         yield Finding("host", "loopback", f"no port can be bound: {error}", "wrong")
-
-
-def _cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _devices(found: dict[str, Any]) -> Iterator[Finding]:

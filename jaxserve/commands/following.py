@@ -1,13 +1,14 @@
 """One run of `serve` in every process but the leader's, of a runtime of several processes."""
 
 import argparse
+import functools
 import logging
 import os
 import signal
 from types import FrameType
 
 from jaxserve.commands.priority import take_serving_priority
-from jaxserve.commands.worker_part import WorkerPart, pages_part
+from jaxserve.commands.worker_part import WorkerPart, follow_pages
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build_runtime import builder_of
 from jaxserve.fleet import bootstrap, following
@@ -71,7 +72,7 @@ def follow(
                 build=builder_of(deployment),
                 recorder=recorder,
                 on_ready=on_ready,
-                pages=pages_part(deployment, part),
+                pages=functools.partial(follow_pages, deployment, part),
             )
     finally:
         for face in faces.values():

@@ -74,11 +74,7 @@ class Life:
         try:
             addresses = self._port.start()
             if self._admin is not None:
-                addresses = {
-                    "grpc": addresses.pop("grpc"),
-                    "admin": self._admin.start(),
-                    **addresses,
-                }
+                addresses["admin"] = self._admin.start()
             self._live(addresses)
         finally:
             self._stop_port()

@@ -20,7 +20,7 @@ from jaxserve.commands.life import (
     admin_face,
     network_faces,
 )
-from jaxserve.commands.worker_part import WorkerPart, pages_end, worker_port
+from jaxserve.commands.worker_part import WorkerPart, add_pages_end, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build_runtime import builder_of
 from jaxserve.engine.engine import Engine
@@ -128,7 +128,7 @@ class Serving(Life):
         """Gives an engine that is not started yet its ends of links to other workers."""
         token = self._process.token
         if self._part is not None:
-            pages_end(self._part, token)(engine)
+            add_pages_end(engine, self._part, token)
         driver = engine.driver
         self._weights = serve_weights(self._deployment, driver.held(), driver.slots, token)
 

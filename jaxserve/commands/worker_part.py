@@ -112,40 +112,31 @@ def worker_port(
     )
 
 
-def pages_end(part: WorkerPart, token: str) -> "Callable[[Engine], object]":
+def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
     """Gives an engine that is not started yet its end of the pages link.
 
     A prefill worker's pages server listens where `pages.listen` says, or on the host of its port.
     """
+    from jaxserve.fleet import pages_link
 
-    def prepare(engine: "Engine") -> None:
-        from jaxserve.fleet import pages_link
-
-        pieces = pages_link.piece_tokens(part.fleet)
-        if part.role == "prefill":
-            listen = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
-            pages_link.serve_pages(engine, token, listen, pieces=pieces)
-        elif part.fleet.prefill.workers:
-            pages_link.fetch_pages(engine, token, pieces=pieces)
-
-    return prepare
+    pieces = pages_link.piece_tokens(part.fleet)
+    if part.role == "prefill":
+        listen = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
+        pages_link.serve_pages(engine, token, listen, pieces=pieces)
+    elif part.fleet.prefill.workers:
+        pages_link.fetch_pages(engine, token, pieces=pieces)
 
 
-def pages_part(
-    deployment: Deployment, part: WorkerPart | None
-) -> "Callable[[Cell | ColocatedWorker], Sequence[PageAccess]]":
-    """What a process that follows does for the same: it has no end of the link."""
+def follow_pages(
+    deployment: Deployment, part: WorkerPart | None, driver: "Cell | ColocatedWorker"
+) -> "Sequence[PageAccess]":
+    """Access to the pages of a following process, which has no end of the pages link."""
+    from jaxserve.fleet import pages_link
 
-    def pages(driver: "Cell | ColocatedWorker") -> "Sequence[PageAccess]":
-        from jaxserve.fleet import pages_link
-
-        if part is None or not part.fleet.prefill.workers:
-            return ()
-        return pages_link.follow_pages(
-            driver, deployment, part.role, pages_link.piece_tokens(part.fleet)
-        )
-
-    return pages
+    if part is None or not part.fleet.prefill.workers:
+        return ()
+    pieces = pages_link.piece_tokens(part.fleet)
+    return pages_link.follow_pages(driver, deployment, part.role, pieces)
 
 
 def worker_facts(
@@ -154,10 +145,8 @@ def worker_facts(
     """What routers have to know of an engine, and whether its process can change its role."""
     role = part.role
     info = dict(engine.model_info())
-    inside = deployment.mode == "afd" and deployment.link.transport != "pull"
-    domains = deployment.domains if inside else 1
     limits = deployment.scheduler
-    groups = domains * deployment.attention.dp
+    groups = deployment.runtime_domains * deployment.attention.dp
     return WorkerFacts(
         name=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
         role=role,

@@ -178,13 +178,14 @@ class SchedulerLimits(Section, frozen=True):
 
     slots: Size = 8
     """Sequences per DP group and lane. `auto`: as many of 4,096 tokens as fit, 8 to 256; on CPUs
-    32."""
+    32; at most half of a written `token_budget`, or a written bucket below that."""
     max_length: Annotated[int, Meta(ge=2, le=2**24)] = 1024
-    """Longest sequence, prompt and output together, in tokens. `auto`: the model's positions, or
-    what fits."""
+    """Longest sequence, prompt and output together, in tokens. `auto`: the model's positions, what
+    fits, or what written `page_buckets` hold."""
     token_budget: Size = 128
-    """Tokens per DP group and step: decode tokens first, then prefill chunks. `auto`: 512, on CPUs
-    128 where a token meets more than 25 M parameters a core, and at least what decoding takes."""
+    """Tokens per DP group and step: decode tokens first, then prefill chunks. `auto`: the last of
+    written `token_buckets`, else 512, on CPUs 128 where a token meets more than 25 M parameters a
+    core, and at least what decoding takes."""
     token_buckets: list[Size] = []
     """Padded step sizes in tokens, ascending, the last equal to `token_budget`; more buckets mean
     less padding and a longer start. Steps of fewer tokens than `slots` have no requests with

@@ -30,10 +30,8 @@ def split_address(address: str, flag: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reachable from this host alone. Resolves no names."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
 
 
 def listening_address(address: str, flag: str) -> str:
@@ -94,9 +92,12 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def is_ip(host: str) -> bool:
-    """Whether it is an address, rather than a name."""
+    """Whether a host is named by its address."""
+    return _ip(host) is not None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
-    return True
+        return None

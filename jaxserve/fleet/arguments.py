@@ -6,6 +6,7 @@ Called by the entry points before `bootstrap.joined`. Starts no JAX backend and 
 import argparse
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,7 @@ _TEXTS = ("coordinator", "control", "control_bind")
 _NUMBERS = tuple(name for name in _FLAGS if name not in _TEXTS)
 
 
-class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Who this process is among the processes of a deployment."""
 
     process_id: int = 0
@@ -63,11 +64,8 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True):
         return self.process_id == 0
 
     def __repr__(self) -> str:
-        usual = msgspec.structs.asdict(ProcessArguments())
-        given = msgspec.structs.asdict(self)
-        shown = {name: value for name, value in given.items() if value != usual[name]}
-        shown["token"] = "…" if self.token else ""
-        return f"ProcessArguments({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+        hidden = msgspec.structs.replace(self, token="…" if self.token else "")
+        return msgspec.Struct.__repr__(hidden)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,16 +133,15 @@ def from_arguments(
         _add_control(values)
     if values["slices"]:
         values["process_id"] = f"{_over_slices(values)}"
-    processes, process_id = int(values["processes"] or 1), int(values["process_id"] or 0)
-    worker = int(values["worker"] or 0)
+    numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS if values[name]}
+    processes, process_id = numbers.get("processes", 1), numbers.get("process_id", 0)
     token = environment.get(TOKEN_VARIABLE, "")
     if processes < 1 or process_id >= processes:
         raise ConfigError(
             f"--process-id {process_id} of --processes {processes}: expected 0 to {processes - 1}"
         )
-    host_processes = int(values["host_processes"] or 1)
-    if host_processes < 1:
-        raise ConfigError(f"--host-processes {host_processes}: expected at least 1")
+    if numbers.get("host_processes") == 0:
+        raise ConfigError("--host-processes 0: expected at least 1")
     if processes > 1:
         for name in ("process_id", "coordinator", "control"):
             if not values[name]:
@@ -158,19 +155,14 @@ def from_arguments(
             if values[name]:
                 split_address(values[name], _FLAGS[name][0])
     return ProcessArguments(
-        process_id=process_id,
-        processes=processes,
         role=getattr(arguments, "role", ""),
-        worker=worker,
         stand_in=getattr(arguments, "stand_in", False),
-        devices=int(values["devices"]) if values["devices"] else None,
-        host_processes=host_processes,
-        host_process=int(values["host_process"]) if values["host_process"] else None,
         coordinator=values["coordinator"],
         control_address=values["control"],
         control_bind=values["control_bind"],
         local_device_ids=local_device_ids,
         token=token,
+        **{name: number for name, number in numbers.items() if name not in ("slice", "slices")},
     )
 
 
@@ -198,8 +190,8 @@ _POD_PORT = 8482
 
 
 def _take_from_pod(values: dict[str, str], environment: Mapping[str, str]) -> bool:
-    """Fills in what is missing from the variables that GKE gives the pods of a TPU slice; whether
-    there are any. JAX reads them only where a TPU was found.
+    """Fills missing values in from the variables that GKE gives the pods of a TPU slice; returns
+    whether the variables exist. JAX reads them only where it has found a TPU.
 
     Raises:
       ConfigError: they contradict each other.

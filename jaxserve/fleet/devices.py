@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import free_port, is_loopback, local_address, split_address
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.hardware import choose_platform
-from jaxserve.fleet.membership import ProcessShare, process_shares, role_share
+from jaxserve.fleet.membership import ProcessShare, process_shares
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,9 @@ def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessSha
             raise ConfigError(
                 f"--processes {arguments.processes}: over link.transport = pull a worker has one"
             )
-        return role_share(deployment, role)
+        if role == "attention":
+            return ProcessShare(deployment.attention.devices, 0)
+        return ProcessShare(0, deployment.ffn.devices)
     share = process_shares(deployment, arguments.processes)[arguments.process_id]
     played = "colocated" if deployment.mode == "colocated" else share.role
     if role and role != played:

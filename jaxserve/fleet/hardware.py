@@ -47,24 +47,23 @@ def detect_platform(
     environment: Mapping[str, str] = os.environ,
     installed: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
 ) -> str:
-    """ "tpu" or "cuda" where both the hardware and JAX's plugin for it are there, else "cpu".
+    """Returns "tpu" or "cuda" where this host has the hardware and JAX's plugin, else "cpu".
 
     Args:
-      root: where /dev and /sys are.
+      root: folder of /dev and /sys.
       installed: whether a Python module can be imported.
     """
     present = {"tpu": _has_tpu(root, environment), "cuda": _has_nvidia_gpu(root, environment)}
-    for platform, there in present.items():
-        if there and any(installed(plugin) for plugin in _PLUGINS[platform]):
+    found = [platform for platform, there in present.items() if there]
+    for platform in found:
+        if any(installed(plugin) for plugin in _PLUGINS[platform]):
             return platform
-    for platform, there in present.items():
-        if there:
-            logger.warning(
-                "this host has an accelerator (%s), but JAX's plugin for it is not installed "
-                "(pip install -e '.[%s]'): running on the CPU",
-                _NAMES[platform],
-                platform,
-            )
+    for platform in found:
+        logger.warning(
+            "this host has an accelerator (%s), but JAX's plugin for it is not installed "
+            "(pip install -e '.[%s]'): running on the CPU",
+            *(_NAMES[platform], platform),
+        )
     return "cpu"
 
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 import msgspec
 
 import jaxserve
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, deployment_of
+from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.control import Identity
-from jaxserve.link.route import Route
 from jaxserve.storage.mirror import local_folder
 
 
@@ -65,17 +64,16 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
         return (ProcessShare(domains * attention, ffn),)
     if deployment.shares_processes(processes):
         return (ProcessShare(domains * attention // processes, ffn // processes),) * processes
-    roles_processes = roles[0].processes, roles[1].processes
-    if all(roles_processes):
-        if sum(roles_processes) != processes:
+    a, f = roles[0].processes, roles[1].processes
+    if a and f:
+        if a + f != processes:
             raise ConfigError(
-                f"attention.processes {roles_processes[0]} + ffn.processes {roles_processes[1]} = "
-                f"{sum(roles_processes)}, but --processes is {processes}"
+                f"attention.processes {a} + ffn.processes {f} = {a + f}, but --processes is "
+                f"{processes}"
             )
-        a, f = roles_processes
-        return _shares(domains * (attention // a), a, ffn // f, f)
-    fitting = deployment.separate_splits(processes)
-    if not fitting:
+    elif fitting := deployment.separate_splits(processes):
+        a, f = min(fitting, key=lambda split: abs(domains * attention / split[0] - ffn / split[1]))
+    else:
         splits = [(first, processes - first) for first in range(1, processes)]
         tried = ", ".join(f"{attention}/{a} and {ffn}/{f}" for a, f in splits)
         works = [
@@ -89,81 +87,7 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
             f"same part of both: {attention}/{processes} and {ffn}/{processes}. Numbers of "
             f"processes that work: 1, {', '.join(works)}"
         )
-    a, f = min(fitting, key=lambda split: abs(domains * attention / split[0] - ffn / split[1]))
-    return _shares(domains * (attention // a), a, ffn // f, f)
-
-
-def _shares(attention: int, a: int, ffn: int, f: int) -> tuple[ProcessShare, ...]:
-    """`a` processes with so many attention devices each, then `f` with so many ffn devices."""
-    return (ProcessShare(attention, 0),) * a + (ProcessShare(0, ffn),) * f
-
-
-def describe_roles(deployment: Deployment) -> str:
-    """The roles and links of a deployment as a table: `serve --check`."""
-    rows = [["role", "runtime", "devices", "processes", "hardware"]]
-    rows += _role_rows(deployment, deployment.domains)
-    prefill, pages = deployment.prefill, deployment.pages
-    if prefill.workers:
-        for row in _role_rows(deployment_of(deployment, "prefill"), 1):
-            rows.append([f"prefill {row[0]} x {prefill.workers}", *row[1:]])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    a, f, link = deployment.attention, deployment.ffn, deployment.link
-    if deployment.mode == "afd":
-        route = Route(a.devices, f.devices, f.instances)
-        where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
-        lines.append(
-            f"link: {route.attention} pieces a message in {len(route.legs)} "
-            f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
-            f"{deployment.dispatch_format}, answers in {deployment.combine_format}{where}"
-        )
-    if prefill.workers:
-        failed = "recomputed by the domain" if pages.on_failure == "recompute" else "failed"
-        lines.append(
-            f"pages: up to {pages.held} requests held by a prefill worker, leases of "
-            f"{pages.lease_seconds:g} s, a hand-off that does not succeed is {failed}"
-        )
-    if prefill.long_workers:
-        lines.append(
-            f"long prompts: of {prefill.long_tokens} tokens and more, on "
-            f"{prefill.long_workers} of {prefill.workers} prefill workers"
-        )
-    fleet = deployment.fleet
-    if fleet.domains:
-        places = {"prefill workers": fleet.prefill, "domains": fleet.domains}
-        lines.append(
-            f"router: {fleet.registry} registry; "
-            + "; ".join(f"{what} at {', '.join(where)}" for what, where in places.items() if where)
-        )
-    return "\n".join(lines)
-
-
-def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
-    """A row a role: name, runtime, devices, processes, hardware."""
-    a, f, link = deployment.attention, deployment.ffn, deployment.link
-    sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
-        "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
-        "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
-    }
-    if deployment.mode == "colocated":
-        sizes = {"colocated": sizes["attention"]}
-    rows = []
-    for name, (role, devices) in sizes.items():
-        apart = link.transport == "pull"
-        processes = str(role.processes or (1 if apart else "as started"))
-        times = f" x {domains}" if domains > 1 and name != "ffn" else ""
-        rows.append([name + times, role.runtime, devices, processes, role.hardware or "-"])
-    return rows
-
-
-def role_share(deployment: Deployment, role: str) -> ProcessShare:
-    """What the one process of a role owns that has a runtime for itself."""
-    if role == "attention":
-        return ProcessShare(deployment.attention.devices, 0)
-    return ProcessShare(0, deployment.ffn.devices)
+    return (ProcessShare(domains * attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
 
 
 def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:

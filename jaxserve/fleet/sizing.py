@@ -1,12 +1,11 @@
-"""Chooses what a deployment leaves open, where this process has all of it to itself.
+"""Chooses the open keys of a deployment that one process has to itself.
 
 Called by `llm.py`, `serve.py`, `generate.py` and `doctor`, through `load_deployment`. On a CPU no
 JAX backend is started: how many devices are simulated is decided later, by the layout.
 """
 
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,12 +28,12 @@ BY_DEVICES = frozenset(("attention.dp", "attention.tp", "cache.pages"))
 
 
 class Sizing:
-    """What `load_deployment` takes as `choose`; remembers what was chosen, and why.
+    """Chooser that `load_deployment` takes as `choose`; it remembers each choice and its reason.
 
     Args:
-      machine: the devices; None: those that are here.
-      elsewhere: nothing is to run here: a host of the hardware that `attention.hardware` names
-        stands for the devices.
+      machine: the devices; None: those of this host.
+      elsewhere: the deployment will not run here; choose for a host of the hardware that
+        `attention.hardware` names.
     """
 
     def __init__(self, machine: "Machine | None" = None, *, elsewhere: bool = False):
@@ -42,15 +41,15 @@ class Sizing:
         self.found: dict[str, Choice] = {}
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
-        """See `Choose`; nothing where processes share the deployment, or its model is unreadable:
-        whoever loads it says why."""
+        """See `Choose`. Chooses nothing where processes share the deployment, or where its model is
+        unreadable; loading the model reports that."""
         from jaxserve.checkpoint.int8_products import read_model
         from jaxserve.checkpoint.tensors import keep_headers
         from jaxserve.roles.sizing import choose_sizes
 
         if written.issuperset(AUTO_KEYS) or is_shared(deployment):
             return {}
-        keep_headers()  # whoever opens the model asks them again
+        keep_headers()  # opening the model needs them again
         try:
             config, _ = read_model(deployment)
         except CheckpointError:
@@ -80,27 +79,31 @@ class Sizing:
 
     @property
     def line(self) -> str:
-        """What was chosen, on one line; empty if nothing was."""
-        return ", ".join(f"{key} {_short(choice.value)}" for key, choice in self.found.items())
+        """The choices on one line; empty without any."""
+        return ", ".join(f"{key} {value}" for key, value, _ in self._rows())
 
     def table(self) -> str:
-        """What was chosen and why, a key a line."""
-        width = max(map(len, self.found), default=0)
-        values = {key: _short(choice.value) for key, choice in self.found.items()}
-        most = max(map(len, values.values()), default=0)
-        return "\n".join(
-            f"{key.ljust(width)}  {values[key].ljust(most)}  {choice.reason}"
-            for key, choice in self.found.items()
-        )
+        """A line for each choice: key, value and reason."""
+        return "\n".join(aligned(self._rows()))
+
+    def _rows(self) -> list[list[str]]:
+        found = self.found.items()
+        return [[key, str(value).replace(" ", ""), reason] for key, (value, reason) in found]
 
     def log(self) -> None:
-        """Says what was chosen."""
+        """Logs the choices."""
         if self.found:
             logger.info("sizes: %s (serve --check says why)", self.line)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def is_shared(deployment: Deployment) -> bool:
-    """Whether several processes read the deployment: then they must find the same in it."""
+    """Whether several processes read the deployment, and so must find the same values in it."""
     roles = deployment.attention, deployment.ffn
     return bool(
         deployment.link.transport == "pull"
@@ -112,8 +115,7 @@ def is_shared(deployment: Deployment) -> bool:
 
 
 def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelConfig":
-    """The model as the hardware runs it that the roles name, or where they name none, what is
-    here."""
+    """The model as the hardware that the roles name runs it, or else as this host does."""
     from jaxserve.fleet.hardware import expected_platform
 
     named = deployment.attention.hardware or deployment.ffn.hardware
@@ -122,7 +124,7 @@ def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelCo
 
 
 def named_machine(hardware: str) -> "Machine | None":
-    """A host of the hardware of this name; None: JAX names no such accelerator."""
+    """A host of the named hardware; None where JAX knows no such accelerator."""
     from jaxserve.roles.sizing import DEVICE_PART, Machine
 
     kind = device_kind(hardware)
@@ -152,17 +154,15 @@ def this_machine() -> "Machine":
 
 
 def _cpu_devices() -> int:
-    """CPU devices that there can be, at most one a core."""
+    """Most CPU devices that this process can have: one a core that it may use."""
     import jax
 
-    cores, now = len(os.sched_getaffinity(0)), jax.config.jax_num_cpu_devices
+    from jaxserve.roles.host_cores import usable_cores
+
+    cores, now = usable_cores(), jax.config.jax_num_cpu_devices
     try:
         jax.config.update("jax_num_cpu_devices", now + 1)
     except RuntimeError:  # a backend runs already, with the devices that it has
         return min(cores, jax.local_device_count())
     jax.config.update("jax_num_cpu_devices", now)
     return cores
-
-
-def _short(value: Any) -> str:
-    return str(value).replace(" ", "")

@@ -128,6 +128,8 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
             ("TimeoutStopSec", f"{int(server.drain_seconds) + SPARE_SECONDS}"),
             ("LimitNOFILE", "1048576"),
             ("LimitMEMLOCK", "infinity"),
+            # A core file would hold keys, tokens and prompts in clear text.
+            ("LimitCORE", "0"),
             ("NoNewPrivileges", "yes"),
             ("CapabilityBoundingSet", ""),
             ("ProtectSystem", "strict"),

@@ -1,6 +1,8 @@
-"""The memory of this process's devices, and of this host, which simulated ones share. Called before
-anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes are chosen
-(`fleet/sizing.py`)."""
+"""Memory of this process's devices, and of this host, which simulated devices share.
+
+Called before anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes
+are chosen (`fleet/sizing.py`).
+"""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -13,12 +15,13 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError, MemoryTakenError
 from jaxserve.mesh import Role, memory_limit
 from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
+from jaxserve.roles.control_groups import control_groups
 
-GROUPS = (
-    ("", ("memory.max", "memory.high"), "memory.current", ""),
-    ("memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+LIMITS = (
+    (("memory.max", "memory.high"), "memory.current", ""),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
 )
-"""Of control groups, version 2 and 1: folder, limits, what is used, and how entries of memory.stat
+"""Files of control groups, version 2 and 1: limits, used bytes, and how the entries of memory.stat
 begin that count the groups inside, too."""
 
 
@@ -72,9 +75,8 @@ def available_memory(
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of the host's memory that nobody needs; of the container's or the systemd unit's where
-    it has fewer, and of the slices that it is in: what was read of files and stays in memory is
-    free in all, since the kernel drops it first."""
+    """Free bytes of the host's memory, or of the container's, the systemd unit's or its slices'
+    where they have fewer. Cached pages of files count as free: the kernel drops them first."""
     sizes = _of_host(root, "MemAvailable:")
     for group, limit, current, prefix in _limits(root):
         try:
@@ -88,7 +90,7 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
 
 
 def whole_host_memory(root: Path = Path("/")) -> int | None:
-    """The same if nobody needed any."""
+    """The same with nothing in memory yet."""
     sizes = _of_host(root, "MemTotal:") + [limit for _, limit, _, _ in _limits(root)]
     return min(sizes, default=None)
 
@@ -103,20 +105,10 @@ def _of_host(root: Path, entry: str) -> list[int]:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, str, str]]:
-    """The control groups of this process that have a limit: their folder, the limit, and the names
-    of what is used, as of `GROUPS`. Groups are in groups, as a unit in its slice; in a container
-    its own is the outermost that is seen, whatever the kernel calls it."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
-    for folder, names, current, prefix in GROUPS:
-        top = root / "sys/fs/cgroup" / folder
-        inner = top / own.get(folder, "/").lstrip("/")
-        for group in (inner, *inner.parents):
-            if not group.is_relative_to(top):
-                break
+    """The control groups of this process that have a limit: folder, limit, and the names of the
+    used bytes, as in `LIMITS`."""
+    for group in control_groups(root, "memory"):
+        for names, current, prefix in LIMITS:
             limits = [size for name in names if (size := _size(group / name)) is not None]
             if limits:
                 yield group, min(limits), current, prefix
@@ -133,11 +125,11 @@ def _size(path: Path) -> int | None:
 def simulated_memory(
     config: ModelConfig, deployment: Deployment, devices: Mapping[Role, int], free: int | None
 ) -> dict[Role, int | None]:
-    """What of `free` bytes is left for a simulated device of each role, once the others have what
-    they need: less than it weighs, if together they weigh more.
+    """Bytes that a simulated device of each role may have of `free` bytes, after the needs of the
+    other devices: less than its own need where all together need more.
 
     Args:
-      devices: how many of each role are here.
+      devices: number of devices of each role in this process.
     """
     if free is None:
         return dict.fromkeys(devices)

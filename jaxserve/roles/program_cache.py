@@ -17,6 +17,7 @@ from jax._src import compilation_cache_interface as cache_interface
 
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import Bucket, Span, is_url
+from jaxserve.storage.mirror import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +140,7 @@ def use_compilation_cache() -> None:
         # XLA's own caches of GPUs are files.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = Path(given) if given else root / "jaxserve" / f"xla-{jax.__version__}"
+    folder = Path(given) if given else user_cache() / "jaxserve" / f"xla-{jax.__version__}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a deployment leaves open (`config/auto.py`), from the model and the devices: arithmetic.
+"""Values for the open keys of a deployment (`config/auto.py`), from the model and the devices.
 
-It is that of `capacity.py`: bytes of weights and activations first, pages in what they leave.
-Called by `fleet/sizing.py`, which knows the devices; starts no backend, reads no files.
+The arithmetic is that of `capacity.py`: weights and activations first, then pages in the rest of
+the memory. Called by `fleet/sizing.py`, which knows the devices; starts no backend, reads no files.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
 from jaxserve.roles.parameters import count_parameters
 
 HOST_PART, DEVICE_PART = 0.5, 0.9
-"""Part of a host's free memory, or of what an accelerator reports, that a deployment may use; the
-rest is the compiler's, and on a host everybody else's."""
+"""Part of a host's free memory, or of the memory that an accelerator reports, for a deployment. The
+compiler has the rest, and on a host all other processes."""
 USUAL_TOKENS = 4096
 """Length of the sequences for which slots are counted; CPUs, which are slow, `CPU_USUAL_TOKENS`."""
 CPU_USUAL_TOKENS = 1024
 CPU_SLOTS, LEAST_SLOTS, MOST_SLOTS = 32, 8, 256
 CPU_TOKEN_BUDGET, TOKEN_BUDGET = 128, 512
 CPU_CHUNK_PARAMETERS = 25_000_000
-"""Parameters that a token meets, of each core, with which a CPU computes a chunk of `TOKEN_BUDGET`
-tokens in a quarter of a second, at 100 GFLOP/s a core; nobody who decodes waits longer for it."""
+"""Parameters a token and core with which a CPU computes a chunk of `TOKEN_BUDGET` tokens in a
+quarter of a second, at 100 GFLOP/s a core. Decoding requests wait no longer for a chunk."""
 CPU_SMALL_STEPS = (1, 8)
 """Tokens of steps with fewer sequences than slots; each takes some seconds to compile."""
 CPU_LAYER_BYTES = 8_000_000
@@ -38,7 +38,7 @@ SMALLEST_PAGES = 1024
 AFD_KEYS = frozenset(
     ("ffn.ep", "ffn.tp", "ffn.shared_ranks", "link.transport", "link.route", "link.dispatch")
 )
-"""Keys that only separate meshes have; a file with one of them means them."""
+"""Keys that only separate meshes have; a file with such a key means them."""
 
 
 class Machine(NamedTuple):
@@ -46,13 +46,13 @@ class Machine(NamedTuple):
 
     platform: Literal["cpu", "tpu", "gpu"]
     devices: int
-    """Of a CPU its cores, each of which can be one."""
+    """On a CPU the cores, each of which can be a device."""
     memory: int | None
-    """Bytes of each that the deployment may use, of a CPU of all together; None: nobody knows."""
+    """Bytes of each device that the deployment may use, on a CPU of all together; None: unknown."""
 
 
 class Choice(NamedTuple):
-    """The value of a key that was open, and where it comes from."""
+    """The value chosen for an open key, and why."""
 
     value: Any
     reason: str
@@ -65,7 +65,8 @@ def choose_sizes(
 
     Args:
       deployment: with the structs' defaults in open keys.
-      written: the dotted keys that are not open; they keep their values, whatever they lead to.
+      written: the dotted keys that are not open. They keep their values, and open keys are chosen
+        to fit them.
 
     Raises:
       ConfigError: the model cannot be cut as written keys ask.
@@ -74,7 +75,7 @@ def choose_sizes(
 
 
 class _Sizes:
-    """The choice, key after key: each sees the ones before."""
+    """Chooses key after key; each choice sees the ones before."""
 
     def __init__(
         self, config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: Machine
@@ -86,7 +87,7 @@ class _Sizes:
         self._config = msgspec.structs.replace(config, on_cpus=self._on_cpu)
 
     def choose(self) -> dict[str, Choice]:
-        """All of it."""
+        """All choices, in the order of `AUTO_KEYS`."""
         self._step_sizes()
         self._formats()
         self._layout()
@@ -113,36 +114,68 @@ class _Sizes:
             self._set("dtype", max(asked), "that of the weights")
         elif self._on_cpu:
             self._set("dtype", "float32", "which CPUs multiply faster than bfloat16")
-            if not self._fits(self._now):
+            memory = self._memory(self._now)
+            if memory is not None and sum(p.total for p in self._parts(self._now)) > memory:
                 self._set("dtype", "bfloat16", "float32 does not fit into the host's memory")
         else:
             self._set("dtype", "bfloat16", "which the device multiplies fastest")
 
     def _step_sizes(self) -> None:
-        """First values of what `_room` may make smaller."""
+        """First values of the sizes that `_room` may reduce."""
         size = page_tokens(self._machine.platform, self._now.cache_format)
         self._set("cache.page_size", size, "tokens that kernels read at a time")
         self._set("scheduler.max_length", self._config.max_positions, "the model's positions")
+        self._follow_buckets()
         if self._on_cpu:
-            self._set("scheduler.slots", CPU_SLOTS, "beyond, a CPU gains little")
+            slots = min(CPU_SLOTS, self._most_slots())
+            self._set("scheduler.slots", slots, "beyond, a CPU gains little")
             least, reason = CPU_TOKEN_BUDGET, "a prompt's chunk that a CPU computes at a time"
         else:
             least, reason = TOKEN_BUDGET, "a prompt's chunk that keeps a device busy"
-        budget = max(least, self._now.scheduler.slots * (1 + self._now.drafts))
-        self._set("scheduler.token_budget", budget, reason)
+        self._budget(least, reason)
+
+    def _budget(self, least: int, reason: str) -> None:
+        """A step takes at least these tokens, and the drafts of all slots."""
+        decoded = self._now.scheduler.slots * (1 + self._now.drafts)
+        self._set("scheduler.token_budget", max(least, decoded), reason)
+
+    def _follow_buckets(self) -> None:
+        """Chooses the sizes at which written buckets have to end; nothing later changes them."""
+        limits = self._now.scheduler
+        if "scheduler.token_buckets" in self._written:
+            budget = limits.token_buckets[-1]
+            self._set("scheduler.token_budget", budget, "the last of scheduler.token_buckets")
+            self._written |= {"scheduler.token_budget"}
+        if "scheduler.page_buckets" in self._written:
+            pages, size = limits.page_buckets[-1], self._now.cache.page_size
+            if "scheduler.max_length" in self._written:
+                size *= -(-limits.max_length // (pages * size))
+                self._set("cache.page_size", size, f"{pages} hold scheduler.max_length")
+            tokens = min(pages * size, limits.max_length)
+            self._set("scheduler.max_length", tokens, "that of scheduler.page_buckets")
+            self._written |= {"scheduler.max_length"}
+
+    def _most_slots(self) -> int:
+        """Slots whose decode steps leave half of a written budget for prompts' chunks, and fill a
+        written bucket where one is small enough."""
+        if "scheduler.token_budget" not in self._written:
+            return MOST_SLOTS
+        limits = self._now.scheduler
+        half = limits.token_budget // 2
+        tokens = max((size for size in limits.token_buckets if size <= half), default=half)
+        return min(MOST_SLOTS, max(1, tokens // (1 + self._now.drafts)))
 
     def _layout(self) -> None:
         """Attention's axes: all devices, nothing of the cache stored twice, weights divided most.
 
-        A decode step reads the weights of a device once. So those of a device are to be few, which
-        more tp makes them, as long as K and V heads are not copied; dp divides the experts.
+        A decode step reads the weights of a device once, so few weights a device are best. More tp
+        divides them as long as K and V heads are not copied; dp divides the experts.
         """
         if self._now.mode == "afd":
             return
-        layouts = list(self._layouts())
-        if not layouts:
-            return  # the error is that of whoever builds it
-        best = min(layouts, key=lambda one: self._rank(*one))
+        best = min(self._layouts(), key=lambda one: self._rank(*one), default=None)
+        if best is None:
+            return  # building the roles says why
         (dp, tp), part = best
         heads = _kv_heads(self._config)
         of_all = f"{dp * tp} of {self._machine.devices} {'cores' if self._on_cpu else 'devices'}"
@@ -154,38 +187,38 @@ class _Sizes:
         self._set("attention.tp", tp, reason)
 
     def _chunk(self) -> None:
-        """On a CPU a longer chunk of a prompt, where that keeps nobody waiting."""
+        """On a CPU a longer chunk of a prompt, where it does not hold decoding up."""
         if not self._on_cpu:
             return
         met, cores = count_parameters(self._config).activated, self._now.attention.devices
         if met <= CPU_CHUNK_PARAMETERS * cores:
-            budget = max(TOKEN_BUDGET, self._now.scheduler.token_budget)
-            self._set("scheduler.token_budget", budget, "a prompt's chunk of a quarter of a second")
+            self._budget(TOKEN_BUDGET, "a prompt's chunk of a quarter of a second")
 
     def _layouts(self) -> Iterator[tuple[tuple[int, int], RoleBytes]]:
-        """(dp, tp) that the model can be cut into, of each tp with the largest dp, and what a
-        device then holds."""
+        """The (dp, tp) that the model can be cut into, for each tp with the largest dp, and the
+        bytes of a device."""
         own = self._now.attention
         most = max(self._machine.devices, 1)
         if self._on_cpu:
             most = self._useful_cores(most)
-        for tp in [own.tp] if "attention.tp" in self._written else _powers(most):
+        for tp in (
+            [own.tp]
+            if "attention.tp" in self._written
+            else (1 << n for n in range(most.bit_length()))
+        ):
             free = range(1 if self._on_cpu else max(most // tp, 1), 0, -1)
             for dp in [own.dp] if "attention.dp" in self._written else free:
                 tried = changed(changed(self._now, "attention.dp", dp), "attention.tp", tp)
-                try:
-                    yield (dp, tp), role_bytes(self._config, _with_pages(tried, 1))[0]
+                if parts := self._parts(tried):
+                    yield (dp, tp), parts[0]
                     break
-                except (ConfigError, ValueError):
-                    continue
 
     def _useful_cores(self, cores: int) -> int:
         """Cores that share every layer: XLA computes much of a step on one thread a device."""
-        try:
-            part = role_bytes(self._config, _with_pages(self._now, 1))[0]
-        except (ConfigError, ValueError):
+        parts = self._parts(self._now)
+        if not parts:
             return 1
-        layer = part.weights * part.devices // self._config.all_layers
+        layer = parts[0].weights * parts[0].devices // self._config.all_layers
         return max(1, min(cores, _kv_heads(self._config), layer // CPU_LAYER_BYTES))
 
     def _rank(self, layout: tuple[int, int], part: RoleBytes) -> tuple[float, ...]:
@@ -202,14 +235,14 @@ class _Sizes:
         usual = CPU_USUAL_TOKENS if self._on_cpu else USUAL_TOKENS
         if "scheduler.slots" not in self._written and not self._on_cpu:
             sequence = min(limits.max_length, usual)
-            for slots in _halved(MOST_SLOTS, LEAST_SLOTS):
+            most = self._most_slots()
+            for slots in _halved(most, min(most, LEAST_SLOTS)):
                 self._set(
                     "scheduler.slots",
                     slots,
                     f"{slots * self._now.lanes} sequences of {sequence} tokens fit a DP group",
                 )
-                budget = max(TOKEN_BUDGET, slots * (1 + self._now.drafts))
-                self._set("scheduler.token_budget", budget, "decode first, then prompts' chunks")
+                self._budget(TOKEN_BUDGET, "decode first, then prompts' chunks")
                 pages = self._pages_that_fit()
                 if pages is None or pages * self._now.cache.page_size >= slots * sequence:
                     break
@@ -235,33 +268,34 @@ class _Sizes:
         self._set("cache.pages", wanted, reason)
 
     def _pages_that_fit(self) -> int | None:
-        """None: the memory is not known."""
-        memory = self._memory(self._now)
-        if memory is None:
-            return None
-        try:
-            rest, page = self._fixed_bytes()
-        except (ConfigError, ValueError):
-            return None
-        return max(0, (memory - rest) // page)
+        """None: the memory is not known, or the model cannot be cut."""
+        room = self._room_of_pages()
+        return None if room is None else max(0, (room[0] - room[1]) // room[2])
 
-    def _fixed_bytes(self) -> tuple[int, int]:
-        """Bytes of an attention device beside its pages, and of a page."""
-        many = 1 << 12
-        part = role_bytes(self._config, _with_pages(self._now, many))[0]
-        return part.total - part.cache, max(1, part.cache // many)
+    def _room_of_pages(self) -> tuple[int, int, int] | None:
+        """Bytes that the deployment may use of an attention device, bytes of everything but pages
+        there, and bytes of a page."""
+        many, memory = 1 << 12, self._memory(self._now)
+        parts = self._parts(self._now, many)
+        if memory is None or not parts:
+            return None
+        return memory, parts[0].total - parts[0].cache, max(1, parts[0].cache // many)
 
     def _arithmetic(self) -> str:
-        memory = self._memory(self._now)
-        rest, page = self._fixed_bytes()
-        assert memory is not None
+        room = self._room_of_pages()
+        assert room is not None
+        memory, rest, page = room
         return (
             f"({memory / GB:.2f} GB - {rest / GB:.2f} GB of weights and activations) / "
             f"{page / 1e6:.3f} MB a page"
         )
 
     def _memory(self, deployment: Deployment, devices: int = 0) -> int | None:
-        """Bytes of a device that the deployment may use, with so many (0: its own) on a CPU."""
+        """Bytes of a device that the deployment may use.
+
+        Args:
+          devices: sharers of a CPU's memory; 0: those of the deployment.
+        """
         if written := round(deployment.attention.memory_gb * GB):
             return written
         memory = self._machine.memory
@@ -269,15 +303,12 @@ class _Sizes:
             return memory
         return memory // (devices or deployment.attention.dp * deployment.attention.tp)
 
-    def _fits(self, deployment: Deployment) -> bool:
-        memory = self._memory(deployment)
-        if memory is None:
-            return True
+    def _parts(self, deployment: Deployment, pages: int = 1) -> tuple[RoleBytes, ...]:
+        """Bytes of the roles with these pages; empty: the model cannot be cut so."""
         try:
-            parts = role_bytes(self._config, _with_pages(deployment, 1))
+            return role_bytes(self._config, changed(deployment, "cache.pages", pages))
         except (ConfigError, ValueError):
-            return True
-        return sum(part.total for part in parts) <= memory
+            return ()
 
     def _buckets(self) -> None:
         """Small steps for few sequences where padding costs time: on CPUs."""
@@ -309,17 +340,8 @@ def changed(deployment: Deployment, key: str, value: Any) -> Deployment:
     return msgspec.structs.replace(deployment, **{section: part})
 
 
-def _with_pages(deployment: Deployment, pages: int) -> Deployment:
-    return changed(deployment, "cache.pages", pages)
-
-
 def _kv_heads(config: ModelConfig) -> int:
     return 1 if isinstance(config.attention, MLA) else config.attention.kv_heads
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4 … up to `most`."""
-    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def _halved(most: int, least: int) -> Iterator[int]:

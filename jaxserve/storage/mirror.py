@@ -1,4 +1,4 @@
-"""The small files of a model folder in a bucket, on this host's disk; weights stay where they are.
+"""Copies the small files of a model folder in a bucket to this host's disk, without the weights.
 
 Everything that reads a model's folder asks `local_folder` first. What it returns has configuration,
 tokenizer and manifest as files, and `origin.json`, which says where the weights are and which
@@ -92,13 +92,13 @@ def _converted(bucket: Bucket) -> dict[str, Part] | None:
 
 
 def _read(bucket: Bucket, spans: list[Span]) -> dict[str, Part]:
-    """By name, what is there."""
+    """The spans that exist, by name."""
     parts = zip(spans, bucket.read(spans), strict=True)
     return {span.name: part for span, part in parts if part is not None}
 
 
 def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
-    """A folder with these files; one of an earlier start, where nothing has changed."""
+    """A folder with these files: that of an earlier start, unless something has changed."""
     digest = hashlib.sha256()
     for name, data in sorted(contents.items()):
         digest.update(f"{name} {len(data)} ".encode() + data)
@@ -120,9 +120,16 @@ def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
     return folder
 
 
+def user_cache() -> Path:
+    """$XDG_CACHE_HOME, or ~/.cache. Its specification ignores paths that are not absolute; an empty
+    one would be the working directory."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return given if given.is_absolute() else Path.home() / ".cache"
+
+
 def _cache() -> Path:
-    """A folder of this user's, on the disk or, where there is none to write to, below /tmp."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    """Folder of this user's mirrors: in the user's cache, or below /tmp where that is read-only."""
+    home = user_cache()
     last = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
     for root in (home / "jaxserve" / "models", last / "models"):
         try:

@@ -65,6 +65,7 @@ def test_keys_are_credentials(tmp_path: Path) -> None:
     assert started(unit).set == ["server.api_keys=%d/keys"]
     assert deployment_in(files["deployment.yaml"], tmp_path).server.api_keys == ""
     assert "TimeoutStopSec=55\n" in unit
+    assert "LimitCORE=0\n" in unit, "a core file would hold the keys"
 
 
 @pytest.mark.parametrize("command", [FLEET, HOSTS, KEYS])

@@ -36,6 +36,16 @@ class TestPlace:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
 
+    def test_an_empty_variable_is_not_the_working_directory(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        folder = tmp_path / "home/.cache/jaxserve" / f"xla-{jax.__version__}"
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
     def test_or_where_jax_was_told(self, tmp_path):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)

@@ -1,11 +1,13 @@
 """A folder in a bucket is a folder here, but for its weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from jaxserve.commands import doctor
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.mirror import _mirrored, local_folder, origin_of, weight_files
+from jaxserve.storage.mirror import _mirrored, local_folder, origin_of, user_cache, weight_files
 
 
 def test_small_files(objects, tmp_path):
@@ -58,3 +60,17 @@ def test_nothing_there(objects):
 def test_local(tmp_path):
     assert local_folder(str(tmp_path)) == tmp_path
     assert origin_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"), [("/of/mine", "/of/mine"), ("", "/at/.cache"), ("here", "/at/.cache")]
+)
+def test_only_an_absolute_folder_counts(
+    variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/at")
+    monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    assert user_cache() == Path(expected)
+    (told,) = (finding.text for finding in doctor._host() if finding.name == "compile cache")
+    assert told.startswith(f"{expected}/jaxserve")
