@@ -1,27 +1,39 @@
-"""How much an engine has to do: what metrics and status pages show of it.
+"""The load of an engine, as metrics and status pages show it.
 
 Made by the engine, read by the server, from any thread; the numbers need not be of one moment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from jaxserve.engine.drafting import DraftCounts
+
+COUNTERS = (
+    *("preemptions", "prefix_queries", "prefix_hits"),
+    *("invalid_logits", "recomputed", "quarantined"),
+)
+"""Figures of domains, and of engines, that add up."""
+
+
+def summed(loads: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
+    """The sums of figures over several loads, by name."""
+    return {name: sum(getattr(load, name) for load in loads) for name in names}
 
 
 class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's end of the pages link, since its start.
 
     Attributes:
-      transfers: that came, or were taken, whole.
-      bytes: of them.
-      failures: that did not come, or could not be given.
-      corrupt: of a domain, pieces whose checksum was wrong, and which were fetched again.
-      queued: that have not ended; now.
-      wait_seconds: of a domain, from the order of a hand-off to its last piece, summed.
-      expired: of a prefill worker, leases that ran out.
-      registered_bytes: of a prefill worker, of pieces that wait to be pulled; now.
+      transfers: hand-offs that came, or were taken, whole.
+      bytes: of these hand-offs.
+      failures: hand-offs that did not come, or could not be given.
+      corrupt: on a domain, pieces whose checksum was wrong, and which were fetched again.
+      queued: hand-offs that have not ended; now.
+      wait_seconds: on a domain, from the order of a hand-off to its last piece, summed.
+      expired: on a prefill worker, leases that ran out.
+      registered_bytes: on a prefill worker, of pieces that wait to be pulled; now.
     """
 
     transfers: int = 0
@@ -146,23 +158,17 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         hand_offs: PagesLoad | None = None,
         problems: Sequence[str] = (),
     ) -> "EngineLoad":
-        """Of all domains together.
+        """Adds the loads of all domains up.
 
         Args:
           queued: requests that wait to be given to a domain.
         """
         return cls(
-            running=sum(domain.running for domain in domains),
+            **summed(domains, ("running", *COUNTERS)),
             waiting=sum(domain.waiting for domain in domains) + queued,
             kv_usage=[usage for domain in domains for usage in domain.kv_usage],
             page_size=page_size,
             pages=pages,
-            preemptions=sum(domain.preemptions for domain in domains),
-            prefix_queries=sum(domain.prefix_queries for domain in domains),
-            prefix_hits=sum(domain.prefix_hits for domain in domains),
-            invalid_logits=sum(domain.invalid_logits for domain in domains),
-            recomputed=sum(domain.recomputed for domain in domains),
-            quarantined=sum(domain.quarantined for domain in domains),
             compilations=compilations,
             held=held,
             domains=list(domains),

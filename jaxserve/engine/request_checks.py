@@ -107,8 +107,8 @@ class RequestChecks:
             raise InvalidRequestError("prompt", "is empty")
         request = Request(
             request_id=request_id,
-            prompt=self._token_ids("prompt", prompt),
-            emitted=self._token_ids("emitted", emitted),
+            prompt=checked_ids(prompt, self._vocab, "prompt"),
+            emitted=checked_ids(emitted, self._vocab, "emitted"),
             params=params,
             eos_token_ids=self._eos_token_ids,
             seed=params.seed if params.seed is not None else random.getrandbits(32),
@@ -125,27 +125,6 @@ class RequestChecks:
             self._begin_grammar(params.grammar, request.emitted)
         return request
 
-    def _token_ids(self, field: str, given: Sequence[Any]) -> list[int]:
-        """Plain ints, which step plans can carry to other processes."""
-        if set(map(type, given)) <= {int} and (
-            not len(given) or (min(given) >= 0 and max(given) < self._vocab)
-        ):
-            return list(given)
-        token_ids = []
-        for place, token in enumerate(given):
-            try:
-                token_id = operator.index(token)
-            except TypeError:
-                raise InvalidRequestError(
-                    f"{field}[{place}]", f"{token!r} is no token id"
-                ) from None
-            if not 0 <= token_id < self._vocab:
-                raise InvalidRequestError(
-                    f"{field}[{place}]", f"token id {token_id} is not in [0, {self._vocab - 1}]"
-                )
-            token_ids.append(token_id)
-        return token_ids
-
     def _begin_grammar(self, grammar: Any, emitted: list[int]) -> None:
         """Raises InvalidRequestError where the grammar does not fit the vocabulary."""
         try:
@@ -159,3 +138,22 @@ class RequestChecks:
             raise InvalidRequestError(
                 "grammar", f"its mask is {mask.dtype} {mask.shape}, not uint32 ({words},)"
             )
+
+
+def checked_ids(given: Sequence[Any], vocab: int, field: str) -> list[int]:
+    """Token ids as plain ints, which step plans can carry to other processes.
+
+    Raises:
+      InvalidRequestError: names the first one that is no integer in [0, vocab).
+    """
+    if not len(given) or (set(map(type, given)) == {int} and 0 <= min(given) <= max(given) < vocab):
+        return list(given)
+    token_ids = []
+    for index, value in enumerate(given):  # NumPy's ints, or something wrong
+        place = f"{field}[{index}]"
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise InvalidRequestError(place, f"{value!r} is no token id")
+        token_ids.append(operator.index(value))
+        if not 0 <= token_ids[-1] < vocab:
+            raise InvalidRequestError(place, f"token id {value} is not in [0, {vocab - 1}]")
+    return token_ids

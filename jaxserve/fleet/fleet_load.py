@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
+from jaxserve.engine.load import COUNTERS, EngineLoad, PagesLoad, WorkerLoad, summed
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
@@ -68,18 +68,12 @@ def fleet_load(
     everyone = [*domains, *prefills]
     first = domains[0] if domains else EngineLoad()
     return EngineLoad(
-        running=sum(load.running for load in domains),
+        **summed(domains, ("running",)),
+        **summed(everyone, (*COUNTERS, "compilations")),
         waiting=coordinator.waiting + sum(load.waiting for load in domains),
         kv_usage=[usage for load in domains for usage in load.kv_usage],
         page_size=first.page_size,
         pages=first.pages,
-        preemptions=sum(load.preemptions for load in domains),
-        prefix_queries=sum(load.prefix_queries for load in everyone),
-        prefix_hits=sum(load.prefix_hits for load in everyone),
-        invalid_logits=sum(load.invalid_logits for load in everyone),
-        recomputed=sum(load.recomputed for load in everyone),
-        quarantined=sum(load.quarantined for load in everyone),
-        compilations=sum(load.compilations for load in everyone),
         prompts=sum(load.running + load.waiting + load.prompts for load in prefills),
         held=sum(load.held for load in prefills),
         workers=workers,
@@ -98,13 +92,7 @@ def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) ->
     given = [load.hand_offs for load in prefills if load.hand_offs is not None]
     if not fetched and not given:
         return None
+    by_domains = ("transfers", "bytes", "failures", "corrupt", "queued", "wait_seconds")
     return PagesLoad(
-        transfers=sum(pages.transfers for pages in fetched),
-        bytes=sum(pages.bytes for pages in fetched),
-        failures=sum(pages.failures for pages in fetched),
-        corrupt=sum(pages.corrupt for pages in fetched),
-        queued=sum(pages.queued for pages in fetched),
-        wait_seconds=sum(pages.wait_seconds for pages in fetched),
-        expired=sum(pages.expired for pages in given),
-        registered_bytes=sum(pages.registered_bytes for pages in given),
+        **summed(fetched, by_domains), **summed(given, ("expired", "registered_bytes"))
     )

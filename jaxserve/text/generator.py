@@ -7,13 +7,13 @@ coalescing and protocols are theirs. Knows no network, no event loop, and of the
 `TokenEngine` says.
 """
 
-import operator
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex, cast
+from typing import SupportsIndex
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.engine.request_checks import checked_ids
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
 from jaxserve.text.grammars import Grammars
@@ -142,7 +142,7 @@ class TextGenerator:
             except ValueError as error:
                 raise InvalidRequestError(field, str(error)) from None
         else:
-            token_ids = _checked_ids(prompt, self._vocab_size, field)
+            token_ids = checked_ids(prompt, self._vocab_size, field)
         if keep is not None:
             most = keep if keep > 0 else self._max_length - 1
             token_ids = token_ids[:most] if keep_first else token_ids[-most:]
@@ -273,21 +273,3 @@ class TextGenerator:
                 generation,
                 TokenOutput(request_id=generation.request_id, finish_reason=reason, error=error),
             )
-
-
-def _checked_ids(prompt: Sequence[SupportsIndex], vocab_size: int, field: str) -> list[int]:
-    """The prompt as a list of ints in [0, vocab_size)."""
-    token_ids = cast(list[int], list(prompt))
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return token_ids
-    for index, value in enumerate(prompt):  # NumPy's ints, or something wrong
-        item = f"{field}[{index}]"
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            token_ids[index] = operator.index(value)
-        except TypeError:
-            raise InvalidRequestError(item, f"{value!r} is no token id") from None
-        if not 0 <= token_ids[index] < vocab_size:
-            raise InvalidRequestError(item, f"token id {value} is not in [0, {vocab_size - 1}]")
-    return token_ids

@@ -1,4 +1,4 @@
-"""Messages as clients send them, checked and brought into the form that a chat template reads.
+"""Checks the messages of clients and writes them in the form that a chat template reads.
 
 Clients send what OpenAI's API documents: `content` null beside `tool_calls`, a call's arguments as
 JSON text, contents in parts. Templates differ: some fail on null, others write calls only where
@@ -40,12 +40,12 @@ _TOOLS = [
 
 
 class MessageForm(msgspec.Struct, frozen=True):
-    """What a template expects of messages.
+    """The form in which a template expects messages.
 
     Attributes:
-      part_roles: of the messages whose contents it reads as lists of parts; the parts of others are
-        joined by line ends.
-      empty_content: of a message with calls and no content.
+      part_roles: roles whose contents it reads as lists of parts; for other roles, parts are joined
+        by line ends.
+      empty_content: content of a message with calls and no content.
       call_objects: whether a call's arguments are objects rather than JSON text.
       developer: whether it knows the role `developer`; otherwise that is `system`.
     """
@@ -68,18 +68,14 @@ class MessageForm(msgspec.Struct, frozen=True):
         Raises:
           InvalidRequestError: names what is wrong, in `field`.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise InvalidRequestError(field, f"expected a list, got {type(messages).__name__}")
-        if not messages:
+        if not _list(messages, field):
             raise InvalidRequestError(field, "is empty")
         return [
             self._message(message, f"{field}[{index}]") for index, message in enumerate(messages)
         ]
 
     def _message(self, message: Any, place: str) -> dict[str, Any]:
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(place, f"expected an object, got {type(message).__name__}")
-        _check_message(message, place)
+        _check_message(_object(message, place), place)
         # Clients send back all fields of an answer, those without a value too.
         copy = {
             key: value for key, value in plain_field(message, place).items() if value or value == 0
@@ -201,13 +197,8 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     """A copy of the tools of a request; raises InvalidRequestError."""
     if tools is None:
         return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise InvalidRequestError("tools", f"expected a list, got {type(tools).__name__}")
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, Mapping):
-            raise InvalidRequestError(
-                f"tools[{index}]", f"expected an object, got {type(tool).__name__}"
-            )
+    for index, tool in enumerate(_list(tools, "tools")):
+        _object(tool, f"tools[{index}]")
     return plain_field(tools, "tools")
 
 
@@ -220,34 +211,35 @@ def _check_message(message: Mapping[str, Any], place: str) -> None:
     content = message.get("content")
     if content is None and role != "assistant":
         raise InvalidRequestError(f"{place}.content", "is missing")
-    if not (content is None or isinstance(content, str | list | tuple)):
-        raise InvalidRequestError(
-            f"{place}.content", f"expected a text or a list, got {type(content).__name__}"
-        )
-    if isinstance(content, list | tuple) and len(content) > MAX_PARTS:
+    if content is None or isinstance(content, str):
+        content = ()
+    if len(_list(content, f"{place}.content", "a text or a list")) > MAX_PARTS:
         raise InvalidRequestError(
             f"{place}.content", f"{len(content)} parts, at most {MAX_PARTS} are allowed"
         )
     calls = message.get("tool_calls")
-    if calls is None:
-        return
-    if not isinstance(calls, list | tuple):
-        raise InvalidRequestError(
-            f"{place}.tool_calls", f"expected a list, got {type(calls).__name__}"
-        )
-    for index, call in enumerate(calls):
-        if not isinstance(call, Mapping):
-            raise InvalidRequestError(
-                f"{place}.tool_calls[{index}]", f"expected an object, got {type(call).__name__}"
-            )
+    for index, call in enumerate(() if calls is None else _list(calls, f"{place}.tool_calls")):
+        _object(call, f"{place}.tool_calls[{index}]")
+
+
+def _list(value: Any, place: str, what: str = "a list") -> Sequence[Any]:
+    """The value, if it is a list; raises InvalidRequestError."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InvalidRequestError(place, f"expected {what}, got {type(value).__name__}")
+    return value
+
+
+def _object(value: Any, place: str) -> Mapping[str, Any]:
+    """The value, if it is an object; raises InvalidRequestError."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(place, f"expected an object, got {type(value).__name__}")
+    return value
 
 
 def _part_text(part: Any, place: str) -> str:
     """The text of one part of a message's content."""
-    if not isinstance(part, dict):
-        raise InvalidRequestError(place, f"expected an object, got {type(part).__name__}")
-    if part.get("type") != "text":
-        kind = part.get("type")
+    kind = _object(part, place).get("type")
+    if kind != "text":
         raise InvalidRequestError(f"{place}.type", f"{kind!r} is not supported: only 'text' is")
     if not isinstance(part.get("text"), str):
         raise InvalidRequestError(f"{place}.text", "expected a text")

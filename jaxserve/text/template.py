@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.text.template_worker import LENGTH
+from jaxserve.text.template_worker import LENGTH, receive
 
 ANSWER_SECONDS = 20.0
 """For one rendering, by the clock. The worker ends one itself after a time on the CPU; this is for
@@ -90,8 +90,8 @@ class _Worker:
     def _answer(self, request: bytes) -> bytes:
         peer = self._peer or self._start()
         peer.sendall(LENGTH.pack(len(request)) + request)
-        (size,) = LENGTH.unpack(_receive(peer, LENGTH.size))
-        return _receive(peer, size)
+        (size,) = LENGTH.unpack(receive(peer, LENGTH.size))
+        return receive(peer, size)
 
     def _start(self) -> socket.socket:
         self._peer, theirs = socket.socketpair()
@@ -114,16 +114,6 @@ def _end(process: subprocess.Popen[bytes], peer: socket.socket) -> None:
 
 
 _worker = functools.cache(_Worker)
-
-
-def _receive(peer: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = peer.recv(min(size - len(data), 2**20))
-        if not part:
-            raise EOFError("it ended")
-        data += part
-    return bytes(data)
 
 
 def plain(value: Any, *, name: str, depth: int = 64) -> Any:

@@ -165,15 +165,15 @@ def _out_of_time(number: int, frame: types.FrameType | None) -> None:
     raise OutOfTime
 
 
-def _receive(peer: socket.socket, size: int) -> bytes | None:
-    parts = []
-    while size > 0:
-        part = peer.recv(min(size, 2**20))
+def receive(peer: socket.socket, size: int) -> bytes:
+    """Reads so many bytes; raises EOFError where the other end is closed before."""
+    data = bytearray()
+    while len(data) < size:
+        part = peer.recv(min(size - len(data), 2**20))
         if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+            raise EOFError("it ended")
+        data += part
+    return bytes(data)
 
 
 def main() -> int:
@@ -182,11 +182,12 @@ def main() -> int:
     signal.signal(signal.SIGPROF, _out_of_time)
     _limit()
     peer = socket.socket(fileno=0)
-    while (head := _receive(peer, LENGTH.size)) is not None:
-        body = _receive(peer, *LENGTH.unpack(head))
-        if body is None:
-            break
+    while True:
         reply: dict[str, Any]
+        try:
+            body = receive(peer, *LENGTH.unpack(receive(peer, LENGTH.size)))
+        except EOFError:
+            return 0
         try:
             _limit_time()
             reply = answer(json.loads(body))
@@ -197,7 +198,6 @@ def main() -> int:
             reply = {"error": f"it took more than {MEMORY_BYTES >> 20} MiB"}
         written = json.dumps(reply).encode()
         peer.sendall(LENGTH.pack(len(written)) + written)
-    return 0
 
 
 if __name__ == "__main__":
