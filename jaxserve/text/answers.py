@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.text.calls import CALL_FORMATS, CallFormat, CallPart, CallReader, types_of
+from jaxserve.text.calls import (
+    CALL_FORMATS,
+    CallFormat,
+    CallPart,
+    CallReader,
+    types_of,
+    unfinished,
+)
 from jaxserve.text.chat import ChatTemplate
 
 THINK, END_THINK = "<think>", "</think>"
@@ -174,17 +181,25 @@ class AnswerParser:
         assert self._calls is not None
         if self._reader is None:
             self._reader = self._calls.reader(self._types)
-        out, rest = self._until(self._calls.end, text, last)
-        ends = rest is not None or last
-        cut = last and rest is None and self._cut
-        pieces = list(self._called_pieces(self._reader.read(out, ends, cut)))
+        end = self._calls.end
+        out, rest = self._until(end, text, last)
+        parts = self._reader.read(out)
+        ends, cut = rest is not None or last, last and rest is None and self._cut
+        if rest is not None and self._reader.within:
+            parts += self._reader.read(end)
+            out, end, ends = out + end, "", False
+        elif ends:
+            if rest is None and not cut:
+                rest = self._reader.after(end)
+            parts += self._reader.read("", last=True, cut=cut)
+        pieces = list(self._called_pieces(parts))
         if self._reader.begun:
             self._body = ""
         else:
             self._body += out
             if len(self._body) > MAX_SECTION_CHARACTERS or (ends and not cut):
                 body = self._calls.begin + self._body
-                body += self._calls.end if rest is not None else ""
+                body += end if rest is not None else ""
                 pieces, ends, self._said = [Piece(content=body)], True, True
                 rest = "" if rest is None and not last else rest
                 self._reader, self._body, self._state = None, "", self._content
@@ -216,8 +231,7 @@ class AnswerParser:
         if found:
             return before, after
         if not last:
-            longest = min(len(mark) - 1, len(text))
-            held = next(n for n in range(longest, -1, -1) if mark.startswith(text[len(text) - n :]))
+            held = unfinished(mark, text)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
         return text, None
 
@@ -227,10 +241,9 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for kind, several in itertools.groupby(pieces, _kind):
         group = list(several)
-        if kind == "reasoning":
-            joined.append(Piece(reasoning="".join(piece.reasoning for piece in group)))
-        elif kind == "content":
-            joined.append(Piece(content="".join(piece.content for piece in group)))
+        if isinstance(kind, str):
+            said: Any = {kind: "".join(getattr(piece, kind) for piece in group)}
+            joined.append(Piece(**said))
         else:
             parts = [piece.call for piece in group if piece.call is not None]
             arguments = "".join(part.arguments for part in parts)

@@ -1,8 +1,8 @@
-"""How model families write tool calls: read while they are written, and as grammars to force them.
+"""Formats of tool calls by model family: incremental readers, and grammars that force a call.
 
-A `CallFormat` is data; its reader takes the text between two markers as it comes, and returns parts
-of calls: a name first, then the arguments bit by bit. Called by `answers.py` and, for grammars, by
-`server/http/forms.py`.
+A `CallFormat` is data. Its reader takes the text between two markers piece by piece, and returns
+parts of calls: a name first, then pieces of the arguments. Called by `answers.py` and, for
+grammars, by `server/http/forms.py`.
 """
 
 import functools
@@ -21,12 +21,12 @@ Types = Mapping[str, Mapping[str, Any]]
 
 
 class CallPart(msgspec.Struct, frozen=True):
-    """Something new of a tool call.
+    """A further part of a tool call.
 
     Attributes:
-      number: of the call in the answer.
+      number: place of the call in the answer.
       name, id: of the call; set in its first part alone.
-      arguments: further text of them, usually JSON.
+      arguments: further text of the arguments, usually JSON.
     """
 
     number: int = 0
@@ -35,30 +35,58 @@ class CallPart(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
+def unfinished(mark: str, text: str) -> int:
+    """The number of characters at the end of a text that may begin a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next(n for n in range(longest, -1, -1) if mark.startswith(text[len(text) - n :]))
+
+
 class CallReader:
-    """Reads the calls between two markers; made anew for each pair of them.
+    """Reads the calls between two markers; a section between markers has a reader of its own.
 
     Attributes:
-      begun: whether there was a call.
+      begun: whether a call was found.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self._text = ""  # not yet understood
         self._inside = False  # of a call
+        self._depth = 0  # of the arguments' JSON, as far as it was scanned
+        self._in_string = self._escaped = self._broken = False
+
+    @property
+    def within(self) -> bool:
+        """Whether the text so far ends inside a value, where the end marker is text like any other.
+
+        A JSON string with a line break in it is broken, and may have lost its end: markers count.
+        """
+        return self._inside and self._quoted and "\n" not in self._text
+
+    @property
+    def _quoted(self) -> bool:
+        return self._in_string and not self._broken
 
     def read(self, text: str, last: bool = False, cut: bool = False) -> list[CallPart]:
-        """Takes text; returns what is certain now.
+        """Takes text; returns the parts that are certain now.
 
         Args:
           last: nothing follows.
-          cut: and that is because the answer was cut off.
+          cut: nothing follows because the answer was cut off.
         """
         self._text += text
         parts = []
         while (part := self._inner() if self._inside else self._begin()) is not None:
             parts.append(part)
         return parts + (self._end(cut) if last else [])
+
+    def after(self, mark: str) -> str | None:
+        """Gives the text back that follows a mark inside a value which never ended."""
+        before, found, after = self._text.partition(mark)
+        if not (self._inside and found):
+            return None
+        self._text = before
+        return after
 
     def _begin(self) -> CallPart | None:
         """The beginning of the next call, if it is all there."""
@@ -76,7 +104,28 @@ class CallReader:
         """The first part of a call, whose beginning was found."""
         self._text = self._text[found.end() :]
         self._inside = self.begun = True
+        self._depth = 0
+        self._in_string = self._escaped = self._broken = False
         return CallPart(name=name, id=found.groupdict().get("id") or _new_id())
+
+    def _scan(self, text: str) -> int:
+        """Follows the arguments' JSON; returns how many characters of the text belong to it."""
+        for place, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = letter == "\\"
+                self._in_string = letter != '"'
+                self._broken |= letter == "\n"
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return len(text)
 
 
 class MarkedReader(CallReader):
@@ -100,12 +149,13 @@ class MarkedReader(CallReader):
     def _inner(self) -> CallPart | None:
         before, found, after = self._text.partition(self._tail)
         if found:
-            out, self._text, self._inside = before.rstrip(), after, False
+            self._scan(before + found)
+            self._text, self._inside = after, self._quoted
+            out = before + found if self._inside else before.rstrip()
         else:
-            longest = min(len(self._tail) - 1, len(before))
-            ends = (n for n in range(longest, 0, -1) if self._tail.startswith(before[-n:]))
-            out = before[: len(before) - next(ends, 0)].rstrip()
+            out = before[: len(before) - unfinished(self._tail, before)].rstrip()
             self._text = self._text[len(out) :]
+            self._scan(out)
         if not self._said:
             out = out.lstrip()
         self._said |= bool(out)
@@ -128,40 +178,25 @@ class JsonReader(CallReader):
         whole: Callable[[str], list[CallPart]] | None = None,
     ):
         super().__init__()
-        self._head, self._quoted, self._whole = head, quoted_name, whole
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._head, self._quoted_name, self._whole = head, quoted_name, whole
+
+    @property
+    def within(self) -> bool:
+        """See `CallReader`; before a call has begun, its name or its arguments may be a string."""
+        return self._quoted if self._inside else bool(_IN_STRING.fullmatch(self._text))
 
     def _begin(self) -> CallPart | None:
         found = self._head.match(self._text)
         if not found:
             return None
-        name = json.loads(found["name"]) if self._quoted else found["name"].strip()
+        name = json.loads(found["name"]) if self._quoted_name else found["name"].strip()
         return self._named(found, name)
 
     def _inner(self) -> CallPart | None:
-        size = self._scan()
+        size = self._scan(self._text)
         out, self._text = self._text[:size], self._text[size:]
         self._inside = self._depth > 0 or not out
         return CallPart(arguments=out) if out else None
-
-    def _scan(self) -> int:
-        """How many characters of the text belong to the object."""
-        for place, letter in enumerate(self._text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped = letter == "\\"
-                self._in_string = letter != '"'
-            elif letter == '"':
-                self._in_string = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return place + 1
-        return len(self._text)
 
     def _end(self, cut: bool) -> list[CallPart]:
         if self.begun or self._whole is None:
@@ -186,6 +221,11 @@ class XmlReader(CallReader):
         self._tags, self._types = tags, types
         self._function = self._written = ""
         self._searched = 0
+
+    @property
+    def within(self) -> bool:
+        """See `CallReader`: a parameter has begun and not ended."""
+        return self._inside and self._searched > 0
 
     def _begin(self) -> CallPart | None:
         found = self._tags.invoke.search(self._text)
@@ -276,6 +316,7 @@ class CallFormat(msgspec.Struct, frozen=True):
             rules = [] if self.parameter else [f"arguments{index}: %json {json.dumps(schema)}"]
             return [f"{head}{inner}{ends}", *rules]
         required, rules, uses = schema.get("required") or [], [], []
+        end = re.escape(self.end).replace("/", r"\/")
         for place, (key, part) in enumerate(properties.items()):
             rule = f"value{index}_{place}"
             opening, closing = self.parameter(key)
@@ -287,7 +328,8 @@ class CallFormat(msgspec.Struct, frozen=True):
                     rules.append(f"{rule}: {quoted(opening)} ({text})")
                 else:
                     rules.append(f"{rule}: {quoted(opening)} text{index}_{place}")
-                    rules.append(f"text{index}_{place}[suffix={quoted(closing)}]: /(?s:.*)/")
+                    text = f"text{index}_{place}[suffix={quoted(closing)}]"
+                    rules.append(f"{text}: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/")
             else:
                 rules.append(f"{rule}: {quoted(opening)} json{index}_{place} {quoted(closing)}")
                 rules.append(f"json{index}_{place}: %json {json.dumps(part)}")
@@ -354,6 +396,7 @@ def _whole_json(body: str) -> list[CallPart]:
     return []
 
 
+_IN_STRING = re.compile(r'(?:[^"]++|"(?:[^"\\\n]|\\.)*+")*+"(?:[^"\\\n]|\\.)*+')
 _JSON_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\["\\/bfnrt])*")')
 _JSON = re.compile(_JSON_NAME.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _DEEPSEEK = re.compile(

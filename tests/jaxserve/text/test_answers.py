@@ -100,6 +100,69 @@ def test_the_cut_makes_no_difference(form, written, cuts) -> None:
     assert parse(parsers[2], *text) == expected
 
 
+def with_text(form, written, text) -> str:
+    """What a family writes of the calls, with another text than the town's name."""
+    return written.replace(
+        "Łódź", text if form.parameter else json.dumps(text, ensure_ascii=False)[1:-1]
+    )
+
+
+@pytest.mark.parametrize(("form", "written"), FAMILIES)
+@pytest.mark.parametrize(
+    "text", ["say {end} there", "{end}", 'a "{end}" \\', "{begin}{end}{end}", "x\n{end}\ny"]
+)
+def test_a_value_may_hold_the_mark_that_ends_calls(form, written, text) -> None:
+    text = text.format(begin=form.begin, end=form.end)
+    written = f"See {with_text(form, written, text)} done"
+    for texts in ([written], [*written], itertools.batched(written, 7)):
+        parser = AnswerParser(False, False, form, TOOLS)
+        _, content, calls = parse(parser, *map("".join, texts))
+        assert content == "See  done"
+        assert [name for name, _ in calls] == ["weather", "now"]
+        assert [json.loads(arguments) for _, arguments in calls] == [{"city": text}, {}]
+
+
+@pytest.mark.parametrize(
+    "form_and_tail", [(KIMI, "<|tool_call_end|>"), (DEEPSEEK_V31, "<｜tool▁call▁end｜>")]
+)
+def test_a_value_may_hold_the_mark_that_ends_a_call(form_and_tail) -> None:
+    form, tail = form_and_tail
+    written = with_text(form, dict(FAMILIES)[form], f"say {tail} there")
+    for texts in ([written], [*written]):
+        _, content, calls = parse(AnswerParser(False, False, form), *texts)
+        assert content == ""
+        assert [json.loads(arguments) for _, arguments in calls] == [
+            {"city": f"say {tail} there"},
+            {},
+        ]
+
+
+@pytest.mark.parametrize("body", ['{"arguments": {"a": "</tool_call>"}, "name": "f"}'])
+def test_a_mark_in_arguments_before_the_name(body) -> None:
+    for texts in ([body], [*body]):
+        parser = AnswerParser(False, False, JSON)
+        calls = parse(parser, "<tool_call>", *texts, "</tool_call>")[2]
+        assert calls == [("f", '{"a": "</tool_call>"}')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "arguments"),
+    [
+        # A string that was never closed holds no mark behind its line.
+        (JSON, '{"name": "f", "arguments": {"a": "x}\n</tool_call> done', " done", '{"a": "x}\n'),
+        (KIMI, '{"a": "x\n<|tool_call_end|>{end} done', " done", '{"a": "x'),
+        # Both end tags were forgotten.
+        (QWEN_XML, "<function=f>\n<parameter=a>\nx\n</tool_call> done", " done", "{}"),
+    ],
+)
+def test_the_mark_ends_a_value_that_never_does(form, text, content, arguments) -> None:
+    head = "<|tool_call_begin|>f:0<|tool_call_argument_begin|>" if form is KIMI else ""
+    text = f"{form.begin}{head}{text.replace('{end}', form.end)}"
+    for texts in ([text], [*text]):
+        _, said, calls = parse(AnswerParser(False, False, form), *texts)
+        assert (said, [call[1] for call in calls]) == (content, [arguments])
+
+
 def test_kimis_ids_are_kept() -> None:
     pieces = AnswerParser(False, False, KIMI).push(KIMI_CALLS)
     assert [piece.call.id for piece in pieces if piece.call] == [

@@ -210,6 +210,7 @@ def test_a_bad_form_is_named(
 
 
 def test_values_of_elements_follow_their_schemas() -> None:
+    """A text never holds the mark that ends the calls: its last letter is not allowed."""
     properties = {
         "city": {"type": "string"},
         "unit": {"enum": ["C", "F"]},
@@ -219,7 +220,7 @@ def test_values_of_elements_follow_their_schemas() -> None:
     parameters = {"type": "object", "properties": properties, "required": ["city", "days"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     rig = HttpRig(
-        "<tool_call>\n<function=f>\n<parameter=city>\n<b> a\n</parameter>\n"
+        "<tool_call>\n<function=f>\n<parameter=city>\n<b></tool_call> a\n</parameter>\n"
         "<parameter=unit>\nKC\n</parameter>\n<parameter=days>\nx2\n</parameter>\n"
         "</function>\n</tool_call>",
         template=TEMPLATE.replace("<tool_call>", "<tool_call><function="),
@@ -227,5 +228,9 @@ def test_values_of_elements_follow_their_schemas() -> None:
     rig.engine.max_length = rig.generator._max_length = 2000
     choice = rig.chat(tools=tools, tool_choice="required").json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"city": "<b> a", "unit": "C", "days": 2}
+    assert json.loads(call["function"]["arguments"]) == {
+        "city": "<b></tool_call a",
+        "unit": "C",
+        "days": 2,
+    }
     rig.close()
