@@ -16,7 +16,8 @@ from typing import Any, Self, cast
 import msgspec
 
 from jaxserve.checkpoint.tensors import read_once
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.open import open_engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.deployment import known_keys
+from jaxserve.config.load import known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("jaxserve", "jaxserve/planner", "jaxserve/server", "pallas_kernels", "configs", "launch")

@@ -21,7 +21,7 @@ from jaxserve.bench.client import Client
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.server.http.server import HttpServer

@@ -24,7 +24,7 @@ from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms

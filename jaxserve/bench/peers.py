@@ -25,7 +25,7 @@ from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.weights_server import WeightsServer
 from jaxserve.model.ffn.placement import home_slots

@@ -29,7 +29,7 @@ from jaxserve.calibration.gptq import Target
 from jaxserve.calibration.run import Calibration, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime

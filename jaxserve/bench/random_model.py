@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink

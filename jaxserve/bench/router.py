@@ -26,7 +26,8 @@ from jaxserve.bench.report import (
 )
 from jaxserve.bench.router_stubs import MODEL, TOKEN, VOCAB
 from jaxserve.bench.workers import BenchError
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.fleet.router import RouterEngine
 

@@ -18,7 +18,7 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.make_engine import make_engine

@@ -24,7 +24,8 @@ import numpy as np
 
 from jaxserve.bench.report import describe_machine, this_machine
 from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError

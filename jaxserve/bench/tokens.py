@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine

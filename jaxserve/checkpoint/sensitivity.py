@@ -27,7 +27,8 @@ from jaxserve.checkpoint.int8_products import Int8Products
 from jaxserve.checkpoint.manifest import Block, blocks_of
 from jaxserve.checkpoint.records import write_record
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch

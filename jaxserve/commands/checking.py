@@ -11,7 +11,8 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
 from jaxserve.checkpoint.tensors import read_once
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, deployment_of
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
 from jaxserve.errors import CheckpointError, ConfigError, exit_code

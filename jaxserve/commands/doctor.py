@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 import jaxserve
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.roles.host_cores import usable_cores

@@ -11,7 +11,8 @@ import msgspec
 
 import jaxserve
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments

@@ -2,7 +2,7 @@
 
 What chooses them needs the model and the devices (`roles/sizing.py`); `load_deployment` is given it
 where a process has the whole deployment to itself. Elsewhere, as where several processes read one
-file and must agree, they are the defaults of their structs. Called by `deployment.py`.
+file and must agree, they are the defaults of their structs. Called by `load.py`.
 """
 
 from collections.abc import Callable, Mapping

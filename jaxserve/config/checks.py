@@ -1,24 +1,15 @@
 """Whether the sections of a deployment fit each other, and the values that follow from them.
 
-Called by `deployment.py`. Every error names the key, its value, and the arithmetic.
+Called by `load.py`. Every error names the key, its value, and the arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxserve.config.deployment import Deployment
-
-
-def scratch_pages(drafts: int, modules: int) -> int:
-    """Pages of a DP group that no sequence has: one, where a prediction module goes on for more
-    drafts than there are modules. It then writes entries behind a sequence's last token, which may
-    be behind its last page; page tables name page 0 there."""
-    return int(0 < modules < drafts)
 
 
 def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
@@ -40,7 +31,7 @@ def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
         )
 
 
-def complete(deployment: "Deployment") -> "Deployment":
+def complete(deployment: Deployment) -> Deployment:
     """Fills the derived buckets in and checks sizes against each other.
 
     Raises:
@@ -112,7 +103,7 @@ def complete(deployment: "Deployment") -> "Deployment":
     return msgspec.structs.replace(deployment, scheduler=scheduler)
 
 
-def _check_runtimes(deployment: "Deployment") -> None:
+def _check_runtimes(deployment: Deployment) -> None:
     """Raises ConfigError where roles, runtimes and transport contradict each other."""
     attention, ffn, link = deployment.attention, deployment.ffn, deployment.link
     pull = link.transport == "pull"
@@ -151,7 +142,7 @@ def _check_runtimes(deployment: "Deployment") -> None:
     check_addresses("link.addresses", link.addresses)
 
 
-def _check_instances(deployment: "Deployment") -> None:
+def _check_instances(deployment: Deployment) -> None:
     """Raises ConfigError where the ffn role cannot have several."""
     attention, ffn = deployment.attention, deployment.ffn
     start = f"ffn.instances = {ffn.instances}"
@@ -171,7 +162,7 @@ def _check_instances(deployment: "Deployment") -> None:
         raise ConfigError(f"{start}: not over link.transport = pull, which sends a message once")
 
 
-def _check_fleet(deployment: "Deployment") -> None:
+def _check_fleet(deployment: Deployment) -> None:
     """Raises ConfigError where prefill workers, domains and the router contradict each other."""
     prefill, fleet, pages = deployment.prefill, deployment.fleet, deployment.pages
     if bool(prefill.long_tokens) != bool(prefill.long_workers):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.config.auto import Choose
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.storage.bucket import is_url
 

@@ -1,25 +1,15 @@
 """A deployment: which model, on which meshes, in which number formats, with which limits.
 
-Read from one YAML file, with dotted overrides from the command line (`--set attention.dp=3`) or
-from Python (`overrides={"attention.dp": 3}`). An unknown key is an error that names the nearest
-known one. The docstring of every key is its entry in `configs/README.md` (`reference.py` writes
-it). Imports only `errors`, the rest of this room, and what a bucket's URL is.
+`load.py` reads one from a file and checks it. The docstring of every key is its entry in
+`configs/README.md` (`reference.py` writes it).
 """
 
-import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
-from jaxserve.config.auto import Choose, drop_auto, written_keys
-from jaxserve.config.checks import complete, refuse_int4_cache
-from jaxserve.config.roles import expand_roles
 from jaxserve.config.sections import (
-    SERVER_FILES,
     AttentionRole,
     Cache,
     Cluster,
@@ -35,13 +25,10 @@ from jaxserve.config.sections import (
     Size,
     Speculative,
 )
-from jaxserve.config.shipped import deployment_names, deployment_path
-from jaxserve.errors import ConfigError
-from jaxserve.storage.bucket import is_url
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that a `serve` command reads from its deployment file."""
+    """Everything that a deployment file says."""
 
     model: str
     """Folder with config.json, safetensors and tokenizer.json; relative to the YAML file. Or
@@ -147,176 +134,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return attention + (0 if colocated else self.ffn.devices)
 
 
-def load_deployment(
-    path: str | Path,
-    overrides: Mapping[str, Any] | Sequence[str] = (),
-    *,
-    choose: Choose | None = None,
-) -> Deployment:
-    """Reads a deployment file and applies dotted overrides.
-
-    Args:
-      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder or
-        its URL (then every other field has its default).
-      overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
-      choose: values for the keys that are `auto` (`auto.py`); None: fixed ones.
-
-    Raises:
-      ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
-        of range, or sizes do not fit each other.
-    """
-    model = str(path) if is_url(path) else "."
-    path = Path() if is_url(path) else deployment_path(Path(path))
-    try:
-        text = "" if path.is_dir() else path.read_text()
-    except FileNotFoundError:
-        known = ", ".join(deployment_names())
-        raise ConfigError(
-            f"deployment file {path}: No such file or directory; by name there are {known}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"deployment file {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"deployment file {path} is no text: {error}") from None
-    try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"deployment file {path} is no YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"deployment file {path}: expected keys, got {type(tree).__name__}")
-    base = path if path.is_dir() else path.parent
-    if path.is_dir():
-        tree["model"] = model
-    if isinstance(tree.get("model"), str) and not is_url(tree["model"]):
-        tree["model"] = str((base / tree["model"]).resolve())
-    server = tree.get("server")
-    if isinstance(server, dict):
-        for key in SERVER_FILES:
-            if isinstance(server.get(key), str) and server[key]:
-                server[key] = str((base / server[key]).resolve())
-    for key, value in _override_items(overrides):
-        _set(tree, key, value)
-    expand_roles(tree)
-    _check_keys(tree, Deployment, "")
-    drop_auto(tree)
-    deployment = _converted(tree)
-    if choose is not None:
-        for key, value in choose(deployment, written_keys(tree)).items():
-            _set(tree, key, value)
-        deployment = _converted(tree)
-    deployment = complete(deployment)
-    if deployment.prefill.workers:
-        prefill = deployment_of(deployment, "prefill")  # refuses what does not fit
-        if prefill.cache.rope != deployment.cache.rope:
-            raise ConfigError(
-                f"prefill.cache.rope = {prefill.cache.rope}, but cache.rope = "
-                f"{deployment.cache.rope}: pages are handed over in arrays of the same widths"
-            )
-        apart = deployment.mode != "colocated" and deployment.link.transport == "pull"
-        needed = deployment.attention.devices if apart else deployment.devices
-        if deployment.fleet.least_domains and prefill.devices < needed:
-            raise ConfigError(
-                f"fleet.least_domains = {deployment.fleet.least_domains}: a domain needs {needed} "
-                f"devices, a prefill worker that were to stand in for one has {prefill.devices}"
-            )
-    return deployment
-
-
-def _converted(tree: Mapping[str, Any]) -> Deployment:
-    refuse_int4_cache(tree)
-    try:
-        return msgspec.convert(tree, Deployment)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"deployment: {error}") from None
-
-
-def deployment_of(deployment: Deployment, role: str) -> Deployment:
-    """What one worker of a role runs.
-
-    Args:
-      deployment: of the fleet.
-      role: `prefill`, whose workers have a deployment of their own, without the rest of the fleet;
-        or any other role.
-
-    Raises:
-      ConfigError: what differs on prefill workers is wrong, or does not fit the rest; names the
-        key below `prefill`.
-    """
-    prefill = deployment.prefill
-    if role != "prefill":
-        return deployment
-    tree = msgspec.to_builtins(deployment)
-    tree |= {"domains": 1, "fleet": {}}
-    tree["prefill"] = {"quadratic_tokens": prefill.quadratic_tokens}
-    if prefill.mode == "colocated" and deployment.mode != "colocated":
-        tree["link"] = {}
-    if prefill.mode:
-        tree["mode"] = prefill.mode
-    if prefill.lanes:
-        tree["lanes"] = prefill.lanes
-    if not prefill.scheduler.keys().isdisjoint(("slots", "token_budget")):
-        tree["scheduler"]["token_buckets"] = []  # derived anew
-    if "max_length" in prefill.scheduler or "page_size" in prefill.cache:
-        tree["scheduler"]["page_buckets"] = []
-    for name in PREFILL_SECTIONS:
-        tree[name] |= getattr(prefill, name)
-    try:
-        _check_keys(tree, Deployment, "")
-        refuse_int4_cache(tree)
-        return complete(msgspec.convert(tree, Deployment))
-    except (ConfigError, msgspec.ValidationError) as error:
-        raise ConfigError(f"prefill: {error}") from None
-
-
-PREFILL_SECTIONS = ("attention", "ffn", "link", "cache", "scheduler")
-"""Sections of which a prefill worker may have keys of its own."""
-
-
-def _override_items(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[str, Any]]:
-    if isinstance(overrides, Mapping):
-        return list(overrides.items())
-    items = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {text!r}: expected key=value, as in attention.dp=3")
-        try:
-            items.append((key.strip(), yaml.safe_load(value)))
-        except yaml.YAMLError:
-            raise ConfigError(f"--set {text!r}: {value!r} is no YAML value") from None
-    return items
-
-
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"override {dotted}: {parent} is a value, not a section")
-    tree[last] = value
-
-
-def _check_keys(tree: Mapping[Any, Any], struct: type[msgspec.Struct], prefix: str) -> None:
-    known = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    for key, value in tree.items():
-        if key not in known:
-            everything = known_keys()
-            near = difflib.get_close_matches(f"{prefix}{key}", everything, 1, 0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-            raise ConfigError(f"unknown key {prefix}{key!s}{hint}")
-        section = known[key]
-        if isinstance(section, type) and issubclass(section, msgspec.Struct):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{key}: expected a section, got {value!r}")
-            _check_keys(value, section, f"{prefix}{key}.")
-
-
-def known_keys(struct: type[msgspec.Struct] = Deployment, prefix: str = "") -> list[str]:
-    """Every key of the deployment file, dotted, sections expanded."""
-    keys = []
-    for field in msgspec.structs.fields(struct):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            keys += known_keys(field.type, f"{prefix}{field.name}.")
-        else:
-            keys.append(f"{prefix}{field.name}")
-    return keys
+def scratch_pages(drafts: int, modules: int) -> int:
+    """Pages of a DP group that no sequence has: one, where a prediction module goes on for more
+    drafts than there are modules. It then writes entries behind a sequence's last token, which may
+    be behind its last page; page tables name page 0 there."""
+    return int(0 < modules < drafts)

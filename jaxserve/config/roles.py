@@ -1,6 +1,6 @@
 """The long form of a deployment file: `roles:` and `links:` in place of a section for each.
 
-Called by `deployment.py` on what YAML gave, before anything is checked.
+Called by `load.py` on what YAML gave, before anything is checked.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxserve.config.checks import scratch_pages
+from jaxserve.config.deployment import scratch_pages
 from jaxserve.engine import grammar_wait, integrity
 from jaxserve.engine.admission import AdmissionQueue
 from jaxserve.engine.dp_group import DPGroup

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.config.auto import page_tokens
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation_command import add_fleet, read_simulation

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 import jax
 
 from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs, PrefillEnd
 from jaxserve.engine.holds import HoldLimits

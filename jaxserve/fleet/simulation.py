@@ -19,7 +19,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetResult, FleetSimulation, decode_workers
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink

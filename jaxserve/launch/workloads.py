@@ -8,7 +8,8 @@ Pure arithmetic on a deployment: no JAX, no cluster.
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from jaxserve.config.deployment import Deployment, deployment_of
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import process_shares
 from jaxserve.launch.machines import TpuSlice, tpu_slice

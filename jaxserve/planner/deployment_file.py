@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.auto import page_tokens
-from jaxserve.config.deployment import deployment_of, load_deployment
+from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions, Formats

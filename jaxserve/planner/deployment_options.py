@@ -6,7 +6,8 @@ Called by the commands of `plan.py` that start from a deployment file.
 import argparse
 from pathlib import Path
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import read_calibration

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
-from jaxserve.config.checks import scratch_pages
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.model import MLA, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.roles.capacity import GB, RoleBytes, role_bytes

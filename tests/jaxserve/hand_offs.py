@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.make_engine import make_engine

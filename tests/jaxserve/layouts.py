@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.__main__ import main
 from jaxserve.commands.names import COMMANDS
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import ConfigError
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams

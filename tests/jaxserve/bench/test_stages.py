@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.stages import bucket_of, decode_plan, measure, run_steps
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.worker import Passed

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed

@@ -13,7 +13,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.reading import Region, read_regions
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.checkpoint.tensors import list_tensors
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.mirror import _mirrored, local_folder
 from jaxserve.text.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """What `serve --check` says of roles and links."""
 
 from jaxserve.commands.checking import describe_roles
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 
 
 class TestRolesTable:

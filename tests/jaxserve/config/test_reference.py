@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.deployment import known_keys
+from jaxserve.config.load import known_keys
 from jaxserve.config.reference import BEGIN, END, main, replaced, table
 
 README = Path(__file__).resolve().parents[3] / "configs" / "README.md"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import ConfigError
 from tests.conftest import REPOSITORY

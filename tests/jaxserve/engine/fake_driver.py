@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.roles.sampling import Finished

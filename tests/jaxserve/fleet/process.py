@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet import bootstrap, devices, membership
 from jaxserve.fleet.arguments import add_arguments, from_arguments

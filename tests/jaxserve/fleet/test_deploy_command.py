@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxserve.config.deployment import deployment_of, load_deployment
+from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.plan import main
 from jaxserve.serve import main as serve
 

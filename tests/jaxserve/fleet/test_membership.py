@@ -5,7 +5,8 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxserve
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Server, load_deployment
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Server
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import (
     ProcessShare,

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place

@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from jaxserve import serve
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.launch import __main__ as launch
 

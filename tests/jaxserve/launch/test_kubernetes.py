@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.fleet.membership import process_shares
 from jaxserve.launch.__main__ import main

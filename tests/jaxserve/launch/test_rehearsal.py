@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.launch import jobset
 from jaxserve.launch.options import Options, Rendering

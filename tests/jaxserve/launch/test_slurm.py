@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import serve
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.fleet.membership import process_shares
 from tests.jaxserve.launch.rendered import files_of
 from tests.jaxserve.launch.tools import judge

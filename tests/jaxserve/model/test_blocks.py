@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, LayerKind
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.errors import ConfigError

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deployment_file import deployment_text
 from jaxserve.planner.hardware import load_hardware

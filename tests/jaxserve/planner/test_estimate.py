@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.broadcast import HOSTS_EACH

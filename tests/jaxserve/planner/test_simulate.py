@@ -1,13 +1,7 @@
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import (
-    AttentionRole,
-    Cache,
-    Deployment,
-    FFNRole,
-    SchedulerLimits,
-)
+from jaxserve.config.deployment import AttentionRole, Cache, Deployment, FFNRole, SchedulerLimits
 from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise

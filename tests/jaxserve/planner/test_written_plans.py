@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.serve import main as serve
 from tests.jaxserve.planner.test_aot import compile_for

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import Deployment, deployment_of, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Submeshes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes

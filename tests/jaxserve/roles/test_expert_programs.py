@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates

@@ -1,7 +1,7 @@
 """What simulated devices have of a host's memory."""
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.roles.capacity import role_bytes
 from jaxserve.roles.host_memory import (

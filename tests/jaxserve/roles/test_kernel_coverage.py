@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve import serve
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, device_kind
 from jaxserve.engine.build import build_engine
 from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates

@@ -7,7 +7,8 @@ import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.auto import AUTO_KEYS
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import Sizing, named_machine

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.source import Source
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module

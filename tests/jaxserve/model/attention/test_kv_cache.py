@@ -7,7 +7,7 @@ import pytest
 from jaxserve.checkpoint.deepseek import deepseek_config
 from jaxserve.checkpoint.qwen3 import qwen3_config
 from jaxserve.checkpoint.step3 import step3_config
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import (

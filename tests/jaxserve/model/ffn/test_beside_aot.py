@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates

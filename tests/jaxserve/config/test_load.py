@@ -14,10 +14,8 @@ from jaxserve.config.deployment import (
     FFNRole,
     Link,
     Server,
-    deployment_of,
-    known_keys,
-    load_deployment,
 )
+from jaxserve.config.load import deployment_of, known_keys, load_deployment
 from jaxserve.errors import ConfigError
 
 
