@@ -7,7 +7,7 @@ arrays that have them.
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -317,6 +317,16 @@ def cached_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
     """The one `NamedSharding` object of a (mesh, spec); a new object every step would miss JAX's
     fast dispatch path."""
     return NamedSharding(mesh, spec)
+
+
+def placed(
+    mesh: AnyMesh, arrays: Iterable[jax.ShapeDtypeStruct], specs: Iterable[PartitionSpec]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The same shapes and dtypes, each with its sharding on the mesh."""
+    return tuple(
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=cached_sharding(mesh, spec))
+        for array, spec in zip(arrays, specs, strict=True)
+    )
 
 
 def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:

@@ -219,8 +219,8 @@ def counting(layer: _Layer, rounds: int) -> float:
     """Core time of the layer's program over that of one that leaves the counts as they are."""
     program = layer.programs.ffn(ROWS, "moe")
 
-    def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        return *program.body(*arguments)[:-1], arguments[2]
+    def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
+        return *program.body(message, tables, counts, leaves)[:-1], *counts
 
     slots = layer.worker.slots
     assert slots is not None

@@ -112,7 +112,7 @@ def _unpacked(model: RandomModel, program: Program) -> Program:
     """The program with (values, scales, expert ids, gate weights) in place of the message."""
     message, dtype = model.ffn.formats["moe"], model.ffn.dtype
 
-    def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+    def body(*arguments: Any) -> tuple[jax.Array, ...]:
         x, packed, *rest = program.body(*arguments)
         rows = message.unpack(packed, dtype)
         values, scales = encode_rows(rows.tokens, message.rows)
@@ -128,27 +128,21 @@ def _unpacked(model: RandomModel, program: Program) -> Program:
 def _fed_unpacked(model: RandomModel, program: Program) -> Program:
     """The ffn program that takes the four arrays."""
     message, dtype = model.ffn.formats["moe"], model.ffn.dtype
-    packed, *leaves = program.arguments
+    ((packed,), *others) = program.inputs
     rows, top_k = packed.shape[0], message.top_k
 
-    def body(*arguments: jax.Array) -> Any:
-        values, scales, experts, gates, *rest = arguments
+    def body(four: Sequence[jax.Array], *rest: Any) -> Any:
+        values, scales, experts, gates = four
         tokens = decode_rows(values, scales, dtype)
-        return program.body(message.pack(Message(tokens, experts, gates)), *rest)
+        return program.body([message.pack(Message(tokens, experts, gates))], *rest)
 
     four = (
-        jax.ShapeDtypeStruct((rows, message.d_model), np.int8),
-        jax.ShapeDtypeStruct((rows,), np.float32),
-        jax.ShapeDtypeStruct((rows, top_k), np.int32),
-        jax.ShapeDtypeStruct((rows, top_k), np.float32),
+        jax.ShapeDtypeStruct((rows, message.d_model), np.int8, sharding=packed.sharding),
+        jax.ShapeDtypeStruct((rows,), np.float32, sharding=packed.sharding),
+        jax.ShapeDtypeStruct((rows, top_k), np.int32, sharding=packed.sharding),
+        jax.ShapeDtypeStruct((rows, top_k), np.float32, sharding=packed.sharding),
     )
-    pieces, *specs = program.in_specs
-    return program._replace(
-        body=body,
-        arguments=(*four, *leaves),
-        in_specs=(*[pieces] * 4, *specs),
-        donated=tuple(place + 3 for place in program.donated),
-    )
+    return program._replace(body=body, inputs=(four, *others))
 
 
 Pages = list[Sequence[jax.Array]]

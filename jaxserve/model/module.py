@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import Rules, partition_spec
+from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
 from jaxserve.model.quant.matmul import matmul
 from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
@@ -334,6 +334,19 @@ class Template:
     def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
         """The partition spec of every leaf."""
         return tuple(partition_spec(leaf.dimensions, rules) for leaf in self.leaves)
+
+    def arrays(
+        self, mesh: AnyMesh, rules: Rules, layers: int | None = None
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape, dtype and sharding of every leaf on a mesh.
+
+        Args:
+          layers: leaves of this many layers, stacked along a new first axis; None: of one.
+        """
+        if layers is None:
+            return placed(mesh, self.leaves, self.specs(rules))
+        stacked = [jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype) for leaf in self.leaves]
+        return placed(mesh, stacked, [PartitionSpec(None, *spec) for spec in self.specs(rules)])
 
     def random(self, seed: int) -> list[Array]:
         """Random leaves, for benchmarks and tests without a checkpoint; entries that are the same

@@ -331,11 +331,10 @@ def _compile(
 
 def _argument_bytes(program: Program) -> int:
     """Bytes of a device's arguments without layout padding."""
-    total = 0
-    for argument, spec in zip(program.arguments, program.in_specs, strict=True):
-        shard = cached_sharding(program.mesh, spec).shard_shape(argument.shape)
-        total += array_bytes(shard, argument.dtype)
-    return total
+    return sum(
+        array_bytes(argument.sharding.shard_shape(argument.shape), argument.dtype)
+        for argument in program.arguments
+    )
 
 
 def memory(

@@ -1,8 +1,9 @@
-"""The programs of the attention role (design, decision 1).
+"""The programs of the attention role.
 
-`enter` (embed, first attend), `attend` and `leave` (last combine, head, sample); every layer of a
-kind shares one of each. A message leaves as one array with a piece on each attention device, and
-its answer comes back likewise (`link/contract.py`).
+A step runs `enter` (embedding, first layer's attention), `attend` for each further layer, and
+`leave` (last answer, head, sampling); every layer of a kind shares one `attend`. A message leaves
+as one array with a piece on each attention device, and its answer comes back likewise
+(`link/contract.py`).
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import answer_format, message_formats
-from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding
+from jaxserve.mesh import AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pages
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import (
@@ -29,12 +29,12 @@ from jaxserve.roles.prediction_programs import (
     leave_module,
     next_pass,
 )
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program, cut
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms
 
 
 class AttentionPrograms(TokenPrograms):
-    """What runs on the attention mesh of a deployment with a separate ffn role."""
+    """Programs of the attention mesh in a deployment with a separate ffn role."""
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
@@ -43,86 +43,62 @@ class AttentionPrograms(TokenPrograms):
         self._shapes: dict[Bucket, Any] = {}
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(last_tokens, page_table, batch, pages…, embedding…, layer…) → (x, message, pages…,
+        """(last_tokens, page_table, batch, pages, embedding, layer) → (x, message, pages…,
         shared…): the last are what `attend` takes in place of the batch."""
-        embedding, layer = self.templates.embedding, self.templates.attention[kind]
-        cuts = (len(self.page_arrays), len(embedding.leaves), len(layer.leaves))
+        blocks = self.templates.embedding, self.templates.attention[kind]
 
-        def body(last: Array, table: Array, batch: Array, *rest: Array) -> tuple[Array, ...]:
-            pages, table_leaves, leaves = cut(rest, cuts)
+        def body(
+            last: Array, table: Array, batch: Array, pages: Pages, weights: Sequence[Arrays]
+        ) -> Arrays:
             context = self.step_context(bucket, batch, table)
-            x = self.embed(context, last, table_leaves)
-            made = self._attend(kind, x, pages, context.batch, leaves)
+            embedding, layer = weights
+            x = self.embed(context, last, embedding)
+            made = self._attend(kind, x, pages, context.batch, layer)
             return *made, *jax.tree.leaves(_without_table(context.batch))
 
-        pages = [PAGES_SPEC] * len(self.page_arrays)
-        shared, (last, batch, table) = (
-            jax.tree.leaves(self._shared(bucket)),
-            self.step_shapes(bucket),
-        )
+        shared = jax.tree.leaves(self._shared(bucket))
+        last, batch, table = self.step_shapes(bucket)
         return Program(
             f"enter_{kind}",
             body,
             self.mesh,
-            (last, table, batch, *self.page_arrays, *embedding.leaves, *layer.leaves),
-            (
-                *(ROWS, ROWS, ROWS),
-                *pages,
-                *embedding.specs(ATTENTION_RULES),
-                *layer.specs(ATTENTION_RULES),
-            ),
-            (ROWS, PIECES, *pages, *[ROWS] * len(shared)),
-            donated=tuple(range(3, 3 + len(pages))),
+            (last, table, batch, self.page_arrays, self.leaves(*blocks)),
+            (ROWS, PIECES, *self.pages_specs, *[ROWS] * len(shared)),
+            donates=(3,),
             cuda_graphs="off",
         )
 
     def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(x, page_table, shared…, pages…, combined…, layer…) → (x, message, pages…)."""
-        layer = self.templates.attention[kind]
-        shared, form = jax.tree.flatten(self._shared(bucket))
-        answers = self._answer_shapes(bucket)
-        cuts = (len(shared), len(self.page_arrays), len(answers), len(layer.leaves))
+        """(x, page_table, shared, pages, combined, layer) → (x, message, pages…)."""
 
-        def body(x: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
-            of_batch, pages, combined, leaves = cut(rest, cuts)
-            batch = jax.tree.unflatten(form, of_batch)._replace(page_table=table[0])
-            return self._attend(kind, self._add_combined(x, *combined), pages, batch, leaves)
+        def body(
+            x: Array, table: Array, shared: RaggedBatch, pages: Pages, *rest: Arrays
+        ) -> Arrays:
+            combined, layer = rest
+            batch = shared._replace(page_table=table[0])
+            return self._attend(kind, self._add_combined(x, *combined), pages, batch, layer)
 
-        pages = [PAGES_SPEC] * len(self.page_arrays)
+        x, *answers = self.stream_shapes(bucket)
+        *_, table = self.step_shapes(bucket)
+        layer = self.leaves(self.templates.attention[kind])
         return Program(
             f"attend_{kind}",
             body,
             self.mesh,
-            (
-                self._stream_shape(bucket),
-                self.step_shapes(bucket)[2],
-                *shared,
-                *self.page_arrays,
-                *answers,
-                *layer.leaves,
-            ),
-            (
-                *(ROWS, ROWS),
-                *[ROWS] * len(shared),
-                *pages,
-                *[PIECES] * len(answers),
-                *layer.specs(ATTENTION_RULES),
-            ),
-            (ROWS, PIECES, *pages),
-            donated=(0, *range(2 + len(shared), 2 + len(shared) + len(pages))),
+            (x, table, self._shared(bucket), self.page_arrays, tuple(answers), *layer),
+            (ROWS, PIECES, *self.pages_specs),
+            donates=(0, 3),
             cuda_graphs="off",
         )
 
     def first_pass(self, bucket: Bucket) -> Program:
-        """(batch, sampled, lengths, x, combined…, head…) → (hidden, batch of the first pass)."""
-        head, tokens = self.templates.head, bucket.tokens
-        streams = self.stream_shapes(bucket)
-        cuts = (len(streams), len(head.leaves))
+        """(batch, sampled, lengths, stream, head) → (hidden, batch of the first pass)."""
 
-        def body(batch: Array, sampled: Array, lengths: Array, *rest: Array) -> tuple[Array, ...]:
-            parts, leaves = cut(rest, cuts)
-            own, x = sampled[jax.lax.axis_index("dp")], self.stream(parts)
-            start = first_pass(self, tokens, x, batch[0], own, lengths[0], leaves)
+        def body(
+            batch: Array, sampled: Array, lengths: Array, stream: Arrays, head: Arrays
+        ) -> Arrays:
+            own, x = sampled[jax.lax.axis_index("dp")], self.stream(stream)
+            start = first_pass(self, bucket.tokens, x, batch[0], own, lengths[0], head)
             return start.hidden, start.batch[None]
 
         return Program(
@@ -131,71 +107,54 @@ class AttentionPrograms(TokenPrograms):
             self.mesh,
             (
                 self.step_shapes(bucket)[1],
-                self.shape(self.groups, self.slots, 1 + bucket.drafts),
+                self.shape(self.groups, self.slots, 1 + bucket.drafts, spec=REPLICATED),
                 self.shape(self.groups, self.slots),
-                *streams,
-                *head.leaves,
+                self.stream_shapes(bucket),
+                *self.leaves(self.templates.head),
             ),
-            (ROWS, REPLICATED, ROWS, *self.stream_specs(), *head.specs(ATTENTION_RULES)),
             (ROWS, ROWS),
-            donated=(),
         )
 
     def predict(self, bucket: Bucket) -> Program:
-        """A module's part of a pass before its FFN: (hidden, batch, page_table, pages…, embedding…,
-        module…, layer…) → (x, message, pages…)."""
-        kind = self.config.kind(self.config.layers)
-        embedding, module = self.templates.embedding, self.templates.prediction
-        layer, places = self.templates.attention[kind], len(self.page_arrays)
-        cuts = (places, len(embedding.leaves), len(module.leaves), len(layer.leaves))
+        """A module's part of a pass before its FFN: (hidden, batch, page_table, pages, embedding,
+        module, layer) → (x, message, pages…)."""
+        kind, templates = self.config.kind(self.config.layers), self.templates
+        blocks = templates.embedding, templates.prediction, templates.attention[kind]
 
-        def body(hidden: Array, batch: Array, table: Array, *rest: Array) -> tuple[Array, ...]:
-            pages, table_leaves, own, leaves = cut(rest, cuts)
-            start = Pass(hidden, batch[0])
-            x = enter_module(self, bucket.tokens, start, table_leaves, own)
+        def body(
+            hidden: Array, batch: Array, table: Array, pages: Pages, weights: Sequence[Arrays]
+        ) -> Arrays:
+            embedding, module, layer = weights
+            x = enter_module(self, bucket.tokens, Pass(hidden, batch[0]), embedding, module)
             context = self.step_context(bucket, batch, table)
-            return self._attend(kind, x, pages, context.batch, leaves)
+            return self._attend(kind, x, pages, context.batch, layer)
 
+        (x, *_), (_, batch, table) = self.stream_shapes(bucket), self.step_shapes(bucket)
         return Program(
             "predict",
             body,
             self.mesh,
-            (
-                self._stream_shape(bucket),
-                *self.step_shapes(bucket)[1:],
-                *self.page_arrays,
-                *embedding.leaves,
-                *module.leaves,
-                *layer.leaves,
-            ),
-            (
-                *(ROWS, ROWS, ROWS),
-                *[PAGES_SPEC] * places,
-                *embedding.specs(ATTENTION_RULES),
-                *module.specs(ATTENTION_RULES),
-                *layer.specs(ATTENTION_RULES),
-            ),
-            (ROWS, PIECES, *[PAGES_SPEC] * places),
-            donated=(0, *range(3, 3 + places)),
+            (x, batch, table, self.page_arrays, self.leaves(*blocks)),
+            (ROWS, PIECES, *self.pages_specs),
+            donates=(0, 3),
             cuda_graphs="off",
         )
 
     def next_pass(self, bucket: Bucket, *, again: bool) -> Program:
-        """The end of a pass and the beginning of the next: (numbers, batch, drafts, x, combined…,
-        module…, head…) → (hidden, batch, drafts).
+        """The end of a pass and the beginning of the next: (numbers, batch, drafts, stream, module,
+        head) → (hidden, batch, drafts).
 
         The numbers are int32 [3]: the pass's, counted from 0; by how much its draft's position is
         beyond the batch's KV lengths; and the positions that the page table has room for.
         """
-        module, head, tokens = self.templates.prediction, self.templates.head, bucket.tokens
-        streams = self.stream_shapes(bucket)
-        cuts = (len(streams), len(module.leaves), len(head.leaves))
+        tokens = bucket.tokens
 
-        def body(numbers: Array, batch: Array, drafts: Array, *rest: Array) -> tuple[Array, ...]:
-            parts, own, leaves = cut(rest, cuts)
-            number, ahead, longest = numbers
-            x = self.stream(parts)
-            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, own, leaves)
+        def body(
+            numbers: Array, batch: Array, drafts: Array, stream: Arrays, weights: Sequence[Arrays]
+        ) -> Arrays:
+            (number, ahead, longest), (module, head) = numbers, weights
+            x = self.stream(stream)
+            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, module, head)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             kept = jnp.where(samples, draft, drafts[0, :, number])
             drafts = drafts.at[0, :, number].set(kept)
@@ -207,56 +166,40 @@ class AttentionPrograms(TokenPrograms):
             body,
             self.mesh,
             (
-                self.shape(3),
+                self.shape(3, spec=REPLICATED),
                 self.step_shapes(bucket)[1],
                 self.shape(self.groups, self.slots, bucket.drafts),
-                *streams,
-                *module.leaves,
-                *head.leaves,
-            ),
-            (
-                *(REPLICATED, ROWS, ROWS, *self.stream_specs()),
-                *module.specs(ATTENTION_RULES),
-                *head.specs(ATTENTION_RULES),
+                self.stream_shapes(bucket),
+                self.leaves(self.templates.prediction, self.templates.head),
             ),
             (ROWS, ROWS, ROWS),
-            donated=(),
         )
 
     def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined…, head…) → (last_tokens, sampled, logits); with drafts
+        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits); with drafts
         the lengths, too (`TokenPrograms.verify_step`)."""
-        head, answers = self.templates.head, self._answer_shapes(bucket)
-        cuts = (len(answers), len(head.leaves))
 
-        def body(x: Array, last: Array, batch: Array, *rest: Array) -> tuple[Array, ...]:
-            combined, leaves = cut(rest, cuts)
+        def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(self._add_combined(x, *combined), last, fields, leaves, bucket)
+            return self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
 
+        (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
         return Program(
             "leave",
             body,
             self.mesh,
-            (
-                self._stream_shape(bucket),
-                *self.step_shapes(bucket)[:2],
-                *answers,
-                *head.leaves,
-            ),
-            (ROWS, ROWS, ROWS, *[PIECES] * len(answers), *head.specs(ATTENTION_RULES)),
+            (x, last, batch, tuple(answers), *self.leaves(self.templates.head)),
             (ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else [])),
-            donated=(),
             cuda_graphs="branches",
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of (x, combined…), the arguments of `leave` that hold the residual stream."""
-        return self._stream_shape(bucket), *self._answer_shapes(bucket)
-
-    def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Partition specs of (x, combined…)."""
-        return ROWS, *[PIECES] * self.contract.instances
+        """The residual stream after a layer: x, and the ffn role's answer to the layer's message,
+        an array for each instance of the ffn mesh."""
+        rows = self.groups * bucket.tokens
+        x = self.shape(rows, self.config.d_model, dtype=self.dtype)
+        answer = self.shape(rows, self.answers.width, dtype=self.answers.dtype, spec=PIECES)
+        return x, *[answer] * self.contract.instances
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """The residual stream: x plus the last layer's FFN output."""
@@ -273,7 +216,7 @@ class AttentionPrograms(TokenPrograms):
         return x, packed, *pages
 
     def _shared(self, bucket: Bucket) -> Any:
-        """What layers share of a batch: a `RaggedBatch` of shapes, without its page table."""
+        """The part of a batch that layers share: a `RaggedBatch` of shapes, without page table."""
         if bucket not in self._shapes:
 
             def shared(batch: Array, table: Array) -> Any:
@@ -282,31 +225,22 @@ class AttentionPrograms(TokenPrograms):
             mapped = jax.shard_map(
                 shared, mesh=self.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
             )
-            rows = cached_sharding(self.mesh, ROWS)
-            arrays = [array.update(sharding=rows) for array in self.step_shapes(bucket)[1:]]
-            self._shapes[bucket] = jax.eval_shape(mapped, *arrays)
+            made = jax.eval_shape(mapped, *self.step_shapes(bucket)[1:])
+            self._shapes[bucket] = jax.tree.map(
+                lambda array: self.shape(*array.shape, dtype=array.dtype), made
+            )
         return self._shapes[bucket]
 
-    def _stream_shape(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
-        rows = self.groups * bucket.tokens
-        return self.shape(rows, self.config.d_model, dtype=self.dtype)
-
-    def _answer_shapes(self, bucket: Bucket) -> list[jax.ShapeDtypeStruct]:
-        """Of the answer, an array an instance of the ffn mesh."""
-        rows = self.groups * bucket.tokens
-        one = self.shape(rows, self.answers.width, dtype=self.answers.dtype)
-        return [one] * self.contract.instances
-
     def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens d_model"]:
-        """The residual stream with the ffn role's answer, of which this device has its piece's
-        rows; of several instances the sum."""
+        """The residual stream with the ffn role's answer, of which this device has the rows of its
+        own piece; the answers of several instances are summed."""
         with jax.named_scope("combine"):
             shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
             return x + self.answers.total(shares, x.dtype)
 
 
 def _without_table(batch: RaggedBatch) -> Any:
-    """The page table is the host's array; None is no leaf."""
+    """The batch without the page table, which is the host's array; None is no leaf."""
     return batch._replace(page_table=None)  # type: ignore[arg-type]
 
 

@@ -7,28 +7,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, answer_format, message_formats
-from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh, placed
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
-from jaxserve.model.module import Template
 from jaxserve.model.quant import sliceable
-from jaxserve.roles.expert_programs import ExpertPrograms, add_load, move_pieces
+from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
-from jaxserve.roles.program import REPLICATED, ROWS, Program, cut
-from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
+from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.input_major import InputMajor
+
+_COUNTS = BankShape.counts_spec(ATTENTION_AXES[:1])
 
 _Leaves = tuple[dict[int, Any], dict[int, Any]]
 """Of an attention and an ffn block, by place."""
@@ -69,40 +69,32 @@ class ColocatedPrograms(TokenPrograms):
 
     @property
     def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Global shapes of the pages of all layers, those of prediction modules behind the
-        others."""
-        return tuple(
-            jax.ShapeDtypeStruct(
-                (self.config.all_layers * array.shape[0], *array.shape[1:]), array.dtype
-            )
-            for array in self.page_arrays
-        )
+        """The pages of all layers, those of prediction modules behind the others."""
+        return stacked_pages(self.page_arrays, self.config.all_layers)
 
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Runs of equal layers, whose leaves are stacked along a new first axis."""
         return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
-        """(last_tokens, batch, page_table, pages…, counts…, tables…, embedding…, head…, stacked
-        runs…) → (last_tokens, sampled, logits, x, pages…, counts…); counts and tables are
-        those of the banks of experts, x is the residual stream after the last layer, and the pages
-        are a DP group's of all layers, layer after layer: `[dp * layers * pages, …]`. With drafts
-        it returns the lengths last (`TokenPrograms.verify_step`)."""
-        templates, pages_spec = self.templates, [PAGES_SPEC] * len(self.page_arrays)
-        banks = [bank.shape for bank in self.banks[: self.stacked_banks]]
-        counts_spec = [bank.counts_spec(ATTENTION_AXES[:1]) for bank in banks]
-        parts = [len(pages_spec), len(banks), len(banks)]
-        parts += [len(templates.embedding.leaves), len(templates.head.leaves)]
-        for kind, _, _ in self.stacked():
-            parts += [len(templates.attention[kind].leaves), len(templates.ffn[kind.ffn].leaves)]
+        """(last_tokens, batch, page_table, pages, counts, tables, embedding, head, runs) →
+        (last_tokens, sampled, logits, x, pages…, counts…).
 
-        def body(last: Array, batch: Array, table: Array, *others: Array) -> tuple[Array, ...]:
+        Counts and tables are those of the banks of experts. x is the residual stream after the last
+        layer. A DP group's pages are those of all layers, layer after layer: `[dp * layers * pages,
+        …]`. With drafts it returns the lengths last (`TokenPrograms.verify_step`).
+        """
+        templates = self.templates
+
+        def body(
+            last: Array, batch: Array, table: Array, pages: Pages, counts: Arrays, *rest: Any
+        ) -> Arrays:
+            tables, (embedding, head), runs = rest
             context = self.step_context(bucket, batch, table)
-            pages, counts, tables, embedding, head, *stacks = cut(others, parts)
             x = self.embed(context, last, embedding)
             loads: list[Array] = []
-            for index, (kind, start, stop) in enumerate(self.stacked()):
-                attention, ffn = (tuple(map(sliceable, s)) for s in stacks[2 * index :][:2])
+            for (kind, start, stop), run in zip(self.stacked(), runs, strict=True):
+                attention, ffn = (tuple(map(sliceable, stack)) for stack in run)
                 whole, sliced = self._parted(kind, attention, ffn)
                 of_layers = tables[len(loads)] if kind.ffn == "moe" else None
                 scanned = (jnp.arange(stop - start, dtype=jnp.int32), sliced, of_layers)
@@ -114,71 +106,42 @@ class ColocatedPrograms(TokenPrograms):
             counted = map(add_load, counts, loads)
             return last, sampled, logits, x, *pages, *counted, *lengths
 
-        arguments: list[jax.ShapeDtypeStruct] = [*templates.embedding.leaves]
-        arguments += templates.head.leaves
-        specs = [
-            *templates.embedding.specs(ATTENTION_RULES),
-            *templates.head.specs(ATTENTION_RULES),
-        ]
-        for kind, start, stop in self.stacked():
-            for template, rules in (
-                (templates.attention[kind], ATTENTION_RULES),
-                (templates.ffn[kind.ffn], COLOCATED_FFN_RULES),
-            ):
-                arguments += _stacked(template, stop - start)
-                specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
+        counts, tables = self._bank_arrays(self.banks[: self.stacked_banks])
         return Program(
             "step",
             body,
             self.mesh,
             (
                 *self.step_shapes(bucket),
-                *self.all_pages,
-                *(bank.counts for bank in banks),
-                *(bank.table for bank in banks),
-                *arguments,
+                self.all_pages,
+                counts,
+                tables,
+                self.leaves(templates.embedding, templates.head),
+                [self._layers(kind, stop - start) for kind, start, stop in self.stacked()],
             ),
-            (ROWS, ROWS, ROWS, *pages_spec, *counts_spec, *[REPLICATED] * len(banks), *specs),
             (
-                *(ROWS, REPLICATED, self.logits_spec, ROWS, *pages_spec, *counts_spec),
+                *(ROWS, REPLICATED, self.logits_spec, ROWS, *self.pages_specs),
+                *[_COUNTS] * len(counts),
                 *([ROWS] if bucket.drafts else []),
             ),
-            donated=tuple(range(3, 3 + len(pages_spec) + len(banks))),
+            donates=(3, 4),
             cuda_graphs="branches",
         )
 
     def predict(self, bucket: Bucket) -> Program:
         """All passes of the prediction modules after a step of this bucket.
 
-        (batch, page_table, sampled, lengths, drafts, x, pages…, counts, table, embedding…, head…,
-        modules…) → (drafts, pages…, counts); counts and table are those of the modules' bank.
+        (batch, page_table, sampled, lengths, drafts, x, pages, counts, table, embedding, head,
+        modules) → (drafts, pages…, counts); counts and table are those of the modules' bank.
         """
         templates, kind = self.templates, self.config.kind(self.config.layers)
-        blocks = (
-            (templates.prediction, ATTENTION_RULES),
-            (templates.attention[kind], ATTENTION_RULES),
-            (templates.ffn[kind.ffn], COLOCATED_FFN_RULES),
-        )
         tokens, modules = bucket.tokens, self.config.modules
         longest = bucket.pages * self.deployment.cache.page_size
-        parts = [len(self.page_arrays), len(templates.embedding.leaves), len(templates.head.leaves)]
-        parts += [len(template.leaves) for template, _ in blocks]
 
         def body(
-            batch: Array,
-            table: Array,
-            sampled: Array,
-            lengths: Array,
-            drafts: Array,
-            x: Array,
-            *others: Array,
-        ) -> tuple[Array, ...]:
-            places = len(self.page_arrays)
-            (counts, slots), others = (
-                others[places : places + 2],
-                others[:places] + others[places + 2 :],
-            )
-            pages, embedding, head, *stacks = cut(others, parts)
+            batch: Array, table: Array, sampled: Array, lengths: Array, drafts: Array, *rest: Any
+        ) -> Arrays:
+            (x,), pages, counts, slots, (embedding, head), stacks = rest
             prediction, attention, ffn = (tuple(map(sliceable, stack)) for stack in stacks)
             whole, sliced = self._parted(kind, attention, ffn)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
@@ -206,18 +169,7 @@ class ColocatedPrograms(TokenPrograms):
                 )
             return jnp.stack(found, axis=1)[None], *pages, add_load(counts, loads)
 
-        arguments: list[jax.ShapeDtypeStruct] = [*templates.embedding.leaves]
-        arguments += templates.head.leaves
-        specs = [
-            *templates.embedding.specs(ATTENTION_RULES),
-            *templates.head.specs(ATTENTION_RULES),
-        ]
-        for template, rules in blocks:
-            arguments += _stacked(template, modules)
-            specs += [PartitionSpec(None, *spec) for spec in template.specs(rules)]
-        pages_spec = [PAGES_SPEC] * len(self.page_arrays)
-        bank = self.banks[-1].shape
-        counts_spec = bank.counts_spec(ATTENTION_AXES[:1])
+        (counts,), (slots,) = self._bank_arrays(self.banks[-1:])
         state = self.groups, self.slots
         return Program(
             "predict",
@@ -225,34 +177,46 @@ class ColocatedPrograms(TokenPrograms):
             self.mesh,
             (
                 *self.step_shapes(bucket)[1:],
-                self.shape(*state, 1 + bucket.drafts),
+                self.shape(*state, 1 + bucket.drafts, spec=REPLICATED),
                 self.shape(*state),
                 self.shape(*state, bucket.drafts),
-                *self.stream_shapes(bucket),
-                *self.all_pages,
-                bank.counts,
-                bank.table,
-                *arguments,
+                self.stream_shapes(bucket),
+                self.all_pages,
+                counts,
+                slots,
+                self.leaves(templates.embedding, templates.head),
+                (
+                    templates.prediction.arrays(self.mesh, ATTENTION_RULES, modules),
+                    *self._layers(kind, modules),
+                ),
             ),
-            (
-                *(ROWS, ROWS, REPLICATED, ROWS, ROWS, ROWS),
-                *pages_spec,
-                counts_spec,
-                REPLICATED,
-                *specs,
-            ),
-            (ROWS, *pages_spec, counts_spec),
-            donated=tuple(range(6, 7 + len(pages_spec))),
+            (ROWS, *self.pages_specs, _COUNTS),
+            donates=(6, 7),
+        )
+
+    def _bank_arrays(
+        self, banks: Sequence[Bank]
+    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The counts and the tables of these banks."""
+        shapes = [bank.shape for bank in banks]
+        counts = placed(self.mesh, [shape.counts for shape in shapes], [_COUNTS] * len(shapes))
+        tables = placed(self.mesh, [shape.table for shape in shapes], [REPLICATED] * len(shapes))
+        return counts, tables
+
+    def _layers(
+        self, kind: LayerKind, count: int
+    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The stacked leaves of attention and ffn of layers of one kind."""
+        attention, ffn = self.templates.attention[kind], self.templates.ffn[kind.ffn]
+        return (
+            attention.arrays(self.mesh, ATTENTION_RULES, count),
+            ffn.arrays(self.mesh, COLOCATED_FFN_RULES, count),
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape of x, as `step` returns it."""
         rows = self.groups * bucket.tokens
         return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
-
-    def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Partition spec of x."""
-        return (ROWS,)
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """The residual stream, which is x itself."""
@@ -307,8 +271,3 @@ class ColocatedPrograms(TokenPrograms):
 
 def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:
     return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf
-
-
-def _stacked(template: Template, layers: int) -> list[jax.ShapeDtypeStruct]:
-    """A block's leaves, of so many layers."""
-    return [jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype) for leaf in template.leaves]

@@ -56,9 +56,7 @@ def resolve(programs: TokenPrograms, bucket: Bucket) -> Program:
             programs.shape(*state),
             programs.shape(*state, programs.deployment.drafts),
         ),
-        (ROWS,) * 4,
         (ROWS, ROWS),
-        donated=(),
     )
 
 
@@ -94,9 +92,8 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
             programs.shape(groups, slots),
             programs.shape(groups, slots),
         ),
-        (ROWS,) * 4,
         (ROWS, ROWS),
-        donated=(0,),
+        donates=(0,),
     )
 
 
@@ -117,9 +114,8 @@ def recall(programs: TokenPrograms) -> Program:
             programs.shape(programs.groups, slots, width),
             programs.shape(programs.groups, 3, RECALLED),
         ),
-        (ROWS, ROWS),
         ROWS,
-        donated=(0,),
+        donates=(0,),
     )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
 from jaxserve.config.sections import Experts
-from jaxserve.mesh import AnyMesh, Rules
+from jaxserve.mesh import AnyMesh, Rules, placed
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
@@ -48,7 +48,8 @@ class BankShape(NamedTuple):
         shape = self.layers, self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
-    def counts_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+    @staticmethod
+    def counts_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """How they are divided."""
         return PartitionSpec(None, axes)
 
@@ -175,10 +176,13 @@ class ExpertPrograms:
             "fetch_experts",
             body,
             self.mesh,
-            (self._moves, scalar, scalar, *shapes, *self.room),
-            (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
+            placed(
+                self.mesh,
+                (self._moves, scalar, scalar, *shapes, *self.room),
+                (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
+            ),
             self.room_specs,
-            donated=tuple(range(3 + len(shapes), 3 + 2 * len(shapes))),
+            donates=tuple(range(3 + len(shapes), 3 + 2 * len(shapes))),
             ragged=True,
         )
 
@@ -205,10 +209,13 @@ class ExpertPrograms:
             "insert_experts",
             body,
             self.mesh,
-            (self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes),
-            (REPLICATED, REPLICATED, *self.room_specs, *specs),
+            placed(
+                self.mesh,
+                (self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes),
+                (REPLICATED, REPLICATED, *self.room_specs, *specs),
+            ),
             specs,
-            donated=tuple(range(2 + len(shapes), 2 + 2 * len(shapes))),
+            donates=tuple(range(2 + len(shapes), 2 + 2 * len(shapes))),
         )
 
     @property
@@ -226,10 +233,8 @@ class ExpertPrograms:
             "count_experts",
             body,
             self.mesh,
-            tuple(bank.counts for bank in banks),
-            (spec,) * len(banks),
+            placed(self.mesh, [bank.counts for bank in banks], [spec] * len(banks)),
             spec,
-            donated=(),
         )
 
     def _leaves(

@@ -10,19 +10,18 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import PackedRows, answer_format, message_formats
-from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules
+from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import Blocks, make_exchanges
 from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
-from jaxserve.roles.program import REPLICATED, Program
+from jaxserve.roles.program import REPLICATED, Arrays, Program
 
 
 class FFNPrograms:
@@ -78,28 +77,29 @@ class FFNPrograms:
         packing, exchange = PackedRows(message, self.dtype), self.exchanges[kind]
         moe = kind == "moe"
 
-        def body(*arguments: Array) -> tuple[Array, ...]:
-            packed = jnp.concatenate(arguments[:slots])
-            table, counts = arguments[slots : slots + 2] if moe else (None, None)
-            block = layer.merge(arguments[slots + 2 * moe :])
-            answer, load = exchange(packed, block, packing, None if table is None else table[0])
+        def body(message: Arrays, tables: Arrays, counts: Arrays, leaves: Arrays) -> Arrays:
+            packed, block = jnp.concatenate(message), layer.merge(leaves)
+            answer, load = exchange(packed, block, packing, tables[0][0] if tables else None)
             pieces = self.answers.pieces(answer, slots)
-            if load is None or counts is None:
-                return pieces
-            return *pieces, add_load(counts, load[None])
+            return pieces if load is None else (*pieces, add_load(counts[0], load[None]))
 
         pieces = PartitionSpec(tuple(self.mesh.shape))
-        shape = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
+        piece = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
         bank = BankShape(1, self.slots)
         counts = bank.counts_spec(expert_axes(self.mesh))
+        tables = placed(self.mesh, [bank.table] * moe, [REPLICATED] * moe)
         return Program(
             f"ffn_{kind}",
             body,
             self.mesh,
-            (*[shape] * slots, *(bank.table, bank.counts) * moe, *layer.leaves),
-            (*[pieces] * slots, *(REPLICATED, counts) * moe, *layer.specs(ffn_rules(self.mesh))),
+            (
+                placed(self.mesh, [piece] * slots, [pieces] * slots),
+                tables,
+                placed(self.mesh, [bank.counts] * moe, [counts] * moe),
+                layer.arrays(self.mesh, ffn_rules(self.mesh)),
+            ),
             (*[pieces] * slots, *(counts,) * moe),
-            donated=(slots + 1,) * moe,
+            donates=(2,),
             cuda_graphs="off",
             ragged=moe and self.templates.exchange == "alltoall",
         )

@@ -12,7 +12,7 @@ import msgspec
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import AbstractSubmeshes, Role, cached_sharding
+from jaxserve.mesh import AbstractSubmeshes, Role
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -62,15 +62,9 @@ def kernel_gaps(
                 continue
         slow += [f"{role}: {fallback}" for fallback in found]
         for program in programs:
-            arguments = [
-                jax.ShapeDtypeStruct(
-                    given.shape, given.dtype, sharding=cached_sharding(program.mesh, spec)
-                )
-                for given, spec in zip(program.arguments, program.in_specs, strict=True)
-            ]
             with use_target(target), collect_fallbacks() as found:
                 try:
-                    jax.eval_shape(program.mapped(), *arguments)
+                    jax.eval_shape(program.mapped(), *program.arguments)
                 except NotImplementedError as error:
                     impossible.append(f"{role}: {error}")
             slow += [f"{role}: {fallback}" for fallback in found]

@@ -18,8 +18,8 @@ from jaxtyping import Array, Int, Num
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.quant import as_bits, from_bits, quantize_heads
 from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales
-from jaxserve.roles.program import PIECES, ROWS, Program
-from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles.program import PIECES, Arrays, Program
+from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 
 
 class WireArray(NamedTuple):
@@ -56,6 +56,7 @@ class PagePrograms:
         self.format: WireFormat = deployment.cache_format
         self._stacked = stacked
         self._page_arrays = programs.page_arrays
+        self.shape = programs.shape
         self.widths = tuple(
             array.shape[3] for array in programs.page_arrays if len(array.shape) == 4
         )
@@ -96,12 +97,17 @@ class PagePrograms:
         return self.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the pages of all layers, as programs take them."""
-        if not self._stacked:
-            return self._page_arrays * self.layers
+        """The pages of all layers, as programs take them."""
+        if self._stacked:
+            return stacked_pages(self._page_arrays, self.layers)
+        return self._page_arrays * self.layers
+
+    def everywhere(self, wire: Sequence[WireArray]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Arrays of which every device has one, behind each other along the first axis."""
+        devices = self.groups * self.tp
         return tuple(
-            jax.ShapeDtypeStruct((self.layers * array.shape[0], *array.shape[1:]), array.dtype)
-            for array in self._page_arrays
+            self.shape(devices * shape[0], *shape[1:], dtype=dtype, spec=PIECES)
+            for shape, dtype in wire
         )
 
     def gather_pages(self, tokens: int) -> int:
@@ -114,9 +120,8 @@ class PagePrograms:
         `page_ids` is `[dp, gather_pages]`, `offset` `[dp]` the place of the first token in them.
         The results lie behind each other along the first axis, a device each.
         """
-        shapes = self.page_shapes()
 
-        def body(page_ids: Array, offset: Array, *pages: Array) -> tuple[Array, ...]:
+        def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
             return tuple(
                 self._gathered(self._layers_of(pages, place), head, page_ids[0], offset[0], tokens)
                 for head in range(self.heads)
@@ -128,13 +133,11 @@ class PagePrograms:
             body,
             self.mesh,
             (
-                jax.ShapeDtypeStruct((self.groups, self.gather_pages(tokens)), jnp.int32),
-                jax.ShapeDtypeStruct((self.groups,), jnp.int32),
-                *shapes,
+                self.shape(self.groups, self.gather_pages(tokens)),
+                self.shape(self.groups),
+                self.page_shapes(),
             ),
-            (ROWS, ROWS, *[PAGES_SPEC] * len(shapes)),
             (PIECES,) * (self.heads * len(self._page_arrays)),
-            donated=(),
         )
 
     def scatter(self, tokens: int, cache_format: WireFormat) -> Program:
@@ -143,13 +146,12 @@ class PagePrograms:
         `page_ids` is `[dp, tokens / page_size]`; from the first id of `pages` or more on, nothing
         is written.
         """
-        shapes = self.page_shapes()
+        shapes, kinds = self.page_shapes(), len(self._page_arrays)
         wire = self.wire(tokens, cache_format) * self.heads
-        count = tokens // self.page_size
 
-        def body(page_ids: Array, *rest: Array) -> tuple[Array, ...]:
-            pages, kinds = list(rest[len(wire) :]), len(self._page_arrays)
-            for place, heads in enumerate(self._converted(rest[: len(wire)], cache_format)):
+        def body(page_ids: Array, arrived: Arrays, held: Arrays) -> Arrays:
+            pages = list(held)
+            for place, heads in enumerate(self._converted(arrived, cache_format)):
                 for head, rows in enumerate(heads):
                     first = 0
                     for index in range(place, len(pages), kinds):
@@ -159,23 +161,17 @@ class PagePrograms:
                         first += layers
             return tuple(pages)
 
-        devices = self.groups * self.tp
-        first = 1 + len(wire)
         return Program(
             "scatter_pages",
             body,
             self.mesh,
             (
-                jax.ShapeDtypeStruct((self.groups, count), jnp.int32),
-                *(
-                    jax.ShapeDtypeStruct((devices * shape[0], *shape[1:]), dtype)
-                    for shape, dtype in wire
-                ),
-                *shapes,
+                self.shape(self.groups, tokens // self.page_size),
+                self.everywhere(wire),
+                shapes,
             ),
-            (ROWS, *[PIECES] * len(wire), *[PAGES_SPEC] * len(shapes)),
             (PAGES_SPEC,) * len(shapes),
-            donated=tuple(range(first, first + len(shapes))),
+            donates=(2,),
         )
 
     def _layers_of(self, pages: Sequence[Array], place: int) -> list[Array]:

@@ -22,7 +22,7 @@ from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, WireArray
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Program
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 AXES = ("dp", "tp")
@@ -106,7 +106,7 @@ class SpreadPages(PageTransfer):
         wire = programs.wire(tokens, cache_format)
         places = [self._place(head) for head in range(programs.kv_heads)]
 
-        def body(meant: Int[Array, "1"], *results: Array) -> tuple[Array, ...]:
+        def body(meant: Int[Array, "1"], results: Arrays) -> Arrays:
             rank = jax.lax.axis_index("tp")
             parts = []
             for owner, index in places:
@@ -119,13 +119,8 @@ class SpreadPages(PageTransfer):
             "collect_pages",
             body,
             programs.mesh,
-            (
-                jax.ShapeDtypeStruct((programs.groups,), jnp.int32),
-                *self._everywhere(wire * programs.heads),
-            ),
-            (ROWS, *[PIECES] * len(wire) * programs.heads),
+            (programs.shape(programs.groups), programs.everywhere(wire * programs.heads)),
             (REPLICATED,) * (len(wire) * programs.kv_heads),
-            donated=(),
         )
 
     def _spread(self, tokens: int, cache_format: WireFormat) -> Program:
@@ -138,7 +133,7 @@ class SpreadPages(PageTransfer):
             for rank in range(programs.tp)
         ]
 
-        def body(*arrived: Array) -> tuple[Array, ...]:
+        def body(arrived: Arrays) -> Arrays:
             own_heads = jnp.asarray(heads)[jax.lax.axis_index("tp")]
             parts = _added_up(arrived)
             found = []
@@ -151,17 +146,8 @@ class SpreadPages(PageTransfer):
             "spread_pages",
             body,
             programs.mesh,
-            self._everywhere(wire * programs.kv_heads),
-            (PIECES,) * (len(wire) * programs.kv_heads),
+            (programs.everywhere(wire * programs.kv_heads),),
             (PIECES,) * (len(wire) * programs.heads),
-            donated=(),
-        )
-
-    def _everywhere(self, wire: Sequence[WireArray]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Arrays of which every device has one, behind each other along the first axis."""
-        devices = self.programs.mesh.devices.size
-        return tuple(
-            jax.ShapeDtypeStruct((devices * shape[0], *shape[1:]), dtype) for shape, dtype in wire
         )
 
     def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:

@@ -1,15 +1,17 @@
 """The form of a program: a function over device slices, and what it is compiled for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from jaxserve.mesh import cached_sharding
 from jaxserve.roles.cuda_graphs import CudaGraphs, compiler_options
 from jaxserve.roles.ragged_options import ragged_options
+
+Arrays = tuple[Array, ...]
+"""Inputs of a program that belong together, as the leaves of a block do; or its results."""
 
 ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
@@ -30,21 +32,40 @@ class Program(NamedTuple):
 
     name: str
     body: Callable[..., Any]
+    """Takes an argument for each of `inputs`, of the same form; returns flat arrays."""
     mesh: Mesh
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    in_specs: tuple[PartitionSpec, ...]
+    inputs: tuple[Any, ...]
+    """Arrays, and trees of arrays that belong together: global shapes with their shardings."""
     out_specs: tuple[PartitionSpec, ...] | PartitionSpec
-    donated: tuple[int, ...]
+    donates: tuple[int, ...] = ()
+    """Numbers of the inputs that the program may overwrite."""
     cuda_graphs: CudaGraphs = "default"
     ragged: bool = False
-    """Whether there are ragged all-to-alls in it."""
+    """Whether the program has ragged all-to-alls."""
+
+    @property
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The inputs' arrays, flat, as the compiled program takes them."""
+        return tuple(jax.tree.leaves(self.inputs))
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Numbers of the donated arguments."""
+        inputs = [number for number, one in enumerate(self.inputs) for _ in jax.tree.leaves(one)]
+        return tuple(place for place, number in enumerate(inputs) if number in self.donates)
 
     def mapped(self) -> Callable[..., Any]:
-        """The function over whole arrays."""
+        """The function over whole arrays, flat."""
+        form = jax.tree.structure(self.inputs)
+
+        def of_slices(*arguments: Array) -> Any:
+            return self.body(*jax.tree.unflatten(form, arguments))
+
+        specs: list[Any] = [argument.sharding for argument in self.arguments]
         mapped = jax.shard_map(
-            self.body,
+            of_slices,
             mesh=self.mesh,
-            in_specs=self.in_specs,
+            in_specs=tuple(sharding.spec for sharding in specs),
             out_specs=self.out_specs,
             check_vma=False,
         )
@@ -52,12 +73,8 @@ class Program(NamedTuple):
         return mapped
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles ahead of time for the shapes and shardings above."""
-        arguments = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cached_sharding(self.mesh, spec))
-            for a, spec in zip(self.arguments, self.in_specs, strict=True)
-        ]
-        lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*arguments)
+        """Compiles ahead of time for the shapes and shardings of its inputs."""
+        lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*self.arguments)
         devices = list(self.mesh.devices.flat)
         platform = devices[0].platform
         if platform == "cpu":
@@ -66,12 +83,3 @@ class Program(NamedTuple):
         if self.ragged:
             options |= ragged_options(len({one.process_index for one in devices}), platform)
         return lowered.compile(options or None)
-
-
-def cut(leaves: Sequence[Array], sizes: Sequence[int]) -> list[tuple[Array, ...]]:
-    """Splits flat leaves into runs of these lengths."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(tuple(leaves[start : start + size]))
-        start += size
-    return parts

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.mesh import sharded_zeros
 from jaxserve.roles import sampling_programs
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import ROWS, Program
+from jaxserve.roles.program import Program
 from jaxserve.roles.sampling_programs import counts_shape
 from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
@@ -94,9 +94,8 @@ class Sampling:
         put: Callable[[np.ndarray], jax.Array],
     ):
         counts = counts_shape(programs)
-        sharding = cached_sharding(programs.mesh, ROWS)
         self._counts = [
-            sharded_zeros(counts.shape, counts.dtype, sharding)
+            sharded_zeros(counts.shape, counts.dtype, counts.sharding)
             for _ in range(programs.deployment.lanes)
         ]
         self._groups, self._slots = programs.groups, programs.slots

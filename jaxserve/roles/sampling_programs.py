@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.mesh import ATTENTION_RULES
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
-from jaxserve.roles.program import REPLICATED, ROWS, Program
+from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
 
 FLOATS = ("repetition", "presence", "frequency", "biases")
@@ -77,7 +76,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             counts, _ = jax.lax.scan(lambda c, place: (add(c, place, held), None), counts, places)
         return last, sampled, counts, lengths
 
-    shapes = programs.step_shapes(bucket)
+    last, batch, _ = programs.step_shapes(bucket)
     rows = groups * slots
     lengths = [ROWS] if drafts else []
     return Program(
@@ -86,13 +85,13 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         programs.mesh,
         (
             programs.logits_shape(rows * (1 + drafts)),
-            *shapes[:2],
+            last,
+            batch,
             programs.shape(rows, programs.config.vocab),
             programs.shape(groups, slots, layout.width),
         ),
-        (programs.logits_spec, ROWS, ROWS, ROWS, ROWS),
         (ROWS, REPLICATED, ROWS, *lengths),
-        donated=(3,),
+        donates=(3,),
         cuda_graphs="branches",
     )
 
@@ -115,11 +114,9 @@ def logprobs(programs: TokenPrograms, drafts: int) -> Program:
         programs.mesh,
         (
             programs.logits_shape(groups * slots * (1 + drafts)),
-            programs.shape(*shape),
+            programs.shape(*shape, spec=REPLICATED),
         ),
-        (programs.logits_spec, REPLICATED),
         REPLICATED,
-        donated=(),
     )
 
 
@@ -128,12 +125,10 @@ def score(programs: TokenPrograms, bucket: Bucket) -> Program:
 
     The head runs over as many rows at a time as it does for sampling.
     """
-    head, streams = programs.templates.head, programs.stream_shapes(bucket)
-    slots, tokens = programs.slots, bucket.tokens
+    head, slots, tokens = programs.templates.head, programs.slots, bucket.tokens
 
-    def body(targets: Array, *rest: Array) -> Array:
-        x = programs.stream(rest[: len(streams)])
-        block = head.merge(rest[len(streams) :])
+    def body(targets: Array, stream: Arrays, leaves: Arrays) -> Array:
+        x, block = programs.stream(stream), head.merge(leaves)
         missing = -tokens % slots
         rows = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, slots, x.shape[1])
         wanted = jnp.pad(targets[0], (0, missing)).reshape(-1, slots)
@@ -144,10 +139,12 @@ def score(programs: TokenPrograms, bucket: Bucket) -> Program:
         "score",
         body,
         programs.mesh,
-        (programs.shape(programs.groups, tokens), *streams, *head.leaves),
-        (ROWS, *programs.stream_specs(), *head.specs(ATTENTION_RULES)),
+        (
+            programs.shape(programs.groups, tokens),
+            programs.stream_shapes(bucket),
+            *programs.leaves(head),
+        ),
         REPLICATED,
-        donated=(),
     )
 
 

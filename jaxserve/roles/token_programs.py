@@ -13,11 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import AnyMesh, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
 from jaxserve.roles.program import ROWS
@@ -42,7 +43,9 @@ class TokenPrograms:
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts
-        self.page_arrays = page_arrays(self.config, deployment)
+        arrays = page_arrays(self.config, deployment)
+        self.pages_specs = (PAGES_SPEC,) * len(arrays)
+        self.page_arrays = placed(mesh, arrays, self.pages_specs)
         self.divided = self.config.on_cpus and deployment.attention.tp > 1
         """Whether a device keeps its columns of the logits to itself until they are asked for:
         greedy tokens do not need the others'. Not on GPUs, whose graphs have conditions, too, and
@@ -54,7 +57,7 @@ class TokenPrograms:
         columns = self.config.vocab
         if self.divided:
             columns += -columns % self.deployment.attention.tp
-        return self.shape(rows, columns, dtype=jnp.float32)
+        return self.shape(rows, columns, dtype=jnp.float32, spec=self.logits_spec)
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
         """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
@@ -63,7 +66,7 @@ class TokenPrograms:
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
         piece = cached_sharding(self.mesh, PAGES_SPEC).shard_shape
-        pages = [self.shape(*piece(a.shape), dtype=a.dtype) for a in self.page_arrays]
+        pages = [jax.ShapeDtypeStruct(piece(a.shape), a.dtype) for a in self.page_arrays]
         return StepContext(with_shared(ragged, self.config, self.dtype, pages), fields)
 
     def embed(
@@ -200,20 +203,23 @@ class TokenPrograms:
         return logits
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Global shapes of what holds the residual stream after the last layer."""
-        raise NotImplementedError
-
-    def stream_specs(self) -> tuple[PartitionSpec, ...]:
-        """Partition specs of `stream`'s arrays on the attention mesh."""
+        """Global shapes of the arrays that hold the residual stream after the last layer."""
         raise NotImplementedError
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """Puts the residual stream together from these parts."""
         raise NotImplementedError
 
-    def shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of an array, int32 unless said otherwise."""
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def shape(
+        self, *shape: int, dtype: Any = jnp.int32, spec: PartitionSpec = ROWS
+    ) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of an array; int32 and a row a DP group, unless said
+        otherwise."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=cached_sharding(self.mesh, spec))
+
+    def leaves(self, *blocks: Template) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+        """The weights of these blocks on the attention mesh."""
+        return [block.arrays(self.mesh, ATTENTION_RULES) for block in blocks]
 
     def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """last_tokens, batch, page_table."""
@@ -223,6 +229,15 @@ class TokenPrograms:
             self.shape(self.groups, width),
             self.shape(self.groups, self.slots, bucket.pages),
         )
+
+
+def stacked_pages(
+    arrays: Sequence[jax.ShapeDtypeStruct], layers: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """One array for the pages of all layers: a DP group's lie layer after layer."""
+    return tuple(
+        array.update(shape=(layers * array.shape[0], *array.shape[1:])) for array in arrays
+    )
 
 
 def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"]:

@@ -64,8 +64,7 @@ class Holder:
         )
         shapes = self.transfer.programs.page_shapes()
         draw = np.random.default_rng(seed)
-        spec = self.transfer.programs.gather(PIECE).in_specs[-1]
-        sharding = jax.sharding.NamedSharding(meshes.attention, spec)
+        sharding = self.transfer.programs.gather(PIECE).arguments[-1].sharding
         self.pages = [jax.device_put(_random(draw, shape), sharding) for shape in shapes]
 
     def tokens(self, run: PageRun, count: int) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.model.module import rms_norm
 from jaxserve.roles.program import REPLICATED, Program
@@ -53,10 +53,12 @@ def test_a_row_is_the_same_in_any_step_on_cpus(other_rows, page_bucket, window):
     found = []
     for count, bucket in ((1, PAGES), (1 + other_rows, page_bucket)):
         arguments = rows[-count:], pages, position[-count:]
-        shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments)
-        specs = (REPLICATED,) * 3
+        everywhere = NamedSharding(mesh, REPLICATED)
+        shapes = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in arguments
+        )
         body = functools.partial(_body, bucket, window)
-        program = Program("rows", body, mesh, shapes, specs, (REPLICATED,) * 2, ())
+        program = Program("rows", body, mesh, shapes, (REPLICATED,) * 2)
         found.append([np.asarray(made[-1]) for made in program.compile()(*arguments)])
     for alone, among in zip(*found, strict=True):
         assert np.abs(alone).max() > 0
