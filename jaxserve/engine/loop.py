@@ -10,7 +10,7 @@ The events are methods: `submit`, `cancel`, `tick` (time has passed), `enqueued`
 What they return is to be delivered. `next` gives the action.
 """
 
-import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,7 +146,7 @@ class Loop:
         self._ahead: int | None = None  # the lane that was enqueued last
         self._since = 0.0  # when the oldest step in flight could begin
         self._deadlines: dict[str, float] = {}  # of requests that have not ended
-        self._by_deadline: list[tuple[float, str]] = []  # a heap; may hold requests that ended
+        self._next_deadline = math.inf  # no later than the earliest of them
 
     @property
     def in_flight(self) -> Sequence[ScheduledStep]:
@@ -238,11 +238,10 @@ class Loop:
         if self.holds is not None:
             self.holds.tick()
         now = self._clock()
-        while self._by_deadline and self._by_deadline[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._by_deadline)
-            # An id may have been used again, by a request with another deadline.
-            if self._deadlines.get(request_id) == deadline:
+        if now >= self._next_deadline:
+            for request_id in [one for one, until in self._deadlines.items() if until <= now]:
                 outputs += self.cancel(request_id)
+            self._find_next_deadline()
         return outputs
 
     def next(self, idle_lanes: Iterable[int]) -> Action:
@@ -272,12 +271,11 @@ class Loop:
             return action
         if self._in_flight:
             return Await(self._in_flight[0])
-        while self._by_deadline and self._by_deadline[0][1] not in self._deadlines:
-            heapq.heappop(self._by_deadline)
-        deadlines = [self._by_deadline[0][0]] if self._by_deadline else []
+        self._find_next_deadline()
+        until = self._next_deadline
         if self.holds is not None and self.holds.next_deadline is not None:
-            deadlines.append(self.holds.next_deadline)
-        return Idle(min(deadlines, default=None))
+            until = min(until, self.holds.next_deadline)
+        return Idle(until if until < math.inf else None)
 
     def enqueued(self, lane: int) -> ScheduledStep:
         """The lane's step has been enqueued to its end; returns it."""
@@ -337,7 +335,10 @@ class Loop:
     def _note_deadline(self, request: Request) -> None:
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline
-            heapq.heappush(self._by_deadline, (request.deadline, request.request_id))
+            self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def _find_next_deadline(self) -> None:
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
     def _page_action(self) -> Action | None:
         """The next thing to do for a hand-off, but for pages that have arrived."""

@@ -152,6 +152,19 @@ class TestRequests:
         loop.cancel("a")
         assert loop.next([0, 1]) == Idle(None)
 
+    def test_requests_that_ended_leave_nothing_behind(self):
+        loop, clock = make_loop()
+        for number in range(1000):
+            loop.submit(request("a", deadline=1e6 + number))
+            loop.cancel("a")
+        loop.submit(request("b", deadline=3e6))
+        held = [value for value in vars(loop).values() if isinstance(value, list | dict)]
+        assert max(map(len, held)) <= 2
+        clock.now = 2e6
+        assert loop.tick() == []
+        clock.now = 3e6
+        assert [output.request_id for output in loop.tick()] == ["b"]
+
     def test_idle_until_the_next_deadline(self):
         loop, _ = make_loop(lanes=1)
         loop.submit(request("a", deadline=5.0))
