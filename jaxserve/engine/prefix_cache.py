@@ -5,9 +5,10 @@ Pages are ints; the KV entries they name live on the attention mesh. A page in t
 is never written again: a sequence that continues it writes to a page of its own. What leads to it
 are the very tokens, so whatever is found is what was looked for.
 
-Ownership: every page belongs to the pool's free list, to one sequence, or to the tree. A node in
-use keeps its page, and so do the nodes above it, because a sequence uses a whole path. Unused nodes
-stay until pages run out, and are then evicted, least recently used first.
+Ownership: every page belongs to the pool's free list, to one sequence or hold, or to the tree. A
+node in use keeps its page, and so do the nodes above it, because a sequence uses a whole path.
+Unused nodes stay until pages run out, and are then evicted, least recently used first. A root goes
+with its last page: salts are free text of callers, and must not pile up.
 """
 
 from array import array
@@ -82,8 +83,9 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[str, PageNode] = {}
-        self._forgotten: list[PageNode] = []
-        """Roots of before a reset, of which sequences still use pages; nothing matches there."""
+        self._forgotten: set[PageNode] = set()
+        """Roots from before a reset or a condemnation; sequences still use pages below them, and
+        nothing matches there."""
         # Nodes without users, least recently used first. A path is released from its end, so a
         # node comes after everything below it, and the first one is always a leaf.
         self._idle: OrderedDict[PageNode, None] = OrderedDict()
@@ -129,10 +131,10 @@ class PrefixCache:
         assert top.parent is not None
         if top.parent in self._forgotten:
             return
-        del top.parent.children[top.key]
+        self._detach(top)
         top.parent = PageNode(-1, b"", None)
         top.parent.children[top.key] = top
-        self._forgotten.append(top.parent)
+        self._forgotten.add(top.parent)
 
     def extend(self, path: list[PageNode], keys: PageKeys, page_id: int) -> bool:
         """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
@@ -150,7 +152,9 @@ class PrefixCache:
         if path:
             parent = path[-1]
         else:
-            parent = self._roots.setdefault(keys.salt, PageNode(-1, b"", None))
+            parent = self._roots.setdefault(
+                keys.salt, PageNode(-1, keys.salt.encode("utf-8", "surrogatepass"), None)
+            )
         key = keys[len(path)]
         node = parent.children.get(key)
         if node is None:
@@ -170,12 +174,8 @@ class PrefixCache:
         for _ in range(min(count, len(self._idle))):
             node, _ = self._idle.popitem(last=False)
             assert not node.children
-            assert node.parent is not None
-            del node.parent.children[node.key]
+            self._detach(node)
             self._pool.free([node.page_id])
-        for salt in [salt for salt, root in self._roots.items() if not root.children]:
-            del self._roots[salt]
-        self._forgotten = [root for root in self._forgotten if root.children]
 
     def reset(self) -> int:
         """Forgets all that is cached; pages in use stay with their sequences, and none is matched.
@@ -185,7 +185,7 @@ class PrefixCache:
         """
         unused = self.idle
         self.evict(unused)
-        self._forgotten += self._roots.values()
+        self._forgotten.update(self._roots.values())
         self._roots.clear()
         return unused
 
@@ -205,6 +205,8 @@ class PrefixCache:
             raise RuntimeError(
                 f"pages {sorted(n.page_id for n in foreign)} are held but not cached"
             )
+        if not all(root.children for root in self._all_roots()):
+            raise RuntimeError("a root without pages was kept")
         if {node for node in nodes if not node.users} != set(self._idle):
             raise RuntimeError("idle pages and pages without users differ")
         for node in nodes:
@@ -229,8 +231,22 @@ class PrefixCache:
                 raise RuntimeError(f"cached page {node.page_id} would go before those behind it")
             seen.add(node)
 
+    def _detach(self, node: PageNode) -> None:
+        """Takes a node from its parent; drops the parent if that is a root without other pages."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        if parent.parent is None and not parent.children:
+            if parent in self._forgotten:
+                self._forgotten.remove(parent)
+            else:
+                del self._roots[parent.key.decode("utf-8", "surrogatepass")]
+
+    def _all_roots(self) -> list[PageNode]:
+        return [*self._roots.values(), *self._forgotten]
+
     def _nodes(self) -> Iterator[PageNode]:
-        rest = [*self._roots.values(), *self._forgotten]
+        rest = self._all_roots()
         while rest:
             node = rest.pop()
             rest += node.children.values()

@@ -161,6 +161,22 @@ def test_the_same_page_twice():
     pool.check_integrity([cache.page_ids()])
 
 
+def test_a_root_goes_with_its_last_page():
+    """Salts are free text: a tree that keeps one root a salt grows without bound."""
+    cache, pool = make(pages=2)
+    for tenant in range(2000):
+        cache.release(put(cache, pool, [1, 2, 3, 4], salt=f"tenant {tenant} \ud800"))
+        cache.evict(2)
+    assert len(cache._roots) == 0
+    path = put(cache, pool, [1, 2, 3, 4], salt="condemned")
+    cache.condemn(path)
+    assert (len(cache._roots), len(cache._forgotten)) == (0, 1)
+    cache.release(path)
+    cache.evict(2)
+    assert len(cache._forgotten) == 0
+    cache.check_integrity([])
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
