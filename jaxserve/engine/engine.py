@@ -30,7 +30,7 @@ from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import Broadcast, Driver, Stepper
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.link.pages import NOTHING_HELD, PagesSource
+from jaxserve.link.pages import PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
@@ -312,12 +312,9 @@ class Engine:
             waiting = self._waiting + (holds.waiting if holds else 0)
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} prompts wait already")
-            if held:
-                self._open[request.request_id] = on_output
-                self._queued += 1
-                self._commands.append(lambda: self._add(request))
-            else:
-                self._commands.append(lambda: _tell_nothing_held(on_held))
+            self._open[request.request_id] = on_output
+            self._queued += 1
+            self._commands.append(lambda: self._add(request))
             self._wake.notify()
         return request.request_id
 
@@ -456,6 +453,8 @@ class Engine:
     def _add(self, request: Request) -> list[TokenOutput]:
         with self._wake:
             self._queued -= 1
+        if request.hold and not request.prompt:  # it has no full page
+            return [TokenOutput(request_id=request.request_id, finish_reason="length")]
         try:
             if request.hold:
                 self._loop.prefill(request)
@@ -532,11 +531,6 @@ class Engine:
         with self._wake:
             if not self._commands and self._status in ("ready", "draining"):
                 self._wake.wait(max(0.0, seconds))
-
-
-def _tell_nothing_held(on_held: OnHeld) -> list[TokenOutput]:
-    on_held(NOTHING_HELD)
-    return []
 
 
 _running: "weakref.WeakSet[Engine]" = weakref.WeakSet()
