@@ -6,7 +6,7 @@ Used by the scheduler alone. Decides nothing: the policy is in `scheduler.py`.
 import heapq
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,31 @@ from jaxserve.engine.prefix_cache import PageNode, PrefixCache
 from jaxserve.engine.sequence import Home, Sequence
 
 
+class HeldPages(NamedTuple):
+    """The pages of a prompt that another worker is to fetch, in order."""
+
+    prefix: list[PageNode]
+    """The first ones, which the prefix cache owns; the hold is one of their users."""
+    own: list[int]
+    """The rest, which the hold owns: the prefix cache has other pages with the same tokens, or
+    was reset while the prompt ran."""
+
+    @property
+    def page_ids(self) -> list[int]:
+        """Page ids in the group's pool."""
+        return [node.page_id for node in self.prefix] + self.own
+
+
 class DPGroup:
     """One DP group. Its lanes share the pool.
 
     Args:
-      index: of the group.
-      lanes: the slots of every lane, of which this group's are rows `index * slots` and on.
-      pages, page_size: of the pool.
-      prefix_cache: whether full pages are kept for sequences that begin alike.
-      first_page: the lowest page id of the pool.
+      index: Number of the group.
+      lanes: Slots of every lane. Rows `index * slots` and following belong to this group.
+      pages: Pages in the pool.
+      page_size: Tokens a page.
+      prefix_cache: Whether full pages are kept for later sequences with the same first tokens.
+      first_page: Lowest page id of the pool.
     """
 
     def __init__(
@@ -43,11 +59,11 @@ class DPGroup:
         self.changed = False
         """Whether pages or slots changed hands since the last check of integrity."""
         self.residents_count = 0
-        """Sequences that hold a slot; counted, because every admission asks every group."""
+        """Number of sequences with a slot; counted, because every admission asks every group."""
         self.promised = 0
         """Pages that residents will still take if all reach their full length; counted, too."""
-        self.held: dict[str, list[PageNode]] = {}
-        """By request, pages in the prefix cache that are held for another worker to fetch."""
+        self.held: dict[str, HeldPages] = {}
+        """Pages that are held for another worker to fetch, by request id."""
         self.stalled: set[Sequence] = set()
         """Residents that missed their last step for want of a page: pages go to them before those
         that are due later."""
@@ -59,42 +75,42 @@ class DPGroup:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence uses, those of the prefix cache included."""
+        """Pages that no sequence uses, idle pages of the prefix cache included."""
         return self.pool.free_pages + (self.cache.idle if self.cache else 0)
 
     @property
     def usage(self) -> float:
-        """The part of the pool that sequences use, 0 … 1."""
+        """Fraction of the pool that sequences and holds use, 0 … 1."""
         return 1 - (self.free_pages + self.pool.quarantined) / self.pool.pages
 
     def residents(self) -> Iterator[Sequence]:
-        """Sequences that hold a slot and pages."""
+        """Yields the sequences that have a slot and pages."""
         for lane in self._lanes:
             yield from (sequence for sequence in lane.sequences[self._rows] if sequence is not None)
 
     @property
     def full(self) -> bool:
-        """Whether every slot is taken."""
+        """True if every slot is taken."""
         return not any(self._free)
 
     @property
     def leaving(self) -> bool:
-        """Whether some pages come back by themselves, when steps in flight are complete."""
+        """True if pages will come back when the steps in flight are complete."""
         return any(bool((lane.resident & ~lane.running)[self._rows].any()) for lane in self._lanes)
 
     def match(self, sequence: Sequence) -> list[PageNode]:
-        """The longest prefix of the sequence that is in the prefix cache, as a path of pages."""
+        """Returns the longest prefix of the sequence in the prefix cache, as a path of pages."""
         if self.cache is None:
             return []
         return self.cache.match(sequence.keys, sequence.reusable)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets what the prefix cache has; returns the pages that are free by it."""
+        """Empties the prefix cache and returns how many pages that freed."""
         self.changed = True
         return 0 if self.cache is None else self.cache.reset()
 
     def allocate(self, count: int) -> list[int]:
-        """Takes pages of which there are enough, if need be out of the prefix cache."""
+        """Takes pages, out of the prefix cache if need be; raises RuntimeError if too few exist."""
         self.changed = True
         if self.cache is not None and count > self.pool.free_pages:
             self.cache.evict(count - self.pool.free_pages)
@@ -112,10 +128,11 @@ class DPGroup:
         self.promised -= 1
 
     def lane_for(self, sequence: Sequence) -> int:
-        """The lane with the fewest sequences; not to be asked when full.
+        """Returns the lane with the fewest sequences. The group must have a free slot.
 
-        Sequences with a grammar go where the fewest of their kind are, and the others leave room
-        for them: a lane that waits for its grammars is slower, and lanes should finish together.
+        A sequence with a grammar goes to the lane with the fewest grammars, and other sequences
+        leave room there: a lane that waits for grammars is slower, and lanes should finish
+        together.
         """
 
         def load(lane: int) -> tuple[int, int]:
@@ -132,8 +149,10 @@ class DPGroup:
         """Gives the sequence a free slot of the lane and its first pages.
 
         Args:
-          pages: how many.
-          prefix: those of them that the prefix cache has, which it shares.
+          sequence: Waits for a slot.
+          lane: Has a free slot.
+          pages: Number of pages, those of `prefix` included.
+          prefix: Its first pages, found in the prefix cache and shared with it.
         """
         slot = heapq.heappop(self._free[lane])
         sequence.home = Home(self.index, lane, slot)
@@ -151,7 +170,7 @@ class DPGroup:
         self._lanes[lane].take(self._rows.start + slot, sequence, cached)
 
     def stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
-        """A resident gets no further step, because it was preempted or has ended."""
+        """Ends a resident's steps, because it was preempted or has ended."""
         lane, row = self._row(sequence)
         sequence.status = status
         lane.stop(row, ended=status == "ended" or sequence.suspect)
@@ -161,8 +180,8 @@ class DPGroup:
         """Puts the sequence's full pages into the prefix cache.
 
         Args:
-          cached: its tokens whose cache entries are written, of which the host may have dropped
-            the last.
+          sequence: A resident.
+          cached: Tokens whose cache entries are written. The host may have dropped the last ones.
         """
         if self.cache is None or sequence.suspect:
             return
@@ -170,32 +189,41 @@ class DPGroup:
         full = min(cached, len(sequence.tokens)) // self._page_size
         for page in range(len(sequence.prefix), full):
             if not self.cache.extend(sequence.prefix, sequence.keys, sequence.page_ids[page]):
-                break  # another sequence published the same text first, and uses it
+                break  # another sequence published the same tokens first, and uses that page
 
     def suspect(self, sequence: Sequence) -> None:
-        """The logits of a resident were no numbers: its entries are given to nobody, neither those
-        that it shares."""
+        """Marks a resident whose logits were not numbers: no sequence reuses its cache entries,
+        the shared ones included."""
         sequence.suspect = self.changed = True
         if self.cache is not None and sequence.prefix:
             self.cache.condemn(sequence.prefix)
 
     def hold(self, sequence: Sequence) -> None:
-        """Keeps the pages of the sequence's prompt in use, as far as the prefix cache has them."""
+        """Keeps the pages of a prompt in use after its sequence has left.
+
+        The hold takes the pages that the sequence itself has, never those that a look-up in the
+        prefix cache finds: the cache may lack some, or have others. It becomes one more user of
+        the sequence's path in the cache and takes over the sequence's own pages.
+        """
         assert self.cache is not None
-        request = sequence.request
-        path = self.cache.match(sequence.keys, len(request.prompt))
-        self.cache.acquire(path)
-        self.held[request.request_id] = path
+        pages, shared = len(sequence.request.prompt) // self._page_size, len(sequence.prefix)
+        held = HeldPages(sequence.prefix[:pages], sequence.page_ids[shared:pages])
+        self.cache.acquire(held.prefix)
+        del sequence.page_ids[shared : shared + len(held.own)]
+        self.promised += len(held.own)  # as counted by `_promised_to`, until the sequence leaves
+        self.held[sequence.request.request_id] = held
         self.changed = True
 
     def let_go(self, request_id: str) -> None:
-        """Releases the pages that `hold` kept in use."""
+        """Gives the pages back that `hold` kept."""
         assert self.cache is not None
-        self.cache.release(self.held.pop(request_id))
+        held = self.held.pop(request_id)
+        self.cache.release(held.prefix)
+        self.pool.free(held.own)
         self.changed = True
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slot and the pages back; what the prefix cache does not have is lost."""
+        """Takes the slot and the pages back. Entries outside the prefix cache are lost."""
         lane, row = self._row(sequence)
         assert sequence.home is not None
         assert lane.in_flight[row] == 0
@@ -226,19 +254,18 @@ class DPGroup:
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages or slots do not add up."""
         residents = list(self.residents())
-        owned = [_own_pages(sequence) for sequence in residents]
+        held = list(self.held.values())
+        owned = [*map(_own_pages, residents), *(one.own for one in held)]
         if self.cache is not None:
             owned.append(self.cache.page_ids())
-            self.cache.check_integrity(
-                [*(sequence.prefix for sequence in residents), *self.held.values()]
-            )
+            self.cache.check_integrity([one.prefix for one in [*residents, *held]])
         self.pool.check_integrity(owned)
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))
         if counted != found:
             raise RuntimeError(
-                f"group {self.index} counts {counted} residents and pages promised to them: there "
-                f"are {found}"
+                f"group {self.index} counts {counted} residents and pages promised to residents, "
+                f"and has {found}"
             )
         for resident in residents:
             shared = [node.page_id for node in resident.prefix]
@@ -264,5 +291,5 @@ class DPGroup:
 
 
 def _own_pages(sequence: Sequence) -> list[int]:
-    """Its pages that the prefix cache does not own."""
+    """Pages of a sequence that the prefix cache does not own."""
     return sequence.page_ids[len(sequence.prefix) :]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
+from jaxserve.engine.pages import pages_for
 from jaxserve.engine.sequence import Sequence
 from jaxserve.link.pages import PagesSource
 from jaxserve.roles.layout import PageRun
@@ -114,9 +115,12 @@ class Fetches:
             raise ValueError(
                 f"tokens {first} to {first + tokens} arrived, expected {arrived} to {order.stop}"
             )
-        self._arrived[ticket] += tokens
         size = self._lanes[0].page_size
-        page_ids = self._sequences[ticket].page_ids[first // size : -(-(first + tokens) // size)]
+        begin, end = first // size, pages_for(first + tokens, size)
+        page_ids = self._sequences[ticket].page_ids[begin:end]
+        if len(page_ids) < end - begin:
+            raise ValueError(f"{len(page_ids)} pages for tokens {first} to {first + tokens}")
+        self._arrived[ticket] += tokens
         return PageRun(order.group, page_ids)
 
     def written(self, ticket: int, tokens: int) -> None:

@@ -22,7 +22,7 @@ from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPage
 from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError
-from jaxserve.link.pages import PagesSource, pages_digest
+from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.link.pages_ends import ExportError, FetchesPages, FetchJob, Piece, SendsPages
 from jaxserve.link.pages_frames import Fetch
 from jaxserve.roles.actions import ReadPages, WritePages
@@ -161,9 +161,11 @@ class LinkedHandOffs(HandOffs):
             hold = self._loop.holds.of_request(request.request_id) if self._loop.holds else None
             if output.finish_reason == "length" and hold is not None:
                 on_held(self._source(hold, output.cached_tokens))
-                return
-            text = output.error or "the prefill was cancelled, or its deadline passed"
-            on_held(EngineFailedError(text))
+            elif output.finish_reason == "length" and not request.prompt:
+                on_held(NOTHING_HELD)
+            else:
+                text = output.error or "the prefill was cancelled, or its deadline passed"
+                on_held(EngineFailedError(text))
 
         return on_output
 
@@ -247,9 +249,12 @@ class LinkedHandOffs(HandOffs):
                 access.write(run, piece.tokens, piece.cache_format, piece.arrays)
                 piece.done()
                 self._loop.imported(domain, ticket, tokens)
-            case ExportPages(run, _, _, Export(fetch, reply)):
+            case ExportPages(run, _, tokens, Export(fetch, reply)):
                 assert self.prefill is not None
-                reply.set_result(self.prefill.access.read(run, fetch.size))
+                try:
+                    reply.set_result(self.prefill.access.read(run, tokens, fetch.size))
+                except ValueError as error:
+                    reply.set_exception(ExportError(str(error), mismatch=True))
 
     def close(self) -> None:
         """Ends the links."""

@@ -1,12 +1,13 @@
 """Prompts that a prefill worker runs and holds: which may run, what is held, and until when.
 
 Used by the loop (`loop.py`), on the engine's thread; plain Python with an injected clock. A prompt
-runs as an ordinary request for one token, which nobody reads. When it ends, its pages stay in the
-prefix cache, in use, under a lease. They are let go when the lease is released or runs out. What is
-held is bounded, in requests and in pages; a prompt that would go beyond waits here.
+runs as an ordinary request for one token, which is discarded. When it ends, the pages that it ran
+on are kept under a lease. They are given back when the lease is released or runs out. The number
+of held requests and pages is bounded; a prompt beyond the bounds waits here.
 """
 
 import bisect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,17 +20,19 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.layout import PageRun
 
+logger = logging.getLogger(__name__)
+
 
 class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is held, and for how long.
+    """Bounds of what a prefill worker holds.
 
     Attributes:
-      requests: whose prompts run or are held at a time.
-      pages: that those may take together; one prompt always may.
-      lease_seconds: after which pages that nobody asks about are let go.
-      quadratic_tokens: length at which attention takes as long as the linear maps do.
-      tokens_per_second: what a worker prefills, roughly: it turns tokens into the seconds by which
-        a longer prompt is due later than a shorter one.
+      requests: Most prompts that run or are held at a time.
+      pages: Most pages that those take together. A single prompt may take more.
+      lease_seconds: Time after which pages are given back if no worker renews their lease.
+      quadratic_tokens: Prompt length at which attention takes as long as the linear maps do.
+      tokens_per_second: Rough speed of prefill. It turns tokens into the seconds by which a longer
+        prompt is due later than a shorter one.
     """
 
     requests: int
@@ -41,7 +44,17 @@ class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Hold:
-    """Pages that are held."""
+    """One prompt whose pages are held.
+
+    Attributes:
+      request: The prompt.
+      hand_off: Name of the lease.
+      tokens: Tokens of the prompt, whose entries fill the pages.
+      group: DP group of the pages.
+      page_ids: Pages in the order of the tokens.
+      until: Seconds of the clock at which the lease ends.
+      digest: Digest that fetches must quote, see `pages_digest`.
+    """
 
     request: Request
     hand_off: str
@@ -49,19 +62,17 @@ class Hold:
     group: int
     page_ids: list[int]
     until: float
-    """Seconds of the clock at which the lease ends."""
     digest: str = ""
-    """The digest that fetches must quote, see `pages_digest`."""
 
 
 class Holds:
-    """All prompts of one scheduler.
+    """All prompts that one scheduler runs and holds.
 
     Args:
-      scheduler: runs them; with a prefix cache.
-      limits: of what is held.
-      clock: seconds.
-      new_id: draws the names of leases, which nobody may guess.
+      scheduler: Runs the prompts; it has a prefix cache.
+      limits: Bounds of what is held.
+      clock: Returns seconds.
+      new_id: Draws the name of a lease, which must be hard to guess.
     """
 
     def __init__(
@@ -83,28 +94,28 @@ class Holds:
 
     @property
     def waiting(self) -> int:
-        """How many prompts wait for room."""
+        """Number of prompts that wait for room."""
         return len(self._waiting)
 
     @property
     def held(self) -> int:
-        """Prompts whose pages are held."""
+        """Number of prompts whose pages are held."""
         return len(self._held)
 
     def of_request(self, request_id: str) -> Hold | None:
-        """The hold of a request, by its id."""
+        """Returns the hold of a request."""
         return self._held.get(request_id)
 
     def of_hand_off(self, hand_off: str) -> Hold | None:
-        """The hold of a lease, by the lease's name."""
+        """Returns the hold of a lease."""
         return self._by_hand_off.get(hand_off)
 
     def add(self, request: Request) -> None:
-        """Takes a prompt of whole pages in; it runs when there is room.
+        """Takes in a prompt of whole pages, which runs when room is left for it.
 
         Raises:
-          InvalidRequestError: it could never run.
-          OverloadedError: too many wait.
+          InvalidRequestError: The prompt could never run, or its id is in use.
+          OverloadedError: Too many prompts wait.
         """
         self._scheduler.check(request)
         known = request.request_id in self._running or request.request_id in self._held
@@ -118,28 +129,44 @@ class Holds:
         self.admit()
 
     def admit(self) -> None:
-        """Lets prompts run that wait, as long as there is room for the pages of the first."""
+        """Starts waiting prompts, in order, while the pages of the first one find room.
+
+        A prompt that the scheduler refuses for its full queue stays the first of those that wait.
+        """
         while self._waiting and self._room(self._waiting[0][-1]):
-            when, _, request = self._waiting.pop(0)
+            when, _, request = self._waiting[0]
+            try:
+                self._scheduler.add(request, due_at=when)
+            except OverloadedError:
+                return
             self._running[request.request_id] = request
-            self._scheduler.add(request, due_at=when)
+            del self._waiting[0]
 
     def ended(self, request_id: str) -> None:
-        """The scheduler has ended a prompt, and holds its pages if it was computed."""
+        """Begins the lease of a prompt that has ended, if the scheduler holds its pages.
+
+        Pages that do not cover the prompt are given back: a fetch of the rest would read pages of
+        other requests.
+        """
         request = self._running.pop(request_id, None)
-        if request is None:
-            return
         held = self._scheduler.held(request_id)
-        if held is not None:
+        if request is not None and held is not None:
             group, page_ids = held
-            until = self._clock() + self.limits.lease_seconds
-            hold = Hold(request, self._new_id(), len(request.prompt), group, page_ids, until)
-            self._held[request_id] = self._by_hand_off[hold.hand_off] = hold
+            tokens, until = len(request.prompt), self._clock() + self.limits.lease_seconds
+            if len(page_ids) == pages_for(tokens, self._scheduler.page_size):
+                hold = Hold(request, self._new_id(), tokens, group, page_ids, until)
+                self._held[request_id] = self._by_hand_off[hold.hand_off] = hold
+            else:
+                logger.error(
+                    "request %r: %d pages for %d tokens are not held",
+                    *(request_id, len(page_ids), tokens),
+                )
+                self._scheduler.let_go(request_id)
         self.admit()
 
     def cancel(self, request_id: str) -> bool:
-        """Forgets a prompt that waits, or lets its pages go; whether it waited. The scheduler is
-        told of one that runs by others."""
+        """Forgets a waiting prompt, or gives the pages of a held one back. The caller cancels a
+        running one with the scheduler. Returns whether the prompt waited."""
         if request_id in self._held:
             self._let_go(self._held[request_id])
             return False
@@ -148,7 +175,7 @@ class Holds:
         return len(self._waiting) < before
 
     def renew(self, hand_off: str) -> bool:
-        """Renews a lease; False if it is unknown."""
+        """Begins a lease anew; returns False if it is unknown."""
         hold = self._by_hand_off.get(hand_off)
         if hold is None:
             return False
@@ -156,16 +183,16 @@ class Holds:
         return True
 
     def release(self, hand_off: str) -> None:
-        """Lets the pages of a lease go; unknown ones are fine."""
+        """Gives the pages of a lease back. An unknown lease is ignored."""
         if hold := self._by_hand_off.get(hand_off):
             self._let_go(hold)
 
     def run(self, hand_off: str, start: int, stop: int) -> PageRun:
-        """Where the entries of some held tokens are.
+        """Returns the pages with the entries of tokens `start` to `stop` of a lease.
 
         Raises:
-          KeyError: the lease is unknown, or is over.
-          ValueError: it has no such tokens.
+          KeyError: The lease is unknown, or is over.
+          ValueError: The lease does not hold these tokens.
         """
         hold = self._by_hand_off[hand_off]
         if not 0 <= start < stop <= hold.tokens:
@@ -183,7 +210,7 @@ class Holds:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next lease ends, if there is one."""
+        """Seconds of the clock at which the next lease ends; None without leases."""
         return min((hold.until for hold in self._held.values()), default=None)
 
     def _let_go(self, hold: Hold) -> None:
@@ -200,8 +227,8 @@ class Holds:
         return not taken or taken + pages_for(len(request.prompt), size) <= self.limits.pages
 
     def _due(self, request: Request) -> float:
-        """When a prompt should be done: shorter ones sooner, so that they need not wait behind a
-        long one, and no prompt is overtaken by more than what arrives in the time that it takes."""
+        """Returns when a prompt should be done. A shorter one is due sooner, and need not wait
+        behind a long one. Only what arrives while a prompt would run can overtake it."""
         tokens = len(request.prompt) - self._scheduler.cached_tokens(request)
         length = len(request.prompt)
         before = length - tokens

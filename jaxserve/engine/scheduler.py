@@ -355,10 +355,10 @@ class Scheduler:
         self.reset_prefix_caches()
 
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
-        """The DP group and the pages that are held for a request that has ended."""
+        """Returns the DP group and the pages that are held for a request that has ended."""
         for group in self._groups:
-            if (path := group.held.get(request_id)) is not None:
-                return group.index, [node.page_id for node in path]
+            if (held := group.held.get(request_id)) is not None:
+                return group.index, held.page_ids
         return None
 
     def let_go(self, request_id: str) -> None:
@@ -482,19 +482,25 @@ class Scheduler:
         integrity.check_queue(self._lanes, self._queue.waiting, self._live.values())
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the queue, to recompute its cache some day."""
+        """Sends a running sequence back to the queue, to recompute its cache later."""
         self._preemptions += 1
-        self._stop(sequence, "waiting")
-        self._queue.push(sequence)
-        self._release_if_complete(sequence)
+        self._send_back(sequence)
 
     def _compute_anew(self, sequence: Sequence) -> None:
-        """Sends a sequence whose logits were not finite back to the queue, once: what it has in the
-        cache may be damaged, and is used by nobody. What its steps in flight sample is dropped."""
+        """Sends a sequence whose logits were not finite back to the queue, once.
+
+        Its cache entries may be damaged, so no sequence reuses them. Tokens that its steps in
+        flight sample are dropped. It may have been preempted before, and be queued already.
+        """
         self._recomputed += 1
         self._groups[group_of(sequence)].suspect(sequence)
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        queued = sequence.status == "waiting"
         self._stop(sequence, "waiting")
-        self._queue.push(sequence)
+        if not queued:
+            self._queue.push(sequence)
         self._release_if_complete(sequence)
 
     def _end(self, sequence: Sequence) -> None:

@@ -123,6 +123,8 @@ class PageTransfer:
         """The program's output arrays."""
         programs = self.programs
         page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
+        # Beyond the run its last page is read again: never a page of another sequence.
+        page_ids[run.group] = run.page_ids[-1] if run.page_ids else 0
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         offset = np.full(programs.groups, 0, np.int32)
         offset[run.group] = run.offset
@@ -225,9 +227,17 @@ class PageAccess:
         self._load, self._store = arrays.load, arrays.store
         self._store(transfer.warm_up(self._load()))
 
-    def read(self, run: PageRun, tokens: int) -> list[jax.Array]:
-        """Starts to read a piece, see `PageTransfer.gather`."""
-        return self.transfer.gather(self._load(), run, tokens)
+    def read(self, run: PageRun, tokens: int, piece: int) -> list[jax.Array]:
+        """Starts to read the entries of `tokens` tokens, as a piece of `piece` tokens; see
+        `PageTransfer.gather`.
+
+        Raises:
+          ValueError: The run's pages end before the last token.
+        """
+        covered = len(run.page_ids) * self.transfer.programs.page_size - run.offset
+        if not 0 < tokens <= min(covered, piece):
+            raise ValueError(f"{tokens} tokens wanted, {covered} are in the pages, piece {piece}")
+        return self.transfer.gather(self._load(), run, piece)
 
     def write(
         self, run: PageRun, tokens: int, cache_format: WireFormat, arrived: Sequence[jax.Array]
@@ -239,6 +249,6 @@ class PageAccess:
         """Takes part in what the leading process reads or writes."""
         run = PageRun(action.group, action.page_ids, action.offset)
         if isinstance(action, ReadPages):
-            self.read(run, action.tokens)
+            self.transfer.gather(self._load(), run, action.tokens)
         else:
             self.write(run, action.tokens, action.cache_format, ())

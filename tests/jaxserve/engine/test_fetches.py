@@ -201,6 +201,14 @@ class TestOrder:
         with pytest.raises(ValueError, match="arrived, expected 0 to 16"):
             loop.arrived(0, order.ticket, first, tokens, None)
 
+    def test_pages_that_do_not_cover_a_piece(self):
+        loop = make_loop()
+        loop.submit(request("a", 18, held=16))
+        order = fetch_of(loop)
+        loop.schedulers[0].fetches._sequences[order.ticket].page_ids[1:] = []
+        with pytest.raises(ValueError, match="1 pages for tokens 0 to 8"):
+            loop.arrived(0, order.ticket, 0, 8, None)
+
 
 class TestEnds:
     @pytest.mark.parametrize("arrived", [0, 1])

@@ -25,6 +25,7 @@ from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link import pages_server
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.roles.actions import ReadPages, WritePages
+from jaxserve.roles.layout import NO_TOKEN
 from tests.jaxserve import layouts
 from tests.jaxserve.hand_offs import (
     TOKEN,
@@ -56,6 +57,18 @@ def draw_prompts(seed: int, lengths=_LENGTHS) -> list[list[int]]:
     return [[draw.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
 
 
+def bursts(draw: random.Random, count: int, page: int = 16) -> list[list[list[int]]]:
+    """Bursts of four prompts with the same first pages, each burst with other ones."""
+    return [
+        [
+            [*shared, *(draw.randrange(2, VOCAB) for _ in range(draw.randrange(1, 110)))]
+            for shared in [[draw.randrange(2, VOCAB) for _ in range(page * draw.randrange(1, 4))]]
+            for _ in range(4)
+        ]
+        for _ in range(count)
+    ]
+
+
 def alone(engine, prompts, params=GREEDY) -> list[list[int]]:
     """What the engine gives without anybody's help."""
     own = msgspec.structs.replace(params, cache_salt=f"alone {random.random()}")
@@ -74,7 +87,7 @@ PAIRS = {
     "GQA, two groups each, bfloat16": (
         "qwen3_moe",
         {"attention.dp": 2, "cache.page_size": 8, "cache.pages": 48, "cache.format": "bfloat16"},
-        {"attention.dp": 2, "cache.format": "bfloat16", "lanes": 2},
+        {"attention.dp": 2, "cache.format": "bfloat16", "cache.pages": 13, "lanes": 2},
     ),
     "MLA, tp 1 to 2, pages of 16 to 32": (
         "deepseek_v3",
@@ -113,7 +126,7 @@ SHOWN_ELSEWHERE = ("bfloat16 to float32", "decode by two roles")
 def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
     name, first, second = PAIRS[pair]
     CATALOGUE[name].write(tmp_path)
-    prompts = draw_prompts(0)
+    prompts = draw_prompts(0) + bursts(random.Random(23), 1)[0]
     with workers(tmp_path, prefill=first, decode=second) as (source, domain):
         for params in (GREEDY, SEEDED):
             expected = alone(domain, prompts, params)
@@ -287,6 +300,52 @@ class TestTokens:
         }
         assert scores == 70
         assert counters(domain).transfers == before
+
+
+class TestPromptsThatShareTheirFirstPages:
+    """All of a burst are admitted before one of them has published the shared pages."""
+
+    def test_bursts(self, pair):
+        source, domain = pair
+        for burst in bursts(random.Random(21), 6):
+            expected = alone(domain, burst)
+            assert hand_over(source, domain, burst, GREEDY) == expected
+            again = Collector()
+            for prompt in burst:  # what came over the link is in the domain's prefix cache
+                again.submit(domain, prompt, GREEDY)
+            assert [output.token_ids for output in again.wait().values()] == expected
+        for engine in (source, domain):
+            at_rest(engine)
+
+    def test_bursts_with_resets_and_numbers_that_are_none(self, pair, monkeypatch):
+        """The prefix caches of both engines are emptied all the time, and every fifth step of the
+        prefill worker gives no numbers."""
+        source, domain = pair
+        steps, complete = itertools.count(1), source._loop.complete
+
+        def spoilt(lane, plan, result):
+            if next(steps) % 5 == 0:
+                result = result._replace(sampled=np.full_like(result.sampled, NO_TOKEN))
+            return complete(lane, plan, result)
+
+        drawn = bursts(random.Random(22), 4)
+        expected = [alone(domain, burst) for burst in drawn]
+        monkeypatch.setattr(source._loop, "complete", spoilt)
+        done = threading.Event()
+
+        def reset():
+            while not done.wait(0.01):
+                source.reset_prefix_cache()
+                domain.reset_prefix_cache()
+
+        resets = threading.Thread(target=reset)
+        resets.start()
+        try:
+            assert [hand_over(source, domain, one, GREEDY) for one in drawn] == expected
+        finally:
+            done.set()
+            resets.join()
+        assert source.schedulers[0].recomputed > 0
 
 
 class TestHolds:

@@ -1,5 +1,6 @@
 """What a prefill worker may run and hold, and until when; without devices."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -88,7 +89,7 @@ def test_two_that_begin_alike_hold_the_same_pages():
     loop, _ = make()
     for name in "ab":
         request = prompt("same", 8 if name == "a" else 12)
-        loop.prefill(Request(**{**vars_of(request), "request_id": name}))
+        loop.prefill(msgspec.structs.replace(request, request_id=name))
         run(loop)
     first, second = (loop.holds.of_request(name).page_ids for name in "ab")
     assert second[:2] == first
@@ -97,8 +98,81 @@ def test_two_that_begin_alike_hold_the_same_pages():
     assert loop.schedulers[0].kv_usage == [3 / 16]
 
 
-def vars_of(request: Request) -> dict:
-    return {name: getattr(request, name) for name in request.__struct_fields__}
+def admitted_together(loop: Loop, *names: str, tokens: int = 12) -> None:
+    """Prompts with the same first page, all admitted before one of them publishes it."""
+    for name in names:
+        own = [sum(map(ord, name))] * (tokens - 4)
+        request = prompt(name)
+        loop.prefill(msgspec.structs.replace(request, prompt=[1, 2, 3, 4, *own]))
+    loop.next([0])
+
+
+def held_pages(loop: Loop, name: str) -> list[int]:
+    group = loop.schedulers[0]._groups[0]
+    assert loop.holds.of_request(name).page_ids == group.held[name].page_ids
+    return group.held[name].page_ids
+
+
+def test_prompts_that_share_a_page_hold_their_own_ones():
+    loop, _ = make(pages=99)
+    admitted_together(loop, "a", "b")
+    assert sorted(run_begun(loop)) == [("a", "length"), ("b", "length")]
+    pages = held_pages(loop, "a") + held_pages(loop, "b")
+    assert len(pages) == len(set(pages)) == 6
+    scheduler = loop.schedulers[0]
+    assert scheduler.kv_usage == [6 / 16]
+    for name in "ba":
+        loop.holds.release(loop.holds.of_request(name).hand_off)
+        scheduler.check_integrity()
+    assert scheduler.kv_usage == [0.0]
+
+
+def test_a_reset_in_the_middle_of_a_prompt():
+    """Chunks of 8 tokens: the first two pages are published and forgotten before the third."""
+    loop, _ = make(pages=99)
+    loop.prefill(prompt("a", 16))
+    loop.next([0])
+    step = loop.enqueued(0)
+    loop.complete(0, step.plan, StepResult(np.full((1, 4), 7, np.int32), {}, {}))
+    loop.schedulers[0].reset_prefix_caches()
+    assert run(loop) == [("a", "length")]
+    assert len(set(held_pages(loop, "a"))) == 4
+    loop.cancel("a")
+    assert loop.schedulers[0].kv_usage == [0.0]
+    loop.schedulers[0].check_integrity()
+
+
+def test_pages_that_do_not_cover_the_prompt_are_not_held(caplog):
+    loop, _ = make()
+    scheduler = loop.schedulers[0]
+    held = scheduler.held
+    scheduler.held = lambda request_id: (held(request_id)[0], held(request_id)[1][:-1])
+    loop.prefill(prompt("a"))
+    assert run(loop) == [("a", "length")]
+    assert loop.holds.of_request("a") is None
+    assert "request 'a': 1 pages for 8 tokens are not held" in caplog.text
+    assert scheduler.kv_usage == [0.0]
+
+
+def test_a_prompt_that_the_scheduler_refuses_waits():
+    """Its queue is full again after a request without numbers went back to it."""
+    loop, _ = make(max_waiting=1)
+    scheduler = loop.schedulers[0]
+    scheduler.add(prompt("waits"))
+    with pytest.raises(OverloadedError):
+        loop.prefill(prompt("refused"))
+    scheduler.max_waiting = 2
+    loop.prefill(prompt("first"))
+    loop.holds._waiting.append((0.0, 9, prompt("second")))
+    loop.holds.admit()
+    assert loop.holds.waiting == 1
+    assert {name for name, _ in run(loop)} == {"waits", "first", "second"}
+    assert loop.holds.held == 2
+
+
+def run_begun(loop: Loop) -> list[tuple[str, str | None]]:
+    loop.enqueued(0)
+    return run(loop)
 
 
 def test_a_lease_ends_unless_it_is_renewed():

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -25,9 +26,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from jaxserve.engine.hand_offs import PREFILL_PARAMS
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.roles.layout import REJECTED
+from jaxserve.roles.layout import NO_TOKEN, REJECTED
 from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep
@@ -234,6 +236,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}  # every request ever added; the id is its seed
         self.streams: dict[str, list[int]] = {}
         self.ends: dict[str, TokenOutput] = {}
+        self.held: dict[str, tuple[int, list[int]]] = {}  # by request: DP group and page ids
+        self.invalid: set[str] = set()  # requests whose logits were no numbers, once each
         self.steps = 0
 
     @initialize(data=st.data())
@@ -305,10 +309,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=float(3 * seed),
             deadline=random.choice([None, None, 3.0 * seed + 4.0]),
         )
+        pages = length // self.limits.page_size
+        if self.limits.prefix_cache and pages and random.random() < 0.5:
+            request = msgspec.structs.replace(
+                request,
+                prompt=prompt[: pages * self.limits.page_size],
+                params=msgspec.structs.replace(
+                    PREFILL_PARAMS, cache_salt=request.params.cache_salt
+                ),
+                hold=True,
+            )
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.streams[request.request_id] = []
         self.allowed_rounds += 4 * (length + max_tokens)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.held)), "held request")
+        self.scheduler.let_go(request_id)
+        del self.held[request_id]
+        assert self.scheduler.held(request_id) is None
+
+    @rule()
+    def reset_prefix_caches(self):
+        self.scheduler.reset_prefix_caches()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -370,6 +396,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.receive(output)
 
     @rule(lane=st.integers(0, 3), data=st.data())
+    def invalid_logits(self, lane, data):
+        """The oldest step gives no numbers for one of its requests, which has had that never."""
+        lane %= self.limits.lanes
+        if not self.ran[lane]:
+            self.run_on_device(lane)
+        if not self.ran[lane]:
+            return
+        plan, sampled = self.ran[lane][0]
+        rows = [(group, row) for group, rows in enumerate(plan.groups) for row in rows]
+        rows = [one for one in rows if one[1].sample and str(one[1].seed) not in self.invalid]
+        if rows:
+            group, row = data.draw(st.sampled_from(rows), "row without numbers")
+            one = sampled[group][row.slot]
+            sampled[group][row.slot] = (
+                [NO_TOKEN] + [REJECTED] * (len(one) - 1) if isinstance(one, list) else NO_TOKEN
+            )
+            self.invalid.add(str(row.seed))
+            request = self.requests[str(row.seed)]
+            self.allowed_rounds += 4 * (len(request.prompt) + request.params.max_tokens)
+        self.complete(lane)
+
+    @rule(lane=st.integers(0, 3), data=st.data())
     def lose(self, lane, data):
         """A lane's steps in flight are lost, some of them after the device has run them."""
         lane %= self.limits.lanes
@@ -398,6 +446,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive(self, output: TokenOutput):
         request_id = output.request_id
         assert request_id not in self.ends, "news of a request that has ended"
+        if output.says_nothing and request_id in self.invalid:
+            return
         self.streams[request_id] += output.token_ids
         tokens, reason, stop = expected_output(self.requests[request_id], self.limits.max_length)
         assert self.streams[request_id] == tokens[: len(self.streams[request_id])]
@@ -406,6 +456,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.streams[request_id] == tokens
             assert (output.finish_reason, output.stop_token_id) == (reason, stop)
             self.ends[request_id] = output
+            if self.requests[request_id].hold:
+                self.held[request_id] = self.scheduler.held(request_id)
 
     def rank(self, request_id: str) -> tuple[float, int]:
         request = self.requests[request_id]
@@ -499,11 +551,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = len(self.requests) - len(self.ends)
         assert self.scheduler.num_running + self.scheduler.num_waiting == alive
         assert all(0 <= usage <= 1 for usage in self.scheduler.kv_usage)
+        for request_id in self.held:
+            self.check_held(request_id)
+
+    def check_held(self, request_id: str):
+        """The held pages have the entries of the whole prompt, whatever else goes on."""
+        request, (group, page_ids) = self.requests[request_id], self.held[request_id]
+        size, salt = self.limits.page_size, request.params.cache_salt
+        found = [
+            self.device.pages[group].get((page_id, offset))
+            for page_id in page_ids
+            for offset in range(size)
+        ]
+        assert found == [(salt, at, token) for at, token in enumerate(request.prompt)]
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
         rounds = 0
+        for request_id in list(self.held):
+            self.scheduler.let_go(request_id)
+        self.held.clear()
         while self.scheduler.has_work:
             self.engine_loop(1)
             if rounds % 3 == 0 or not any(self.enqueued):
@@ -512,6 +580,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.adds_up()
             rounds += 1
             assert rounds <= self.allowed_rounds, "no end in sight"
+            for request_id in list(self.held):
+                self.scheduler.let_go(request_id)
+            self.held.clear()
         assert self.scheduler.kv_usage == [0.0] * self.limits.groups
         assert self.ends.keys() == self.requests.keys()
         for lane in range(self.limits.lanes):

@@ -17,7 +17,7 @@ from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_spread import SpreadPages
-from jaxserve.roles.page_transfer import PageTransfer
+from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from tests.reference.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.unoptimised
@@ -252,3 +252,18 @@ def test_warm_up_writes_nothing(tmp_path):
 def test_a_page_size_that_does_not_divide_the_pieces(tmp_path):
     with pytest.raises(ConfigError, match=r"cache\.page_size = 12 does not divide pieces of 16"):
         Holder(tmp_path, "qwen3", cache__page_size=12, imports=["float32"])
+
+
+def test_a_run_that_ends_early_is_refused(tmp_path):
+    """A page that a run lacks would be read as page 0, whichever request owns that."""
+    source = Holder(tmp_path, "qwen3_moe", cache__page_size=4)
+    access = PageAccess.__new__(PageAccess)
+    access.transfer, access._load = source.transfer, lambda: source.pages
+    with pytest.raises(ValueError, match="8 tokens wanted, 7 are in the pages, piece 16"):
+        access.read(PageRun(0, [3, 5], 1), 8, PIECE)
+    with pytest.raises(ValueError, match="17 tokens wanted, 20 are in the pages, piece 16"):
+        access.read(PageRun(0, [1, 2, 3, 4, 5]), 17, PIECE)
+    short = access.read(PageRun(0, [3, 5]), 8, PIECE)
+    whole = access.read(PageRun(0, [3, 5, 5, 5]), PIECE, PIECE)
+    for one, other in zip(short, whole, strict=True):
+        np.testing.assert_array_equal(one, other)
