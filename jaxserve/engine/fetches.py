@@ -8,6 +8,7 @@ preempted meanwhile gives its pages back at once: what arrives for it later is w
 """
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.engine.dp_group import DPGroup
@@ -19,43 +20,59 @@ from jaxserve.roles.layout import PageRun
 
 
 class FetchOrder(NamedTuple):
-    """Fetch these tokens' KV entries for a sequence that has its pages."""
+    """Fetch these tokens' KV entries for a sequence that has its pages.
+
+    Attributes:
+      ticket: Number of the fetch in its scheduler; never used again.
+      request_id: Request that waits for the pages.
+      source: Where a prefill worker holds them.
+      start: First token to fetch.
+      stop: Token after the last.
+      group: DP group of the sequence.
+      token_ids: All tokens whose entries the source holds.
+    """
 
     ticket: int
-    """Names the fetch in its scheduler; never used again."""
     request_id: str
     source: PagesSource
     start: int
-    """The first token to fetch."""
     stop: int
-    """The token after the last."""
     group: int
     token_ids: list[int]
-    """All tokens whose entries the source holds."""
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A fetch under way."""
+
+    order: FetchOrder
+    sequence: Sequence
+    arrived: int
+    """Tokens up to which entries have arrived."""
+    written: int
+    """Tokens up to which entries are written."""
 
 
 class Fetches:
     """All fetches of one scheduler.
 
     Args:
-      groups, lanes: the scheduler's.
+      groups: The scheduler's DP groups.
+      lanes: The scheduler's lanes.
     """
 
     def __init__(self, groups: Items[DPGroup], lanes: Items[LaneSlots]):
         self._groups, self._lanes = groups, lanes
-        self._orders: dict[int, FetchOrder] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._arrived: dict[int, int] = {}  # tokens up to which entries have arrived
-        self._done: dict[int, int] = {}  # and up to which they are written
+        self._fetches: dict[int, _Fetch] = {}  # by ticket
         self._new: list[FetchOrder] = []
         self._dropped: list[int] = []
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._fetches)
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence was admitted: it waits from now on if its source has what it lacks."""
+        """Lets an admitted sequence wait, if its source has entries that its cache lacks."""
         source = sequence.source
         if source is None or sequence.home is None:
             return
@@ -74,73 +91,77 @@ class Fetches:
             sequence.home.group,
             sequence.tokens[: source.tokens].tolist(),
         )
-        self._orders[ticket], self._sequences[ticket] = order, sequence
-        self._done[ticket] = self._arrived[ticket] = start
+        self._fetches[ticket] = _Fetch(order, sequence, start, start)
         self._new.append(order)
         sequence.ticket = ticket
         slots.fetching[row] = True
 
     def take_new(self) -> list[FetchOrder]:
-        """Fetches that were begun since this was called last, and are still wanted."""
+        """Returns the fetches that began since the last call and are still wanted."""
         new, self._new = self._new, []
-        return [order for order in new if order.ticket in self._orders]
+        return [order for order in new if order.ticket in self._fetches]
 
     def take_dropped(self) -> list[int]:
-        """Tickets of the fetches that were dropped since this was called last."""
+        """Returns the tickets of the fetches that were dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def wanted(self, ticket: int) -> bool:
-        """Whether somebody waits for the fetch."""
-        return ticket in self._orders
+        """True if a sequence waits for the fetch."""
+        return ticket in self._fetches
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence leaves its slot: nothing is to be written for it."""
+        """Ends the fetch of a sequence that leaves its slot: nothing more is written for it."""
         if sequence.ticket is not None:
             self._dropped.append(sequence.ticket)
             self._end(sequence.ticket)
 
     def run(self, ticket: int, first: int, tokens: int) -> PageRun | None:
-        """So many tokens from `first` on have arrived: the pages into which they are to be written,
-        or None if the fetch is not wanted any more.
+        """Returns the pages for tokens that have arrived; None if the fetch was dropped.
+
+        Args:
+          ticket: The fetch.
+          first: The first token that arrived.
+          tokens: Number of tokens that arrived.
 
         Raises:
-          ValueError: they do not follow what arrived last, or reach beyond the end.
+          ValueError: The tokens do not follow the last ones, or reach beyond the end of the fetch
+            or of the sequence's pages.
         """
-        order = self._orders.get(ticket)
-        if order is None:
+        fetch = self._fetches.get(ticket)
+        if fetch is None:
             return None
-        arrived = self._arrived[ticket]
-        if first != arrived or not 0 < tokens <= order.stop - first:
+        arrived, stop = fetch.arrived, fetch.order.stop
+        if first != arrived or not 0 < tokens <= stop - first:
             raise ValueError(
-                f"tokens {first} to {first + tokens} arrived, expected {arrived} to {order.stop}"
+                f"tokens {first} to {first + tokens} arrived, expected {arrived} to {stop}"
             )
         size = self._lanes[0].page_size
         begin, end = first // size, pages_for(first + tokens, size)
-        page_ids = self._sequences[ticket].page_ids[begin:end]
+        page_ids = fetch.sequence.page_ids[begin:end]
         if len(page_ids) < end - begin:
             raise ValueError(f"{len(page_ids)} pages for tokens {first} to {first + tokens}")
-        self._arrived[ticket] += tokens
-        return PageRun(order.group, page_ids)
+        fetch.arrived += tokens
+        return PageRun(fetch.order.group, page_ids)
 
     def written(self, ticket: int, tokens: int) -> None:
-        """So many more tokens' entries are written; with the last ones the sequence goes on."""
-        self._done[ticket] += tokens
-        if self._done[ticket] == self._orders[ticket].stop:
+        """Counts tokens whose entries are written. After the last one the sequence goes on."""
+        fetch = self._fetches[ticket]
+        fetch.written += tokens
+        if fetch.written == fetch.order.stop:
             self._finish(ticket)
 
     def failed(self, ticket: int) -> tuple[Sequence, int] | None:
-        """The rest does not come: the sequence goes on with what it has.
+        """Ends a fetch early: the sequence goes on with the entries that have come.
 
-        Returns the sequence and how many tokens it lacks of what it wanted, or None if the fetch
-        was not wanted any more.
+        Returns:
+          the sequence and the number of tokens that it lacks; None if the fetch was dropped.
         """
-        order = self._orders.get(ticket)
-        if order is None:
+        fetch = self._fetches.get(ticket)
+        if fetch is None:
             return None
-        sequence, missing = self._sequences[ticket], order.stop - self._done[ticket]
         self._finish(ticket)
-        return sequence, missing
+        return fetch.sequence, fetch.order.stop - fetch.written
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless exactly the rows that wait have a fetch."""
@@ -149,31 +170,31 @@ class Fetches:
             for lane in self._lanes
             for sequence in lane.sequences[lane.fetching]
         }
-        ordered = {order.request_id for order in self._orders.values()}
+        ordered = {fetch.order.request_id for fetch in self._fetches.values()}
         if waiting != ordered:
             raise RuntimeError(f"{sorted(waiting)} wait for pages, {sorted(ordered)} are fetched")
-        for ticket, sequence in self._sequences.items():
-            order, done, arrived = self._orders[ticket], self._done[ticket], self._arrived[ticket]
+        for ticket, fetch in self._fetches.items():
+            order, done, arrived = fetch.order, fetch.written, fetch.arrived
             ascending = order.start <= done < order.stop and done <= arrived <= order.stop
-            if sequence.ticket != ticket or not ascending:
+            if fetch.sequence.ticket != ticket or not ascending:
                 raise RuntimeError(f"fetch {ticket} of {order.request_id!r} does not add up")
 
     def _finish(self, ticket: int) -> None:
-        sequence, done = self._sequences[ticket], self._done[ticket]
+        fetch = self._end(ticket)
+        sequence, done = fetch.sequence, fetch.written
         sequence.source = None
-        self._end(ticket)
         slots, row = self._row(sequence)
         slots.cached[row] = slots.found[row] = done
         assert sequence.home is not None
         self._groups[sequence.home.group].publish(sequence, done)
         slots.published[row] = len(sequence.prefix)
 
-    def _end(self, ticket: int) -> None:
-        sequence = self._sequences.pop(ticket)
-        del self._orders[ticket], self._arrived[ticket], self._done[ticket]
-        sequence.ticket = None
-        slots, row = self._row(sequence)
+    def _end(self, ticket: int) -> _Fetch:
+        fetch = self._fetches.pop(ticket)
+        fetch.sequence.ticket = None
+        slots, row = self._row(fetch.sequence)
         slots.fetching[row] = False
+        return fetch
 
     def _row(self, sequence: Sequence) -> tuple[LaneSlots, int]:
         assert sequence.home is not None

@@ -172,8 +172,12 @@ class Scheduler:
         self._end_ids: Counter[int] = Counter()  # of them: id -> how many it would end
         self._requests_seen = 0
         self._steps_issued = 0
-        self._invalid_logits = self._recomputed = 0
-        self._preemptions = 0
+        self.invalid_logits = 0
+        """Number of requests that ended because their logits were not finite."""
+        self.recomputed = 0
+        """Number of requests that were computed anew on other pages because of that."""
+        self.num_preemptions = 0
+        """How often a sequence lost its pages to an older one."""
 
     def add(self, request: Request, due_at: float | None = None) -> None:
         """Queues a request.
@@ -302,7 +306,7 @@ class Scheduler:
         kept = slots.complete(step, accepted)
         drafts = None if step.drafts is None else step.drafts[kept]
         outputs = append_tokens(slots, step.rows[kept], result, self._end_ids, drafts)
-        self._invalid_logits += outputs.invalid
+        self.invalid_logits += outputs.invalid
         for sequence in outputs.ended:
             if sequence.suspect:
                 self._groups[group_of(sequence)].suspect(sequence)
@@ -394,24 +398,9 @@ class Scheduler:
         return len(self._queue.waiting)
 
     @property
-    def invalid_logits(self) -> int:
-        """How many requests ended because their logits were not finite, since the start."""
-        return self._invalid_logits
-
-    @property
-    def recomputed(self) -> int:
-        """How many were computed anew on other pages because of that, since the start."""
-        return self._recomputed
-
-    @property
     def quarantined(self) -> int:
         """Pages that are kept away because of that."""
         return sum(group.pool.quarantined for group in self._groups)
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often a sequence lost its pages to an older one, since the start."""
-        return self._preemptions
 
     @property
     def kv_usage(self) -> list[float]:
@@ -483,7 +472,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache later."""
-        self._preemptions += 1
+        self.num_preemptions += 1
         self._send_back(sequence)
 
     def _compute_anew(self, sequence: Sequence) -> None:
@@ -492,7 +481,7 @@ class Scheduler:
         Its cache entries may be damaged, so no sequence reuses them. Tokens that its steps in
         flight sample are dropped. It may have been preempted before, and be queued already.
         """
-        self._recomputed += 1
+        self.recomputed += 1
         self._groups[group_of(sequence)].suspect(sequence)
         self._send_back(sequence)
 

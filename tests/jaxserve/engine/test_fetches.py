@@ -205,7 +205,7 @@ class TestOrder:
         loop = make_loop()
         loop.submit(request("a", 18, held=16))
         order = fetch_of(loop)
-        loop.schedulers[0].fetches._sequences[order.ticket].page_ids[1:] = []
+        loop.schedulers[0].fetches._fetches[order.ticket].sequence.page_ids[1:] = []
         with pytest.raises(ValueError, match="1 pages for tokens 0 to 8"):
             loop.arrived(0, order.ticket, 0, 8, None)
 
