@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillEnd(NamedTuple):
-    """What an engine needs in order to prefill for other workers."""
+    """The parts with which an engine prefills for other workers."""
 
     server: SendsPages
     access: "PageAccess"
@@ -42,39 +42,39 @@ class PrefillEnd(NamedTuple):
 
 
 class DecodeEnd(NamedTuple):
-    """What one domain needs in order to fetch pages."""
+    """The parts with which one domain fetches pages."""
 
     client: FetchesPages
     access: "PageAccess"
 
 
 class Export(NamedTuple):
-    """A request of the pages server for held pages to be read."""
+    """A fetch that the pages server has received, and its answer."""
 
     fetch: Fetch
     reply: "Future[Piece]"
 
 
 class LinkedHandOffs(HandOffs):
-    """Of an engine with a pages server or pages clients.
+    """Hand-offs of an engine with a pages server or pages clients.
 
     Args:
-      loop: the engine's; used on its thread alone.
-      post: see `Post`.
+      loop: The engine's loop, used on the engine's thread alone.
+      post: See `Post`.
     """
 
     def __init__(self, loop: Loop, post: Post):
         self._loop, self._post = loop, post
         self.prefill: PrefillEnd | None = None
-        """None: no prompts are held here."""
+        """None: this engine holds no prompts."""
         self.domains: Sequence[DecodeEnd] = ()
-        """One a domain; empty: nothing is fetched."""
+        """One a domain; empty: this engine fetches no pages."""
         self._sources: dict[str, tuple[FetchesPages, PagesSource]] = {}  # of open requests
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ set-up, before the start
     def serve(self, end: PrefillEnd) -> None:
-        """Makes this a prefill worker's engine; the server is started by whoever made it."""
+        """Makes this a prefill worker's engine. The caller starts the server."""
         self.prefill = end
         self._loop.holds = Holds(
             self._loop.schedulers[0], end.limits, time.monotonic, lambda: secrets.token_hex(8)
@@ -91,7 +91,7 @@ class LinkedHandOffs(HandOffs):
 
     @property
     def load(self) -> PagesLoad | None:
-        """What this engine's ends of the link have done; from any thread."""
+        """Counters of this engine's ends of the link; from any thread."""
         if self.prefill is not None and self._loop.holds is not None:
             exported = self.prefill.server.counters
             return PagesLoad(
@@ -116,10 +116,10 @@ class LinkedHandOffs(HandOffs):
 
     # ---------------------------------------------------------------- requests, from any thread
     def keep(self, request: Request) -> None:
-        """A request with a source was submitted: its lease is kept until its first output.
+        """Keeps the lease of a submitted request's source until the request's first output.
 
-        Which domain takes it is not decided yet. A lease is the prefill worker's and knows no
-        domain, so the first domain's client renews and releases those of all.
+        The request's domain is not decided yet. A lease belongs to the prefill worker and knows no
+        domain, so the first domain's client renews and releases the leases of all domains.
         """
         source = request.source
         if source is None or not source.tokens or not self.domains:
@@ -135,7 +135,7 @@ class LinkedHandOffs(HandOffs):
         client.keep(source)
 
     def forget(self, request_id: str) -> None:
-        """The request has its first output, or its end: what is held for it is not wanted."""
+        """Releases the lease of a request that has its first output, or has ended."""
         if not self._sources:
             return
         with self._lock:
@@ -144,7 +144,7 @@ class LinkedHandOffs(HandOffs):
             client.release(source)
 
     def leave(self, request_id: str) -> None:
-        """The request goes elsewhere: what is held for it stays held, and others renew it."""
+        """Stops renewing the lease of a request that another engine takes over."""
         with self._lock:
             client, source = self._sources.pop(request_id, (None, None))
         if client is not None and source is not None:
@@ -223,7 +223,7 @@ class LinkedHandOffs(HandOffs):
 
     # ----------------------------------------------------- the loop's actions, engine's thread
     def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
-        """What other processes have to do with an action, before this one carries it out."""
+        """Returns the part of other processes in an action, before this one carries it out."""
         match action:
             case ImportPages(domain, _, run, _, piece) if self._spread(domain):
                 ids = [*run.page_ids]

@@ -1,4 +1,4 @@
-"""KV hand-offs as an engine knows them, and an engine that has none.
+"""The interface through which an engine hands KV pages over, and its empty form.
 
 An engine gets its ends of links to prefill workers or decode domains before it is started
 (`Engine.hand_off_with`); they are `hand_off.LinkedHandOffs`, whose code others do not need.
@@ -17,16 +17,16 @@ Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
 """Runs a callable on the engine's thread, which delivers the outputs that it returns."""
 
 OnHeld = Callable[[PagesSource | JaxserveError], None]
-"""Takes where the pages of a prompt are held, or why they are not; called once."""
+"""Called once with the place where a prompt's pages are held, or with the error."""
 
 PageAction = Fetch | DropFetch | ImportPages | ExportPages
-"""What the loop decides about pages."""
+"""An action of the loop about pages."""
 
 PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class HandOffs:
-    """Of an engine that holds no prompts for others and fetches no pages."""
+    """Hand-offs of an engine that holds no prompts and fetches no pages."""
 
     @property
     def held(self) -> int:
@@ -35,39 +35,39 @@ class HandOffs:
 
     @property
     def load(self) -> PagesLoad | None:
-        """What this engine's ends of the link have done, from any thread; None: it has none."""
+        """Counters of this engine's ends of the link, from any thread; None without a link."""
         return None
 
     # ---------------------------------------------------------------- requests, from any thread
     def keep(self, request: Request) -> None:
-        """A request was submitted: the lease of its source is kept until its first output.
+        """Keeps the lease of a submitted request's source until the request's first output.
 
         Raises:
-          InvalidRequestError: it has a source, and nothing can be fetched from there.
+          InvalidRequestError: The request has a source, and this engine cannot fetch from it.
         """
         if request.source is not None and request.source.tokens:
             raise InvalidRequestError("source", "this engine has no link to prefill workers")
 
     def forget(self, request_id: str) -> None:
-        """The request has its first output, or its end: what is held for it is not wanted."""
+        """Releases the lease of a request that has its first output, or has ended."""
 
     def leave(self, request_id: str) -> None:
-        """The request goes elsewhere: what is held for it stays held, and others renew it."""
+        """Stops renewing the lease of a request that another engine takes over."""
 
     def renew(self, hand_offs: Sequence[str]) -> None:
-        """Begins leases anew; unknown ones are fine."""
+        """Begins leases anew. Unknown leases are ignored."""
 
     def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
-        """What becomes of a prompt's outputs: its last one says whether it is held.
+        """Returns the receiver of a prompt's outputs, which calls `on_held` at the last one.
 
         Raises:
-          InvalidRequestError: this engine has no pages server.
+          InvalidRequestError: This engine has no pages server.
         """
         raise InvalidRequestError("prefill", "this engine has no pages server")
 
     # ----------------------------------------------------- the loop's actions, engine's thread
     def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
-        """What other processes have to do with an action, before this one carries it out."""
+        """Returns the part of other processes in an action, before this one carries it out."""
         return []
 
     def carry_out(self, action: PageAction) -> None:

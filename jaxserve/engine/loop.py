@@ -1,4 +1,4 @@
-"""What an engine does next: a state machine, events in, actions out.
+"""The engine's next action: a state machine, events in, actions out.
 
 Called by the engine's thread (`engine.py`), which carries the actions out on devices, and by the
 planner's simulator, which carries them out in simulated time. It owns the schedulers, the deadlines
@@ -34,7 +34,7 @@ class ScheduledStep(NamedTuple):
     """A step that was planned and is not complete."""
 
     lane: int
-    """Of all domains: lane i is lane i // domains of domain i mod domains."""
+    """Number among all lanes: lane i is lane i // domains of domain i mod domains."""
     plan: StepPlan
 
 
@@ -77,7 +77,7 @@ class ImportPages(NamedTuple):
 
 
 class ExportPages(NamedTuple):
-    """Read held pages, and hand them to whoever wants them."""
+    """Read held pages, and answer the job that asked for them."""
 
     run: PageRun
     start: int
@@ -87,23 +87,23 @@ class ExportPages(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Nothing is to be done before another event."""
+    """Do nothing before another event."""
 
     until: float | None
-    """The next deadline of a request, in seconds of the clock; None: there is none."""
+    """Seconds of the clock at which the next deadline passes; None without deadlines."""
 
 
 Action = Enqueue | Await | Fetch | DropFetch | ImportPages | ExportPages | Idle
 
 
 class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How pages are taken in, and what becomes of a request whose pages did not come.
+    """How fetched pages are written, and how a request goes on whose pages did not come.
 
     Attributes:
-      recompute: whether it computes what it lacks, or fails.
-      most: tokens that it may lack then; 0: any number.
-      between_steps: tokens of pieces that are written between two steps; further ones wait as long
-        as there are steps. 0: any number.
+      recompute: Whether the request computes missing entries, or fails.
+      most: Most tokens that it may recompute; 0: any number.
+      between_steps: Most tokens of pieces that are written between two steps, while lanes have
+        steps; 0: any number.
     """
 
     recompute: bool = True
@@ -111,25 +111,25 @@ class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
     between_steps: int = 0
 
     def recomputes(self, missing: int) -> bool:
-        """Whether a request that lacks so many tokens computes them itself."""
+        """True if a request that lacks `missing` tokens computes them itself."""
         return self.recompute and (not self.most or missing <= self.most)
 
 
 class Loop:
     """Decides the order of planning, enqueueing and reading for all lanes of all domains.
 
-    Every lane is one step ahead of what was read of it (design, decision 8): its next step is
-    enqueued before the result of its last one is awaited.
+    The host is one step behind every lane (design, decision 8): a lane's next step is enqueued
+    before the result of its last one is awaited.
 
     Args:
-      schedulers: one a domain.
-      lanes: of all domains.
-      clock: seconds, on the clock of the requests' arrivals and deadlines.
+      schedulers: One a domain.
+      lanes: Number of lanes of all domains.
+      clock: Returns seconds, on the clock of the requests' arrivals and deadlines.
 
     Attributes:
-      issued: steps that were planned so far, by lane.
-      holds: prompts that are held for others; None: this worker holds none.
-      fetch_policy: how pages are taken in, and what if they do not come.
+      issued: Number of steps planned so far, by lane.
+      holds: Prompts that are held for decode workers; None: this worker holds none.
+      fetch_policy: How fetched pages are written, and how a request goes on without them.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], lanes: int, clock: Callable[[], float]):
@@ -157,14 +157,14 @@ class Loop:
         """Queues a request with the scheduler of a domain.
 
         Raises:
-          InvalidRequestError: it could never run.
-          OverloadedError: too many requests wait.
+          InvalidRequestError: The request could never run.
+          OverloadedError: Too many requests wait.
         """
         self.schedulers[domain].add(request)
         self._note_deadline(request)
 
     def cancel(self, request_id: str) -> list[TokenOutput]:
-        """Ends a request; its last output, or nothing if it is unknown or has ended."""
+        """Ends a request; returns its last output, or nothing if it is unknown or has ended."""
         self._deadlines.pop(request_id, None)
         outputs = []
         if self.holds is not None and self.holds.cancel(request_id):
@@ -176,46 +176,51 @@ class Loop:
         return outputs
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request has not had a slot yet."""
+        """True if a request has not had a slot yet."""
         return any(scheduler.waits(request_id) for scheduler in self.schedulers)
 
     def prefill(self, request: Request) -> None:
-        """Takes a prompt of whole pages in, to be held; its last output says when it is.
+        """Takes in a prompt of whole pages, to be held; its last output says when it is held.
 
         Raises:
-          InvalidRequestError: it could never run.
-          OverloadedError: too many wait.
+          InvalidRequestError: The prompt could never run.
+          OverloadedError: Too many prompts wait.
         """
         assert self.holds is not None
         self.holds.add(request)
         self._note_deadline(request)
 
     def export(self, hand_off: str, start: int, stop: int, reply: Any) -> None:
-        """Somebody wants entries that are held; raises as `Holds.run`."""
+        """Queues the reading of held entries for a job, `reply`. Raises as `Holds.run`."""
         if self.holds is None:
             raise KeyError(hand_off)
         run = self.holds.run(hand_off, start, stop)
         self._page_actions.append(ExportPages(run, start, stop - start, reply))
 
     def arrived(self, domain: int, ticket: int, first: int, tokens: int, piece: Any) -> None:
-        """The next piece of a fetch is there, complete; raises as `Fetches.run`."""
+        """Queues the writing of the next piece of a fetch, which has arrived whole. Raises as
+        `Fetches.run`."""
         run = self.schedulers[domain].fetches.run(ticket, first, tokens)
         if run is not None:
             self._imports.append(ImportPages(domain, ticket, run, tokens, piece))
 
     def imported(self, domain: int, ticket: int, tokens: int) -> None:
-        """The piece was enqueued to be written."""
+        """Notes that the writing of a piece was enqueued."""
         self.schedulers[domain].fetches.written(ticket, tokens)
 
     def fetch_failed(
         self, domain: int, ticket: int, error: str, *, mismatch: bool = False
     ) -> list[TokenOutput]:
-        """The rest of a fetch does not come.
+        """Gives up the rest of a fetch; the request recomputes, or fails.
 
         Args:
-          error: why.
-          mismatch: whether what is held is not what the request stands for; that fails it in any
-            case.
+          domain: Domain of the fetch.
+          ticket: The fetch.
+          error: Reason, for the request's caller.
+          mismatch: Whether other tokens are held than the request's. That fails it in any case.
+
+        Returns:
+          the request's last output, if it fails.
         """
         scheduler = self.schedulers[domain]
         failed = scheduler.fetches.failed(ticket)
@@ -233,7 +238,7 @@ class Loop:
         ]
 
     def tick(self) -> list[TokenOutput]:
-        """Ends the requests whose deadline has passed; their last outputs."""
+        """Ends the requests whose deadline has passed; returns their last outputs."""
         outputs: list[TokenOutput] = []
         if self.holds is not None:
             self.holds.tick()
@@ -245,11 +250,11 @@ class Loop:
         return outputs
 
     def next(self, idle_lanes: Iterable[int]) -> Action:
-        """The next action.
+        """Returns the next action.
 
         Args:
-          idle_lanes: lanes whose next step may begin; asked for one by one, each after the plan of
-            the lane before it was made.
+          idle_lanes: Lanes whose next step may begin. Each is asked for after the plan of the lane
+            before it was made.
         """
         if (action := self._page_action() or self._import()) is not None:
             return action
@@ -278,7 +283,7 @@ class Loop:
         return Idle(until if until < math.inf else None)
 
     def enqueued(self, lane: int) -> ScheduledStep:
-        """The lane's step has been enqueued to its end; returns it."""
+        """Notes that the lane's step was enqueued to its end; returns the step."""
         step = self._begun.pop(lane)
         if not self._in_flight:
             self._since = self._clock()
@@ -287,10 +292,10 @@ class Loop:
         return step
 
     def complete(self, lane: int, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """The result of a step is there; returns the outputs of its requests.
+        """Takes the result of a step; returns the outputs of its requests.
 
         Raises:
-          EngineFailedError: it is not the oldest step in flight.
+          EngineFailedError: The step is not the oldest in flight.
         """
         oldest = self._in_flight[0] if self._in_flight else None
         if oldest is None or (oldest.lane, oldest.plan.number) != (lane, plan.number):
@@ -298,7 +303,8 @@ class Loop:
         self._in_flight.popleft()
         scheduler = self.schedulers[lane % len(self.schedulers)]
         if scheduler.draft_policy is not None:
-            # Since any lane's last step: from that of its own it would be the others' time, too.
+            # Measured since the last step of any lane: the time since the last step of its own
+            # lane would contain the steps of other lanes.
             since, self._since = self._since, self._clock()
             scheduler.took(plan, self._since - since)
         outputs = scheduler.complete(plan, result)
@@ -311,11 +317,11 @@ class Loop:
         return outputs
 
     def lost(self, lane: int) -> None:
-        """What is in flight on a lane gave nothing: its sequences are planned again.
+        """Takes back all steps in flight on a lane, which gave nothing; they are planned again.
 
-        All of the lane's steps are lost together, because a later one is fed what the one before it
-        samples. Sequences keep their pages, and everything that the host knows; the draws depend on
-        seed and position alone, so the tokens are those of an undisturbed run (xDeepServe §6.2).
+        A lane's steps are lost together, because each is fed the samples of the one before it.
+        Sequences keep their pages and tokens. Draws depend on seed and position alone, so the
+        tokens are those of an undisturbed run (xDeepServe §6.2).
         """
         steps = [step for step in self._in_flight if step.lane == lane]
         if lane in self._begun:
@@ -325,8 +331,10 @@ class Loop:
             self.schedulers[lane % len(self.schedulers)].lost(step.plan)
 
     def begin_anew(self) -> None:
-        """All steps are lost, and with them what the KV caches had; not where prompts are held for
-        others, whose pages were there, too."""
+        """Takes back all steps, after the KV caches were lost with them.
+
+        Not for a worker that holds prompts: the held pages are lost, too.
+        """
         for lane in range(len(self.issued)):
             self.lost(lane)
         for scheduler in self.schedulers:
@@ -341,7 +349,7 @@ class Loop:
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
     def _page_action(self) -> Action | None:
-        """The next thing to do for a hand-off, but for pages that have arrived."""
+        """Returns the next action of a hand-off, apart from writing pages that have arrived."""
         for domain, scheduler in enumerate(self.schedulers):
             for order in scheduler.fetches.take_new():
                 self._page_actions.append(Fetch(domain, order))
@@ -350,8 +358,7 @@ class Loop:
         return self._page_actions.popleft() if self._page_actions else None
 
     def _import(self) -> ImportPages | None:
-        """The next piece to be written before the next steps; one that nobody waits for any more is
-        left out."""
+        """Returns the next piece to write before the next steps, unless its fetch was dropped."""
         most = self.fetch_policy.between_steps
         while self._imports and not (most and self._written >= most):
             action = self._imports.popleft()
@@ -361,7 +368,7 @@ class Loop:
         return None
 
     def _note_admitted(self) -> None:
-        """Sequences that were admitted have waited until now."""
+        """Notes how long newly admitted sequences have waited."""
         for scheduler in self.schedulers:
             if admitted := scheduler.take_admitted():
                 now = self._clock()
