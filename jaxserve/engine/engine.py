@@ -146,8 +146,11 @@ class Engine:
 
     @property
     def _waiting(self) -> int:
-        """Requests that wait for a slot and pages, or to be given to a domain."""
-        return sum(scheduler.num_waiting for scheduler in self.schedulers) + self._queued
+        """Number of requests that wait for a slot, for room to be held, or for a domain."""
+        held_back = self._loop.holds.waiting if self._loop.holds is not None else 0
+        return (
+            sum(scheduler.num_waiting for scheduler in self.schedulers) + self._queued + held_back
+        )
 
     def load(self) -> EngineLoad:
         """How much there is to do; from any thread."""
@@ -166,8 +169,8 @@ class Engine:
                     waiting=scheduler.num_waiting,
                     kv_usage=scheduler.kv_usage,
                     preemptions=scheduler.num_preemptions,
-                    prefix_queries=scheduler.prompt_tokens,
-                    prefix_hits=scheduler.prompt_tokens_found,
+                    prefix_queries=scheduler.queue.prompt_tokens,
+                    prefix_hits=scheduler.queue.prompt_tokens_found,
                     invalid_logits=scheduler.invalid_logits,
                     recomputed=scheduler.recomputed,
                     quarantined=scheduler.quarantined,
@@ -256,22 +259,7 @@ class Engine:
             prompt, params, request_id or uuid.uuid4().hex, deadline, emitted
         )
         request = msgspec.structs.replace(request, source=source)
-        with self._wake:
-            self._raise_unless_ready()
-            self._raise_if_open(request.request_id)
-            if any(params.grammar is other for other in self._grammars.values()):
-                raise InvalidRequestError("grammar", "is another running request's")
-            waiting = self._waiting
-            if waiting >= self.deployment.scheduler.max_waiting:
-                raise OverloadedError(f"{waiting} requests wait already")
-            self.hand_offs.keep(request)
-            self._open[request.request_id] = on_output
-            if params.grammar is not None:
-                self._grammars[request.request_id] = params.grammar
-            self._queued += 1
-            self._commands.append(lambda: self._add(request))
-            self._wake.notify()
-        return request.request_id
+        return self._take_in(request, on_output)
 
     def prefill(
         self,
@@ -304,19 +292,7 @@ class Engine:
         # Of whole pages: the last token is always fed elsewhere.
         held = list(request.prompt[: (len(request.prompt) - 1) // size * size])
         request = msgspec.structs.replace(request, prompt=held, hold=True)
-        on_output = self.hand_offs.told(request, on_held)
-        with self._wake:
-            self._raise_unless_ready()
-            self._raise_if_open(request.request_id)
-            holds = self._loop.holds
-            waiting = self._waiting + (holds.waiting if holds else 0)
-            if waiting >= self.deployment.scheduler.max_waiting:
-                raise OverloadedError(f"{waiting} prompts wait already")
-            self._open[request.request_id] = on_output
-            self._queued += 1
-            self._commands.append(lambda: self._add(request))
-            self._wake.notify()
-        return request.request_id
+        return self._take_in(request, self.hand_offs.told(request, on_held))
 
     def release(self, request_id: str) -> None:
         """Gives the pages back that `prefill` holds for a request; unknown ones are fine."""
@@ -437,9 +413,26 @@ class Engine:
             self._commands.append(command)
             self._wake.notify()
 
-    def _raise_if_open(self, request_id: str) -> None:
-        if request_id in self._open:
-            raise InvalidRequestError("request_id", f"{request_id!r} is running already")
+    def _take_in(self, request: Request, on_output: OnOutput) -> str:
+        """Opens a checked request and queues it for the engine's thread; returns its id."""
+        request_id, grammar = request.request_id, request.params.grammar
+        with self._wake:
+            self._raise_unless_ready()
+            if request_id in self._open:
+                raise InvalidRequestError("request_id", f"{request_id!r} is running already")
+            if any(grammar is other for other in self._grammars.values()):
+                raise InvalidRequestError("grammar", "is another running request's")
+            waiting = self._waiting
+            if waiting >= self.deployment.scheduler.max_waiting:
+                raise OverloadedError(f"{waiting} requests wait already")
+            self.hand_offs.keep(request)
+            self._open[request_id] = on_output
+            if grammar is not None:
+                self._grammars[request_id] = grammar
+            self._queued += 1
+            self._commands.append(lambda: self._add(request))
+            self._wake.notify()
+        return request_id
 
     def _raise_unless_ready(self) -> None:
         if self._failure is not None:

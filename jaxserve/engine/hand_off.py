@@ -136,19 +136,17 @@ class LinkedHandOffs(HandOffs):
 
     def forget(self, request_id: str) -> None:
         """Releases the lease of a request that has its first output, or has ended."""
-        if not self._sources:
-            return
-        with self._lock:
-            client, source = self._sources.pop(request_id, (None, None))
-        if client is not None and source is not None:
-            client.release(source)
+        if self._sources and (kept := self._pop_source(request_id)) is not None:
+            kept[0].release(kept[1])
 
     def leave(self, request_id: str) -> None:
         """Stops renewing the lease of a request that another engine takes over."""
+        if (kept := self._pop_source(request_id)) is not None:
+            kept[0].leave(kept[1])
+
+    def _pop_source(self, request_id: str) -> tuple[FetchesPages, PagesSource] | None:
         with self._lock:
-            client, source = self._sources.pop(request_id, (None, None))
-        if client is not None and source is not None:
-            client.leave(source)
+            return self._sources.pop(request_id, None)
 
     def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
         """See `HandOffs`."""
@@ -158,7 +156,8 @@ class LinkedHandOffs(HandOffs):
         def on_output(output: TokenOutput) -> None:
             if output.finish_reason is None:
                 return
-            hold = self._loop.holds.of_request(request.request_id) if self._loop.holds else None
+            assert self._loop.holds is not None
+            hold = self._loop.holds.of_request(request.request_id)
             if output.finish_reason == "length" and hold is not None:
                 on_held(self._source(hold, output.cached_tokens))
             elif output.finish_reason == "length" and not request.prompt:
@@ -183,8 +182,8 @@ class LinkedHandOffs(HandOffs):
 
         def ask() -> list[TokenOutput]:
             try:
-                holds = self._loop.holds
-                hold = holds.of_hand_off(fetch.hand_off) if holds is not None else None
+                assert self._loop.holds is not None
+                hold = self._loop.holds.of_hand_off(fetch.hand_off)
                 if hold is None:
                     raise ExportError("the lease is unknown here, or is over")
                 if hold.digest != fetch.digest:
@@ -204,9 +203,9 @@ class LinkedHandOffs(HandOffs):
         """Begins leases anew (`pages_server.Holder`)."""
 
         def renew() -> list[TokenOutput]:
-            for hand_off in hand_offs:
-                if self._loop.holds is not None:
-                    self._loop.holds.renew(hand_off)
+            if (holds := self._loop.holds) is not None:
+                for hand_off in hand_offs:
+                    holds.renew(hand_off)
             return []
 
         self._post(renew)
@@ -215,8 +214,8 @@ class LinkedHandOffs(HandOffs):
         """Ends a lease (`pages_server.Holder`)."""
 
         def release() -> list[TokenOutput]:
-            if self._loop.holds is not None:
-                self._loop.holds.release(hand_off)
+            assert self._loop.holds is not None
+            self._loop.holds.release(hand_off)
             return []
 
         self._post(release)

@@ -370,7 +370,7 @@ class Loop:
     def _note_admitted(self) -> None:
         """Notes how long newly admitted sequences have waited."""
         for scheduler in self.schedulers:
-            if admitted := scheduler.take_admitted():
+            if admitted := scheduler.queue.take_admitted():
                 now = self._clock()
                 for sequence in admitted:
                     sequence.queue_seconds = now - sequence.request.arrival

@@ -166,7 +166,8 @@ class Scheduler:
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
         self.fetches = Fetches(self._groups, self._lanes)
         """The fetches of sequences whose first pages a prefill worker holds."""
-        self._queue = AdmissionQueue(self._groups, page_size, self.fetches)
+        self.queue = AdmissionQueue(self._groups, page_size, self.fetches)
+        """Requests that wait for pages and a slot."""
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._grammars = 0  # of them, those that have one
         self._end_ids: Counter[int] = Counter()  # of them: id -> how many it would end
@@ -207,12 +208,12 @@ class Scheduler:
         self._live[request.request_id] = sequence
         self._grammars += sequence.has_grammar
         self._end_ids.update(request.end_ids)
-        self._queue.push(sequence)
+        self.queue.push(sequence)
 
     def cost(self, request: Request) -> int | None:
         """What admitting a request now would cost, in pages of the cheapest DP group; None: it
         would have to wait."""
-        return self._queue.cost(self._sequence(request))
+        return self.queue.cost(self._sequence(request))
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequestError if the request could never run; from any thread."""
@@ -259,7 +260,7 @@ class Scheduler:
         self._composer.give_pages(slots, decoding)
 
         # Step 2: admit from the queue, into what decoding left.
-        self._queue.admit()
+        self.queue.admit()
 
         # Step 3: prefill chunks, whose pages are allocated already.
         prefilling = slots.prefilling(decoding)
@@ -383,10 +384,6 @@ class Scheduler:
         """Forgets what the prefix caches have; returns the pages that are free by it."""
         return sum(group.reset_prefix_cache() for group in self._groups)
 
-    def take_admitted(self) -> list[Sequence]:
-        """The sequences that were admitted for the first time since this was called last."""
-        return self._queue.take_admitted()
-
     @property
     def num_running(self) -> int:
         """How many sequences are running."""
@@ -395,7 +392,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for pages and a slot, preempted ones included."""
-        return len(self._queue.waiting)
+        return len(self.queue.waiting)
 
     @property
     def quarantined(self) -> int:
@@ -406,16 +403,6 @@ class Scheduler:
     def kv_usage(self) -> list[float]:
         """The fraction of its pages that each DP group uses, 0 … 1."""
         return [group.usage for group in self._groups]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens that were looked up in the prefix cache, since the start."""
-        return self._queue.prompt_tokens
-
-    @property
-    def prompt_tokens_found(self) -> int:
-        """How many of `prompt_tokens` were found there."""
-        return self._queue.prompt_tokens_found
 
     @property
     def has_work(self) -> bool:
@@ -468,7 +455,7 @@ class Scheduler:
     def _check_sequences(self) -> None:
         integrity.check_lanes(self._lanes, self._in_flight)
         self.fetches.check_integrity()
-        integrity.check_queue(self._lanes, self._queue.waiting, self._live.values())
+        integrity.check_queue(self._lanes, self.queue.waiting, self._live.values())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache later."""
@@ -489,12 +476,12 @@ class Scheduler:
         queued = sequence.status == "waiting"
         self._stop(sequence, "waiting")
         if not queued:
-            self._queue.push(sequence)
+            self.queue.push(sequence)
         self._release_if_complete(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status == "waiting":
-            self._queue.remove(sequence)
+            self.queue.remove(sequence)
         self._stop(sequence, "ended")
         del self._live[sequence.request.request_id]
         self._grammars -= sequence.has_grammar

@@ -395,4 +395,7 @@ def _lookups(worker: _Worker) -> list[tuple[int, int]]:
     """Tokens that were looked for and found in a prefill worker's prefix caches."""
     if worker.role != "prefill":
         return []
-    return [(each.prompt_tokens, each.prompt_tokens_found) for each in worker.engine.schedulers]
+    return [
+        (each.queue.prompt_tokens, each.queue.prompt_tokens_found)
+        for each in worker.engine.schedulers
+    ]

@@ -57,7 +57,7 @@ def test_domains_give_the_colocated_tokens(case, tiny_model, expected):
         assert tokens == expected
         assert engine.compilations_after_ready == 0
         assert len(engine.load().domains) == len(engine.schedulers) == CASES[case]["domains"]
-        assert all(scheduler.prompt_tokens > 0 for scheduler in engine.schedulers)
+        assert all(scheduler.queue.prompt_tokens > 0 for scheduler in engine.schedulers)
         if case == "3 domains, 2 lanes":
             check_that_an_idle_domain_takes_no_part(engine, expected[0])
 

@@ -52,7 +52,7 @@ class FullScheduler:
 
     def waiting_ids(self) -> list[str]:
         """The requests that wait, the next one first."""
-        return [sequence.request.request_id for sequence in self.scheduler._queue.waiting]
+        return [sequence.request.request_id for sequence in self.scheduler.queue.waiting]
 
     def lost(self, step: FullStep) -> None:
         self.scheduler.lost(step.plan)

@@ -266,10 +266,10 @@ class TestTokens:
         (prompt,) = draw_prompts(4, [150])
         assert prefill(source, prompt[:97], request_id="first").cached == 0
         source.release("first")
-        found = source.schedulers[0].prompt_tokens_found
+        found = source.schedulers[0].queue.prompt_tokens_found
         expected = alone(domain, [prompt])
         assert hand_over(source, domain, [prompt], GREEDY) == expected
-        assert source.schedulers[0].prompt_tokens_found - found == 96
+        assert source.schedulers[0].queue.prompt_tokens_found - found == 96
         assert prefill(source, prompt, request_id="again").cached == 128
         source.release("again")
 

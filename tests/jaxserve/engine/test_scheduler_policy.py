@@ -135,7 +135,7 @@ def test_what_was_computed_is_not_computed_again():
     assert plan.groups == [[row(0, [7, 8], 8, [0, 1, 2, 3])]]
     (output,) = scheduler.complete(plan, sampled({0: 7}))
     assert output == TokenOutput(request_id="b", token_ids=[7], cached_tokens=6)
-    assert (scheduler.prompt_tokens, scheduler.prompt_tokens_found) == (13, 6)
+    assert (scheduler.queue.prompt_tokens, scheduler.queue.prompt_tokens_found) == (13, 6)
 
 
 def test_the_last_token_is_always_fed():

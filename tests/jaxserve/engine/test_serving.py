@@ -226,7 +226,7 @@ class TestManyCallers:
         layouts.idle(engine)
         engine.close()
         if prefix:
-            assert engine.schedulers[0].prompt_tokens_found > 100
+            assert engine.schedulers[0].queue.prompt_tokens_found > 100
         else:
             assert engine.schedulers[0].num_preemptions > 0
 

@@ -165,10 +165,10 @@ def test_two_lanes(name, request, wanted):
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()
     check(run(engine), wanted)
-    before = engine.schedulers[0].prompt_tokens_found
+    before = engine.schedulers[0].queue.prompt_tokens_found
     outputs = run(engine)
     check(outputs, wanted)
-    assert engine.schedulers[0].prompt_tokens_found > before + 200
+    assert engine.schedulers[0].queue.prompt_tokens_found > before + 200
     found = {number: news[0].cached_tokens for number, news in outputs.items()}
     assert found[1] == 64, "70 tokens, 8 a page"
     assert found[10] == found[7] == 0, "scored prompts are computed"
