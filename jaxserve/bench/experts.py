@@ -32,8 +32,7 @@ from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
 from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts
-from jaxserve.roles.expert_policy import Options, propose
-from jaxserve.roles.expert_slots import counts_of_ranks
+from jaxserve.roles.expert_policy import propose
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
@@ -128,8 +127,7 @@ class _Layer(NamedTuple):
         slots = self.worker.slots
         assert slots is not None
         slots.carry_out(CountExperts(0))
-        assert slots.counted is not None
-        ranks = counts_of_ranks(slots.counted[1])
+        ranks = slots.read_counts(0).counts
         return np.stack([ranks[rank][0] for rank in sorted(ranks)]).astype(np.int64)
 
 
@@ -174,17 +172,13 @@ def make_layer() -> _Layer:
     slots = worker.slots
     assert slots is not None
 
-    def read(number: int, seconds: float) -> dict[int, np.ndarray]:
-        assert slots.counted is not None
-        return counts_of_ranks(slots.counted[1])
-
     rows, programs = skewed_rows(), built[0]
     packed = np.asarray(programs.formats["moe"].pack(rows))
     everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
     everywhere[:ROWS] = packed
     sharding = cached_sharding(programs.mesh, jax.sharding.PartitionSpec(FFN_AXES))
     message = jax.device_put(everywhere, sharding)
-    balancer = ExpertBalancer(facts, SETTINGS, read)
+    balancer = ExpertBalancer(facts, SETTINGS, lambda number, seconds: slots.read_counts(number))
     layer = _Layer(worker, balancer, message, rows, programs, built[2])
     layer.step()
     return layer
@@ -194,7 +188,7 @@ def rebalance(layer: _Layer) -> None:
     """Places by what was counted, and moves all of it."""
     counts = layer.counted().sum(axis=0)[None]
     facts = layer.balancer.facts
-    proposal = propose({0: counts}, layer.balancer.placements, facts.sizes, Options())
+    proposal = propose({0: counts}, layer.balancer.placements, facts, Experts())
     layer.balancer.place({each.layer: tuple(each.placement) for each in proposal.layers})
     finish_moves(layer)
 

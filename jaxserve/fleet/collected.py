@@ -1,19 +1,20 @@
-"""What the leader of a runtime collects from processes that follow (`control.Collect`)."""
+"""Names and contents of what a leader collects from its followers (`control.Collect`)."""
 
 import msgspec
 
 SPANS = "spans"
-"""Name under which followers keep their measured spans."""
+"""Name of the followers' measured spans."""
 COUNTS = "counts"
-"""What experts got, when that was last asked for."""
+"""Name of the experts' token counts, as the latest `CountExperts` found them."""
 MEASURED = "measured"
-"""And what their probes measured."""
+"""Name of what the followers' probes measured."""
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """A follower's part of the counts."""
+    """A follower's part of the experts' counts (`roles.expert_moves.Counted`)."""
 
     number: int | None
-    """None: it has no experts."""
+    """Number of the latest `CountExperts`; None: the follower has no experts."""
     layers: int = 0
     ranks: dict[int, bytes] = {}
+    unread: str = ""

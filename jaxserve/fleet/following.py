@@ -77,10 +77,11 @@ def follow(
 def _counts(slots: ExpertSlots | None) -> bytes:
     if slots is None:
         return msgspec.msgpack.encode(Counts(None))
-    number, counted = slots.counted or (-1, None)
-    own = {} if counted is None else counts_of_ranks(counted)
+    if (taken := slots.counted) is None:
+        return msgspec.msgpack.encode(Counts(-1))
+    own = counts_of_ranks(taken.counts)
     ranks = {rank: part.astype("<u4").tobytes() for rank, part in own.items()}
-    return msgspec.msgpack.encode(Counts(number, len(slots.layers), ranks))
+    return msgspec.msgpack.encode(Counts(taken.number, len(slots.layers), ranks, slots.unread))
 
 
 def position(driver: "Cell | ColocatedWorker") -> Position | None:

@@ -20,6 +20,7 @@ from jaxserve.fleet.leader import Leader
 from jaxserve.observe.probe import Measured
 from jaxserve.observe.spans import Span
 from jaxserve.roles.actions import Action
+from jaxserve.roles.expert_moves import Counted
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Observer
 
@@ -84,8 +85,8 @@ def collect_measured(leader: Leader, timeout: float) -> list[Measured]:
     return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
 
 
-def collect_counts(leader: Leader, number: int, timeout: float) -> dict[int, np.ndarray]:
-    """The counts of that number that followers have, by rank.
+def collect_counts(leader: Leader, number: int, timeout: float) -> Counted:
+    """Returns the counts of that number that followers have.
 
     Raises:
       EngineFailedError: one did not answer in time, or has not got so far; names it.
@@ -98,11 +99,12 @@ def collect_counts(leader: Leader, number: int, timeout: float) -> dict[int, np.
             for data in leader.collect(COUNTS, left).values()
         ]
         if all(part.number in (None, number) for part in parts):
-            return {
+            ranks = {
                 rank: np.frombuffer(data, "<u4").reshape(part.layers, -1)
                 for part in parts
                 for rank, data in part.ranks.items()
             }
+            return Counted(ranks, unread="; ".join(part.unread for part in parts if part.unread))
         if time.monotonic() > deadline:
             raise EngineFailedError(f"the counts of experts did not come within {timeout:g} s")
         time.sleep(0.05)

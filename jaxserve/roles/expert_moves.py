@@ -1,17 +1,31 @@
-"""Moves of experts as engines and operators know them: who makes them, what they would bring."""
+"""Moves of experts as engines and operators know them: proposals, counts, and the interface."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_view import ExpertView
 
 
+class ExpertFacts(msgspec.Struct, frozen=True):
+    """Sizes of the experts that can be moved, equal in every process of a deployment."""
+
+    layers: list[int]
+    sizes: SlotSizes
+    slot_bytes: int
+    """Bytes of one expert's weights in one layer."""
+    groups: int = 1
+    """Groups of experts, among which the router chooses first."""
+    pieces: int = 1
+    """Number of pieces in which an expert is fetched."""
+
+
 class LayerProposal(msgspec.Struct, frozen=True):
-    """What would become of a layer."""
+    """Change of one layer."""
 
     layer: int
     placement: list[int]
@@ -20,35 +34,46 @@ class LayerProposal(msgspec.Struct, frozen=True):
     loads_then: list[float]
     """The same tokens with the proposed one."""
     moves: int
-    """Experts that are copied."""
+    """Number of experts that are copied."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rebalance would do, for people too."""
+    """Effect of a rebalance; shown to operators, too."""
 
     balance_now: float
     """Mean ÷ max tokens of a rank, over all layers: Σ means ÷ Σ maxima."""
     balance_then: float
     gain: float
-    """Part of the busiest ranks' tokens that is saved."""
+    """Saved part of the busiest ranks' tokens."""
     moves: int
     move_bytes: int
     seconds: float
-    """That the moves take at `experts.move_gb_per_second`."""
+    """Duration of the moves at `experts.move_gb_per_second`."""
     layers: list[LayerProposal] = []
-    """Those that change."""
+    """Layers that change."""
 
 
-Counts = Mapping[int, np.ndarray]
+Counts = dict[int, np.ndarray]
 """Rank → uint32 [layers, experts]: all that was counted since the start, modulo 2^32."""
 
-ReadCounts = Callable[[int, float], Counts]
-"""(number, seconds) → the counts of the `CountExperts` of that number, of all ranks; raises
-EngineFailedError after so many seconds."""
+
+class Counted(NamedTuple):
+    """Answer to a `CountExperts`, of all ranks."""
+
+    counts: Counts
+    renewals: int = 0
+    """How often a lost step had taken the counts along, so that they began at zero."""
+    unread: str = ""
+    """Why a process could not carry out the latest `ReadExperts`; empty where all could."""
+
+
+ReadCounts = Callable[[int, float], Counted]
+"""(number, seconds) → the answer to the `CountExperts` of that number. Raises EngineFailedError
+where it does not come within the seconds."""
 
 
 class MovesExperts(Protocol):
-    """Who moves experts, as an engine knows it: an `ExpertBalancer`, or one in another runtime."""
+    """Moves experts, as an engine knows it: an `ExpertBalancer`, or one in another runtime."""
 
     def start(self) -> None:
         """Begins to count, from now on."""
@@ -57,11 +82,11 @@ class MovesExperts(Protocol):
         """Ends its thread."""
 
     def due(self) -> Sequence[Action]:
-        """What is to be carried out now."""
+        """Actions to be carried out now."""
         ...
 
     def carried_out(self, actions: Sequence[Action]) -> None:
-        """That was done."""
+        """All processes were told of the actions, and this one has carried them out."""
 
     def view(self) -> ExpertView:
         """Where experts are, from any thread."""

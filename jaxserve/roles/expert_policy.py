@@ -7,55 +7,44 @@ where the skew is noise.
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 
+from jaxserve.config.sections import Experts
 from jaxserve.model.ffn.balance import rebalance, rebalance_slices
 from jaxserve.model.ffn.placement import (
     Placement,
     Round,
-    SlotSizes,
     aligned,
     balance_of,
     plan_rounds,
     rank_loads,
 )
-from jaxserve.roles.expert_moves import LayerProposal, Proposal
+from jaxserve.roles.expert_moves import ExpertFacts, LayerProposal, Proposal
 
 CLOSE = 0.02
 """Part of the mean by which the busiest rank of a placement with fewer moves may be busier."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to propose; see the section `experts` of the deployment."""
-
-    least_gain: float = 0.05
-    bytes_per_second: float = 1e9
-    slot_bytes: int = 0
-    groups: int = 1
-    nodes: int = 1
-
-
 def propose(
     counts: Mapping[int, np.ndarray],
     placements: Mapping[int, Placement],
-    sizes: SlotSizes,
-    options: Options,
+    facts: ExpertFacts,
+    settings: Experts,
 ) -> Proposal:
-    """The best placement of every layer for the tokens that were counted.
+    """Returns the best placement of every layer for the tokens that were counted.
 
     Args:
       counts: layer → tokens [slices of time, experts].
       placements: layer → the expert of every slot now.
     """
-    layers, mean, now, then = [], 0.0, 0.0, 0.0
+    sizes, layers, mean, now, then = facts.sizes, [], 0.0, 0.0, 0.0
     for layer, slices in sorted(counts.items()):
         current, total = placements[layer], slices.sum(axis=0).astype(np.float64)
         loads = rank_loads(current, total, sizes.ranks)
         mean, now = mean + float(np.mean(loads)), now + float(np.max(loads))
-        target = _best(slices, current, sizes, options)
+        target = _best(slices, current, facts, settings.nodes)
         loads_then = rank_loads(target, total, sizes.ranks)
-        if np.max(loads_then) > (1 - options.least_gain) * np.max(loads) or not total.any():
+        if np.max(loads_then) >= (1 - settings.least_gain) * np.max(loads):
             then += float(np.max(loads))
             continue
         then += float(np.max(loads_then))
@@ -70,29 +59,29 @@ def propose(
             )
         )
     moves = sum(layer.moves for layer in layers)
-    size = moves * options.slot_bytes
+    size = moves * facts.slot_bytes
     return Proposal(
         balance_now=mean / now if now else 1.0,
         balance_then=mean / then if then else 1.0,
         gain=1 - then / now if now else 0.0,
         moves=moves,
         move_bytes=size,
-        seconds=size / options.bytes_per_second,
+        seconds=size / (settings.move_gb_per_second * 1e9),
         layers=layers,
     )
 
 
-def _best(slices: np.ndarray, current: Placement, sizes: SlotSizes, options: Options) -> Placement:
-    """Of both algorithms' placements the better balanced; if both are alike, the one with fewer
-    moves."""
-    total = slices.sum(axis=0).astype(np.float64)
+def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts, nodes: int) -> Placement:
+    """Returns the better balanced of both algorithms' placements; if both are alike, the one with
+    fewer moves."""
+    sizes, total = facts.sizes, slices.sum(axis=0).astype(np.float64)
     candidates = [
         rebalance(
             total.tolist(),
             sizes.total,
             sizes.ranks,
-            groups=options.groups,
-            nodes=options.nodes,
+            groups=facts.groups,
+            nodes=nodes,
             most=sizes.width,
             apart=True,
         )
@@ -102,7 +91,7 @@ def _best(slices: np.ndarray, current: Placement, sizes: SlotSizes, options: Opt
     mean = float(np.mean(rank_loads(current, total, sizes.ranks)))
     found = []
     for candidate in candidates:
-        target = aligned(current, candidate, sizes.ranks, options.nodes)
+        target = aligned(current, candidate, sizes.ranks, nodes)
         most = float(np.max(rank_loads(target, total, sizes.ranks)))
         found.append((most, _copies(plan_rounds(current, target, sizes.ranks)), target))
     least = min(most for most, _, _ in found)

@@ -7,7 +7,6 @@ called by the thread that enqueues its steps. Who moves experts, and why, is not
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -33,10 +32,11 @@ from jaxserve.roles.actions import (
     ReadExperts,
 )
 from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.expert_moves import Counted
 from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
+from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
-from pallas_kernels.quantize import array_bytes
 
 Leaves = tuple[jax.Array, ...]
 
@@ -53,6 +53,17 @@ class Bank(NamedTuple):
         return BankShape(len(self.layers), self.sizes)
 
 
+class Snapshot(NamedTuple):
+    """Counts as a `CountExperts` found them."""
+
+    number: int
+    """Number of the `CountExperts`."""
+    counts: jax.Array
+    """uint32 [layers, ranks, experts]."""
+    renewals: int
+    """How often counts had begun at zero by then."""
+
+
 class BankWeights(Protocol):
     """Where a worker keeps the leaves of its layers (`roles.weights`)."""
 
@@ -62,14 +73,6 @@ class BankWeights(Protocol):
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
         """Puts others in their place."""
-        ...
-
-
-class ReadsExperts(Protocol):
-    """Reads experts of the checkpoint (`expert_reader.py`)."""
-
-    def read(self, layer: int, experts: Sequence[int]) -> Leaves:
-        """One a rank, as `ExpertSlots.room`; below 0: none. Waits for them."""
         ...
 
 
@@ -116,7 +119,7 @@ def make_slots(
     banks: Sequence[Bank],
     weights: BankWeights,
     compiled: Compiled,
-    reader: ReadsExperts | None = None,
+    reader: ExpertReader | None = None,
 ) -> "ExpertSlots | None":
     """The slots of a worker; None: the model has no routed experts.
 
@@ -148,11 +151,12 @@ class ExpertSlots:
         banks: Sequence[Bank],
         weights: BankWeights,
         executables: SlotExecutables,
-        reader: ReadsExperts | None = None,
+        reader: ExpertReader | None = None,
     ):
         self.changing = threading.Lock()
         self._reader = reader
-        self._reading: Future[Leaves] | None = None
+        self._reading = threading.Thread()
+        self._arrived: Leaves = ()
         self.banks, self.sizes = tuple(banks), programs.sizes
         self._mesh: Mesh = programs.mesh
         self._places, self._weights, self._executables = programs.places, weights, executables
@@ -167,15 +171,33 @@ class ExpertSlots:
                 sharded_zeros(leaf.shape, leaf.dtype, cached_sharding(self._mesh, spec))
                 for leaf, spec in zip(programs.room, programs.room_specs, strict=True)
             )
-        self.counted: tuple[int, jax.Array] | None = None
-        """The counts when they were last asked for, [layers, ranks, experts], and the number of
-        that."""
+        self.counted: Snapshot | None = None
+        """Counts when they were last asked for."""
+        self._renewals = 0
+        self.unread = ""
+        """Why the latest `ReadExperts` has failed; empty where it has not."""
 
     def renew(self) -> None:
-        """Counts that a lost step took along begin anew."""
+        """Puts zeros in the place of counts that a lost step took along."""
         for number, bank in enumerate(self.banks):
             if lost(self.counts[number]):
                 self.counts[number] = self._no_counts(bank)
+                self._renewals += 1
+
+    def read_counts(self, number: int) -> Counted:
+        """Returns the counts of this process's ranks; waits for them.
+
+        Args:
+          number: the number of the latest `CountExperts`.
+
+        Raises:
+          EngineFailedError: it has another number.
+          JaxRuntimeError: a lost step took the counts along.
+        """
+        taken = self.counted
+        if taken is None or taken.number != number:
+            raise EngineFailedError(f"the counts of number {number} were not taken: {taken}")
+        return Counted(counts_of_ranks(taken.counts), taken.renewals, self.unread)
 
     def _no_counts(self, bank: Bank) -> jax.Array:
         shape = bank.shape.counts
@@ -187,13 +209,6 @@ class ExpertSlots:
     def layers(self) -> tuple[int, ...]:
         """All layers with routed experts, ascending."""
         return tuple(self.placements)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one expert's weights on all devices that share it."""
-        leaves, layers = self._weights.bank(0), len(self.banks[0].layers)
-        total = sum(array_bytes(leaves[p].shape, leaves[p].dtype) for p in self._places)
-        return total // (layers * self.sizes.all_slots)
 
     def carry_out(self, action: Action) -> None:
         """Enqueues an action.
@@ -209,8 +224,10 @@ class ExpertSlots:
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
-                self.counted = number, self._executables.count(*self.counts)
-                self.counted[1].copy_to_host_async()
+                self.counted = Snapshot(
+                    number, self._executables.count(*self.counts), self._renewals
+                )
+                self.counted.counts.copy_to_host_async()
 
     def _fetch(self, fetch: FetchExperts) -> None:
         """One piece of every expert of a round."""
@@ -227,49 +244,42 @@ class ExpertSlots:
         self.room = tuple(room)
 
     def _read(self, read: ReadExperts) -> None:
-        """Experts from the checkpoint, on a thread of their own; with several processes here,
-        because all of them have to enqueue the same in the same order."""
-        reader, sizes = self._reader, self.sizes
-        if reader is None:
+        """Has experts read from the checkpoint on a thread of its own.
+
+        Of several processes each waits for it: all must enqueue the same in the same order.
+        """
+        if self._reader is None:
             raise ValueError("there is no checkpoint to read experts from")
         self._bank(read.layer)
-        experts = [EMPTY] * sizes.all_ranks
+        experts = [EMPTY] * self.sizes.all_ranks
         for expert, target in read.experts:
-            experts[target // sizes.local] = expert
-        reading: Future[Leaves] = Future()
-        self._reading = reading
-
-        def run() -> None:
-            try:
-                reading.set_result(reader.read(read.layer, experts))
-            except Exception as error:
-                reading.set_exception(error)
-
+            experts[target // self.sizes.local] = expert
+        self._arrived, self.unread = (), ""
+        order = self._reader, read.layer, experts
+        self._reading = threading.Thread(
+            target=self._arrive, args=order, name="jaxserve-read-experts", daemon=True
+        )
+        self._reading.start()
         if jax.process_count() > 1:
-            run()
-        else:
-            threading.Thread(target=run, name="jaxserve-read-experts", daemon=True).start()
+            self._reading.join()
+
+    def _arrive(self, reader: ExpertReader, layer: int, experts: Sequence[int]) -> None:
+        try:
+            self._arrived = reader.read(layer, experts)
+        except Exception as error:
+            self.unread = f"process {jax.process_index()}: {type(error).__name__}: {error}"
 
     def has_read(self) -> bool:
-        """Whether what was to be read from the checkpoint is there.
-
-        Raises:
-          EngineFailedError: it cannot be read.
-        """
-        if self._reading is None or not self._reading.done():
-            return self._reading is None
-        if error := self._reading.exception():
-            self._reading = None
-            raise EngineFailedError(f"experts: {type(error).__name__}: {error}")
-        return True
+        """Whether the latest `ReadExperts` has ended, well or not."""
+        return not self._reading.is_alive()
 
     def _move(self, move: MoveExperts) -> None:
         number, moves = self._bank(move.layer), self._moves(move.copies)
         check_placement(move.placement, self.sizes)
         if any(source == STORAGE for source, _ in move.copies):
-            if self._reading is None:
+            if not self._arrived:
                 raise ValueError(f"layer {move.layer}: nothing was read for {move.copies}")
-            self.room, self._reading = self._reading.result(), None
+            self.room, self._arrived = self._arrived, ()
         bank = self.banks[number]
         with self.changing:
             if move.copies:

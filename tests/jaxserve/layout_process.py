@@ -18,6 +18,7 @@ from jaxserve.fleet import bootstrap, following, leading
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_reader import ExpertReader
 from tests.jaxserve import layouts
 
 SECONDS = 120
@@ -38,6 +39,8 @@ def main() -> None:
         if isinstance(peers, Leader):
             lead(deployment, peers, options)
         else:
+            if options.moving and peers.identity.process_id == 2:
+                read_nothing_once()
             following.follow(deployment, peers, build=builder_of(deployment))
 
 
@@ -59,16 +62,29 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
 
 
 def move(engine: Engine) -> None:
-    """Every expert to another rank while requests run, from the checkpoint and between devices."""
+    """Every expert to another rank while requests run, from the checkpoint and between devices; at
+    first process 2 cannot read its own, and all stay."""
     experts = engine.experts
     assert isinstance(experts, ExpertBalancer)
-    for source in ("checkpoint", "devices"):
+    for number, source in enumerate(("checkpoint", "checkpoint", "devices")):
         experts._settings = msgspec.structs.replace(experts._settings, source=source)
         experts.place({layer: slots[::-1] for layer, slots in experts.placements.items()})
         deadline = time.monotonic() + SECONDS
         while experts.view().moving:
             assert time.monotonic() < deadline
             layouts.generate(engine)
+        assert (experts.view().moves > 0) == (number > 0)
+
+
+def read_nothing_once() -> None:
+    """The first expert of the checkpoint cannot be read here."""
+    read = ExpertReader.read
+
+    def fails(*arguments: object) -> None:
+        ExpertReader.read = read  # type: ignore[method-assign]
+        raise OSError("no such expert")
+
+    ExpertReader.read = fails  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

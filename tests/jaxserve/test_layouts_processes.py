@@ -81,8 +81,8 @@ def test_processes_give_the_colocated_tokens(
 
 @pytest.mark.multihost
 def test_experts_move_between_processes(tiny_model, reference, tmp_path, record_property):
-    """While requests run, from the checkpoint and from the other process; three devices meet
-    two."""
+    """While requests run, from the checkpoint and from the other process, and a round of which one
+    process could not read its expert moves none; three devices meet two."""
     case = Case("3A2F", 1, "alltoall", "ppermute")
     overrides = case.overrides | {"ffn.processes": 2, "ffn.redundant_slots": 1}
     overrides |= {"experts.move_gb_per_second": 10.0}

@@ -9,7 +9,6 @@ import pytest
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.actions import CountExperts
 from jaxserve.roles.cell import Cell, Workers
-from jaxserve.roles.expert_slots import counts_of_ranks
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
@@ -118,7 +117,7 @@ class TestCell:
 def counted(slots):
     """Tokens so far, [layers, experts]."""
     slots.carry_out(CountExperts(1))
-    return sum(part.astype(int) for part in counts_of_ranks(slots.counted[1]).values())
+    return sum(part.astype(int) for part in slots.read_counts(1).counts.values())
 
 
 class Routes(Step3Numpy):

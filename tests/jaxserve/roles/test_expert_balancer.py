@@ -1,6 +1,7 @@
 """What is decided, and when it is due; no devices."""
 
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
+from jaxserve.roles import expert_balancer
 from jaxserve.roles.actions import (
     STORAGE,
     CountExperts,
@@ -16,8 +18,9 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
-from jaxserve.roles.expert_policy import Options, imbalance, propose
+from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_moves import Counted, ExpertFacts
+from jaxserve.roles.expert_policy import imbalance, propose
 
 SIZES = SlotSizes(8, 4, 1)
 HOME = home_slots(SIZES)
@@ -37,14 +40,24 @@ class Worker:
     def __init__(self, settings, slot_bytes=1000):
         self.clock, self.counted, self.moves = Clock(), {}, []
         self.total = np.zeros((4, 1, 8), np.uint32)
-        self.fails = ""
+        self.renewals, self.unread = 0, ""
+        self.failures = {}
+        """Number of a count → the error with which reading it ends; -1: of any."""
         facts = ExpertFacts([1], SIZES, slot_bytes)
         self.balancer = ExpertBalancer(facts, settings, self.read, self.clock)
+        self.decided, self._decide = 0, self.balancer._decide
+        self.balancer._decide = self.decide
         self.balancer.start()
 
+    def decide(self):
+        try:
+            self._decide()
+        finally:
+            self.decided = self.balancer._taken
+
     def read(self, number, seconds):
-        if self.fails:
-            raise EngineFailedError(self.fails)
+        if error := self.failures.get(-1) or self.failures.pop(number, None):
+            raise error
         return self.counted[number]
 
     def boundary(self):
@@ -52,7 +65,8 @@ class Worker:
         for action in actions:
             match action:
                 case CountExperts(number):
-                    self.counted[number] = dict(enumerate(self.total.copy()))
+                    counts = dict(enumerate(self.total.copy()))
+                    self.counted[number] = Counted(counts, self.renewals, self.unread)
                 case MoveExperts():
                     self.moves.append(action)
         self.balancer.carried_out(actions)
@@ -78,6 +92,16 @@ class Worker:
     def serve(self, counts=SKEWED):
         self.total[0, 0] += counts[0].astype(np.uint32)
 
+    def lose_a_step(self):
+        """And the counts with it."""
+        self.total[:] = 0
+        self.renewals += 1
+
+    def finish_moves(self):
+        while self.balancer.view().moving:
+            self.clock.now += 1
+            wait_for_counts(self)
+
 
 @pytest.fixture
 def make():
@@ -93,9 +117,10 @@ def make():
 
 
 def test_a_layer_is_left_alone_unless_it_gains():
-    options = Options(least_gain=0.05, slot_bytes=10, bytes_per_second=100)
+    facts = ExpertFacts([1, 2], SIZES, 10)
+    settings = Experts(least_gain=0.05, move_gb_per_second=1e-7)
     even = np.full((2, 8), 50)
-    proposal = propose({1: even, 2: SKEWED}, {1: HOME, 2: HOME}, SIZES, options)
+    proposal = propose({1: even, 2: SKEWED}, {1: HOME, 2: HOME}, facts, settings)
     (layer,) = proposal.layers
     assert layer.layer == 2
     assert layer.loads_now == [900, 200, 200, 200]
@@ -104,9 +129,16 @@ def test_a_layer_is_left_alone_unless_it_gains():
     assert proposal.balance_then > 0.9
     assert proposal.gain == pytest.approx(1 - (200 + max(layer.loads_then)) / 1100)
     assert (proposal.move_bytes, proposal.seconds) == (layer.moves * 10, layer.moves / 10)
-    reluctant = Options(least_gain=0.9)
-    assert propose({2: SKEWED}, {2: HOME}, SIZES, reluctant).layers == []
-    assert propose({2: SKEWED * 0}, {2: HOME}, SIZES, options).balance_then == 1.0
+    reluctant = Experts(least_gain=0.9)
+    assert propose({2: SKEWED}, {2: HOME}, facts, reluctant).layers == []
+    assert propose({2: SKEWED * 0}, {2: HOME}, facts, settings).balance_then == 1.0
+
+
+def test_one_rank_has_nothing_to_gain_from_replicas():
+    """And no program that would move any."""
+    sizes = SlotSizes(8, 1, 1)
+    facts, eager = ExpertFacts([1], sizes, 10), Experts(least_gain=0.0)
+    assert propose({1: SKEWED}, {1: home_slots(sizes)}, facts, eager).layers == []
 
 
 def test_imbalance() -> None:
@@ -166,29 +198,54 @@ def test_a_boundary_carries_one_piece(make):
     assert balancer.placements[1] == swapped
 
 
+SWAPPED = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
+SWAPPING = ReadExperts(1, [(1, 3), (2, 1)])
+SWAP = MoveExperts(1, [(STORAGE, 3), (STORAGE, 1)], list(SWAPPED))
+
+
 def test_experts_from_the_checkpoint_are_waited_for(make):
+    """Until this process has ended reading, and then until all say that they have."""
     worker = make(source="checkpoint", window_seconds=1e4)
     balancer, there = worker.balancer, []
-    worker.boundary()
+    wait_for_counts(worker)
     balancer._has_read = lambda: bool(there)
-    swapped = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
-    there.append("nothing to wait for")
-    balancer.place({1: swapped})
-    assert worker.boundary() == [ReadExperts(1, [(1, 3), (2, 1)])]
-    there.clear()
+    balancer.place({1: SWAPPED})
+    assert worker.boundary() == [SWAPPING]
     assert worker.boundary() == []
     there.append("both")
-    pairs = [(STORAGE, 3), (STORAGE, 1)]
-    assert worker.boundary() == [MoveExperts(1, pairs, list(swapped))]
-    balancer.place({1: HOME})
-    worker.boundary()
+    assert worker.boundary() == [CountExperts(2)]
+    wait_until_read(worker)
+    assert worker.boundary() == [SWAP]
+    assert balancer.placements[1] == SWAPPED
 
-    def fails():
-        raise EngineFailedError("no such file")
 
-    balancer._has_read = fails
+def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
+    """By the counts that were asked for when it should have read; others say nothing of it."""
+    worker = make(source="checkpoint", window_seconds=10)
+    balancer = worker.balancer
+    worker.unread = "process 3: OSError: no such file"  # of a round long ago
+    wait_for_counts(worker)
+    worker.unread = ""
+    balancer.place({1: SWAPPED})
+    assert worker.boundary() == [SWAPPING]
+    worker.unread = "process 3: OSError: no such file"
+    assert worker.boundary() == [CountExperts(2)]
+    wait_until_read(worker)
     assert worker.boundary() == []
-    assert (balancer.view().moving, balancer.placements[1]) == (0, swapped)
+    assert (balancer.view().moving, balancer.placements[1]) == (0, HOME)
+    worker.clock.now += 11
+    wait_for_counts(worker)
+    assert (worker.moves, balancer._slices[-1][1].sum()) == ([], 0)
+    # Counts that did not come confirm nothing: they are asked for again.
+    worker.unread = ""
+    balancer.place({1: SWAPPED})
+    assert worker.boundary() == [SWAPPING]
+    worker.failures[4] = EngineFailedError("process 3 was late")
+    assert worker.boundary() == [CountExperts(4)]
+    wait_until_read(worker)
+    assert worker.boundary() == [CountExperts(5)]
+    wait_until_read(worker)
+    assert worker.boundary() == [SWAP]
 
 
 def test_only_one_rebalance_at_a_time(make):
@@ -219,12 +276,141 @@ def test_periodic_and_with_hysteresis(make):
 def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make):
     worker = make()
     worker.rebalance(dry_run=True)
-    worker.fails = "process 3 is gone"
+    worker.failures[-1] = EngineFailedError("process 3 is gone")
     assert "process 3 is gone" in str(worker.rebalance(dry_run=False))
     assert not worker.moves
-    worker.fails = ""
+    worker.failures.clear()
     worker.serve()
     assert worker.rebalance(dry_run=False).moves
+
+
+def test_a_failure_is_the_answer_to_its_own_question(make):
+    """Of two rebalances that wait, the second has counts of its own."""
+    worker = make()
+    balancer, answers = worker.balancer, {}
+    wait_for_counts(worker)
+    worker.serve()
+
+    def ask(name):
+        try:
+            answers[name] = balancer.rebalance(dry_run=True).moves > 0
+        except EngineFailedError as error:
+            answers[name] = str(error)
+
+    threads = [threading.Thread(target=ask, args=[name]) for name in ("first", "second")]
+    for wanted, thread in enumerate(threads, 2):
+        thread.start()
+        while balancer._wanted < wanted:
+            time.sleep(0.001)
+    worker.failures[2] = EngineFailedError("process 3 was late")
+    wait_for_counts(worker)
+    threads[0].join(10)
+    assert answers == {"first": "experts: process 3 was late"}
+    wait_for_counts(worker)
+    threads[1].join(10)
+    assert answers["second"] is True
+
+
+def test_counts_that_a_lost_step_took_along_begin_anew(make):
+    worker = make(window_seconds=10)
+    balancer = worker.balancer
+    wait_for_counts(worker)
+    for _ in range(3):
+        worker.serve()
+        worker.clock.now += 10
+        wait_for_counts(worker)
+    worker.lose_a_step()
+    worker.serve(SKEWED // 100)
+    for _ in range(3):
+        worker.clock.now += 10
+        wait_for_counts(worker)
+        worker.serve()
+    kept = [part[1].sum() for part in balancer._slices]
+    assert kept == [1500, 1500, 1500, 1500, 1500]
+    assert balancer.view().expert_tokens == {1: SKEWED[0].tolist()}
+
+
+def test_counts_of_a_lost_step_end_nothing(make):
+    """They cannot be read; the next ones can."""
+    worker = make(window_seconds=10)
+    worker.failures[2] = RuntimeError("INTERNAL: a step was lost")
+    wait_for_counts(worker)
+    worker.clock.now += 10
+    wait_for_counts(worker)
+    worker.serve()
+    assert worker.rebalance(dry_run=True).moves
+    assert worker.balancer._thread.is_alive()
+
+
+def test_an_operators_rebalance_comes_before_the_automatic_one(make, monkeypatch):
+    """Between its decision and its first move."""
+    worker = make(rebalance_seconds=10.0, window_seconds=10.0)
+    balancer, placed = worker.balancer, []
+    wait_for_counts(worker)
+
+    def late(*arguments):
+        proposal = propose(*arguments)
+        if not placed:
+            placed.append(balancer.place({1: SWAPPED}))
+        return proposal
+
+    monkeypatch.setattr(expert_balancer, "propose", late)
+    worker.serve()
+    worker.clock.now += 10
+    wait_for_counts(worker)
+    worker.finish_moves()
+    assert (placed, balancer.placements[1]) == ([1], SWAPPED)
+    worker.serve()
+    worker.clock.now += 10
+    wait_for_counts(worker)
+    assert balancer.view().moving  # it decides again
+    assert balancer._thread.is_alive()
+
+
+def test_what_was_proposed_for_another_placement_is_not_begun(make, monkeypatch):
+    """All moves of another rebalance came and went meanwhile."""
+    worker = make(window_seconds=1e4)
+    balancer = worker.balancer
+    worker.rebalance(dry_run=True)
+    worker.serve()
+
+    def late(*arguments):
+        proposal = propose(*arguments)
+        balancer.place({1: SWAPPED})
+        while balancer._rounds:
+            worker.clock.now += 1
+            time.sleep(0.001)
+        return proposal
+
+    monkeypatch.setattr(expert_balancer, "propose", late)
+    assert "experts have moved since" in str(worker.rebalance(dry_run=False))
+    assert balancer.placements[1] == SWAPPED
+
+
+def test_rebalances_by_hand_beside_automatic_ones(make):
+    """Every third round with a process that cannot read, every fourth with a lost step."""
+    worker = make(rebalance_seconds=1.0, window_seconds=1.0, source="checkpoint")
+    balancer, draw, answers = worker.balancer, np.random.default_rng(1), []
+    wait_for_counts(worker)
+    for number in range(1, 41):
+        worker.unread = "" if number % 3 else "process 1: OSError: no such file"
+        if not number % 4:
+            worker.lose_a_step()
+        worker.serve(draw.permuted(SKEWED, axis=1))
+        worker.clock.now += 2
+        answers.append(worker.rebalance(dry_run=False))
+        for _ in range(4 if number % 2 else 40):
+            worker.clock.now += 0.01
+            wait_for_counts(worker)
+        assert balancer._thread.is_alive()
+    worker.unread = ""
+    worker.finish_moves()
+    assert sorted({type(answer).__name__ for answer in answers}) == ["Proposal", "ValueError"]
+    placement, kept = home_slots(SIZES), balancer.placements[1]
+    for move in worker.moves:
+        assert sorted(set(move.placement)) in ([*range(8)], [-1, *range(8)])
+        placement = tuple(move.placement)
+    assert placement == kept
 
 
 def test_who_looks_sees_what_a_slice_has_so_far(make):
@@ -250,7 +436,17 @@ def test_who_looks_sees_what_a_slice_has_so_far(make):
 
 def wait_for_counts(worker):
     worker.boundary()
-    end = threading.Event()
-    while worker.balancer._got < worker.balancer._asked:
-        end.wait(0.001)
+    wait_until_read(worker)
     worker.boundary()
+
+
+def wait_until_read(worker):
+    """What was asked for; and until it was decided what to make of it."""
+    balancer = worker.balancer
+
+    def decides():
+        return balancer._taken == balancer._got and worker.decided < balancer._taken
+
+    while balancer._got < balancer._asked or decides():
+        assert balancer._thread.is_alive()
+        time.sleep(0.001)

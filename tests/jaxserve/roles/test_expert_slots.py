@@ -26,6 +26,7 @@ from jaxserve.roles.actions import (
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.expert_programs import expert_bytes
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
@@ -230,24 +231,31 @@ def read_into_place(slots, layer, now, then):
 
 def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model, tmp_path):
     slots, weights, _ = make(tiny_model, AFD, open_checkpoint(str(tiny_model), NAMES))
-    before = contents(slots, weights, 1), slots.placements[1]
+    before, names = (contents(slots, weights, 1), slots.placements[1]), slots._reader._names
     slots._reader._names = None
     slots.carry_out(ReadExperts(1, [(0, 3)]))
-    with pytest.raises(EngineFailedError, match="experts: AttributeError"):
-        wait_for(slots)
+    wait_for(slots)
+    assert slots.unread.startswith("process 0: AttributeError: ")
+    slots.carry_out(CountExperts(1))
+    assert slots.read_counts(1).unread == slots.unread
     with pytest.raises(ValueError, match="nothing was read"):
         slots.carry_out(MoveExperts(1, [(STORAGE, 3)], list(before[1])))
     assert (contents(slots, weights, 1), slots.placements[1]) == before
-    assert slots.has_read()
+    slots._reader._names = names
+    slots.carry_out(ReadExperts(1, [(0, 3)]))
+    wait_for(slots)
+    assert slots.unread == ""
     with pytest.raises(ValueError, match="there is no checkpoint"):
         make(tmp_path, AFD)[0].carry_out(ReadExperts(1, [(0, 3)]))
 
 
-def test_a_slot_is_an_expert_of_one_layer(tmp_path):
+def test_an_expert_has_a_slot_in_every_layer(tmp_path):
     slots, _, _ = make(tmp_path, AFD)
     assert slots.layers == (1, 2)
-    assert slots.slot_bytes == 3 * 64 * 34 * 4  # d_ff 33, on two devices
-    assert make(tmp_path, COLOCATED)[0].slot_bytes == 3 * 64 * 33 * 4
+    deployment = layouts.deployment(tmp_path, AFD)
+    templates = ModelTemplates(CONFIG, deployment, Submeshes(deployment))
+    # d_ff 33, on two devices
+    assert expert_bytes(templates.ffn["moe"], slots.sizes) == 3 * 64 * 34 * 4
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):
@@ -268,13 +276,28 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):
 def test_counts_are_read_as_they_were(tmp_path):
     slots, _, _ = make(tmp_path, COLOCATED)
     slots.carry_out(CountExperts(1))
-    number, first = slots.counted
-    assert (number, first.shape) == (1, (2, 4, 7))
+    first = slots.counted
+    assert (first.number, first.counts.shape) == (1, (2, 4, 7))
     counts = np.arange(2 * 4 * 7, dtype=np.uint32).reshape(2, 4, 7)
     slots.counts = [jax.device_put(counts, slots.counts[0].sharding)]
     slots.carry_out(CountExperts(2))
-    assert not any(part.any() for part in counts_of_ranks(first).values())
-    ranks = counts_of_ranks(slots.counted[1])
-    assert sorted(ranks) == [0, 1, 2, 3]
+    assert not any(part.any() for part in counts_of_ranks(first.counts).values())
+    ranks, renewals, unread = slots.read_counts(2)
+    assert (sorted(ranks), renewals, unread) == ([0, 1, 2, 3], 0, "")
     for rank, part in ranks.items():
         np.testing.assert_array_equal(part, counts[:, rank])
+    with pytest.raises(EngineFailedError, match="the counts of number 1 were not taken"):
+        slots.read_counts(1)
+
+
+def test_counts_say_that_they_began_anew(tmp_path):
+    """What a snapshot says of itself is of the time when it was taken."""
+    slots, _, _ = make(tmp_path, COLOCATED)
+    slots.renew()
+    slots.carry_out(CountExperts(1))
+    slots.counts[0].delete()
+    slots.renew()
+    assert slots.read_counts(1).renewals == 0
+    slots.carry_out(CountExperts(2))
+    assert slots.read_counts(2).renewals == 1
+    assert not any(part.any() for part in slots.read_counts(2).counts.values())
