@@ -1,5 +1,5 @@
 """`python -m jaxserve.chaos --config FILE --minutes M --seed S`: faults under load with known
-answers.
+answers. With `--requests N` nothing is broken: N requests are asked and their answers compared.
 
 Starts a fleet with `launch/local.py`, whose supervisor starts again what dies. Exit code 0: no
 wrong token, no hang, nothing lost, noticed and back in time; 1: something missed its limit; 2: a
@@ -37,7 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only = [role for role in options.only.split(",") if role]
     if unknown := sorted(set(only) - set(ROLES)):
         made.error(f"--only: {', '.join(unknown)}: expected some of {', '.join(ROLES)}")
-    for name in ("minutes", "kills", "clients", "questions", "processes", "calm"):
+    faces = options.faces.split(",")
+    if unknown := sorted(set(faces) - {"http", "grpc"}):
+        made.error(f"--faces: {', '.join(unknown)}: expected http, grpc or both")
+    if not 0 <= options.cancelled <= 1:
+        made.error(f"--cancelled {options.cancelled:g}: expected 0 to 1")
+    if options.systems < 0 or options.resets < 0:
+        made.error("--systems, --resets: expected 0 or more")
+    if options.resets and not options.requests:
+        made.error("--resets: only with --requests")
+    for name in ("minutes", "kills", "clients", "questions", "processes", "calm", "requests"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             made.error(f"--{name} {getattr(options, name):g}: expected more than 0")
     if options.config is None and options.model is None:
@@ -77,6 +86,31 @@ def parser() -> argparse.ArgumentParser:
         "--calm", type=float, default=8.0, help="seconds before the first fault (%(default)g)"
     )
     made.add_argument("--questions", type=int, default=12, help="different ones (%(default)s)")
+    made.add_argument(
+        "--systems",
+        type=int,
+        default=0,
+        metavar="N",
+        help="system prompts that the questions begin with (%(default)s: none)",
+    )
+    made.add_argument(
+        "--requests", type=int, metavar="N", help="ask this many requests, and break nothing"
+    )
+    made.add_argument(
+        "--resets",
+        type=int,
+        default=0,
+        metavar="N",
+        help="resets of the prefix caches during --requests (%(default)s)",
+    )
+    made.add_argument(
+        "--cancelled",
+        type=float,
+        default=0.1,
+        metavar="PART",
+        help="part of the requests that is cancelled (%(default)g)",
+    )
+    made.add_argument("--faces", default="http,grpc", help="of the clients in turn (%(default)s)")
     made.add_argument("--vocab", type=int, default=0, help="prompts are token ids below this")
     made.add_argument("--processes", type=int, default=1, help="of each worker (%(default)s)")
     made.add_argument(
@@ -106,7 +140,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
     elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]
     deployment = read_deployment(options.config, options.model, [*options.set, *elsewhere])
     longest = deployment.scheduler.max_length // 2
-    asked = questions(options.seed, options.questions, longest, options.vocab)
+    asked = questions(options.seed, options.questions, longest, options.vocab, options.systems)
     known = answers(asked, options.config, options.model, options.set)
     print(f"{len(asked)} answers are known", flush=True)
     minutes = options.minutes or (1.0 if options.kills is None else 1e6)
@@ -118,16 +152,22 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
         most=options.kills or 10**9,
         clients=options.clients,
         calm=options.calm,
+        requests=options.requests or 0,
+        resets=options.resets,
+        cancelled=options.cancelled,
+        faces=options.faces.split(","),
     )
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        running = Deployment(_launch(options), folder)
+        admin = f"127.0.0.1:{free_port()}"
+        running = Deployment(_launch(options, admin), folder)
         try:
             running.wait(lambda: bool(running.processes), START_SECONDS, "a first process")
             running.wait(running.whole, START_SECONDS, "the start of all processes")
             check_victims(only, running.roles())
-            found = asyncio.run(Storm(running, plan, asked, known).run())
+            storm = Storm(running, plan, asked, known, admin)
+            found = asyncio.run(storm.judge() if plan.requests else storm.run())
         finally:
             code = running.end()
         if code:
@@ -135,15 +175,17 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
         return found
 
 
-def _launch(options: argparse.Namespace) -> list[str]:
-    arguments = ["--fleet", "--restart", "--apart", "--processes", f"{options.processes}"]
-    arguments += ["--restart-seconds", f"{options.restart_seconds:g}"]
+def _launch(options: argparse.Namespace, admin: str) -> list[str]:
+    arguments = ["--fleet", "--processes", f"{options.processes}"]
+    if not options.requests:
+        arguments += ["--apart", "--restart", "--restart-seconds", f"{options.restart_seconds:g}"]
     for name in ("config", "model"):
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name}", value]
     # A router that is started again has to be where clients look for it.
     ports = [f"server.{face}_port={free_port()}" for face in ("http", "grpc")]
-    for one in [*options.set, *ports]:
+    admin_port = f"server.admin_port={admin.rpartition(':')[2]}"
+    for one in [*options.set, *ports, *([admin_port] if options.resets else [])]:
         arguments += ["--set", one]
     return arguments
 

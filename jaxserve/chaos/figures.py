@@ -1,4 +1,4 @@
-"""What a storm has shown, by kind of fault and role, and its limits.
+"""Results of a storm, by kind of fault and role, and their limits.
 
 Used by `storm.py` and `__main__.py`. Pure: takes records and times, gives measures.
 """
@@ -16,25 +16,25 @@ from jaxserve.chaos.resources import Life, held
 
 NOTICE_SECONDS, BACK_SECONDS, P99_RATIO = 2.0, 10.0, 2.0
 NOTICED = frozenset({"kill", "stop", "drop"})
-"""Kinds of faults that somebody has to notice; the others only have to be borne."""
+"""Kinds of faults that another process has to notice; the others only have to be borne."""
 RECONNECT_SECONDS = 5.0
-"""For which a gRPC channel repeats its last error, although somebody listens again: until its next
-attempt, which on a machine that is busy with starts takes long."""
+"""How long a gRPC channel repeats its last error although a server listens again: until its next
+attempt, which takes long on a machine that is busy with starts."""
 FEW = 100
-"""Gaps that a p99 is made of, at least."""
+"""The fewest gaps that have a p99."""
 
 
 class Event(msgspec.Struct, kw_only=True):
     """A fault that happened. Times are seconds of `time.perf_counter`.
 
     Attributes:
-      kind, role, victim, seconds, how, size: of `schedule.Fault`.
-      name: of the process.
-      at: when.
+      kind, role, victim, seconds, how, size: as in `schedule.Fault`.
+      name: name of the process.
+      at: when it began.
       until: when everything was ready again.
-      noticed: seconds until somebody said it, by what; None: nobody did.
-      by: the line, or /health.
-      touched: numbers of the requests that lost their worker, as far as the router said.
+      noticed: seconds until another process reported it; None: none did.
+      by: the log line that reported it, or /health.
+      touched: numbers of the requests that lost their worker, according to the router.
     """
 
     kind: str
@@ -57,8 +57,8 @@ class Event(msgspec.Struct, kw_only=True):
 
     @property
     def to_be_noticed(self) -> bool:
-        """Whether somebody has to notice it: nobody sees a pause shorter than what is asked, nobody
-        but a service manager sees a router or a face, and a pages link only who fetches over it."""
+        """Whether another process has to notice it. A pause below the limit need not be seen,
+        only a service manager sees a router or a face, and only a fetch uses a pages link."""
         if self.role == "pages":
             return False
         if self.role in ("router", "face"):
@@ -72,12 +72,14 @@ class Found(msgspec.Struct, kw_only=True):
     Attributes:
       events: faults, in their order.
       records: requests.
-      calm: from when to when nothing was wrong, at the beginning.
-      before, after: what processes held without load, before the first fault, after the last one.
-      lives: what they held in between.
+      calm: begin and end of the undisturbed time at the beginning.
+      before, after: resources of processes without load, before the first fault and after the last.
+      lives: resources of processes in between.
       loads: load averages of the machine.
-      left: what the deployment says it still has after the last request has ended; empty: nothing.
-      late: who did not come back, or ended before its time, in words.
+      left: counts that the deployment still reports after the last request has ended; empty: none.
+      late: processes that did not come back, or ended early, in words.
+      resets: resets of all prefix caches.
+      handed: tokens whose pages prefill workers have handed over; None: not asked for.
     """
 
     events: list[Event]
@@ -89,6 +91,8 @@ class Found(msgspec.Struct, kw_only=True):
     loads: list[float] = []
     left: str = ""
     late: list[str] = []
+    resets: int = 0
+    handed: int | None = None
 
 
 def back(event: Event, until: float, records: Sequence[Record]) -> float:
@@ -240,6 +244,9 @@ def _everything(found: Found) -> Part:
         Measure("processes that did not come back", len(found.late), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),
     ]
+    if found.handed is not None:
+        measures.append(Measure("resets of the prefix caches", found.resets))
+        measures.append(Measure("tokens handed over by prefill workers", found.handed))
     if found.loads:
         measures.append(Measure("load of the machine, median", statistics.median(found.loads)))
         measures.append(Measure("load of the machine, most", max(found.loads)))

@@ -1,4 +1,4 @@
-"""Clients that ask without a pause, over HTTP and gRPC, and know what the answer has to be.
+"""Clients that ask without a pause, over HTTP and gRPC, and know the right answers.
 
 Used by `storm.py`.
 """
@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import grpc
@@ -21,8 +21,6 @@ from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 HANG_SECONDS = 60.0
 """Without an event or an end after which a request hangs."""
 REQUEST_SECONDS = 300.0
-CANCELLED = 0.1
-"""Part of the requests that are cancelled at a random moment."""
 RETRY_SECONDS = 0.25
 CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -41,16 +39,16 @@ class Record(msgspec.Struct, kw_only=True):
     """One request. Times are seconds of `time.perf_counter`.
 
     Attributes:
-      number: of the request.
-      face: over which.
-      question: which.
+      number: number of the request.
+      face: the face that it was sent to.
+      question: number of the question.
       wanted: when its client began to want an answer: earlier than `start` where attempts failed.
       start, finish: when it began and ended.
       arrivals: when tokens came.
       keyed: whether it has an `Idempotency-Key`, with which its client comes back.
       resumed: how often it came back.
       end: how it ended.
-      why: the error, if there was one, or what is wrong.
+      why: the error, or the difference to the right answer.
     """
 
     number: int
@@ -70,9 +68,12 @@ class Load:
     """The clients.
 
     Args:
-      asked, answers: what is asked, and what has to come.
-      http, grpc: addresses.
-      seed: of the order of the questions and of cancellations.
+      asked, answers: questions and their right answers.
+      http_address, grpc_address: addresses of the faces.
+      seed: seed of the order of the questions and of cancellations.
+      cancelled: part of the requests that are cancelled at a random moment.
+      faces: faces that clients use in turn.
+      most: requests after which no client asks any more.
     """
 
     def __init__(
@@ -82,6 +83,10 @@ class Load:
         http_address: str,
         grpc_address: str,
         seed: int,
+        *,
+        cancelled: float = 0.1,
+        faces: Sequence[Face] = ("http", "grpc"),
+        most: int = 10**9,
     ):
         self.records: list[Record] = []
         self._asked, self._answers = asked, answers
@@ -89,16 +94,20 @@ class Load:
         self._grpc_address = grpc_address
         self._channel: Any = None
         self._random = random.Random(seed)
+        self._cancelled, self._faces, self._most = cancelled, faces, most
         self._numbers = itertools.count()
         self.stopping = False
+        self.on_request: Callable[[int], None] = lambda count: None
+        """Called before each request with the number of requests so far."""
 
     async def run(self, clients: int) -> None:
-        """Asks until `stopping`, and ends when all have their answers."""
+        """Asks until `stopping`, or `most` requests; ends when all have their answers."""
         self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
         self.stopping = False
-        faces: list[Face] = ["http", "grpc"]
+        faces = [self._faces[n % len(self._faces)] for n in range(clients)]
         # Every other client over HTTP sends keys.
-        await asyncio.gather(*(self._client(faces[n % 2], n % 4 == 0) for n in range(clients)))
+        keyed = [face == "http" and n % 4 == 0 for n, face in enumerate(faces)]
+        await asyncio.gather(*map(self._client, faces, keyed))
         await self._channel.close()
         self._http.close()
 
@@ -112,10 +121,10 @@ class Load:
 
     async def _client(self, face: Face, keyed: bool) -> None:
         wanted = None
-        while not self.stopping:
+        while not self.stopping and len(self.records) < self._most:
             question = self._random.randrange(len(self._asked))
             cancel = None
-            if self._random.random() < CANCELLED:
+            if self._random.random() < self._cancelled:
                 cancel = self._random.randrange(self._asked[question].tokens)
             record = await self._ask(face, question, cancel, keyed, wanted)
             wanted = None
@@ -141,6 +150,7 @@ class Load:
             keyed=keyed,
         )
         self.records.append(record)
+        self.on_request(len(self.records))
         outcome = Outcome(start=now)
         asking = self._over_http if face == "http" else self._over_grpc
         task = asyncio.create_task(asking(record, outcome))
@@ -161,7 +171,7 @@ class Load:
         return record
 
     def _judge(self, record: Record, outcome: Outcome) -> None:
-        """What came has to be right, also where the rest was not waited for."""
+        """Compares the tokens that came, also those of a request that was cancelled."""
         expected = list(self._answers[record.question])
         found = outcome.token_ids
         if found != expected[: len(found)]:
@@ -226,7 +236,7 @@ class Load:
 
 
 def how_it_failed(error: str) -> End:
-    """What a client makes of an error: did the server say it, or did the connection break?"""
+    """Tells errors that the server reported from connections that broke."""
     if error.startswith("ValueError: status 429") or "RESOURCE_EXHAUSTED" in error:
         return "refused"
     if error.startswith("ValueError: status 503"):

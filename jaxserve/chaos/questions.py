@@ -1,13 +1,16 @@
 """Requests whose answers are known: prompts of source code, completed greedily or with a seed.
 
-`python -m jaxserve.chaos.questions --config FILE --result FILE` writes their answers, as one
-colocated engine without a fleet gives them. Used by `storm.py`.
+`python -m jaxserve.chaos.questions --config FILE --questions FILE --result FILE` writes their
+answers, as one colocated engine without a fleet and without a prefix cache gives them. Used by
+`storm.py`.
 """
 
 import argparse
 import os
 import random
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +34,11 @@ WORDS = (
 LONG = 6
 """Words of a prompt that fills several pages."""
 TOKENS = (24, 40, 64, 96)
+SHORT = (4, 8, 16, 24)
+"""Lengths of answers where prompts share prefixes: the prompts are the load then."""
+SYSTEM_WORDS = (2, 4, 8)
+SYSTEM_TOKENS = (16, 24, 40, 64)
+"""Words, or token ids, of a system prompt: one to several full pages."""
 SECONDS = 600.0
 COLOCATED = (
     "mode=colocated",
@@ -43,6 +51,7 @@ COLOCATED = (
     "prefill.workers=0",
     "fleet.prefill=[]",
     "fleet.domains=[]",
+    "cache.prefix=false",
 )
 
 
@@ -51,8 +60,8 @@ class Question(msgspec.Struct, frozen=True):
 
     Attributes:
       prompt: text, or token ids.
-      tokens: of the answer.
-      seed: of the draws; None: greedy.
+      tokens: length of the answer.
+      seed: seed of the sampling; None: greedy.
     """
 
     prompt: str | list[int]
@@ -67,14 +76,21 @@ class Question(msgspec.Struct, frozen=True):
         return {"temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.3, "seed": self.seed}
 
 
-def questions(seed: int, count: int, longest: int, vocab: int = 0) -> list[Question]:
-    """So many different ones, half of them greedy.
+def questions(
+    seed: int, count: int, longest: int, vocab: int = 0, systems: int = 0
+) -> list[Question]:
+    """Draws different questions, half of them greedy.
 
     Args:
-      longest: tokens of an answer, at most.
-      vocab: of a model without words: prompts are token ids below this; 0: texts.
+      count: number of questions.
+      longest: most tokens of an answer.
+      vocab: for a model without words: prompts are token ids below this; 0: texts.
+      systems: number of system prompts, with one of which each prompt begins; 0: prompts share no
+        prefix.
     """
     draw = random.Random(seed)
+    if systems:
+        return _sharing(draw, count, longest, vocab, systems)
     found = []
     for number in range(count):
         words = LONG if number % 3 == 0 else 1
@@ -88,16 +104,44 @@ def questions(seed: int, count: int, longest: int, vocab: int = 0) -> list[Quest
     return found
 
 
+def _sharing(
+    draw: random.Random, count: int, longest: int, vocab: int, systems: int
+) -> list[Question]:
+    """Questions that begin with one of several system prompts."""
+    begins: list[str | list[int]] = []
+    for number in range(systems):
+        if vocab:
+            begins.append([draw.randrange(vocab) for _ in range(draw.choice(SYSTEM_TOKENS))])
+        else:
+            words = draw.sample(WORDS, draw.choice(SYSTEM_WORDS))
+            begins.append("\n".join([f"# system {number}", *words]))
+    found = []
+    for number in range(count):
+        begin = begins[draw.randrange(systems)]
+        length = draw.choice((1, 1, LONG))
+        prompt: str | list[int]
+        if isinstance(begin, str):
+            prompt = "\n".join([begin, f"# {number}", *draw.sample(WORDS, length)])
+        else:
+            prompt = [*begin, *(draw.randrange(vocab) for _ in range(7 * length))]
+        tokens = min(longest, draw.choice(SHORT))
+        found.append(Question(prompt, tokens, draw.randrange(2**31) if number % 2 else None))
+    return found
+
+
 def answers(
     asked: Sequence[Question], config: str | None, model: str | None, sets: Sequence[str]
 ) -> list[list[int]]:
-    """Token ids of each answer, from a process of its own; raises as `run_worker`."""
-    arguments = ["--questions", msgspec.json.encode(asked).decode()]
-    for name, value in (("--config", config), ("--model", model)):
-        arguments += [name, value] if value is not None else []
-    for one in sets:
-        arguments += ["--set", one]
-    found = run_worker(Worker("jaxserve.chaos.questions", arguments), SECONDS)
+    """Returns the token ids of each answer, from a process of its own; raises as `run_worker`."""
+    with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as folder:
+        file = Path(folder, "questions.json")
+        file.write_bytes(msgspec.json.encode(asked))
+        arguments = ["--questions", str(file)]
+        for name, value in (("--config", config), ("--model", model)):
+            arguments += [name, value] if value is not None else []
+        for one in sets:
+            arguments += ["--set", one]
+        found = run_worker(Worker("jaxserve.chaos.questions", arguments), SECONDS)
     return msgspec.convert(found["answers"], list[list[int]])
 
 
@@ -111,7 +155,7 @@ def _main() -> None:
     parser.add_argument("--questions", required=True)
     parser.add_argument("--result")
     options = parser.parse_args()
-    asked = msgspec.json.decode(options.questions, type=list[Question])
+    asked = msgspec.json.decode(Path(options.questions).read_bytes(), type=list[Question])
     deployment = read_deployment(options.config, options.model, [*options.set, *COLOCATED])
     with writing(options.result) as result, LLM(deployment) as llm:
         outputs = llm.generate(

@@ -1,4 +1,4 @@
-"""A storm: a deployment under load, one fault after the other, and what became of it.
+"""A storm: a deployment under load, one fault after the other, and the results.
 
 Called by `__main__.py`. `schedule.py` says what goes wrong, `faults.py` does it, `load.py` asks and
 compares, `figures.py` judges.
@@ -20,7 +20,7 @@ from jaxserve.bench.workers import BenchError
 from jaxserve.chaos.deployment import Deployment
 from jaxserve.chaos.faults import happening
 from jaxserve.chaos.figures import Event, Found
-from jaxserve.chaos.load import Load
+from jaxserve.chaos.load import Face, Load
 from jaxserve.chaos.questions import Question
 from jaxserve.chaos.resources import Census
 from jaxserve.chaos.schedule import Fault, draw
@@ -38,16 +38,20 @@ _TOUCHED = re.compile(r"chaos-(\d+)")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done.
+    """Load and faults of a storm.
 
     Attributes:
-      seed: of everything.
-      kinds: of faults.
+      seed: seed of everything that is drawn.
+      kinds: kinds of faults.
       only: roles whose processes are the victims; empty: all.
-      minutes: after which no further fault begins.
-      most: faults.
-      clients: that ask at the same time.
+      minutes: time after which no further fault begins.
+      most: number of faults at most.
+      clients: clients that ask at the same time.
       calm: seconds of undisturbed load at the beginning.
+      requests: requests after which the load ends; nothing goes wrong then. 0: a storm.
+      resets: resets of all prefix caches, evenly spread over the requests.
+      cancelled: part of the requests that clients cancel.
+      faces: faces that clients use in turn.
     """
 
     seed: int
@@ -57,6 +61,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 10**9
     clients: int = 8
     calm: float = 8.0
+    requests: int = 0
+    resets: int = 0
+    cancelled: float = 0.1
+    faces: Sequence[Face] = ("http", "grpc")
 
 
 class Storm:
@@ -64,8 +72,9 @@ class Storm:
 
     Args:
       deployment: started with `--apart` where links are to be disturbed.
-      plan: what is to be done.
-      asked, answers: of the load.
+      plan: load and faults.
+      asked, answers: questions and their right answers.
+      admin: address of the router's admin port, where prefix caches are reset.
     """
 
     def __init__(
@@ -74,11 +83,21 @@ class Storm:
         plan: Plan,
         asked: Sequence[Question],
         answers: Sequence[Sequence[int]],
+        admin: str = "",
     ):
-        self._deployment, self._plan = deployment, plan
+        self._deployment, self._plan, self._admin = deployment, plan, admin
         addresses = deployment.addresses()
         self._http = addresses["http"]
-        self._load = Load(asked, answers, self._http, addresses["grpc"], plan.seed)
+        self._load = Load(
+            asked,
+            answers,
+            self._http,
+            addresses["grpc"],
+            plan.seed,
+            cancelled=plan.cancelled,
+            faces=plan.faces,
+            most=plan.requests or 10**9,
+        )
         self.events: list[Event] = []
         self._late: list[str] = []
         self._faces = 0
@@ -120,6 +139,46 @@ class Storm:
             loads=census.loads,
             left=await asyncio.to_thread(what_is_left, self._http),
             late=self._late,
+        )
+
+    async def judge(self) -> Found:
+        """Asks `Plan.requests` requests, resets the prefix caches meanwhile, and breaks nothing.
+        SIGINT and SIGTERM end it early; what was found up to then is kept."""
+
+        def stop() -> None:
+            self._load.stopping = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        places = {
+            (number + 1) * self._plan.requests // (self._plan.resets + 1)
+            for number in range(self._plan.resets)
+        }
+        resets: list[asyncio.Task[None]] = []
+
+        def asked(count: int) -> None:
+            if count in places:
+                reset = asyncio.to_thread(_post, self._admin, "/reset_prefix_cache")
+                resets.append(asyncio.create_task(reset))
+
+        self._load.on_request = asked
+        begin = time.perf_counter()
+        await self._load.run(self._plan.clients)
+        calm = begin, time.perf_counter()
+        failed = [one for one in await asyncio.gather(*resets, return_exceptions=True) if one]
+        self._late += [f"a reset of the prefix caches: {error}" for error in failed]
+        await asyncio.sleep(SETTLE_SECONDS)
+        if found := await asyncio.to_thread(problems, self._http):
+            self._late.append(f"at the end: {found}")
+        load = (_get(self._http, "/pipeline") or {"load": {}})["load"]
+        return Found(
+            events=[],
+            records=self._load.records,
+            calm=calm,
+            left=await asyncio.to_thread(what_is_left, self._http),
+            late=self._late,
+            resets=len(resets) - len(failed),
+            handed=sum(worker["pages_tokens"] for worker in load.get("workers", [])),
         )
 
     @contextlib.asynccontextmanager
@@ -225,18 +284,24 @@ class Storm:
 
 
 def problems(http: str) -> list[str] | None:
-    """What /health says is wrong; None: nobody answers."""
+    """Problems that /health reports; None: it does not answer."""
     found = _get(http, "/health")
     return None if found is None else found.get("problems", [])
 
 
 def what_is_left(http: str) -> str:
-    """Names of the counts that are not zero although nobody asks any more."""
+    """Names of the counts that are not zero although no client asks any more."""
     load = (_get(http, "/pipeline") or {"load": {"running": "unknown"}})["load"]
     left = {name: load.get(name) for name in ("running", "waiting", "prompts", "held")}
     for worker in load.get("workers", []):
         left[f"routed_{worker['role']}_{worker['name']}"] = worker["routed"]
     return " ".join(f"{name}={value}" for name, value in left.items() if value)
+
+
+def _post(http: str, path: str) -> None:
+    request = urllib.request.Request(f"http://{http}{path}", method="POST")
+    with urllib.request.urlopen(request, timeout=HEALTH_SECONDS) as answer:
+        answer.read()
 
 
 def _get(http: str, path: str) -> Any:

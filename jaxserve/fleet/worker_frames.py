@@ -1,7 +1,7 @@
 """What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
 
     router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
-                                | Drain | Become | AskPipeline | Echo)*
+                                | Drain | Become | AskPipeline | Reset | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
 Every request has an id that its router made for this attempt to run it, different from all others'.
@@ -163,6 +163,10 @@ class AskPipeline(Frame):
     """Asks for a view of the steps measured last; answered by `Pipeline`."""
 
 
+class Reset(Frame):
+    """Has a worker forget what its prefix caches have; not answered."""
+
+
 class Echo(Frame):
     """Comes back as it is: the process lives."""
 
@@ -234,6 +238,7 @@ FromRouter = (
     | Drain
     | Become
     | AskPipeline
+    | Reset
     | Echo
 )
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo

@@ -64,6 +64,7 @@ class WorkerEngine(Protocol):
     def withdraw(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
     def renew(self, hand_off: str) -> None: ...
+    def reset_prefix_cache(self) -> int: ...
     def submit(
         self,
         prompt: list[int],
@@ -349,6 +350,9 @@ class RouterConnection:
                 self._port.becomes(domain, why)
             case frames.AskPipeline():
                 self.post(frames.Pipeline(self._engine.pipeline()))
+            case frames.Reset():  # waits for the engine's thread, as compiling does
+                with contextlib.suppress(RuntimeError):  # the pool is shut down
+                    self._port.compiling.submit(self._engine.reset_prefix_cache)
             case frames.Echo():
                 self.post(frame)
             case frames.Join():

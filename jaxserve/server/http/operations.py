@@ -81,8 +81,9 @@ class Rebalance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PrefixCacheReset(msgspec.Struct, kw_only=True):
     """The answer of /reset_prefix_cache."""
 
-    freed_pages: int
-    """Pages that are free by it; those that running requests use are freed by these."""
+    freed_pages: int | None
+    """Pages that are free by it; those that running requests use are freed by these. A router tells
+    its workers and does not wait for them: null."""
 
 
 class ExpertMover(Protocol):

@@ -30,6 +30,22 @@ def test_back_is_the_longest_wait_from_the_fault_on():
     assert back(event(), 11.0, records) == 1.0, "what comes after the next fault is that one's"
 
 
+def test_a_judge_breaks_nothing_and_counts_what_it_did():
+    found = Found(
+        events=[],
+        records=[record(0, 1.0, [2.0]), record(1, 1.0, [2.0], "wrong", why="[3] instead of [4]")],
+        calm=(0.0, 9.0),
+        resets=2,
+        handed=640,
+    )
+    (part,) = parts(found)
+    values = {measure.name: measure.value for measure in part.measures}
+    assert (values["requests"], values["right"], values["wrong"]) == (2, 1, 1)
+    assert values["resets of the prefix caches"] == 2
+    assert values["tokens handed over by prefill workers"] == 640
+    assert missed([part]) == ["all: wrong"]
+
+
 def test_gaps_of_those_that_lost_their_worker_are_not_others():
     steady = record(0, 0.0, [1.0, 1.25, 1.5, 3.0])
     touched = record(1, 0.0, [0.5, 2.5])

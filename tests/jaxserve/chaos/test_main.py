@@ -15,6 +15,10 @@ from jaxserve.errors import ConfigError
         (["--config", "configs/demo-fleet.yaml", "--kills", "0"], "--kills 0"),
         (["--config", "configs/demo-fleet.yaml", "--minutes", "-1"], "--minutes -1"),
         (["--faults", "kill"], "--config or --model"),
+        (["--config", "configs/demo-fleet.yaml", "--faces", "http,smtp"], "--faces: smtp"),
+        (["--config", "configs/demo-fleet.yaml", "--cancelled", "1.5"], "--cancelled 1.5"),
+        (["--config", "configs/demo-fleet.yaml", "--resets", "2"], "only with --requests"),
+        (["--config", "configs/demo-fleet.yaml", "--requests", "0"], "--requests 0"),
     ],
 )
 def test_wrong_options(arguments, said, capsys):

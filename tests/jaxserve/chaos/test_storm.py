@@ -69,6 +69,16 @@ def test_a_router_and_a_domain_are_killed(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
+def test_requests_that_share_system_prompts(tiny_model, tmp_path):
+    overrides = {"domains": 2, "prefill.workers": 1, "prefill.cache": {"page_size": 16}}
+    options = ("--requests", "400", "--systems", "4", "--questions", "60", "--resets", "4")
+    found, said = storm(tiny_model, tmp_path, overrides, *options, "--clients", "16")
+    check(found, said)
+    assert found["all"]["resets of the prefix caches"] == 4
+    assert found["all"]["tokens handed over by prefill workers"] > 1000
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(LONG_SECONDS + 100)
 def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_path):
     overrides = {"domains": 2, "prefill.workers": 1, "attention.dp": 2}

@@ -76,6 +76,7 @@ class FakeWorkerEngine:
         self.renewed: list[str] = []
         self.submits: list[tuple[list[int], list[int], PagesSource | None]] = []
         self.prefilled: list[list[int]] = []
+        self.resets = 0
         self.gate.set()
         self._lock = threading.RLock()
         self._callbacks: list[Callable[[EngineFailedError], None]] = []
@@ -91,6 +92,10 @@ class FakeWorkerEngine:
 
     def pipeline(self) -> PipelineView:
         return PipelineView(steps=7)
+
+    def reset_prefix_cache(self) -> int:
+        self.resets += 1
+        return 0
 
     def model_info(self) -> dict[str, Any]:
         info = {"model": "fake", "vocab_size": VOCAB, "max_length": 200, "dtype": "float32"}
