@@ -26,9 +26,9 @@ from jaxserve.errors import (
     OverloadedError,
 )
 from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer, pause
+from jaxserve.server.structured_outputs import FIELD
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
-from jaxserve.text.grammars import FIELD
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.token_engine import StepLoop, TokenEngine
 

@@ -25,8 +25,9 @@ from jaxserve.server.access import prefix_salt
 from jaxserve.server.front_end import DeadlineError, FrontEnd, Job, SlowReaderError, Source
 from jaxserve.server.interceptors import Refusals, tenant
 from jaxserve.server.status import StatusError, status_error
+from jaxserve.server.structured_outputs import FIELD, form
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
-from jaxserve.text.grammars import FIELD, Grammars, form
+from jaxserve.text.grammars import Grammars
 from jaxserve.text.output import GenerationOutput
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}

@@ -1,25 +1,17 @@
-"""A process that renders chat templates with Jinja2, as transformers does, within limits.
+"""Renders chat templates with Jinja2, as transformers does.
 
 Templates are programs that come with a model (or, where that is allowed, with a request). Jinja2's
-sandbox keeps them from Python's objects; this process keeps them from everything else: it has no
-network and no environment, may write no file, and its memory and the time of a rendering are
-bounded. Started by `template.py` with a socket as its standard input; ends when that is closed.
+sandbox keeps them from Python's objects; the process (`limited_worker.py`) keeps them from
+everything else.
 
-A frame is four bytes of length and JSON. A request has `source` and `values` (null: only parse);
-the answer has one of `text`, `variables`, `refusal` (what the template raised) and `error`.
+A request has `source` and `values` (null: only parse). The answer has one of `text`, `variables`,
+`refusal` (the message that the template raised) and `error`.
 """
 
 import datetime
 import functools
 import json
-import math
-import resource
-import signal
-import socket
-import struct
-import sys
-import time
-import types
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,18 +22,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-MEMORY_BYTES = 2**29
-CPU_SECONDS = 2.0
-"""Of one rendering; an ordinary one takes less than a millisecond."""
 MAX_CHARACTERS = 2**25
 KEPT = 16
 """Compiled templates."""
-LENGTH = struct.Struct("!I")
 FILE = "<template>"
-
-
-class OutOfTime(BaseException):
-    """The rendering takes too long; not an Exception, which Jinja2 may catch."""
 
 
 class Refusal(Exception):
@@ -119,86 +103,21 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         text = compiled.render(values)
     except Refusal as refusal:
         return {"refusal": str(refusal)}
-    except OutOfTime:
-        return {"error": f"it took more than {CPU_SECONDS:g} s"}
     except MemoryError:
-        return {"error": f"it took more than {MEMORY_BYTES >> 20} MiB"}
+        raise
     except RecursionError:
         return {"error": "it calls itself too deeply"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:
-        line = _line(error.__traceback__)
+        line = _line(error)
         return {"error": f"line {line}: {error}" if line else f"{type(error).__name__}: {error}"}
     if len(text) > MAX_CHARACTERS:
         return {"error": f"it wrote more than {MAX_CHARACTERS} characters"}
     return {"text": text}
 
 
-def _line(traceback: types.TracebackType | None) -> int:
+def _line(error: Exception) -> int:
     """The template's line that failed; 0 if none is known."""
-    line = 0
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == FILE:
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return line
-
-
-def _limit() -> None:
-    for kind, most in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (most, most))
-
-
-def _limit_time() -> None:
-    """For the next rendering; one that does not hear the signal ends with the process."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    most = math.ceil(time.process_time() + 2 * CPU_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _out_of_time(number: int, frame: types.FrameType | None) -> None:
-    raise OutOfTime
-
-
-def receive(peer: socket.socket, size: int) -> bytes:
-    """Reads so many bytes; raises EOFError where the other end is closed before."""
-    data = bytearray()
-    while len(data) < size:
-        part = peer.recv(min(size - len(data), 2**20))
-        if not part:
-            raise EOFError("it ended")
-        data += part
-    return bytes(data)
-
-
-def main() -> int:
-    """Serves the socket at standard input until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the server ends this process
-    signal.signal(signal.SIGPROF, _out_of_time)
-    _limit()
-    peer = socket.socket(fileno=0)
-    while True:
-        reply: dict[str, Any]
-        try:
-            body = receive(peer, *LENGTH.unpack(receive(peer, LENGTH.size)))
-        except EOFError:
-            return 0
-        try:
-            _limit_time()
-            reply = answer(json.loads(body))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        except OutOfTime:
-            reply = {"error": f"it took more than {CPU_SECONDS:g} s"}
-        except MemoryError:
-            reply = {"error": f"it took more than {MEMORY_BYTES >> 20} MiB"}
-        written = json.dumps(reply).encode()
-        peer.sendall(LENGTH.pack(len(written)) + written)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == FILE), 0)

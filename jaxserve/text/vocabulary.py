@@ -65,17 +65,11 @@ class TokenizersVocabulary:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=0)
-        self._added = {
-            token_id: token.content
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         decoder = json.loads(tokenizer.to_str())["decoder"]
         self._letters = _byte_letters() if '"ByteLevel"' in json.dumps(decoder) else None
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
+        self.special_ids = frozenset(token_id for token_id in added if added[token_id].special)
 
     @classmethod
     def from_file(cls, path: Path) -> "TokenizersVocabulary":

@@ -11,8 +11,10 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.requests import ChatRequest, GenerationFields, SamplingFields
 from jaxserve.server.http.service import Service
+from jaxserve.server.structured_outputs import ANY_OBJECT, form
+from jaxserve.text import structured
 from jaxserve.text.answers import AnswerFormat
-from jaxserve.text.grammars import ANY_OBJECT, Compile, form
+from jaxserve.text.grammars import Form
 from jaxserve.text.structured import JSON_OPTIONS, TokenGrammar, TokenRules, quoted
 
 
@@ -134,13 +136,11 @@ async def forced_call(
         raise InvalidRequestError("tool_choice.function.name", f"{asked} is no tool")
     start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)}) {quoted(calls.end)}"
     lark = "\n".join([start, *rules])
-    return await _compiled(service, "tools", lambda compiler: compiler.lark(lark), begins_after)
+    return await _compiled(service, "tools", lambda: structured.lark(lark), begins_after)
 
 
-async def _compiled(
-    service: Service, field: str, compile_it: Compile, begins_after: bytes
-) -> TokenGrammar:
-    found = await service.ready().grammars.compiled(field, compile_it)
+async def _compiled(service: Service, field: str, asked: Form, begins_after: bytes) -> TokenGrammar:
+    found = await service.ready().grammars.compiled(field, asked)
     return found.after(begins_after) if begins_after else found
 
 
@@ -152,21 +152,21 @@ def _function(tool: dict[str, Any], index: int) -> tuple[str, Any]:
     return function["name"], function.get("parameters") or ANY_OBJECT
 
 
-def _response_format(request: GenerationFields) -> tuple[str, Compile] | None:
+def _response_format(request: GenerationFields) -> tuple[str, Form] | None:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "structural_tag":
         return form({"structural_tag": msgspec.structs.asdict(wanted)})
     if wanted.type == "json_object":
-        return "response_format", lambda compiler: compiler.json_schema(ANY_OBJECT)
+        return "response_format", lambda: structured.json_schema(ANY_OBJECT)
     if wanted.json_schema is None:
         raise InvalidRequestError("response_format.json_schema", "is missing")
     schema = wanted.json_schema.schema or {}
-    return "response_format.json_schema.schema", lambda compiler: compiler.json_schema(schema)
+    return "response_format.json_schema.schema", lambda: structured.json_schema(schema)
 
 
-def _structured_outputs(request: GenerationFields) -> tuple[str, Compile] | None:
+def _structured_outputs(request: GenerationFields) -> tuple[str, Form] | None:
     wanted = request.structured_outputs
     older = {
         "json": request.guided_json,

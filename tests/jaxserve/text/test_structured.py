@@ -1,11 +1,20 @@
 """Masks against what a text may be, and hostile grammars against the clock."""
 
+import asyncio
+import functools
 import json
+import subprocess
+import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.structured_outputs import form
+from jaxserve.text import structured
+from jaxserve.text.grammars import Grammars
 from jaxserve.text.structured import GrammarCompiler, GrammarError, TokenGrammar
 from tests.jaxserve.text.letters import EOS, LETTERS, ids_of
 
@@ -13,9 +22,16 @@ SECONDS = 10
 """No grammar takes longer, however hostile and however busy the machine."""
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(LETTERS, 300)
+COMPILER = GrammarCompiler(LETTERS, 300)
+
+
+def compiled(kind: str, source: Any) -> TokenGrammar:
+    return COMPILER.grammar(getattr(structured, kind)(source))
+
+
+choice, regex, lark, json_schema = (
+    functools.partial(compiled, kind) for kind in ("choice", "regex", "lark", "json_schema")
+)
 
 
 def allowed(grammar: TokenGrammar) -> str:
@@ -34,67 +50,67 @@ def follow(grammar: TokenGrammar, text: str) -> TokenGrammar:
     return grammar
 
 
-def test_a_choice(compiler: GrammarCompiler) -> None:
-    grammar = compiler.choice(["red", "green", 'a"\n\\é'])
+def test_a_choice() -> None:
+    grammar = choice(["red", "green", 'a"\n\\é'])
     assert sorted(allowed(grammar)) == ["a", "g", "r"]
     assert allowed(follow(grammar, "gr")) == "e"
     assert not grammar.finished
     follow(grammar, "een")
     assert grammar.finished
-    assert follow(compiler.choice(["red", 'a"\n\\é']), 'a"\n\\é').finished
+    assert follow(choice(["red", 'a"\n\\é']), 'a"\n\\é').finished
 
 
-def test_a_regular_expression(compiler: GrammarCompiler) -> None:
-    grammar = compiler.regex("[ab]{2,3}")
+def test_a_regular_expression() -> None:
+    grammar = regex("[ab]{2,3}")
     assert sorted(allowed(grammar)) == ["a", "b"]
     assert sorted(allowed(follow(grammar, "ab"))) == ["$", "a", "b"]
     assert follow(grammar, "b").finished
 
 
-def test_a_grammar(compiler: GrammarCompiler) -> None:
-    grammar = compiler.lark('start: "(" start ")" | "x"')
+def test_a_grammar() -> None:
+    grammar = lark('start: "(" start ")" | "x"')
     assert follow(grammar, "((x))").finished
 
 
-def test_a_schema(compiler: GrammarCompiler) -> None:
+def test_a_schema() -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 5}},
         "required": ["n"],
         "additionalProperties": False,
     }
-    grammar = follow(compiler.json_schema(schema), '{"n":')
+    grammar = follow(json_schema(schema), '{"n":')
     assert sorted(allowed(grammar).strip()) == sorted("345")
     assert follow(grammar, "4}").finished
-    assert follow(compiler.json_schema(json.dumps(schema)), '{"n": 5}').finished
+    assert follow(json_schema(json.dumps(schema)), '{"n": 5}').finished
 
 
-def test_white_space_ends(compiler: GrammarCompiler) -> None:
-    grammar = follow(compiler.json_schema({"type": "object"}), "{" + " " * 20)
+def test_white_space_ends() -> None:
+    grammar = follow(json_schema({"type": "object"}), "{" + " " * 20)
     assert " " not in allowed(grammar)
 
 
-def test_a_token_that_may_not_come(compiler: GrammarCompiler) -> None:
+def test_a_token_that_may_not_come() -> None:
     with pytest.raises(GrammarError):
-        follow(compiler.choice(["red"]), "x")
+        follow(choice(["red"]), "x")
 
 
-def test_the_end_id_ends(compiler: GrammarCompiler) -> None:
-    grammar = follow(compiler.regex("a+"), "a")
+def test_the_end_id_ends() -> None:
+    grammar = follow(regex("a+"), "a")
     grammar.accept(EOS)
     assert grammar.finished
 
 
-def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
-    grammar = compiler.choice(["red", "green"])
+def test_copies_go_their_own_ways() -> None:
+    grammar = choice(["red", "green"])
     copy = grammar.copy()
     follow(grammar, "r")
     assert sorted(allowed(copy)) == ["g", "r"]
-    assert sorted(allowed(compiler.choice(["red", "green"]))) == ["g", "r"]  # nor the kept one
+    assert sorted(allowed(choice(["red", "green"]))) == ["g", "r"]  # nor the kept one
 
 
-def test_it_may_begin_later(compiler: GrammarCompiler) -> None:
-    grammar = compiler.choice(["red", "green"]).after(b"</think>")
+def test_it_may_begin_later() -> None:
+    grammar = choice(["red", "green"]).after(b"</think>")
     copy = follow(grammar.copy(), "no red </thin")
     assert len(allowed(copy)) > 250
     assert not copy.finished
@@ -121,13 +137,104 @@ def test_it_may_begin_later(compiler: GrammarCompiler) -> None:
         ("choice", ["x" * 70_000]),
     ],
 )
-def test_what_is_refused(compiler: GrammarCompiler, kind: str, source: object) -> None:
+def test_what_is_refused(kind: str, source: object) -> None:
     start = time.monotonic()
     with pytest.raises(GrammarError) as caught:
-        getattr(compiler, kind)(source)
+        compiled(kind, source)
     assert time.monotonic() - start < SECONDS
     assert 0 < len(str(caught.value)) <= 300
     assert "\n" not in str(caught.value)
+
+
+def chained(count: int) -> str:
+    """Rules that each refer to the next one."""
+    rules = [f'r{i}: "x" | r{i + 1}' for i in range(count - 2)]
+    return "\n".join(["start: r0", *rules, f'r{count - 2}: "y"'])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_a_chain_of_rules_does_not_end_the_process() -> None:
+    """llguidance overflows the stack of the thread that compiles this."""
+    program = (
+        "import asyncio\n"
+        "from jaxserve.text.grammars import Grammars\n"
+        "from jaxserve.server.structured_outputs import form\n"
+        "from tests.jaxserve.text.letters import LETTERS\n"
+        "from tests.jaxserve.text.test_structured import chained\n"
+        "grammars = Grammars(LETTERS, 300)\n"
+        "try:\n"
+        "    asyncio.run(grammars.compiled(*form({'grammar': chained(3000)})))\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    message = "structured_outputs.grammar: 3000 rules, at most 1000 are allowed\n"
+    assert (done.returncode, done.stdout) == (0, message)
+
+
+DEEP = r"^it took more than 1024 KiB of stack: it is nested too deeply$"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("lark", chained(1001), r"^1001 rules, at most 1000 are allowed$"),
+        ("lark", "\n".join(f"  !?T{i}: /a/" for i in range(1001)), r"^1001 rules, at most 1000"),
+        ("lark", chained(1000), DEEP),
+        ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, r"too deeply nested"),
+        ("json_schema", nested(1000), r"^is nested (more than|1000 deep, at most) 128"),
+        ("json_schema", json.dumps(nested(129)), r"^is nested 129 deep, at most 128 is allowed$"),
+        ("json_schema", '{"x":' * 9000, r"^is nested 9000 deep, at most 128 is allowed$"),
+        ("json_schema", '{"' + '\\"[' * 20000, r"^EOF while parsing a string"),
+        ("regex", "(" * 30000, r"invalid regex"),
+    ],
+)
+def test_a_limit_is_named(kind: str, source: object, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compiled(kind, source)
+
+
+def test_brackets_in_texts_do_not_nest() -> None:
+    assert follow(json_schema({"const": "[" * 200}), '"' + "[" * 200 + '"').finished
+    assert allowed(json_schema(nested(40)))
+
+
+PRIMES = "start: T\nT: " + " & ".join(
+    f"/([ab]{{{n}}})*a?/" for n in (7, 11, 13, 17, 19, 23, 29, 31)
+)
+"""llguidance looks for a text that all of these match, for a minute and in gigabytes."""
+
+
+def test_others_do_not_wait_for_a_grammar_that_takes_too_long() -> None:
+    async def scenario() -> None:
+        good, bad = form({"choice": ["red", "green"]}), form({"grammar": PRIMES})
+        await grammars.compiled(*good)
+        slow = asyncio.create_task(grammars.compiled(*bad))
+        await asyncio.sleep(0)  # begins to compile
+        assert sorted(allowed(await grammars.compiled(*good))) == ["g", "r"]
+        assert not slow.done()
+        with pytest.raises(InvalidRequestError, match=r"grammar: it took more than 2 s$"):
+            await slow
+        assert sorted(allowed(await grammars.compiled(*form({"regex": "a"})))) == ["a"]
+
+    grammars = Grammars(LETTERS, 300)
+    asyncio.run(scenario())
+    grammars.close()
+
+
+def test_as_many_grammars_are_kept_as_there_is_room_for() -> None:
+    compiler = GrammarCompiler(LETTERS, 300)
+    sources = [structured.regex(f"a{{{n}}}") for n in range(1, structured.KEPT + 2)]
+    for source in sources:
+        compiler.grammar(source)
+        assert compiler.kept(sources[0]) is not None  # used now and then, so not the first to go
+    assert [compiler.kept(source) is None for source in sources] == [False, True, *[False] * 63]
 
 
 @pytest.mark.parametrize(
@@ -143,13 +250,11 @@ def test_what_is_refused(compiler: GrammarCompiler, kind: str, source: object) -
         ("lark", 'start: start start | "a"'),
     ],
 )
-def test_hostile_ones_take_bounded_steps(
-    compiler: GrammarCompiler, kind: str, source: object
-) -> None:
+def test_hostile_ones_take_bounded_steps(kind: str, source: object) -> None:
     """Each step is quick, or ends that request."""
     start = time.monotonic()
     try:
-        grammar = getattr(compiler, kind)(source)
+        grammar = compiled(kind, source)
         for _ in range(30):
             bits = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little")
             grammar.accept(int(np.flatnonzero(bits)[-1]))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from jaxserve.text import template
 from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
 from tests.jaxserve.text.conversations import CONVERSATIONS, OBJECT_CONVERSATIONS, TOOLS
 from tests.jaxserve.text.jinja2_oracle import jinja2_render
@@ -180,15 +179,6 @@ def test_an_endless_rendering_ends_and_the_next_one_works() -> None:
     with pytest.raises(TemplateError, match=r"^it took more than 2 s$"):
         render(LOOPS)
     assert render("{{ 1 + 1 }}") == "2"
-
-
-def test_a_worker_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ANSWER_SECONDS", 0.2)
-    worker = template._Worker()
-    with pytest.raises(TemplateError, match=r"^it took too much time or memory$"):
-        worker.ask(LOOPS, {})
-    monkeypatch.setattr(template, "ANSWER_SECONDS", 60.0)
-    assert worker.ask("{{ x }}", {"x": 5}) == {"text": "5"}
 
 
 @pytest.mark.parametrize(

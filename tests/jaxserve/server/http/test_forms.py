@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from jaxserve.text.calls import CALL_FORMATS
-from tests.jaxserve.server.http.rig import SECONDS, TEMPLATE, HttpRig, events
+from tests.jaxserve.server.http.rig import SECONDS, TEMPLATE, HttpRig, events, until_first_event
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
 TOOLS = [
@@ -25,6 +25,7 @@ TOOLS = [
     }
     for name, key in (("add", "a"), ("bid", "b"))
 ]
+CHAIN = "\n".join([*(f'r{n}: "x" | r{n + 1}' for n in range(900)), 'r900: "y"'])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -100,6 +101,39 @@ def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "bid"
     assert json.loads(call["function"]["arguments"]) == {"b": 5}
+
+
+def nested(depth: int) -> dict:
+    return {} if depth == 1 else {"items": nested(depth - 1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"structured_outputs": {"grammar": "start: a\n" + 'a: "x" | a\n' * 3000}},
+            "structured_outputs.grammar: 3001 rules, at most 1000 are allowed",
+        ),
+        (
+            {"structured_outputs": {"grammar": "start: r0\n" + CHAIN}},
+            "structured_outputs.grammar: it took more than 1024 KiB of stack: "
+            "it is nested too deeply",
+        ),
+        (
+            {"structured_outputs": {"json": nested(700)}},
+            "structured_outputs.json: is nested 700 deep, at most 128 is allowed",
+        ),
+    ],
+)
+def test_a_hostile_grammar_is_refused_while_a_stream_goes_on(
+    rig: HttpRig, fields: dict, message: str
+) -> None:
+    rig.engine.allowed = 3
+    with rig.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as all_:
+        lines = until_first_event(all_)
+        assert rig.refused(**fields)["message"] == message
+        rig.engine.allowed = None
+        assert list(filter(None, lines))[-1] == "data: [DONE]"
 
 
 FAMILIES = [

@@ -1,0 +1,67 @@
+"""The structured outputs that clients ask for, as grammars for `Grammars.compiled`.
+
+Called by the handlers of both faces, whose requests have the field `structured_outputs`.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text import structured
+from jaxserve.text.grammars import Form
+from jaxserve.text.structured import GrammarError
+
+FIELD = "structured_outputs"
+"""The request field of both faces that asks for one."""
+MAX_CHOICES = 1024
+ANY_OBJECT = {"type": "object"}
+
+
+def form(asked: Mapping[str, Any]) -> tuple[str, Form]:
+    """The request field of the structured output that a client asks for, and its grammar.
+
+    Args:
+      asked: `json` (a schema, or its text), `json_object` (True), `regex`, `choice` (texts) and
+        `grammar` (Lark's), `structural_tag` (vLLM's, or its text); exactly one is set.
+
+    Raises:
+      InvalidRequestError: none is set, or several, or there are no or too many choices.
+    """
+    given = [name for name, value in asked.items() if value is not None and value is not False]
+    if len(given) != 1:
+        raise InvalidRequestError(FIELD, f"set one of {', '.join(asked)}")
+    (name,) = given
+    value = asked[name]
+    if name == "choice" and not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequestError(f"{FIELD}.choice", f"{len(value)} texts, not 1 to {MAX_CHOICES}")
+    forms: dict[str, Form] = {
+        "json": lambda: structured.json_schema(value),
+        "json_object": lambda: structured.json_schema(ANY_OBJECT),
+        "regex": lambda: structured.regex(value),
+        "choice": lambda: structured.choice(value),
+        "grammar": lambda: structured.lark(value),
+        "structural_tag": lambda: structured.structural_tags(_tags(value)),
+    }
+    return f"{FIELD}.{name}", forms[name]
+
+
+def _tags(asked: Any) -> list[llguidance.StructTag]:
+    """`{"structures": [{"begin", "schema", "end"}], "triggers": [text]}`, or its JSON text."""
+    try:
+        found = json.loads(asked) if isinstance(asked, str) else asked
+        return [
+            llguidance.StructTag(
+                trigger=next(mark for mark in found["triggers"] if one["begin"].startswith(mark)),
+                begin=one["begin"],
+                grammar=one["schema"],
+                end=one["end"],
+            )
+            for one in found["structures"]
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError, StopIteration, RecursionError):
+        raise GrammarError(
+            "expected structures with begin (that starts with one of the triggers), schema and end"
+        ) from None

@@ -1,0 +1,49 @@
+"""Tries out whether llguidance can compile a grammar, in a process that may die of it.
+
+Run by `limited_worker.py`. The vocabulary has the model's special tokens and one token a byte: it
+is built quickly in each new process, and the work that kills is done before the vocabulary matters.
+
+A request has `grammar`, as llguidance's compiler takes it, and the other arguments of `_tokenizer`
+and of `llguidance.LLParserLimits`. The answer has `error`, empty where the grammar is fine.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+
+
+class _Tokens:
+    """A tokenizer with the interface that llguidance expects."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, eos: int, special: dict[int, str]):
+        self.eos_token_id = eos
+        self.special_token_ids = sorted(special)
+        names = [special.get(number, "").encode("latin-1") for number in range(vocab_size)]
+        self.tokens = [*names, *(bytes([byte]) for byte in range(256))]
+        self._bytes = vocab_size
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._bytes + byte for byte in text]
+
+
+@functools.lru_cache(1)
+def _tokenizer(
+    vocab_size: int, eos: int, special: tuple[tuple[int, str], ...]
+) -> llguidance.LLTokenizer:
+    tokens = _Tokens(vocab_size, eos, dict(special))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens), n_vocab=len(tokens.tokens))
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, str]:
+    """Compiles the grammar and computes its first mask."""
+    special = tuple((number, name) for number, name in request["special"])
+    tokenizer = _tokenizer(request["vocab_size"], request["eos"], special)
+    limits = llguidance.LLParserLimits(**request["limits"])
+    matcher = llguidance.LLMatcher(tokenizer, request["grammar"], limits=limits, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"error": matcher.get_error()}

@@ -1,0 +1,64 @@
+"""A process that meets a limit is replaced, and the error names the limit."""
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from jaxserve.text import limited_process
+from jaxserve.text.limited_process import LimitedProcess, LimitError
+
+TASK = """
+import os, signal, time
+
+def answer(request):
+    kind = request["kind"]
+    if kind == "memory":
+        bytearray(2**30)
+    if kind == "sleep":
+        time.sleep(60)
+    if kind == "exit":
+        os._exit(7)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[kind])
+    return {"pid": os.getpid(), "environment": dict(os.environ)}
+"""
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> LimitedProcess:
+    task = types.ModuleType("task")
+    task.__file__ = str(tmp_path / "task.py")
+    Path(task.__file__).write_text(TASK, encoding="utf-8")
+    return LimitedProcess(task)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
+    process: LimitedProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = process.ask({"kind": ""})["pid"]
+    assert process.ask({"kind": ""})["pid"] == first
+    before = descriptors()
+    for kind, message in (
+        ("SIGPROF", r"^it took more than 2 s$"),
+        ("SIGABRT", r"^it took more than 512 MiB$"),
+        ("SIGSEGV", r"^it took more than 1024 KiB of stack: it is nested too deeply$"),
+        ("exit", r"^its process ended$"),
+    ):
+        with pytest.raises(LimitError, match=message):
+            process.ask({"kind": kind})
+        assert process.ask({"kind": ""})["pid"] != first
+    assert process.ask({"kind": "memory"}) == {"error": "it took more than 512 MiB"}
+    monkeypatch.setattr(limited_process, "ANSWER_SECONDS", 0.5)
+    with pytest.raises(LimitError, match=r"^it took longer than 20 s$"):
+        LimitedProcess(process._task).ask({"kind": "sleep"})
+    assert descriptors() == before
+
+
+def test_a_process_does_not_see_the_environment(process: LimitedProcess) -> None:
+    assert process.ask({"kind": ""})["environment"] == {"LC_ALL": "C.UTF-8"}
