@@ -22,6 +22,7 @@ The policy:
 import bisect
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from jaxserve.config.deployment import Deployment
@@ -72,9 +73,9 @@ class Coordinator:
         self.requests: dict[str, Routed] = {}
         """By request id."""
         self._attempts: dict[str, Routed] = {}
-        self._queues: dict[str, list[Routed]] = {"waiting": [], "held": []}
+        # By place and weights: those that wait for weights that no worker has hold nothing up.
+        self._queues: defaultdict[tuple[str, str], list[Routed]] = defaultdict(list)
         self._estimates = self.placement.estimates
-        self.wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
         self.replays = 0
         """Requests that were begun again elsewhere because a worker was lost."""
         self.moves = 0
@@ -85,6 +86,14 @@ class Coordinator:
     def waiting(self) -> int:
         """Requests that no worker has, or whose pages are held for want of a domain."""
         return sum(map(len, self._queues.values()))
+
+    def _competing(self) -> int:
+        """Requests that wait for a worker which a new request could have instead."""
+        return sum(
+            len(queue)
+            for (place, weights), queue in self._queues.items()
+            if place == "waiting" and (not weights or self.placement.takes(weights))
+        )
 
     # ------------------------------------------------------------------------------- workers
 
@@ -155,7 +164,7 @@ class Coordinator:
             self.requests[job.request_id] = request
             return [self._adopt(request, *orphan)]
         try:
-            worker = self.placement.room_for(request, len(self._queues["waiting"]))
+            worker = self.placement.room_for(request, self._competing())
         except OverloadedError:
             self.refusals += 1
             raise
@@ -275,7 +284,7 @@ class Coordinator:
             ):
                 request.renew_at = now + self._pages.lease_seconds / 3
                 actions.append(SendRenew(request.prefill.name, request.source.hand_off))
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             for request in list(queue):
                 role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
                 seconds = self.placement.absent(role)
@@ -419,7 +428,8 @@ class Coordinator:
         if name == "waiting" and (not request.emitted or self._fleet.replay == "any_weights"):
             request.weights = ""
         request.placed_at = self._clock()
-        bisect.insort(self._queues[name], request, key=lambda other: other.rank)
+        queue = self._queues[name, request.weights]
+        bisect.insort(queue, request, key=lambda other: other.rank)
 
     def _leave_queue(self, request: Routed) -> None:
         """Counts how long it waited."""
@@ -435,10 +445,10 @@ class Coordinator:
         blocked: set[str] = set()
         first = [queue[:LOOK_AHEAD] for queue in self._queues.values()]
         for request in heapq.merge(*first, key=lambda request: request.rank):
-            needs = self.placement.alike(request)
+            needs = self.placement.needs(request)
             if needs in blocked:
                 continue
-            queue = self._queues[request.place]
+            queue = self._queues[request.place, request.weights]
             action = self._place(request)
             if action is None:
                 blocked.add(needs)

@@ -33,7 +33,7 @@ class Placement:
     def __init__(self, deployment: Deployment, clock: Callable[[], float]):
         self._prefill, self._pages = deployment.prefill, deployment.pages
         self._fleet, self._clock = deployment.fleet, clock
-        self._wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
+        self.wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
         self._roles: dict[WorkerRole, dict[str, Worker]] = {"prefill": {}, "domain": {}}
         self._absent: dict[WorkerRole, float | None] = dict.fromkeys(self._roles, clock())
         self._weights: dict[str, int] = {}  # digest → number
@@ -108,7 +108,7 @@ class Placement:
 
     def prefills(self, request: Routed) -> bool:
         """Whether a prefill worker is to compute the prompt, rather than a domain."""
-        if not self._wants_prefill or request.source is not None:
+        if not self.wants_prefill or request.source is not None:
             return False
         if request.direct or request.job.whole:
             return False
@@ -136,15 +136,12 @@ class Placement:
         return not domains or not prefills.isdisjoint(domains)
 
     def needs(self, request: Routed) -> str:
-        """What a request needs room in: of two that need the same, one finds none if the other
-        does not."""
-        if not self.prefills(request):
-            return "domain"
-        return "long prefill" if self._is_long(request) else "prefill"
-
-    def alike(self, request: Routed) -> str:
-        """The same of two requests where `needs` is, and the weights that they may run on."""
-        return f"{self.needs(request)} {request.weights}"
+        """Names what a request needs room in, and the weights that it may run on: where one request
+        finds no room, another with the same needs finds none."""
+        role = "domain"
+        if self.prefills(request):
+            role = "long prefill" if self._is_long(request) else "prefill"
+        return f"{role} {request.weights}"
 
     def cost(self, request: Routed, worker: Worker) -> float:
         """Of a request's prompt for a prefill worker."""

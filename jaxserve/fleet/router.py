@@ -167,11 +167,6 @@ class RouterEngine:
             self.connections.send(first.name, frames.AskPipeline())
         return self._view
 
-    def reset_prefix_cache(self) -> None:
-        """Tells every worker to forget what its prefix caches have, and does not wait for it."""
-        for address in self._workers():
-            self.connections.send(address, frames.Reset())
-
     def model_info(self) -> Mapping[str, Any]:
         """See `TokenEngine`."""
         return self._info
@@ -365,12 +360,10 @@ class RouterEngine:
             entry.queued = request.queued(output)
         if output.prompt_logprobs is not None:
             entry.scored = True
-        for name, value in (
-            ("request_id", request_id),
-            ("cached_tokens", entry.cached),
-            ("queue_seconds", entry.queued),
-        ):
-            msgspec.structs.force_setattr(output, name, value)  # it was made by the decoder
+        change = msgspec.structs.force_setattr  # the decoder made it: no other has it
+        change(output, "request_id", request_id)
+        change(output, "cached_tokens", entry.cached)
+        change(output, "queue_seconds", entry.queued)
         if output.finish_reason is not None:
             self._ended(request_id)
         return [(entry.on_output, output)]
@@ -462,7 +455,7 @@ class RouterEngine:
         )
         if not self._info:
             self._info = {**first.info, "max_length": longest}
-        if not placement.absent("prefill") or not self._coordinator.wants_prefill:
+        if not placement.absent("prefill") or not placement.wants_prefill:
             self._there.set()
         elif self._recomputes and self._alone_at == math.inf:
             now = time.monotonic()

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxserve.config.load import load_deployment
+from jaxserve.config.deployment import load_deployment
 from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
@@ -754,3 +754,46 @@ def test_prompts_too_long_to_be_computed_again_wait_for_a_prefill_worker():
     world.take(world.coordinator.tick())
     assert world.ended == {"a2": "error"}
     assert world.sent[-1].error == "no prefill worker was there for 61 s (fleet.absent_seconds)"
+
+
+class TestWeightsThatNoWorkerHasAnyMore:
+    """Requests have begun with them, and may go on with the same ones alone."""
+
+    def world(self, count: int) -> World:
+        world = World(prefill__workers=0, fleet__prefill=[], fleet__domain_waiting=0)
+        world.join("d0", slots=count, weights="old")
+        for n in range(count):
+            world.submit(f"a{n}", 10)
+        for attempt in list(world.running):
+            world.emit(attempt)
+        world.leave("d0")
+        world.join("d1", slots=1, weights="new")
+        return world
+
+    def test_others_that_wait_are_served(self):
+        world = self.world(40)
+        world.submit("b0", 10, max_tokens=1)
+        world.submit("b1", 10, max_tokens=1)
+        for name in ("b0", "b1"):
+            ((attempt, (_, request)),) = world.running.items()
+            assert request.job.request_id == name
+            world.emit(attempt)
+        world.take(world.coordinator.tick())
+        assert world.coordinator.waiting == 40
+
+    def test_others_are_not_refused_for_their_sake(self):
+        world = self.world(64)
+        world.submit("b0", 10)
+        world.submit("b1", 10)
+        assert [request.job.request_id for _, request in world.running.values()] == ["b0"]
+
+    def test_they_go_on_when_such_a_worker_comes(self):
+        world = self.world(40)
+        world.join("d0", slots=40, weights="old")
+        world.take(world.coordinator.tick())
+        assert len(world.running) == 40
+        world.leave("d0")
+        world.now += 61
+        world.take(world.coordinator.tick())
+        assert set(world.ended.values()) == {"error"}
+        assert world.coordinator.waiting == 0
