@@ -5,7 +5,7 @@ learn from it: a router that is started later knows it, too. Which places are lo
 router's own affair (`registry.py`). Behind `POST /roles/...` on the admin port.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -62,7 +62,9 @@ class Rolling:
     def workers(self) -> list[WorkerStatus]:
         """All workers, in the order of the registry."""
         there, why = self._workers(), self._connections.absences()
-        return [self._status(place, there.get(place.address), why) for place in self._places()]
+        return [
+            self._status(place, there.get(place.address), why) for place in self._registry.places()
+        ]
 
     def drain(self, address: str, mode: DrainMode) -> WorkerStatus:
         """Has a worker take nothing new; with an empty mode, take requests again.
@@ -81,7 +83,7 @@ class Rolling:
           ConfigError: it is no address, or looked at already.
         """
         split_address(address, "worker")
-        if any(place.address == address for place in self._places()):
+        if any(place.address == address for place in self._registry.places()):
             raise ConfigError(f"worker {address}: is one of the fleet already")
         place = Place(address, role, long)
         self._registry.add(place)
@@ -104,14 +106,11 @@ class Rolling:
         self._connections.forget(address, "it was removed from the fleet")
         return self._status(place, None, {address: "removed"})
 
-    def _places(self) -> Sequence[Place]:
-        return self._registry.places()
-
     def _place(self, address: str) -> Place:
-        for place in self._places():
+        for place in self._registry.places():
             if place.address == address:
                 return place
-        known = ", ".join(place.address for place in self._places())
+        known = ", ".join(place.address for place in self._registry.places())
         raise ConfigError(f"worker {address}: not one of the fleet, which has {known}")
 
     def _connected(self, address: str) -> Worker:

@@ -23,7 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.channel import AuthenticationError, cut_off, dial, framed, take_frames
+from jaxserve.link.channel import cut_off, dial, framed, take_frames
 
 HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5
@@ -74,7 +74,8 @@ class _Wire:
         self.cause = ""
         """The same in one of a few words: closed, silent, stuck, failed, unread."""
         self._received = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
+        """Waits for room in the connection; changed while frames are sent."""
         self._sending = threading.Lock()
 
     def lose(self, cause: str, why: str) -> None:
@@ -82,17 +83,13 @@ class _Wire:
         if not self.lost:
             self.cause, self.lost = cause, why
 
-    @property
-    def wants_to_send(self) -> bool:
-        return bool(self._unsent)
-
     def send(self, found: Sequence[Frame]) -> bool:
         """Sends frames, or what the socket takes of them; whether all went."""
         data = b"".join(framed(frames.encode(frame)) for frame in found)
         with self._sending:
-            self._unsent += data
-            if len(self._unsent) > MAX_UNSENT_BYTES:
-                self.lose("unread", f"it has left {len(self._unsent)} bytes unread")
+            self.unsent += data
+            if len(self.unsent) > MAX_UNSENT_BYTES:
+                self.lose("unread", f"it has left {len(self.unsent)} bytes unread")
             return self._flush()
 
     def flush(self) -> None:
@@ -121,14 +118,14 @@ class _Wire:
 
     def _flush(self) -> bool:
         try:
-            while self._unsent:
-                sent = self.socket.send(self._unsent)
-                del self._unsent[:sent]
+            while self.unsent:
+                sent = self.socket.send(self.unsent)
+                del self.unsent[:sent]
         except BlockingIOError:
             return False
         except OSError as error:
             self.lose("closed", str(error))
-            self._unsent.clear()
+            self.unsent.clear()
         return True
 
 
@@ -216,9 +213,8 @@ class WorkerConnections:
 
     def absences(self) -> dict[str, str]:
         """Address → why nobody is connected there."""
-        known = dict(self._reasons)
         return {
-            p.address: known.get(p.address, "not reached yet")
+            p.address: self._reasons.get(p.address, "not reached yet")
             for p in self._places()
             if p.address not in self._wires
         }
@@ -283,7 +279,7 @@ class WorkerConnections:
             self._drop(wire)
             return
         wanted = selectors.EVENT_READ
-        if wire.wants_to_send:
+        if wire.unsent:
             wanted |= selectors.EVENT_WRITE
         if self._selector.get_key(wire.socket).events != wanted:
             self._selector.modify(wire.socket, wanted, wire)
@@ -314,6 +310,9 @@ class WorkerConnections:
         with self._lock:
             dialled, self._dialled = self._dialled, []
         for wire in dialled:
+            if wire.place.address in self._wires:  # a dial that was not started was
+                wire.socket.close()
+                continue
             wire.heard = now
             self._wires[wire.place.address] = wire
             self._reasons.pop(wire.place.address, None)
@@ -341,18 +340,16 @@ class WorkerConnections:
                 if self._due.get(place.address, 0.0) > now:
                     continue
                 self._due[place.address] = float("inf")  # until it is answered
-            self._dialling.submit(self._connect, place)
+            try:
+                self._dialling.submit(self._connect, place)
+            except RuntimeError as error:  # no thread can be started
+                self._not_reached(place, error)
 
     def _connect(self, place: Place) -> None:
         try:
             wire = self._handshake(place)
-        except (AuthenticationError, OSError, EOFError, ConfigError, msgspec.DecodeError) as error:
-            reason = str(error) or type(error).__name__
-            if self._reasons.get(place.address) != reason:
-                logger.info("%s worker %s: %s", place.role, place.address, reason)
-            self._reasons[place.address] = reason
-            with self._lock:
-                self._due[place.address] = self._clock.now + DIAL_SECONDS
+        except Exception as error:  # of whatever kind: else nobody would dial there again
+            self._not_reached(place, error)
             return
         with self._lock:
             if self._stopping:
@@ -360,6 +357,14 @@ class WorkerConnections:
                 return
             self._dialled.append(wire)
         self.wake()
+
+    def _not_reached(self, place: Place, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        if self._reasons.get(place.address) != reason:
+            logger.info("%s worker %s: %s", place.role, place.address, reason)
+        self._reasons[place.address] = reason
+        with self._lock:
+            self._due[place.address] = self._clock.now + DIAL_SECONDS
 
     def _handshake(self, place: Place) -> _Wire:
         channel = dial(place.address, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)

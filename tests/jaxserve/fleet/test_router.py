@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config.deployment import Deployment
-from jaxserve.config.load import load_deployment
+from jaxserve.config.deployment import Deployment, load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet import router as router_module
@@ -487,13 +486,6 @@ def test_requests_are_checked_before_they_leave():
             fleet.submit([1], 5, "b")
 
 
-def test_all_workers_forget_their_prefix_caches():
-    with rig(1, 2) as fleet:
-        fleet.router.reset_prefix_cache()
-        engines = [worker.engine for worker in (*fleet.prefills, *fleet.domains)]
-        until(lambda: [engine.resets for engine in engines] == [1, 1, 1])
-
-
 def test_workers_that_do_not_belong_are_not_used(caplog):
     foreign = FakeWorker("domain", model="another model")
     fleet = Rig([], [FakeWorker("domain"), foreign])
@@ -527,3 +519,24 @@ def test_views_and_loads_of_the_fleet():
         assert load.workers[0].pages_tokens == 28
         until(lambda: fleet.router.load().kv_usage == [0.25])
         assert fleet.router.model_info()["max_length"] == 200
+
+
+@pytest.mark.parametrize("failing", ["dial", "Thread-"])
+def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, monkeypatch):
+    """The thread that dials, or the timer of its handshake."""
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fails_once(thread: threading.Thread) -> None:
+        timer = isinstance(thread, threading.Timer)
+        if thread.name.startswith(failing) and timer is (failing != "dial") and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    with rig(0, 1) as fleet:
+        assert failed.is_set()
+        fleet.submit([3], 5, "x")
+        fleet.results.until(lambda: "x" in fleet.results.last)
+        (worker,) = fleet.domains
+        assert len(worker.port._connected()) == 1
