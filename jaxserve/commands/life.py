@@ -5,6 +5,7 @@
 
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from jaxserve.server.processes.host import FaceProcesses
 LOOK_SECONDS = 0.1
 """How often the main thread wakes up on its own. Only this thread runs the handlers of signals, and
 one that comes just before it goes to sleep does not wake it."""
+DESCRIPTORS = 65_536
+"""A process takes as many where its hard limit allows it: a connection has two."""
 LAST_ANSWERS_SECONDS = 5.0
 """For answers on their way to clients, after the engine has ended."""
 
@@ -69,6 +72,8 @@ class Life:
 
     def run(self) -> int:
         """The whole life; returns the exit code."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:

@@ -116,7 +116,10 @@ class Broadcaster:
                     time.sleep(0.05)
                     continue
                 hello = threading.Thread(target=self._admit, args=(connection, peer), daemon=True)
-                hello.start()
+                try:
+                    hello.start()
+                except RuntimeError:  # no thread is left
+                    connection.close()
 
     def _admit(self, connection: socket.socket, peer: str) -> None:
         """Takes a subscriber that knows the token, and says so by an empty message."""

@@ -7,11 +7,12 @@ and its pages released.
 """
 
 import contextlib
+import functools
 import logging
-import socket
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -19,11 +20,10 @@ import msgspec
 
 import jaxserve
 from jaxserve.clock import AwakeClock
-from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import (
     DrainingError,
-    EngineFailedError,
     InvalidRequestError,
     JaxserveError,
     OverloadedError,
@@ -32,11 +32,16 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
-from jaxserve.link.channel import AuthenticationError, Channel, accept, join_address, listen
+from jaxserve.link.channel import Channel, join_address, listen
+from jaxserve.link.listener import Listener
 from jaxserve.link.pages import PagesSource
-from jaxserve.observe.view import PipelineView
 
 HANDSHAKE_SECONDS = 5.0
+MOST_ROUTERS = 256
+AGREED_SECONDS = 15.0
+"""For how long a router's word counts that it can do without a stand-in. It repeats that every ten
+seconds (`stand_ins.py`). A stand-in stays one for as long at least: not all routers may have found
+it yet."""
 STATE_SECONDS = 0.5
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 20.0
@@ -47,20 +52,9 @@ logger = logging.getLogger(__name__)
 OnHeld = Callable[[PagesSource | JaxserveError], None]
 
 
-class WorkerEngine(Protocol):
+class WorkerEngine(TokenEngine, Protocol):
     """What routers use of an engine, through this port; `jaxserve.engine.engine.Engine`."""
 
-    @property
-    def status(self) -> str: ...
-    @property
-    def last_turn(self) -> float: ...
-    @property
-    def failure(self) -> EngineFailedError | None: ...
-    def load(self) -> EngineLoad: ...
-    def pipeline(self) -> PipelineView: ...
-    def model_info(self) -> Mapping[str, Any]: ...
-    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
     def withdraw(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
     def renew(self, hand_off: str) -> None: ...
@@ -116,10 +110,17 @@ class WorkerPort:
         on_become: Callable[[bool, str], None] | None = None,
     ):
         self.on_become = on_become
-        self._token, self._make_facts, self._restore = token, facts, restore
-        self._listener = listen(address, token)
-        self._listener.settimeout(LOOK_SECONDS)
-        self.address = join_address(*self._listener.getsockname()[:2])
+        self._make_facts, self._restore = facts, restore
+        self._socket = listen(address, token)
+        self.address = join_address(*self._socket.getsockname()[:2])
+        self._listener = Listener(
+            "routers",
+            token,
+            self._welcome,
+            most=MOST_ROUTERS,
+            seconds=HANDSHAKE_SECONDS,
+            frame_bytes=frames.WORKER_FRAME_BYTES,
+        )
         self.engine: WorkerEngine | None = None
         self.facts: frames.WorkerFacts | None = None
         self.draining = False
@@ -130,17 +131,17 @@ class WorkerPort:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._routers: set[RouterConnection] = set()
+        self._opened = math.inf
         self.compiling = ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> dict[str, str]:
         """Listens; routers are refused until `open`. Returns {"worker": address}."""
-        threading.Thread(target=self._accept, name="worker-port", daemon=True).start()
-        return {"worker": self.address}
+        return {"worker": self._listener.start(self._socket)}
 
     def open(self, engine: WorkerEngine) -> None:
         """Takes requests from now on."""
         self.facts = self._make_facts(engine)
-        self.engine = engine
+        self.engine, self._opened = engine, time.monotonic()
         engine.add_failure_callback(lambda _failure: self._send_state())
         threading.Thread(target=self._tick, name="worker-state", daemon=True).start()
 
@@ -156,8 +157,14 @@ class WorkerPort:
         self._send_state()
 
     def becomes(self, domain: bool, why: str) -> None:
-        """Starts again in another role; its requests go elsewhere first."""
-        if self.on_become is not None:
+        """Starts again in another role; its requests go elsewhere first.
+
+        One router that lacks domains makes it one. It goes back only when every router can do
+        without it: routers that see different workers would have it start again and again.
+        """
+        latest = time.monotonic() - AGREED_SECONDS
+        spared = self._opened < latest and all(r.spared > latest for r in self._connected())
+        if self.on_become is not None and (domain or spared):
             self.drains("move")
             self.on_become(domain, why)
 
@@ -169,9 +176,7 @@ class WorkerPort:
         for router in self._connected():
             router.flush(max(0.0, deadline - time.monotonic()))
         self._stopping.set()
-        for router in self._connected():
-            router.end()
-        self._close_listener()
+        self._listener.close(max(0.0, deadline - time.monotonic()))
         self.compiling.shutdown(wait=False, cancel_futures=True)
 
     def restored(self, grammar: GrammarOf) -> Any:
@@ -199,32 +204,12 @@ class WorkerPort:
         if self.engine is not None:
             self.engine.cancel(request_id)
 
-    def _close_listener(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-
     def _connected(self) -> list["RouterConnection"]:
         with self._lock:
             return list(self._routers)
 
-    def _accept(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
-
-    def _welcome(self, sock: socket.socket) -> None:
+    def _welcome(self, channel: Channel) -> None:
         """Takes a router in, and serves it until it leaves."""
-        try:
-            channel = accept(sock, self._token, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
-        except (AuthenticationError, OSError, EOFError) as error:
-            logger.warning("a router was turned away: %s", error)
-            return
         try:
             if not channel.wait(HANDSHAKE_SECONDS):
                 return
@@ -276,7 +261,9 @@ class RouterConnection:
     def __init__(self, port: WorkerPort, channel: Channel, name: str):
         assert port.engine is not None
         self._port, self._engine, self._channel, self.name = port, port.engine, channel, name
-        self._submitted: dict[str, None] = {}  # ids; changed by the reader and the engine's thread
+        # Ids. The engine's thread and the pool's change them, too: copy before iterating.
+        self._submitted: dict[str, None] = {}
+        self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet
         self._prefills: dict[str, None] = {}  # ids; until released
         self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
         self._outbox = Outbox(f"router-{name}", self._send, lambda ended: [], channel.shutdown)
@@ -284,8 +271,8 @@ class RouterConnection:
         """Queues a frame or an output for the router."""
         self.flush = self._outbox.flush
         """Waits, for so many seconds at most, until everything queued is sent."""
-        self.end = channel.shutdown
-        """Ends the connection."""
+        self.spared = -math.inf
+        """When the router said last that a stand-in may go back, in seconds of `time.monotonic`."""
 
     @property
     def count(self) -> int:
@@ -305,10 +292,11 @@ class RouterConnection:
         finally:
             self._port.left(self)
             self._outbox.close()
-            left = [attempt for attempt in self._submitted if self._port.kept.leave(attempt)]
+            self._restoring.clear()
+            submitted, prefills = list(self._submitted), list(self._prefills)
+            left = [attempt for attempt in submitted if self._port.kept.leave(attempt)]
             self._port.kept.left(self._output)
-            submitted = [attempt for attempt in self._submitted if attempt not in left]
-            prefills = list(self._prefills)
+            submitted = [attempt for attempt in submitted if attempt not in left]
             for request_id in submitted:
                 self._engine.cancel(request_id)
             for request_id in prefills:
@@ -322,11 +310,14 @@ class RouterConnection:
     def _take(self, frame: frames.FromRouter) -> None:
         match frame:
             case frames.Submit():
+                submit = functools.partial(self._submit, _deadline(frame.seconds))
+                self._submitted[frame.request_id] = None
                 if frame.grammar.serialised:
+                    self._restoring.add(frame.request_id)
                     with contextlib.suppress(RuntimeError):  # the pool is shut down
-                        self._port.compiling.submit(self._try, frame, self._submit)
+                        self._port.compiling.submit(self._try, frame, submit)
                 else:
-                    self._try(frame, self._submit)
+                    self._try(frame, submit)
             case frames.Adopt():
                 self._adopt(frame)
             case frames.Prefill():
@@ -339,14 +330,17 @@ class RouterConnection:
             case Cancel(request_id=request_id):
                 if request_id in self._submitted:
                     self._port.kept.drop(request_id)
+                    self._restoring.discard(request_id)
                     self._engine.cancel(request_id)
             case frames.Withdraw(request_id=request_id):
                 if request_id in self._submitted:
                     self._withdrawn.add(request_id)
+                    self._restoring.discard(request_id)
                     self._engine.withdraw(request_id)
             case frames.Drain(mode=mode):
                 self._port.drains(mode)
             case frames.Become(domain=domain, why=why):
+                self.spared = -math.inf if domain else time.monotonic()
                 self._port.becomes(domain, why)
             case frames.AskPipeline():
                 self.post(frames.Pipeline(self._engine.pipeline()))
@@ -365,6 +359,9 @@ class RouterConnection:
                 raise DrainingError("the worker drains and takes no new requests")
             take(frame)
         except Exception as error:
+            self._submitted.pop(frame.request_id, None)
+            self._prefills.pop(frame.request_id, None)
+            self._port.kept.drop(frame.request_id)
             refusal = Refusal.of(error)
             if refusal.kind not in KNOWN:
                 logger.exception("request %s failed", frame.request_id)
@@ -373,26 +370,27 @@ class RouterConnection:
             else:
                 self.post(frames.Rejected(frame.request_id, refusal))
 
-    def _submit(self, frame: frames.Submit) -> None:
-        params = frame.params
-        if frame.grammar.serialised:
+    def _submit(self, deadline: float | None, frame: frames.Submit) -> None:
+        request_id, params = frame.request_id, frame.params
+        restores = bool(frame.grammar.serialised)
+        if restores:
+            if request_id not in self._restoring:
+                self._output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
+                return
             grammar = self._port.restored(frame.grammar)
             params = msgspec.structs.replace(params, grammar=grammar)
-        self._submitted[frame.request_id] = None
-        try:
-            self._engine.submit(
-                frames.unpacked(frame.prompt),
-                params,
-                self._port.kept.keep(frame, self._output),
-                request_id=frame.request_id,
-                deadline=_deadline(frame.seconds),
-                source=frame.source,
-                emitted=frames.unpacked(frame.emitted),
-            )
-        except BaseException:
-            self._submitted.pop(frame.request_id, None)
-            self._port.kept.drop(frame.request_id)
-            raise
+        self._engine.submit(
+            frames.unpacked(frame.prompt),
+            params,
+            self._port.kept.keep(frame, self._output),
+            request_id=request_id,
+            deadline=deadline,
+            source=frame.source,
+            emitted=frames.unpacked(frame.emitted),
+        )
+        if restores and request_id not in self._restoring:
+            self._engine.cancel(request_id)  # the engine did not know it when that was asked for
+        self._restoring.discard(request_id)
 
     def _adopt(self, frame: frames.Adopt) -> None:
         """Takes a request over whose router is gone."""
@@ -424,18 +422,14 @@ class RouterConnection:
                 self._prefills.pop(frame.request_id, None)
                 self.post(frames.Held(frame.request_id, refusal=Refusal.of(result)))
 
-        try:
-            self._engine.prefill(
-                frames.unpacked(frame.prompt),
-                held,
-                cache_salt=frame.cache_salt,
-                priority=frame.priority,
-                request_id=frame.request_id,
-                deadline=_deadline(frame.seconds),
-            )
-        except BaseException:
-            self._prefills.pop(frame.request_id, None)
-            raise
+        self._engine.prefill(
+            frames.unpacked(frame.prompt),
+            held,
+            cache_salt=frame.cache_salt,
+            priority=frame.priority,
+            request_id=frame.request_id,
+            deadline=_deadline(frame.seconds),
+        )
 
     def _send(self, found: Sequence[Frame]) -> None:
         for frame in found:

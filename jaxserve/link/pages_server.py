@@ -11,7 +11,6 @@ import functools
 import logging
 import queue
 import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,11 +24,10 @@ from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
-    AuthenticationError,
     Channel,
     Deadlines,
-    accept,
     cut_off,
+    listen,
 )
 from jaxserve.link.frames import Echo, Refused
 from jaxserve.link.hello import Hello, refusal
@@ -108,19 +106,18 @@ class PagesServer:
         self.address = ""
         """Once it is started."""
         self.room = _Room(registered_bytes)
-        self._token = token
+        self._listens, self._token = address, token
         self._token_bytes = token_bytes
         self._counting = threading.Lock()
         self._transfers = self._bytes = self._failures = 0
         self._queued = 0
-        self._pullers: set[_Puller] = set()
         self._listener = Listener(
-            "pages", address, token, self._admit, lambda: len(self._pullers), MOST_CONNECTIONS
+            "pages", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
         )
 
     def start(self) -> str:
         """Begins to serve and returns the address; raises ConfigError as `listen` does."""
-        self.address = self._listener.start()
+        self.address = self._listener.start(listen(self._listens, self._token))
         return self.address
 
     @property
@@ -132,7 +129,7 @@ class PagesServer:
             failures=self._failures,
             queued=self._queued,
             registered_bytes=self.room.taken,
-            connections=len(self._pullers),
+            connections=self._listener.count,
         )
 
     def piece_bytes(self, tokens: int) -> int:
@@ -152,19 +149,9 @@ class PagesServer:
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
         self._listener.close(seconds)
-        for puller in list(self._pullers):
-            puller.fail("the prefill worker ends")
-        for puller in list(self._pullers):
-            puller.thread.join(seconds)
 
-    def forget(self, puller: "_Puller") -> None:
-        """The connection's threads have ended."""
-        self._pullers.discard(puller)
-
-    def _admit(self, sock: socket.socket) -> None:
-        puller = _Puller(self, sock, self._token)
-        self._pullers.add(puller)
-        puller.thread.start()
+    def _serve(self, channel: Channel) -> None:
+        _Puller(self, channel).live()
 
 
 class _Room:
@@ -196,12 +183,10 @@ class _Room:
 class _Puller:
     """One connected decode worker."""
 
-    def __init__(self, server: PagesServer, sock: socket.socket, token: str):
+    def __init__(self, server: PagesServer, channel: Channel):
         self.failure: str | None = None
-        self.thread = threading.Thread(target=self._live, name="pages reader", daemon=True)
-        self._server, self._sock, self._token = server, sock, token
+        self._server, self._channel = server, channel
         self._failing = threading.Lock()
-        self._channel: Channel | None = None
         self._wanted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
 
     def fail(self, reason: str) -> None:
@@ -210,25 +195,19 @@ class _Puller:
             if self.failure is not None:
                 return
             self.failure = reason
-        if self._channel is not None:
-            self._channel.shutdown()
+        self._channel.shutdown()
 
-    def _live(self) -> None:
-        """From the accepted socket to the connection's loss."""
-        worker = None
-        deadlines = self._server.deadlines
+    def live(self) -> None:
+        """From the handshake to the connection's loss."""
+        worker, channel = None, self._channel
+        late = functools.partial(self.fail, "the handshake was late")
         try:
-            self._channel = channel = accept(self._sock, self._token, deadlines.handshake)
-            with cut_off(
-                functools.partial(self.fail, "the handshake was late"), deadlines.handshake
-            ):
+            with cut_off(late, self._server.deadlines.handshake):
                 if not self._welcome(channel):
                     return
             worker = threading.Thread(target=self._work, name="pages worker", daemon=True)
             worker.start()
             self._read(channel)
-        except AuthenticationError:
-            logger.warning("pages: refused a worker with another token")
         except (EOFError, OSError) as error:
             self.fail(f"the connection closed ({error or 'end of file'})")
         except (RuntimeError, msgspec.DecodeError) as error:
@@ -239,9 +218,7 @@ class _Puller:
                 self._wanted.put(None)
                 worker.join()
                 logger.info("pages: a decode worker has left: %s", self.failure)
-            if self._channel is not None:
-                self._channel.close()
-            self._server.forget(self)
+            channel.close()
 
     def _welcome(self, channel: Channel) -> bool:
         """Takes the decode worker in, or tells it why not."""
@@ -351,7 +328,6 @@ class _Puller:
                     raise ExportError("the engine did not answer") from None
 
     def _send(self, frame: msgspec.Struct, parts: Iterable[memoryview] = ()) -> None:
-        assert self._channel is not None
         try:
             self._channel.send(encode(frame), parts)
         except OSError as error:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -26,11 +25,10 @@ from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
-    AuthenticationError,
     Channel,
     Deadlines,
-    accept,
     cut_off,
+    listen,
 )
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.frames import (
@@ -56,7 +54,7 @@ from jaxserve.link.work import Preparations, Work
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""Domains, and strangers in the middle of a handshake, at a time."""
+"""Domains at a time."""
 
 
 class PullServer:
@@ -93,12 +91,12 @@ class PullServer:
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self.device: jax.Device = mesh.devices.flat[0]
-        self._token = token
+        self._address, self._token = address, token
         self._domains: set[_Domain] = set()
         self.turns = Turns(lambda: len(self._domains) > 1)
         self.preparations = Preparations(work, self.turns)
         self._listener = Listener(
-            "link", address, token, self._admit, lambda: len(self._domains), MOST_CONNECTIONS
+            "link", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
         )
 
     def start(self) -> str:
@@ -107,7 +105,7 @@ class PullServer:
         Raises:
           ConfigError: the address cannot be listened on, or needs a token.
         """
-        return self._listener.start()
+        return self._listener.start(listen(self._address, self._token))
 
     @property
     def domains(self) -> list[str]:
@@ -122,37 +120,31 @@ class PullServer:
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        self._listener.close(seconds)
         for domain in list(self._domains):
             domain.fail("the ffn worker ends")
-        for domain in list(self._domains):
-            domain.thread.join(seconds)
+        self._listener.close(seconds)
 
-    def forget(self, domain: "_Domain") -> None:
-        """The domain's threads have ended."""
-        self._domains.discard(domain)
-        self.turns.forget(domain)
-
-    def _admit(self, sock: socket.socket) -> None:
-        domain = _Domain(self, sock, self._token)
+    def _serve(self, channel: Channel) -> None:
+        domain = _Domain(self, channel)
         self._domains.add(domain)
-        domain.thread.start()
+        try:
+            domain.live()
+        finally:
+            self._domains.discard(domain)
+            self.turns.forget(domain)
 
 
 class _Domain:
     """One connected attention worker."""
 
-    def __init__(self, server: PullServer, sock: socket.socket, token: str):
+    def __init__(self, server: PullServer, channel: Channel):
         self.name = ""
         self.pieces = 0
         """Of each of its messages."""
         self.failure: str | None = None
-        self.thread = threading.Thread(target=self._live, name="link domain", daemon=True)
-        self._server = server
-        self._sock, self._token = sock, token
+        self._server, self._channel = server, channel
         self._failing = threading.Lock()
         self._answering = False
-        self._channel: Channel | None = None
         self._transfers: Transfers | None = None
         self._arriving: queue.SimpleQueue[tuple[Note, list[jax.Array]] | None] = queue.SimpleQueue()
         sharding = jax.sharding.SingleDeviceSharding(server.device)
@@ -166,14 +158,12 @@ class _Domain:
             self.failure = reason
         if self._transfers is not None:
             self._transfers.cancel()
-        if self._channel is not None:
-            self._channel.shutdown()
+        self._channel.shutdown()
 
-    def _live(self) -> None:
-        """From the accepted socket to the connection's loss."""
+    def live(self) -> None:
+        """From the handshake to the connection's loss."""
         worker = None
         try:
-            self._channel = accept(self._sock, self._token, self._server.deadlines.handshake)
             late = functools.partial(self.fail, "the handshake took too long")
             with cut_off(late, self._server.deadlines.handshake):
                 if not self._welcome(self._channel):
@@ -181,8 +171,6 @@ class _Domain:
             worker = threading.Thread(target=self._work, name=f"link {self.name}", daemon=True)
             worker.start()
             self._read(self._channel)
-        except AuthenticationError:
-            logger.warning("link: refused a worker with another token")
         except (EOFError, OSError) as error:
             self.fail(f"the connection closed ({error or 'end of file'})")
         except (RuntimeError, msgspec.DecodeError) as error:
@@ -194,9 +182,7 @@ class _Domain:
                 worker.join()
                 logger.info("link: %s has left: %s", self.name, self.failure)
             self._transfers = None
-            if self._channel is not None:
-                self._channel.close()
-            self._server.forget(self)
+            self._channel.close()
 
     def _welcome(self, channel: Channel) -> bool:
         """Takes the attention worker in, or tells it why not."""
@@ -321,7 +307,7 @@ class _Domain:
 
     def _refuse(self, note: Note, text: str) -> None:
         """Tells the domain that a message gets no answer, and ends the connection."""
-        if self.failure is None and self._channel is not None:
+        if self.failure is None:
             with contextlib.suppress(OSError):
                 self._channel.send(encode(Failed(note.uuid, text)))
         self.fail(text)

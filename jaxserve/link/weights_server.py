@@ -5,12 +5,9 @@ it asks for from whoever holds the weights, keeps the rate, and sends it. `weigh
 other end. Knows neither models nor meshes.
 """
 
-import functools
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -19,11 +16,10 @@ import numpy as np
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     TICK_SECONDS,
-    AuthenticationError,
     Channel,
     Deadlines,
-    accept,
     cut_off,
+    listen,
 )
 from jaxserve.link.frames import Refused
 from jaxserve.link.hello import Hello, refusal
@@ -102,60 +98,35 @@ class WeightsServer:
         bytes_per_second: float,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
-        self._hello, self._token, self._holder = hello, token, holder
+        self._address, self._token = address, token
+        self._hello, self._holder = hello, holder
         self._pace, self._deadlines = Pace(bytes_per_second), deadlines
-        self._channels: set[Channel] = set()
-        self._threads: set[threading.Thread] = set()
-        self._closing = False
+        self._warming = threading.Thread(target=holder.warm_up, name="weights", daemon=True)
         self._listener = Listener(
-            "weights", address, token, self._admit, lambda: len(self._threads), MOST_CONNECTIONS
+            "weights", token, self._live, most=MOST_CONNECTIONS, seconds=deadlines.handshake
         )
 
     def start(self) -> str:
         """Begins to serve and returns the address; raises ConfigError as `listen` does."""
-        address = self._listener.start()
-        self._run(self._holder.warm_up)
+        address = self._listener.start(listen(self._address, self._token))
+        self._warming.start()
         return address
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        self._closing = True
         self._listener.close(seconds)
-        for channel in list(self._channels):
-            channel.shutdown()
-        for thread in list(self._threads):
-            thread.join(seconds)
+        if self._warming.is_alive():
+            self._warming.join(seconds)
 
-    def _admit(self, sock: socket.socket) -> None:
-        self._run(functools.partial(self._live, sock))
-
-    def _run(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name="weights server", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def _live(self, sock: socket.socket) -> None:
-        """From the accepted socket to the connection's loss."""
-        channel = None
+    def _live(self, channel: Channel) -> None:
+        """From the handshake to the connection's loss."""
         try:
-            channel = accept(sock, self._token, self._deadlines.handshake)
-            self._channels.add(channel)
             if self._welcome(channel):
                 self._serve(channel)
-        except AuthenticationError:
-            logger.warning("weights: refused a worker with another token")
         except (EOFError, OSError, RuntimeError, msgspec.DecodeError) as error:
             logger.info("weights: a connection has ended: %s", error or "end of file")
         finally:
-            if channel is not None:
-                self._channels.discard(channel)
-                channel.close()
+            channel.close()
 
     def _welcome(self, channel: Channel) -> bool:
         with cut_off(channel.shutdown, self._deadlines.handshake):
@@ -174,7 +145,7 @@ class WeightsServer:
     def _serve(self, channel: Channel) -> None:
         begin, count, size = time.monotonic(), 0, 0
         heard = begin
-        while not self._closing:
+        while True:
             if not channel.wait(TICK_SECONDS):
                 if time.monotonic() - heard > IDLE_SECONDS:
                     break

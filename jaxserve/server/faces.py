@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxserve.config.deployment import Server
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import CheckpointError
 from jaxserve.server.access import Access
 from jaxserve.server.front_end import LiveRequests
@@ -19,7 +20,6 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
-from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.token_engine import StepLoop, TokenEngine
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,
@@ -30,7 +31,6 @@ from jaxserve.server.structured_outputs import FIELD
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
 from jaxserve.text.output import GenerationOutput
-from jaxserve.text.token_engine import StepLoop, TokenEngine
 
 TOKENISING_THREADS = 2
 SUBMITTING_THREADS = 16

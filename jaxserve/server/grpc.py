@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxserve.engine.token_engine import StepLoop
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind
@@ -20,7 +21,6 @@ from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.generator import TextGenerator
-from jaxserve.text.token_engine import StepLoop
 
 SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -22,10 +22,10 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.drafting import DraftCounts
 from jaxserve.engine.load import EngineLoad, PagesLoad
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.observe.view import PipelineView
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.text.output import GenerationOutput
-from jaxserve.text.token_engine import TokenEngine
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "jaxserve:"

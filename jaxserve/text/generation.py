@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.output import GenerationOutput
-from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import IncrementalDetokenizer, StopMatcher
 
 if TYPE_CHECKING:

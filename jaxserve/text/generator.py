@@ -14,12 +14,12 @@ from typing import SupportsIndex
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.engine.request_checks import checked_ids
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
 from jaxserve.text.grammars import Grammars
 from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.output import GenerationOutput, joined
-from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex]

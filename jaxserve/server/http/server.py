@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxserve.engine.token_engine import StepLoop
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
 from jaxserve.server.http.app import App
@@ -27,7 +28,6 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
-from jaxserve.text.token_engine import StepLoop
 
 CORS_SECONDS = 600
 """How long a browser may remember that it may call."""

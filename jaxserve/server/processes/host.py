@@ -20,6 +20,7 @@ import msgspec
 
 from jaxserve.config.deployment import Server
 from jaxserve.engine.request import FinishReason
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Refusal, check_unused
@@ -30,7 +31,6 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.server.processes import frames
 from jaxserve.server.processes.frames import Channel
 from jaxserve.text.structured import GrammarCompiler
-from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 START_SECONDS = 120.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.request_frames import without_grammar
 from jaxserve.observe.view import PipelineView
@@ -21,7 +22,6 @@ from jaxserve.server.processes import frames
 from jaxserve.server.processes.frames import Channel
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import Observer, TextGenerator
-from jaxserve.text.token_engine import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 ANSWER_SECONDS = 30.0

@@ -267,10 +267,9 @@ class FakeWorker:
     def kill(self) -> None:
         """As if the process were gone: connections end, nothing is said."""
         self.port._stopping.set()
-        self.port._close_listener()
         for router in self.port._connected():
             router._outbox.close()
-            router._channel.shutdown()
+        self.port._listener.close(1.0)
         self.engine.close()
 
     def close(self) -> None:

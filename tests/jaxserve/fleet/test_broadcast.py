@@ -246,3 +246,25 @@ def test_who_is_gone_is_left_out() -> None:
         for number in range(100):
             sender.send(bytes([number]) * 100_000)
         assert _first(here.messages(), 100)[-1] == bytes([99]) * 100_000
+
+
+def test_a_thread_that_cannot_be_started_ends_one_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fails_once(thread: threading.Thread) -> None:
+        if getattr(thread, "_args", ()) and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with broadcaster() as (sender, address):
+        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        with pytest.raises(OSError, match=r"."):
+            Subscription(address, TOKEN, 2.0)
+        assert failed.is_set()
+        known = Subscription(address, TOKEN, 5.0)
+        sender.send(b"x")
+        assert _first(known.messages(), 1) == [b"x"]
+        known.close()

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
+from jaxserve.fleet import stand_ins, worker_port
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
@@ -181,8 +182,10 @@ def test_what_does_not_fit(values, message):
         load_deployment(REPOSITORY, VALUES | values)
 
 
-def test_requests_go_on_with_a_stand_in():
+def test_requests_go_on_with_a_stand_in(monkeypatch):
     """A router, two prefill workers and a domain, which dies in the middle of its requests."""
+    monkeypatch.setattr(worker_port, "AGREED_SECONDS", 0.2)
+    monkeypatch.setattr(stand_ins, "ASK_AGAIN_SECONDS", 0.5)
     options = {"fleet__least_domains": 1, "fleet__stand_in_seconds": 0.3}
     with rig(2, 1, **options) as fleet:
         told: list[tuple[FakeWorker, bool]] = []

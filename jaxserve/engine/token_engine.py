@@ -1,6 +1,6 @@
-"""The interfaces of an engine that the faces and the health probes use.
+"""The interfaces of an engine that faces, health probes and ports for routers use.
 
-They are protocols, so that text/ and server/ depend on nothing else of the engine.
+They are protocols, so that fleet/, text/ and server/ depend on nothing else of the engine.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,0 +1,250 @@
+"""A worker's port for routers, over real connections: what ends or stalls one of them, or all."""
+
+import contextlib
+import math
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jaxserve
+from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet import worker_port
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs
+from jaxserve.link.channel import Channel, dial, split_address
+from tests.jaxserve.fleet.fake_worker import TOKEN, FakeWorker
+from tests.jaxserve.fleet.test_router import SECONDS, until
+
+GRAMMAR = GrammarOf("a grammar")
+
+
+ENDS: list[Channel] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_ends() -> Iterator[None]:
+    yield
+    while ENDS:
+        ENDS.pop().close()
+
+
+class Router:
+    """A router's end of a connection, frame by frame."""
+
+    def __init__(self, worker: FakeWorker):
+        self._channel = dial(worker.address, SECONDS, frames.WORKER_FRAME_BYTES)
+        ENDS.append(self._channel)
+        self._channel.authenticate(TOKEN, accepted=False)
+        self.send(frames.Join("r", jaxserve.__version__, frames.PROTOCOL))
+        assert isinstance(self.receive(), frames.Welcome)
+
+    def send(self, frame: Frame) -> None:
+        self._channel.send(frames.encode(frame))
+
+    def receive(self) -> frames.FromWorker:
+        assert self._channel.wait(SECONDS)
+        return frames.decode_from_worker(self._channel.receive())
+
+    def until_taken(self) -> None:
+        """The worker has taken every frame before this one."""
+        self.send(frames.Echo(7))
+        while self.receive() != frames.Echo(7):
+            pass
+
+    def submit(self, name: str, grammar: GrammarOf = NO_GRAMMAR, **options: Any) -> None:
+        params = SamplingParams(max_tokens=3, seed=1)
+        self.send(frames.Submit(name, frames.packed([1, 2, 3]), params, grammar, **options))
+
+    def end_of(self, name: str) -> Any:
+        """The last output of a request, or its refusal."""
+        while True:
+            match self.receive():
+                case Outputs(outputs=outputs):
+                    for output in outputs:
+                        if output.request_id == name and output.finish_reason is not None:
+                            return output
+                case frames.Rejected(request_id=request_id) as rejected if request_id == name:
+                    return rejected
+
+    def leave(self) -> None:
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def a_worker(**options: Any) -> Iterator[FakeWorker]:
+    worker = FakeWorker("domain", **options)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_worker_that_ran_out_of_descriptors_is_reached_again(caplog) -> None:
+    with a_worker() as worker, socket.socket() as stranger:
+        with no_descriptors():
+            stranger.connect(split_address(worker.address))
+            until(lambda: "cannot be accepted" in caplog.text)
+        Router(worker).leave()
+
+
+def test_a_worker_that_could_start_no_thread_is_reached_again(monkeypatch) -> None:
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fails_once(thread: threading.Thread) -> None:
+        if getattr(thread, "_args", ()) and not failed.is_set():  # a connection's
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with a_worker() as worker:
+        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        with contextlib.suppress(EOFError, OSError):
+            Router(worker).leave()
+        assert failed.is_set()
+        Router(worker).leave()
+
+
+@pytest.mark.parametrize("meanwhile", ["cancel", "withdraw", "leave"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_not_wanted_any_more_while_its_grammar_is_restored(meanwhile, waits) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def restore(grammar: GrammarOf, vocab: int) -> None:
+        begun.set()
+        assert goes_on.wait(SECONDS)
+
+    with a_worker(restore=restore) as worker:
+        worker.engine.allowed = 1
+        router = Router(worker)
+        if waits:  # behind another one
+            router.submit("first", GRAMMAR)
+        router.submit("x", GRAMMAR)
+        assert begun.wait(SECONDS)
+        match meanwhile:
+            case "cancel":
+                router.send(Cancel("x"))
+            case "withdraw":
+                router.send(frames.Withdraw("x"))
+            case _:
+                router.leave()
+                until(lambda: not worker.port._connected())
+        if meanwhile != "leave":
+            router.until_taken()
+        goes_on.set()
+        if meanwhile == "cancel":
+            assert router.end_of("x").finish_reason == "cancelled"
+        elif meanwhile == "withdraw":
+            assert isinstance(router.end_of("x"), frames.Rejected)
+        worker.port.compiling.submit(lambda: None).result(SECONDS)
+        assert set(worker.engine.running) <= {"first"}
+        if meanwhile == "leave":
+            until(lambda: worker.engine.idle)
+        else:
+            until(lambda: router_count(worker) == waits)
+
+
+def router_count(worker: FakeWorker) -> int:
+    (router,) = worker.port._connected()
+    return router.count
+
+
+def test_time_for_a_grammar_counts_against_the_deadline() -> None:
+    goes_on = threading.Event()
+    with a_worker(restore=lambda grammar, vocab: goes_on.wait(SECONDS)) as worker:
+        router = Router(worker)
+        router.submit("x", GRAMMAR, seconds=0.05)
+        router.until_taken()
+        assert not goes_on.wait(0.06)
+        goes_on.set()
+        assert router.end_of("x").finish_reason == "cancelled"
+
+
+def test_requests_that_end_while_their_router_leaves() -> None:
+    """The engine's thread ends some of them while the others are cancelled."""
+    with a_worker() as worker:
+        worker.engine.gate.clear()
+        router = Router(worker)
+        for n in range(6):
+            router.submit(f"{n}")
+        until(lambda: len(worker.engine.running) == 6)
+        leave = worker.port.kept.leave
+
+        def ends_another(attempt: str) -> bool:
+            worker.engine.cancel("5")
+            return leave(attempt)
+
+        worker.port.kept.leave = ends_another  # type: ignore[method-assign]
+        router.leave()
+        until(lambda: worker.engine.idle)
+
+
+@pytest.fixture
+def told(monkeypatch) -> Iterator[tuple[FakeWorker, list[bool]]]:
+    """A stand-in that has been one for long, and what it was told to become."""
+    monkeypatch.setattr(worker_port, "AGREED_SECONDS", 60.0, raising=False)
+    found: list[bool] = []
+    with a_worker() as worker:
+        worker.port.on_become = lambda domain, why: found.append(domain)
+        worker.port._opened = -math.inf
+        yield worker, found
+
+
+def test_a_stand_in_goes_back_when_every_router_can_do_without_it(told) -> None:
+    """Routers that see different domains would have it start again and again otherwise."""
+    worker, found = told
+    first, second = Router(worker), Router(worker)
+    second.until_taken()
+    for _ in range(3):
+        first.send(frames.Become(False, "enough domains"))
+        first.until_taken()
+    assert found == []
+    assert not worker.port.drain
+    second.send(frames.Become(False, "enough domains"))
+    second.until_taken()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("why", ["an old word", "just started"])
+def test_a_stand_in_waits_for_the_word_of_all(told, monkeypatch, why) -> None:
+    worker, found = told
+    first = Router(worker)
+    if why == "an old word":
+        second = Router(worker)
+        second.send(frames.Become(False, "enough domains"))
+        second.until_taken()
+        monkeypatch.setattr(worker_port, "AGREED_SECONDS", 0.0, raising=False)
+    else:
+        worker.port.open(worker.engine)
+    first.send(frames.Become(False, "enough domains"))
+    first.until_taken()
+    assert found == []
+
+
+def test_one_router_that_lacks_domains_is_enough(told) -> None:
+    worker, found = told
+    first, _ = Router(worker), Router(worker)
+    first.send(frames.Become(True, "1 of 2 domains"))
+    first.until_taken()
+    assert found == [True]
