@@ -348,7 +348,6 @@ class Coordinator:
 
     def _to_prefill(self, request: Routed, worker: Worker) -> Action:
         attempt = self._attempt(request)
-        self._leave_queue(request)
         request.place, request.prefill, request.prefill_attempt = "prefill", worker, attempt
         request.weights = worker.facts.weights
         request.cost = self.placement.cost(request, worker)
@@ -363,7 +362,6 @@ class Coordinator:
 
     def _to_domain(self, request: Routed, worker: Worker) -> Action:
         attempt = self._attempt(request)
-        self._leave_queue(request)
         self._to(request, worker, attempt)
         return SendSubmit(worker.name, attempt, request)
 
@@ -379,6 +377,9 @@ class Coordinator:
         self.placement.index.add(worker.name, request.blocks)
 
     def _attempt(self, request: Routed) -> str:
+        """The id of the next attempt; counts how long the request has waited for it."""
+        if request.place in ("waiting", "held"):
+            request.waited += self._clock() - request.placed_at
         attempt = f"{request.job.request_id}@{self._name}.{next(self._numbers)}"
         self._attempts[attempt] = request
         return attempt
@@ -430,11 +431,6 @@ class Coordinator:
         request.placed_at = self._clock()
         queue = self._queues[name, request.weights]
         bisect.insort(queue, request, key=lambda other: other.rank)
-
-    def _leave_queue(self, request: Routed) -> None:
-        """Counts how long it waited."""
-        if request.place in ("waiting", "held"):
-            request.waited += self._clock() - request.placed_at
 
     def _go_on(self) -> list[Action]:
         """Sends what waits to whoever has room, the first due first.

@@ -49,8 +49,7 @@ class Registry:
         self._fleet, self._look_up = fleet, look_up
         self._long = prefill.long_workers
         self._known: dict[str, list[str]] = {}
-        self._added: dict[str, Place] = {}
-        self._removed: set[str] = set()
+        self._changes: dict[str, Place | None] = {}  # None: removed; replaced, never changed
         self._stopping = threading.Event()
         if fleet.registry == "kubernetes":
             self.look()
@@ -65,20 +64,17 @@ class Registry:
             *(Place(a, "prefill", number >= first_long) for number, a in enumerate(prefill)),
             *(Place(address, "domain") for address in domains),
         ]
-        if not self._added and not self._removed:
-            return found
-        left = [p for p in found if p.address not in self._removed | self._added.keys()]
-        return left + list(self._added.values())
+        changes = self._changes
+        left = [place for place in found if place.address not in changes]
+        return left + [place for place in changes.values() if place is not None]
 
     def add(self, place: Place) -> None:
         """One more place, or another role for one, until this process ends."""
-        self._removed.discard(place.address)
-        self._added = {**self._added, place.address: place}
+        self._changes = {**self._changes, place.address: place}
 
     def remove(self, address: str) -> None:
         """A place where no worker is to be looked for any more."""
-        self._removed = {*self._removed, address}
-        self._added = {a: place for a, place in self._added.items() if a != address}
+        self._changes = {**self._changes, address: None}
 
     def look(self) -> None:
         """Looks all names up again."""

@@ -92,30 +92,25 @@ class Listener:
         assert self._socket is not None
         said = ""
         while not self._closing:
+            sock = None
             try:
-                self._begin(self._socket.accept()[0])
+                sock, _ = self._socket.accept()
+                threading.Thread(target=self._live, args=(sock,), daemon=True).start()
                 said = ""
             except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+                if sock is not None:
+                    sock.close()
                 if not self._closing and f"{error}" != said:
                     said = f"{error}"
                     logger.warning("%s: connections cannot be accepted: %s", self._name, said)
                 time.sleep(TICK_SECONDS)
 
-    def _begin(self, sock: socket.socket) -> None:
-        """Starts a connection's thread, and ends the oldest handshake where they are too many."""
+    def _live(self, sock: socket.socket) -> None:
+        """From the accepted socket to the connection's end."""
         with self._lock:
             self._strangers[sock] = None
             if len(self._strangers) > MOST_HANDSHAKES:
                 _shut(next(iter(self._strangers)))
-        try:
-            threading.Thread(target=self._live, args=(sock,), name=self._name, daemon=True).start()
-        except RuntimeError:
-            self._forget(sock)
-            sock.close()
-            raise
-
-    def _live(self, sock: socket.socket) -> None:
-        """From the accepted socket to the connection's end."""
         try:
             channel = accept(sock, self._token, self._seconds, self._frame_bytes)
         except (AuthenticationError, OSError, EOFError, RuntimeError) as error:
@@ -123,7 +118,8 @@ class Listener:
             logger.warning("%s: a connection was turned away: %s", self._name, why)
             return
         finally:
-            self._forget(sock)
+            with self._lock:
+                del self._strangers[sock]
         thread = threading.current_thread()
         with self._lock:
             taken = len(self._threads) < self._most and not self._closing
@@ -141,10 +137,6 @@ class Listener:
             logger.exception("%s: the connection of %s", self._name, channel.peer)
         finally:
             self._threads.pop(thread, None)
-
-    def _forget(self, stranger: socket.socket) -> None:
-        with self._lock:
-            self._strangers.pop(stranger, None)
 
 
 def _shut(sock: socket.socket) -> None:

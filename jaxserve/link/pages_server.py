@@ -111,9 +111,8 @@ class PagesServer:
         self._counting = threading.Lock()
         self._transfers = self._bytes = self._failures = 0
         self._queued = 0
-        self._listener = Listener(
-            "pages", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
-        )
+        serve, seconds = lambda channel: _Puller(self, channel).live(), deadlines.handshake
+        self._listener = Listener("pages", token, serve, most=MOST_CONNECTIONS, seconds=seconds)
 
     def start(self) -> str:
         """Begins to serve and returns the address; raises ConfigError as `listen` does."""
@@ -149,9 +148,6 @@ class PagesServer:
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
         self._listener.close(seconds)
-
-    def _serve(self, channel: Channel) -> None:
-        _Puller(self, channel).live()
 
 
 class _Room:
