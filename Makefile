@@ -7,6 +7,7 @@
 #   make matrix   the whole product of layouts: hours, not part of `make test`
 #   make vllm     vLLM's own endpoint tests against our server: downloads its source package
 #   make bench    measure the pipeline                             (BENCH="pipeline --json F")
+#   make lock     newest versions that pyproject.toml allows, with hashes, into requirements/
 #   make clean    remove the environment, the caches and the build products
 
 SHELL := bash
@@ -23,7 +24,6 @@ TESTS ?=
 BENCH ?= pipeline
 GRPCURL := build/bin/.grpcurl
 SCHEMAS := build/schemas/.fetched
-KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
 # A module of Go, and the file in it.
 OTHER_SCHEMAS := \
   sigs.k8s.io/lws@v0.8.0:config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml \
@@ -40,7 +40,12 @@ CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
   --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve prepare test check format matrix vllm bench clean
+# Packages come in the versions of requirements/, and only if their hashes are those.
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+LOCKED := $(PIP) install --require-hashes --requirement requirements/build.txt
+OWN := $(PIP) install --no-deps --no-build-isolation --editable .
+
+.PHONY: help serve prepare test check format matrix vllm bench lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,13 +57,15 @@ endif
 $(BIN)/python:
 	@PYTHON="$(PYTHON)" .ci/create-venv $(VENV)
 
-# Installed again only after pyproject.toml changed.
-$(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+# Installed again only after these files changed.
+$(VENV)/.installed-serve: pyproject.toml requirements/serve.txt | $(BIN)/python
+	$(LOCKED) --requirement requirements/serve.txt
+	$(OWN)
 	touch $@
 
-$(VENV)/.installed-all: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,dev,train]'
+$(VENV)/.installed-all: pyproject.toml requirements/serve.txt requirements/test.txt | $(BIN)/python
+	$(LOCKED) --requirement requirements/test.txt
+	$(OWN)
 	touch $@ $(VENV)/.installed-serve
 
 # For tests that call the server as people do. Without Go, or what it has to fetch, they are skipped;
@@ -69,11 +76,11 @@ $(GRPCURL):
 	    || echo 'grpcurl was not built; its tests are skipped' >&2; \
 	fi; touch $@
 
-# Schemas of Kubernetes and of what extends it, for the tests of rendered files. What cannot be
-# fetched is left out; its tests are skipped.
-$(SCHEMAS): | $(BIN)/python
-	@mkdir -p $(@D); $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
-	  --dest $(@D) $(KUBERNETES_SCHEMAS) || echo 'schemas of Kubernetes: not fetched' >&2
+# Schemas of Kubernetes, of its extensions and of CycloneDX, for the tests of rendered files. A
+# schema that cannot be fetched is left out; its tests are skipped.
+$(SCHEMAS): requirements/schemas.txt | $(BIN)/python
+	@mkdir -p $(@D); $(PIP) download --no-deps --require-hashes --dest $(@D) \
+	  --requirement $< || echo 'schemas of Kubernetes and of CycloneDX: not fetched' >&2
 	@if command -v go > /dev/null; then for schema in $(OTHER_SCHEMAS); do \
 	  folder=$$(cd $(@D) && GOTOOLCHAIN=local timeout 90 go mod download -json "$${schema%%:*}" \
 	    | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') && cp "$$folder/$${schema#*:}" $(@D) \
@@ -105,6 +112,13 @@ matrix: $(VENV)/.installed-all
 
 vllm: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m vllm tests/vllm --capture=no --override-ini=faulthandler_timeout=0
+
+# Resolves in an environment of its own, whose packages are locked, too.
+lock: | $(BIN)/python
+	$(BIN)/python -m venv --clear build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+	  --requirement requirements/lock.txt
+	build/lock/bin/python .ci/lock
 
 bench: $(VENV)/.installed-serve
 	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)

@@ -1,4 +1,5 @@
-"""Puts `configs/` (deployments, models, hardware, the demo) into the wheel, as `jaxserve/configs`.
+"""Puts `configs/` (deployments, models, hardware, the demo) and `requirements/` (locked packages)
+into the wheel, as `jaxserve/configs` and `jaxserve/requirements`.
 
 Everything else about the package is in pyproject.toml.
 """
@@ -11,14 +12,14 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigs(build_py):
-    """An ordinary build, and the configurations; an editable install finds them in the checkout."""
+    """An ordinary build with both folders; an editable install finds them in the checkout."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shutil.copytree(
-                "configs", Path(self.build_lib, "jaxserve", "configs"), dirs_exist_ok=True
-            )
+            for folder in ("configs", "requirements"):
+                target = Path(self.build_lib, "jaxserve", folder)
+                shutil.copytree(folder, target, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

@@ -87,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
         "--image", default=f"jaxserve:{jaxserve.__version__}", help="of containers (%(default)s)"
     )
     made.add_argument(
+        "--base-image",
+        default="",
+        metavar="NAME@sha256:DIGEST",
+        help="image of Python that the Dockerfile begins with, by its digest (said with docker "
+        "build --build-arg BASE=)",
+    )
+    made.add_argument(
         "--model-path",
         default="",
         metavar="PATH",
@@ -178,8 +185,10 @@ def _known(platform: str) -> str:
 
 
 NAME, BUCKET = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", r"[a-z0-9][-_.a-z0-9]{1,220}[a-z0-9]"
-"""What objects of Kubernetes with a suffix of ours, units and files may be called, and buckets of
+"""Names that objects of Kubernetes with a suffix of ours, units and files may have, and buckets of
 Cloud Storage."""
+DIGEST = "@sha256:[0-9a-f]{64}"
+"""End of an image's name that always means the same image."""
 
 
 def _check_names(options: argparse.Namespace) -> None:
@@ -189,8 +198,17 @@ def _check_names(options: argparse.Namespace) -> None:
             f"--name {options.name!r}: needs 1 to 40 of a-z, 0-9 and -, a letter first, and no - "
             "at the end"
         )
-    if not re.fullmatch(r"\S+", options.image):
-        raise ConfigError(f"--image {options.image!r}: is no image")
+    if not re.fullmatch(rf"[^\s@]+({DIGEST})?", options.image):
+        raise ConfigError(
+            f"--image {options.image!r}: is no image (NAME, or NAME@sha256: and 64 of 0-9, a-f)"
+        )
+    if options.base_image and not re.fullmatch(rf"[^\s@]+{DIGEST}", options.base_image):
+        raise ConfigError(
+            f"--base-image {options.base_image!r}: needs its digest, NAME@sha256: and 64 of 0-9, "
+            "a-f, since a tag may come to name another image"
+        )
+    if options.base_image and options.target != "docker":
+        raise ConfigError(f"--base-image {options.base_image}: only --target docker makes an image")
     if options.models_bucket and not re.fullmatch(BUCKET, options.models_bucket):
         raise ConfigError(
             f"--models-bucket {options.models_bucket!r}: is a bucket's name alone, of a-z, 0-9, -, "
@@ -247,6 +265,7 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
             Options(
                 name=options.name,
                 image=options.image,
+                base_image=options.base_image,
                 model=model,
                 models_claim="" if is_url(model) else options.models_claim,
                 models_bucket=options.models_bucket,

@@ -11,6 +11,7 @@ from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
 from jaxserve.launch import systemd
 from jaxserve.launch.options import Rendering, host_places
+from jaxserve.launch.packages import lock_names, lock_text
 from jaxserve.launch.settings import Places, deployment_text, placed
 from jaxserve.storage.bucket import is_url
 
@@ -19,7 +20,8 @@ SCRIPT = """\
 # {command}
 #
 #   ZONE=… ./tpu.sh create     rents what this deployment takes
-#   ZONE=… ./tpu.sh install    copies WHEEL (python -m pip wheel --no-deps .) and these files
+#   ZONE=… ./tpu.sh install    copies WHEEL (python -m pip wheel --no-deps .) and these files, and
+#                              installs packages in the locked versions
 #   ZONE=… ./tpu.sh start      on all hosts at once; they find each other by the slice's metadata
 #   ZONE=… ./tpu.sh logs
 #   ZONE=… ./tpu.sh stop       drains
@@ -53,9 +55,11 @@ case "${{1:-}}" in
   install)
     umask 077
     echo "JAXSERVE_CLUSTER_TOKEN=$(openssl rand -hex 16)" > "$name.env"
-    copy "${{WHEEL:?the wheel of jaxserve}}" deployment.yaml "$name.env" "$name.service"{files}
+    copy "${{WHEEL:?the wheel of jaxserve}}" deployment.yaml "$name.env" "$name.service"{files} \\
+      serve.txt tpu.txt
     everywhere "sudo python3 -m venv /opt/jaxserve &&
-      sudo /opt/jaxserve/bin/pip install --quiet \\"$(basename "$WHEEL")[tpu]\\" &&
+      sudo /opt/jaxserve/bin/pip install --quiet --require-hashes --requirement tpu.txt &&
+      sudo /opt/jaxserve/bin/pip install --quiet --no-deps \\"$(basename "$WHEEL")\\" &&
       sudo install -D -m 0644 deployment.yaml /etc/$name/deployment.yaml &&
       sudo install -m 0600 $name.env /etc/$name/ &&{installs}
       sudo install -m 0644 $name.service /etc/systemd/system/ && rm $name.env &&
@@ -118,4 +122,5 @@ def render(rendering: Rendering) -> dict[str, str]:
         "tpu.sh": script,
         f"{name}.service": systemd.unit(deployment, work, options, given),
         "deployment.yaml": deployment_text(systemd.without_files(deployment)),
+        **{lock: lock_text(lock) for lock in lock_names("tpu")},
     }

@@ -1,4 +1,5 @@
-"""Containers: the image (`Dockerfile`), and a deployment on one host (`compose.yaml`).
+"""Containers: the image (`Dockerfile`), its packages (`sbom.cdx.json`), and a deployment on one
+host (`compose.yaml`).
 
 Called by `__main__.py`. A Dockerfile has no structure to write it from: it is text.
 """
@@ -8,6 +9,7 @@ from typing import Any
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import CACHE, KEYS, Options, Rendering, files_of
+from jaxserve.launch.packages import sbom
 from jaxserve.launch.settings import Places, deployment_text, placed, to_yaml
 from jaxserve.launch.workloads import Workload, host_processes
 
@@ -16,19 +18,33 @@ Tree = dict[str, Any]
 DOCKERFILE = """\
 # {command}
 #
-#   docker build --tag {image} --build-arg EXTRA={extra} --file Dockerfile CHECKOUT
+#   docker build --tag {image} --build-arg EXTRA={extra}{asked} --file Dockerfile CHECKOUT
 #
 # EXTRA: tpu, cuda, or cpu. CUDA's libraries come with the packages; the host has the driver and the
 # NVIDIA Container Toolkit.
-FROM python:3.12-slim AS build
+# BASE: an image of Python 3.12 by its digest, as `docker buildx imagetools inspect {example}`
+# prints it. A tag may come to name another image, so none is taken.
+ARG BASE{base}
+FROM ${{BASE}} AS build
+ARG BASE
 ARG EXTRA={extra}
+RUN case "$BASE" in \\
+      *@sha256:*) ;; \\
+      *) echo "BASE=$BASE: say {example}@sha256:DIGEST" >&2; exit 1 ;; \\
+    esac
 WORKDIR /src
+COPY requirements requirements
+RUN python -m venv /opt/build && python -m venv /opt/jaxserve && \\
+    if [ "$EXTRA" = cpu ]; then lock=serve; else lock="$EXTRA"; fi && \\
+    /opt/build/bin/python -m pip install --no-cache-dir --require-hashes \\
+      --requirement requirements/build.txt && \\
+    /opt/jaxserve/bin/python -m pip install --no-cache-dir --require-hashes \\
+      --requirement "requirements/$lock.txt"
 COPY . .
-RUN python -m venv /opt/jaxserve && \\
-    if [ "$EXTRA" = cpu ]; then extra=""; else extra="[$EXTRA]"; fi && \\
-    /opt/jaxserve/bin/python -m pip install --no-cache-dir ".$extra"
+RUN /opt/build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && \\
+    /opt/jaxserve/bin/python -m pip install --no-cache-dir --no-deps /wheels/*.whl
 
-FROM python:3.12-slim
+FROM ${{BASE}}
 RUN groupadd --gid {user} jaxserve && \\
     useradd --uid {user} --gid {user} --no-create-home --home-dir /tmp jaxserve && \\
     install --directory --owner={user} --group={user} {cache}
@@ -43,11 +59,14 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-u", "-m", "jaxserve.serve"]
 CMD ["--help"]
 """
+EXAMPLE = "python:3.12-slim"
+"""Image whose digest is asked for."""
 IGNORED = """\
 *
 !configs
 !jaxserve
 !pallas_kernels
+!requirements
 !LICENSE
 !MANIFEST.in
 !README.md
@@ -91,15 +110,20 @@ def render(rendering: Rendering) -> dict[str, str]:
     files = files_of(rendering.deployment, options)
     places = Places(model=options.model, host="0.0.0.0", files=files, **addresses)
     deployment = placed(rendering.deployment, places)
+    extra = next(iter(extras), "cpu")
     return {
         "Dockerfile": DOCKERFILE.format(
             command=rendering.command,
             image=options.image,
-            extra=next(iter(extras), "cpu"),
+            extra=extra,
+            example=EXAMPLE,
+            base=f"={options.base_image}" if options.base_image else "",
+            asked="" if options.base_image else f" --build-arg BASE={EXAMPLE}@sha256:DIGEST",
             user=USER,
             cache=CACHE,
         ),
         "Dockerfile.dockerignore": IGNORED,
+        "sbom.cdx.json": sbom(extra, options.base_image),
         "compose.yaml": _head(rendering) + to_yaml(_compose(deployment, works, options)),
         "deployment.yaml": deployment_text(deployment),
     }

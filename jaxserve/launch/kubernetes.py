@@ -47,7 +47,7 @@ def render(rendering: Rendering) -> dict[str, str]:
 
 
 def head(rendering: Rendering, deployment: Deployment) -> str:
-    """What to do first, as comments."""
+    """Comments with the commands that come first."""
     options = rendering.options
     files = files_of(deployment, options)
     secret = [f"kubectl create secret generic {options.name} \\"]
@@ -61,6 +61,8 @@ def head(rendering: Rendering, deployment: Deployment) -> str:
     lines = [rendering.command, *secret]
     if claims:
         lines.append(f"and PersistentVolumeClaims: {', '.join(claims)}; image {options.image}")
+    if "@" not in options.image:
+        lines.append("a tag may come to name another image: --image NAME@sha256:DIGEST does not")
     return "".join(f"# {line}\n" for line in lines)
 
 

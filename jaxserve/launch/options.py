@@ -27,6 +27,8 @@ class Options(NamedTuple):
     Attributes:
       name: of everything that is made.
       image: that containers run.
+      base_image: image of Python, with its digest, that the image is built from; empty: said when
+        it is built.
       model: the model folder where the processes run; empty: the deployment's.
       models_claim: PersistentVolumeClaim with models, mounted at /models; empty: none.
       models_bucket: of Cloud Storage, mounted there in its place (GKE's driver for gcsfuse).
@@ -38,6 +40,7 @@ class Options(NamedTuple):
 
     name: str = "jaxserve"
     image: str = ""
+    base_image: str = ""
     model: str = ""
     models_claim: str = ""
     models_bucket: str = ""

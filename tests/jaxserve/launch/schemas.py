@@ -1,8 +1,8 @@
-"""Schemas of Kubernetes and of what extends it, as `make prepare` has fetched them.
+"""Schemas of Kubernetes, of its extensions and of CycloneDX, as `make prepare` has fetched them.
 
-Those of Kubernetes itself are read from the wheel of `kubernetes-validate`; those of
-LeaderWorkerSet, JobSet, PodMonitor and ScaledObject from the CustomResourceDefinitions of their
-pinned sources. Unknown fields are errors everywhere.
+Those of Kubernetes itself are read from the wheel of `kubernetes-validate`, that of CycloneDX from
+the wheel of `cyclonedx-python-lib`; those of LeaderWorkerSet, JobSet, PodMonitor and ScaledObject
+from the CustomResourceDefinitions of their pinned sources. Unknown fields are errors everywhere.
 """
 
 import functools
@@ -19,9 +19,28 @@ FOLDER = Path(__file__).resolve().parents[3] / "build" / "schemas"
 KUBERNETES = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 
 needs_schemas = pytest.mark.skipif(
-    not any(FOLDER.glob("*.whl")) or len(list(FOLDER.glob("*.yaml"))) < 4,
+    not any(FOLDER.glob("kubernetes*.whl")) or len(list(FOLDER.glob("*.yaml"))) < 4,
     reason="schemas were not fetched (`make prepare`: PyPI and Go)",
 )
+
+
+def sbom_problems(tree: Any, version: str = "1.6") -> list[str]:
+    """Violations of the schema of CycloneDX."""
+    wheels = list(FOLDER.glob("cyclonedx_python_lib-*.whl"))
+    if not wheels:
+        pytest.skip("schema was not fetched (`make prepare`: PyPI)")
+    with zipfile.ZipFile(wheels[0]) as files:
+
+        def read(name: str) -> Any:
+            name = name.rpartition("/")[2]
+            return json.loads(files.read(f"cyclonedx/schema/_res/{name}"))
+
+        schema = read(f"bom-{version}.SNAPSHOT.schema.json")
+        judge = jsonschema_rs.validator_for(schema, retriever=read, validate_formats=True)
+    return [
+        f"{'.'.join(map(str, error.instance_path))}: {error.message}"
+        for error in judge.iter_errors(tree)
+    ]
 
 
 def problems(tree: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The image is clean, and the containers of a host find each other."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,38 @@ def test_the_image_is_clean(command: str, extra: str, tmp_path: Path) -> None:
     file.write_text(files_of(command)["Dockerfile"])
     assert f"ARG EXTRA={extra}\n" in file.read_text()
     judge("hadolint", "--no-color", file)
+
+
+def test_the_image_begins_with_a_digest_and_has_locked_packages() -> None:
+    base = f"python:3.12-slim@sha256:{'5f' * 32}"
+    files = files_of(f"{ONE} --base-image {base}")
+    lines = files["Dockerfile"].splitlines()
+    assert f"ARG BASE={base}" in lines
+    assert [line for line in lines if line.startswith("FROM")] == [
+        "FROM ${BASE} AS build",
+        "FROM ${BASE}",
+    ]
+    assert files["Dockerfile"].count("--require-hashes") == 2
+    assert "!requirements\n" in files["Dockerfile.dockerignore"]
+    components = json.loads(files["sbom.cdx.json"])["components"]
+    (container,) = (each for each in components if each["type"] == "container")
+    assert (container["name"], container["version"]) == ("python:3.12-slim", base[17:])
+    assert any(each["name"] == "libtpu" for each in components)
+
+
+@pytest.mark.parametrize(("base", "code"), [("python:3.12-slim", 1), (f"p@sha256:{'5f' * 32}", 0)])
+def test_without_a_digest_the_build_stops(base: str, code: int) -> None:
+    """It has no default base, and its first step refuses one without a digest."""
+    dockerfile = files_of(ONE)["Dockerfile"]
+    assert "\nARG BASE\nFROM ${BASE} AS build\n" in dockerfile
+    step = dockerfile.partition("\nRUN ")[2].partition("\nWORKDIR")[0]
+    done = subprocess.run(
+        ["sh", "-c", step], env={"BASE": base}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code
+    assert done.stderr == (
+        "" if code == 0 else "BASE=python:3.12-slim: say python:3.12-slim@sha256:DIGEST\n"
+    )
 
 
 @pytest.mark.parametrize("command", [ONE, GPUS, FLEET])
@@ -107,9 +140,14 @@ def test_prefill_workers_with_both_roles_have_a_process_a_gpu(mode: str, expecte
     [
         ("--config step3 --hardware h100 --target docker", "takes 32 of h100, a host has 8"),
         ("--config demo-fleet --hardware v6e --target docker", "one process of a host has its"),
+        (f"{ONE} --base-image python:3.12-slim", "needs its digest"),
+        (f"{ONE} --base-image python@sha256:{'5F' * 32}", "needs its digest"),
+        (f"{ONE} --image jaxserve@sha256:12", "is no image"),
+        ("--config demo --target systemd --base-image x", "needs its digest"),
+        (f"--config demo --target systemd --base-image x@sha256:{'5f' * 32}", "only --target doc"),
     ],
 )
-def test_what_is_no_single_host_is_refused(
+def test_wrong_hosts_and_images_are_refused(
     command: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command.split()) == 2

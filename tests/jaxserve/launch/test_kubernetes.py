@@ -228,6 +228,15 @@ def test_a_bucket_is_mounted_where_models_are() -> None:
     assert volume["csi"]["volumeAttributes"]["bucketName"] == "weights"
 
 
+@pytest.mark.parametrize(("image", "flagged"), [("a/b:1", 1), (f"a/b@sha256:{'0c' * 32}", 0)])
+def test_an_image_without_a_digest_is_flagged(image: str, flagged: int) -> None:
+    text = files_of(f"{FLEET} --image {image}")["kubernetes.yaml"]
+    assert (
+        text.count("# a tag may come to name another image: --image NAME@sha256:DIGEST") == flagged
+    )
+    assert f"image: {image}\n" in text
+
+
 def test_files_are_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLEET.split(), "--write", str(tmp_path / "new")]) == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
