@@ -50,8 +50,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates, weight_format
 from jaxserve.model.module import Template
-from jaxserve.model.quant import in_bytes
 from jaxserve.storage.mirror import local_folder
+from pallas_kernels.quantize import in_bytes
 
 TargetFormat = Literal["bf16", "fp8", "int8", "int4"]
 

@@ -140,29 +140,20 @@ class FFNBlock(Module):
             formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
             self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split)
 
-    def __call__(
+    def unsummed(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
-    ) -> Float[Array, "tokens d_model"]:
-        """This device's share of the layer's output, FP32, without what it does for its own rows.
+    ) -> tuple[Unsummed, Int[Array, " local"] | None]:
+        """Computes this device's share of the layer's output, without its work for its own rows.
 
         Args:
           message: the rows and routing that the attention role sent, with slots for experts.
           rank: this device's ep coordinate.
           layer: index into stacked expert weights; see `Experts`.
+
+        Returns:
+          the share, with the results of a token's experts not yet added up; and the tokens that
+          each of this device's slots got, None in a layer without routed experts.
         """
-        return self.with_load(message, rank, layer)[0]
-
-    def with_load(
-        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
-    ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"] | None]:
-        """The same, and the tokens that each of this device's slots got; None: it has none."""
-        share, load = self.unsummed(message, rank, layer)
-        return share.total(), load
-
-    def unsummed(
-        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
-    ) -> tuple[Unsummed, Int[Array, " local"] | None]:
-        """The same, with the results of a token's experts not yet added up."""
         share, choices = None, None
         if self.dense is not None and not self.own_rows:
             with jax.named_scope("dense"):

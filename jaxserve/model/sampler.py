@@ -140,31 +140,26 @@ def log_probabilities(
     return jnp.take_along_axis(logs, token_ids[:, None], axis=1)[:, 0], ids, best
 
 
-def sample(logits: Float[Array, "slots vocab"], state: SamplerState) -> Int[Array, " slots"]:
-    """Greedy where temperature is 0; otherwise a draw from softmax(logits/temperature), cut to the
-    top_k most likely, the smallest set that holds top_p of the mass, and at least min_p times the
-    likeliest token's probability.
-
-    Slots without a temperature cost no draw: up to `_FEW` others are taken one by one, more in
-    windows of `_MANY` slots, of which empty ones are skipped.
-    """
-    return sample_and_largest(logits, state, logits.shape[1])[0]
-
-
 def sample_and_largest(
     logits: Float[Array, "slots columns"],
     state: SamplerState,
     vocab: int,
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
-    """What `sample` gives, and the largest logit of every slot, NaN if one is: it is found on the
-    way.
+    """Samples a token for every slot, and finds its largest logit on the way (NaN if one is).
+
+    Greedy where temperature is 0. Otherwise a draw from softmax(logits/temperature), cut to the
+    top_k most likely, the smallest set that holds top_p of the mass, and at least min_p times the
+    likeliest token's probability.
+
+    Slots without a temperature cost no draw: up to `_FEW` others are taken one by one, more in
+    windows of `_MANY` slots, of which empty ones are skipped.
 
     Args:
       logits: all, or this device's columns of those divided over `tp`, -inf beyond the vocabulary:
         greedy slots do without the others'.
     """
     (slots, columns), logits = logits.shape, logits.astype(jnp.float32)
-    greedy, largest = _greedy(_blocks(logits), columns)
+    greedy, largest = _greedy(in_blocks(logits), columns)
     if columns < vocab:
         greedy, largest = _greedy_of_all(greedy, largest, columns)
     random = state.temperature > 0
@@ -191,7 +186,7 @@ def sample_and_largest(
         def cut(array: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(array, start, size)
 
-        weights = _process(_blocks(cut(logits)), SamplerState(*map(cut, state)))
+        weights = process(in_blocks(cut(logits)), SamplerState(*map(cut, state)))
         drawn = jnp.where(cut(random), _draw(weights, cut(noise)), cut(tokens))
         return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, start, 0)
 
@@ -207,31 +202,12 @@ def sample_and_largest(
     return jax.lax.cond(count > 0, drawn, lambda: greedy), largest
 
 
-def process(logits: Float[Array, "rows vocab"], state: SamplerState) -> Float[Array, "rows vocab"]:
-    """The logarithms of the weights that `sample` draws by: a row's distribution is their softmax.
-
-    The likeliest token has 0, tokens that may not come -inf. Rows without a temperature have 0 at
-    the greedy token and -inf elsewhere.
-    """
-    vocab = logits.shape[1]
-    blocks = _blocks(logits)
-    greedy, _ = _greedy(blocks, vocab)
-    processed = _process(blocks, state).reshape(blocks.shape[0], -1)[:, :vocab]
-    only = jnp.where(jnp.arange(vocab) == greedy[:, None], 0.0, -jnp.inf)
-    return jnp.where(state.temperature[:, None] > 0, processed, only)
-
-
-def draw(weights: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int[Array, " rows"]:
-    """A draw from softmax(weights) a row; -inf for tokens that may not come."""
-    return _draw(_blocks(weights), _noise(keys, weights.shape[1]))
-
-
 def draw_keys(seed: UInt[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
     """The randomness of a request's draw of the token at `position`."""
     return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
 
 
-def _blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128"]:
+def in_blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128"]:
     """FP32, a row cut into blocks; -inf fills the last one.
 
     Sums along the blocks add whole vectors, on every platform, in an order that depends on the
@@ -322,10 +298,13 @@ def _draw(
     return (block * _BLOCK + column).astype(jnp.int32)
 
 
-def _process(
+def process(
     blocks: Float[Array, "rows blocks 128"], state: SamplerState
 ) -> Float[Array, "rows blocks 128"]:
-    """`process`, of rows that all have a temperature."""
+    """Logarithms of the weights that draws go by: a row's distribution is their softmax.
+
+    The likeliest token has 0; tokens that may not come, and the padding, have -inf.
+    """
     # Subtracting the largest logit first keeps the division finite for any temperature.
     temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
     scaled = (blocks - _largest(blocks)[:, None, None]) / temperature[:, None, None]

@@ -19,7 +19,6 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
-from jaxserve.model.quant import sliceable
 from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
 from jaxserve.roles.expert_slots import Bank
 from jaxserve.roles.layout import BatchLayout, Bucket
@@ -27,6 +26,7 @@ from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_m
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.input_major import InputMajor
+from pallas_kernels.quantize import sliceable
 
 _COUNTS = BankShape.counts_spec(ATTENTION_AXES[:1])
 

@@ -22,9 +22,8 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template, TemplateLeaf
-from jaxserve.model.quant import from_bytes, in_bytes
 from jaxserve.roles.program import REPLICATED, Program
-from pallas_kernels.quantize import array_bytes
+from pallas_kernels.quantize import array_bytes, from_bytes, in_bytes
 
 NOTHING = -1
 """In place of a slot: nothing is copied."""

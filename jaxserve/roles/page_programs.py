@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.model.quant import as_bits, from_bits, quantize_heads
-from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales
+from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales, quantize_heads
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
+from pallas_kernels.quantize import as_bits, from_bits
 
 
 class WireArray(NamedTuple):

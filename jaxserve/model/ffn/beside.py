@@ -1,4 +1,5 @@
-"""What a device does for its own rows while others' travel: the shared expert, where it is whole.
+"""Work that a device does for its own rows while others travel: the shared expert, where it is
+whole.
 
 Called by `exchange.py` and `collectives.py`, inside their `shard_map`. XLA puts work that nothing
 waits for beside the last collective, all of it; here each collective has a step of it beside it.
@@ -35,12 +36,12 @@ class Beside:
         last: bool = False,
         spared: int = 0,
     ) -> Array:
-        """The collective's result; the next step, if there is one left, runs while it moves, and
-        neither begins before both can.
+        """Returns the collective's result. The next step, if one is left, runs while the collective
+        moves its rows; neither begins before both can.
 
         Args:
-          last: no other collective follows: all steps that are left run.
-          spared: so many steps are left for others, which take longer.
+          last: no other collective follows: all remaining steps run.
+          spared: this many steps stay for later collectives, which take longer.
         """
         left = len(self._steps)
         steps = left if last else min(1, max(0, left - spared))
@@ -53,7 +54,7 @@ class Beside:
         return arrived
 
     def result(self) -> Any:
-        """Of the last step; those that nothing moved beside run now."""
+        """Returns the last step's result; steps that had no collective beside them run now."""
         self._run(len(self._steps))
         return self._value
 
@@ -61,6 +62,10 @@ class Beside:
         for step in self._steps[:steps]:
             self._value = step(self._value)
         del self._steps[:steps]
+
+
+NOTHING = Beside(None, ())
+"""No work: collectives run alone."""
 
 
 def shared_expert(expert: DenseFFN, packed: Array, unpack: Callable[[Array], Message]) -> Beside:

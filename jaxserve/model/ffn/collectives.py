@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8, Int32
 
-from jaxserve.model.ffn.beside import Beside
+from jaxserve.model.ffn.beside import NOTHING, Beside
 from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Parts, Sums, Unsummed, sum_and_pack
 from pallas_kernels.target import current_target
@@ -66,7 +66,7 @@ def _summed_here(
     return rows
 
 
-def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside | None = None) -> Sums:
+def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside = NOTHING) -> Sums:
     """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
     be carried on. With two axes, of which there are no more, the sums over the last one are rounded
     again; FP32 sums, which the last of what arrives is yet to be added up to.
@@ -88,11 +88,11 @@ def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside | N
 
 
 def _exchanged(
-    packed: Int8[Array, "all_rows words"], size: int, axis: str, beside: Beside | None
+    packed: Int8[Array, "all_rows words"], size: int, axis: str, beside: Beside
 ) -> Int8[Array, "devices rows words"]:
     blocks = packed.reshape(size, -1, packed.shape[1])
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
-    return exchange(blocks) if beside is None else beside.during(blocks, exchange)
+    return beside.during(blocks, exchange)
 
 
 def summed(

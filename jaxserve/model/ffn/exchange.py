@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes
-from jaxserve.model.ffn.beside import Beside, shared_expert
+from jaxserve.model.ffn.beside import NOTHING, Beside, shared_expert
 from jaxserve.model.ffn.collectives import (
     exchanged_rows,
     gathered,
@@ -94,17 +94,13 @@ class Results(NamedTuple):
     """Whether all others travel in INT8, with a scale a row."""
 
     def summed_rows(
-        self,
-        shares: Unsummed,
-        axes: tuple[str, ...],
-        beside: Beside | None = None,
+        self, shares: Unsummed, axes: tuple[str, ...], beside: Beside = NOTHING
     ) -> Sums:
         """See `collectives`."""
         if self.int8:
             return summed_int8_rows(shares, axes, beside)
         add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
-        rows = shares.total(self.dtype)
-        return Unsummed(add_up(rows) if beside is None else beside.during(rows, add_up, last=True))
+        return Unsummed(beside.during(shares.total(self.dtype), add_up, last=True))
 
     def over_tensor(self, rows: Sums, axes: Axes) -> Sums:
         """The sums over the devices of a rank, if they have the same rows."""
@@ -155,12 +151,11 @@ class GatherExchange(NamedTuple):
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
         """See `Exchange`."""
-        axes, beside = self.axes, None
+        axes, beside = self.axes, NOTHING
         if block.dense is not None and block.own_rows:
             beside = shared_expert(block.dense, packed, packing.unpack)
         gather = functools.partial(gathered, axes=axes.rows)
-        everything = gather(packed) if beside is None else beside.during(packed, gather)
-        rank = axes.rank()
+        everything, rank = beside.during(packed, gather), axes.rank()
         message, experts = packing.unpack(self._real(everything)), block.experts
         if experts is not None:
             assert table is not None
@@ -181,7 +176,7 @@ class GatherExchange(NamedTuple):
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
         rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
-        if beside is not None:
+        if beside is not NOTHING:
             with jax.named_scope("dense"):
                 rows = Unsummed(rows.total() + beside.result().astype(jnp.float32))
         return self.results.over_tensor(rows, axes), load
@@ -249,7 +244,7 @@ class AllToAllExchange(NamedTuple):
                 ranks = jnp.where((ranks >= 0) & (ranks < axes.ranks), ranks, axes.ranks)
             beside = self._beside(packed, block, packing)
             # Inside a host rows travel as long as counts; else they take all that there is to do.
-            early = beside if axes.instances > 1 else None
+            early = beside if axes.instances > 1 else NOTHING
             plan = make_send_plan(ranks, axes, self.blocks, early)
             received, there = plan.dispatch(packing.addressed(packed, slots), beside)
             message = packing.unpack(received)
@@ -267,23 +262,21 @@ class AllToAllExchange(NamedTuple):
             rows = plan.combine(Unsummed(None, choices), self.results, beside)
         if block.dense is not None:
             with jax.named_scope("dense"):
-                if beside is None:
-                    share = self._shared(packed, block, packing)
-                else:
-                    share = beside.result()
+                whole = beside is not NOTHING
+                share = beside.result() if whole else self._shared(packed, block, packing)
                 rows = rows._replace(base=share)
         load = expert_load(choices.order.sizes, table, rank * experts.local)
         return self.results.over_tensor(rows, axes), load
 
     def _beside(
         self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
-    ) -> Beside | None:
+    ) -> Beside:
         """The shared expert, on GPUs, where it needs nothing of other devices."""
         if block.dense is None or current_target().backend != "mosaic_gpu":
-            return None
+            return NOTHING
         alone = self.axes.split and jax.lax.axis_size(self.axes.tensor) == 1
         if not (block.whole or alone):
-            return None
+            return NOTHING
         return shared_expert(block.dense, packed, packing.unpack)
 
     def _shared(
@@ -338,7 +331,7 @@ class SendPlan(NamedTuple):
         return rows * min(top_k, self.sizes.shape[1])
 
     def dispatch(
-        self, packed: UInt[Array, "rows words"], beside: Beside | None = None
+        self, packed: UInt[Array, "rows words"], beside: Beside = NOTHING
     ) -> tuple[UInt[Array, "received words"], Bool[Array, " received"]]:
         """This device's receive buffer, and which of its rows exist (the first ones do)."""
         rows, devices = packed.shape[0], self.sizes.shape[0]
@@ -362,7 +355,7 @@ class SendPlan(NamedTuple):
         sent: Array,
         length: int,
         plan: tuple[Array, ...],
-        beside: Beside | None,
+        beside: Beside,
         **steps: Any,
     ) -> Array:
         axes, rows = self.axes.rows, self.order.place.shape[0]
@@ -370,9 +363,9 @@ class SendPlan(NamedTuple):
         def exchange(sent: Array) -> Array:
             return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
 
-        return exchange(sent) if beside is None else beside.during(sent, exchange, **steps)
+        return beside.during(sent, exchange, **steps)
 
-    def combine(self, results: Unsummed, form: Results, beside: Beside | None = None) -> Unsummed:
+    def combine(self, results: Unsummed, form: Results, beside: Beside = NOTHING) -> Unsummed:
         """Returns results to where their rows came from; the sums of this device's own rows."""
         devices = self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
@@ -399,7 +392,7 @@ def make_send_plan(
     ranks_chosen: Int[Array, "rows top_k"],
     axes: Axes,
     blocks: Blocks,
-    beside: Beside | None = None,
+    beside: Beside = NOTHING,
 ) -> SendPlan:
     """Counts rows by rank, and tells all devices the counts.
 
@@ -416,8 +409,7 @@ def make_send_plan(
         ranks_chosen = jnp.where(there[:, None], ranks_chosen, ranks)
     order = sort_choices(ranks_chosen.astype(jnp.int32), ranks, once=True)
     tell = functools.partial(gathered, axes=axes.rows)
-    sizes = order.sizes[None]
-    sizes = tell(sizes) if beside is None else beside.during(sizes, tell, spared=2)
+    sizes = beside.during(order.sizes[None], tell, spared=2)
     return SendPlan(
         axes,
         blocks,

@@ -13,7 +13,7 @@ from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, Module, Rngs, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import fastest_row_format
-from pallas_kernels.grouped_matmul.routed import Choices, combine, routed_choices
+from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
 
 
 def slot_sizes(
@@ -61,38 +61,6 @@ class Experts(Module):
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)
 
-    def __call__(
-        self,
-        x: Float[Array, "tokens d_model"],
-        slots: Int[Array, "tokens top_k"],
-        gates: Float[Array, "tokens top_k"],
-        rank: Int[Array, ""] | int,
-        layer: Int[Array, ""] | int = 0,
-    ) -> Float[Array, "tokens d_model"]:
-        """This device's share of Σ_k gate·expert(x), FP32.
-
-        Args:
-          slots: of each choice, over all ranks; padding tokens have one past the last.
-          gates: FP32 weights.
-          rank: this device's ep coordinate.
-          layer: index of the layer whose slots to use, where the weights hold several layers' slots
-            stacked along the first axis.
-        """
-        return self.routed(x, slots, gates, rank, layer)[0]
-
-    def routed(
-        self,
-        x: Float[Array, "tokens d_model"],
-        slots: Int[Array, "tokens top_k"],
-        gates: Float[Array, "tokens top_k"],
-        rank: Int[Array, ""] | int,
-        layer: Int[Array, ""] | int = 0,
-        encoded: EncodedRows | None = None,
-    ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " local"]]:
-        """The same, and how many tokens each of this device's slots of the layer got."""
-        found = self.choices(x, slots, gates, rank, layer, encoded)
-        return combine(*found), found.order.sizes
-
     def choices(
         self,
         x: Float[Array, "tokens d_model"],
@@ -102,9 +70,14 @@ class Experts(Module):
         layer: Int[Array, ""] | int = 0,
         encoded: EncodedRows | None = None,
     ) -> Choices:
-        """The same before it is added up.
+        """Applies the experts: this device's results of every choice, before they are added up.
 
         Args:
+          slots: of each choice, over all ranks; padding tokens have one past the last.
+          gates: FP32 weights.
+          rank: this device's ep coordinate.
+          layer: index of the layer whose slots to use, where the weights hold several layers' slots
+            stacked along the first axis.
           encoded: x as it came over the wire, if in 8 bits; there may be columns behind it.
         """
         gate, up, down = self.gate[...], self.up[...], self.down[...]

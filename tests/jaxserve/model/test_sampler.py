@@ -15,18 +15,27 @@ from jaxserve.model.sampler import (
     SamplerState,
     adjust,
     count,
-    draw_keys,
+    in_blocks,
     log_probabilities,
     process,
-    sample,
+    sample_and_largest,
 )
-from jaxserve.model.sampler import draw as draw_weights
 
 VOCAB = 40
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32}
 
-run = jax.jit(sample)
+
+@jax.jit
+def run(logits, state):
+    """The tokens, of logits of the whole vocabulary."""
+    return sample_and_largest(logits, state, logits.shape[1])[0]
+
+
+def processed(logits, state) -> np.ndarray:
+    """The logarithms of the weights that draws go by, without the padding."""
+    blocks = process(in_blocks(jnp.asarray(logits)), state)
+    return np.asarray(blocks).reshape(len(logits), -1)[:, : logits.shape[1]]
 
 
 def state_of(rows) -> SamplerState:
@@ -273,8 +282,8 @@ class TestIndependence:
         """A neighbour has the masses summed, and rounded; that must not cut this row's tail."""
         vocab = 3072
         logits = np.stack([np.linspace(0, -slope, vocab, dtype=np.float32) for slope in (2, 9, 40)])
-        alone = process(jnp.asarray(logits), self.state(top_p=(1.0, 1.0, 1.0)))
-        crowd = process(jnp.asarray(logits), self.state(top_p=(1.0, 0.5, 1.0)))
+        alone = processed(logits, self.state(top_p=(1.0, 1.0, 1.0)))
+        crowd = processed(logits, self.state(top_p=(1.0, 0.5, 1.0)))
         assert np.isfinite(alone).all(axis=1).tolist() == [True, True, True]
         assert np.isfinite(crowd).all(axis=1).tolist() == [True, False, True]
 
@@ -309,39 +318,17 @@ class TestIndependence:
         assert np.asarray(run(logits[None], state)).tolist() == as_float32
 
 
-class TestParts:
-    """What `sample` consists of, for those who need more of it than a token."""
-
-    ROWS = (
+def test_processed_logits_are_the_logarithms_of_the_distribution():
+    rows = (
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 1.3, "top_p": 0.8, "min_p": 0.05},
         {"temperature": 1.0},
     )
-
-    def state(self, *rows) -> SamplerState:
-        return SamplerState(
-            **{
-                name: jnp.asarray([{**OFF, **row}[name] for row in rows], DTYPES.get(name, "f4"))
-                for name in OFF
-            }
-        )
-
-    def test_processed_logits_are_the_logarithms_of_the_distribution(self):
-        logits = np.stack([random_logits(seed, 300) for seed in range(3)])
-        processed = process(jnp.asarray(logits), self.state(*self.ROWS))
-        assert np.asarray(processed).max(axis=1).tolist() == [0.0, 0.0, 0.0]
-        expected = [probabilities(row, **how) for row, how in zip(logits, self.ROWS, strict=True)]
-        np.testing.assert_allclose(jax.nn.softmax(processed), expected, atol=1e-6)
-
-    def test_processed_logits_without_temperature_are_the_greedy_token(self):
-        processed = process(jnp.asarray([[1.0, 3.0, 3.0]]), self.state({"temperature": 0.0}))
-        assert np.asarray(processed).tolist() == [[-np.inf, 0.0, -np.inf]]
-
-    def test_a_draw_of_the_processed_logits_with_the_requests_key_is_the_sample(self):
-        logits = jnp.asarray(np.stack([random_logits(seed, 300) for seed in range(3)]))
-        state = self.state(*({**row, "seed": 9, "position": 4} for row in self.ROWS))
-        drawn = draw_weights(process(logits, state), draw_keys(state.seed, state.position))
-        assert np.asarray(drawn).tolist() == np.asarray(run(logits, state)).tolist()
+    logits = np.stack([random_logits(seed, 300) for seed in range(3)])
+    found = processed(logits, state_of(rows))
+    assert found.max(axis=1).tolist() == [0.0, 0.0, 0.0]
+    expected = [probabilities(row, **how) for row, how in zip(logits, rows, strict=True)]
+    np.testing.assert_allclose(jax.nn.softmax(found), expected, atol=1e-6)
 
 
 def words_of(tokens, vocab=VOCAB) -> list[int]:

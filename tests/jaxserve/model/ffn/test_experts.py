@@ -42,9 +42,14 @@ def device_share(values, ranks, rank, tensor_rank) -> Experts:
     return module
 
 
+def share_of(module, *arguments):
+    """The sums of a device's results."""
+    return routed.combine(*module.choices(*arguments))
+
+
 def run(module, x, experts, gates, rank):
     def call(values, *arguments):
-        return module.replaced(values)(*arguments)
+        return share_of(module.replaced(values), *arguments)
 
     return jax.jit(call)([weight[...] for _, weight in module.weights()], x, experts, gates, rank)
 
@@ -153,12 +158,12 @@ def test_experts_of_several_layers_in_one_row(layer, rank):
     x, experts, gates = routing(9, 3, 5, SlotSizes(EXPERTS, 2).total, padding=2)
     rows = tuple(jnp.asarray(array) for array in (x, experts, gates))
     layers = [device_share(weights(seed), ranks, rank, 0) for seed in range(3)]
-    alone = layers[layer](*rows, jnp.int32(rank))
+    alone = share_of(layers[layer], *rows, jnp.int32(rank))
     together = layers[0]
     for name in ("gate", "up", "down"):
         stacked = jnp.concatenate([getattr(share, name)[...] for share in layers])
         getattr(together, name).value = stacked
-    found = together(*rows, jnp.int32(rank), jnp.int32(layer))
+    found = share_of(together, *rows, jnp.int32(rank), jnp.int32(layer))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(alone))
     assert np.any(np.asarray(alone))
 
@@ -174,9 +179,9 @@ def test_format_of_rows(weights, row_format):
         return Experts(CONFIG, (1, 1), formats, Rngs(0))
 
     module = layer(row_format)
-    output = np.asarray(module(x, experts, gates, 0))
+    output = np.asarray(share_of(module, x, experts, gates, 0))
     matrices = [getattr(module, name)[...] for name in ("gate", "up", "down")]
     sizes = jnp.zeros(EXPERTS, jnp.int32).at[3].set(5)
     expected = grouped_swiglu(x, *matrices, sizes, row_format=row_format)
     np.testing.assert_array_equal(output, 0.5 * np.asarray(expected))
-    assert not np.array_equal(output, np.asarray(layer(None)(x, experts, gates, 0)))
+    assert not np.array_equal(output, np.asarray(share_of(layer(None), x, experts, gates, 0)))

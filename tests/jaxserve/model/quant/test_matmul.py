@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.model.quant import QuantArray, matmul, quantize_weight
-from pallas_kernels.quantize import as_bits
+from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
 from pallas_kernels.target import Target, use_target
 
 compiled_matmul = jax.jit(matmul)
