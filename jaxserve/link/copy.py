@@ -23,22 +23,31 @@ def public_copy(sharding: jax.sharding.Sharding) -> Copy:
     return lambda arrays: [jax.device_put(x, sharding) for x in arrays]
 
 
+def _proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
+    """The private function where it works as expected on this process's devices, else the public
+    one."""
+    try:
+        if works(private):
+            return private
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return public
+
+
 @functools.cache
 def fast_copy() -> Callable[[jax.sharding.Sharding], Copy]:
     """Makes the C++ copy under `device_put`, or `device_put` where that is not as expected.
 
     Private to JAX, so it proves itself first: a copy to a local device must arrive unchanged.
     """
-    device = jax.local_devices()[-1]
-    sharding = SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(jax.local_devices()[-1])
     probe = jax.device_put(np.arange(7, dtype=np.int32), jax.local_devices()[0])
-    try:
-        (arrived,) = _private_copy(sharding)([probe])
-        if arrived.sharding == sharding and np.array_equal(arrived, np.arange(7)):
-            return _private_copy
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return public_copy
+
+    def works(make: Callable[[jax.sharding.Sharding], Copy]) -> bool:
+        (arrived,) = make(sharding)([probe])
+        return arrived.sharding == sharding and np.array_equal(arrived, probe)
+
+    return _proved(_private_copy, public_copy, works)
 
 
 def _private_copy(sharding: jax.sharding.Sharding) -> Copy:
@@ -73,35 +82,31 @@ def public_assemble(
 @functools.cache
 def fast_shards() -> tuple[Shards, Callable[..., Assemble]]:
     """How to take an array apart and put one together, without checks if that works."""
-    device = jax.local_devices()[-1]
-    sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec("x"))
+    sharding = NamedSharding(Mesh(np.array(jax.local_devices()[-1:]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), sharding)
-    try:
-        shards = _private_shards(probe)
-        whole = _private_assemble(probe.shape, probe.dtype, sharding)(shards)
+
+    def works(pair: tuple[Shards, Callable[..., Assemble]]) -> bool:
+        shards = pair[0](probe)
+        whole = pair[1](probe.shape, probe.dtype, sharding)(shards)
         same = whole.sharding == sharding and np.array_equal(whole, probe)
-        if same and len(shards) == 1 and isinstance(shards[0].sharding, SingleDeviceSharding):
-            return _private_shards, _private_assemble
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return public_shards, public_assemble
+        return same and len(shards) == 1 and isinstance(shards[0].sharding, SingleDeviceSharding)
+
+    return _proved((_private_shards, _private_assemble), (public_shards, public_assemble), works)
 
 
 @functools.cache
 def fast_first() -> Callable[[jax.Array], jax.Array]:
     """How to take the first of an array's shards here: JAX makes all of them, some 4 µs each, where
     asked for them, and has one call for what every device has a copy of."""
-    devices = np.array(jax.local_devices()[:2])
-    sharding = NamedSharding(Mesh(devices, ("x",)), PartitionSpec("x"))
+    sharding = NamedSharding(Mesh(np.array(jax.local_devices()[:2]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), sharding)
-    try:
-        first = _private_first(probe)
-        expected = probe.addressable_shards[0].data
-        if first.sharding == expected.sharding and np.array_equal(first, expected):
-            return _private_first
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return lambda array: public_shards(array)[0]
+    expected = probe.addressable_shards[0].data
+
+    def works(first: Callable[[jax.Array], jax.Array]) -> bool:
+        found = first(probe)
+        return found.sharding == expected.sharding and np.array_equal(found, expected)
+
+    return _proved(_private_first, lambda array: public_shards(array)[0], works)
 
 
 def _private_first(array: Any) -> jax.Array:
@@ -135,13 +140,13 @@ def fast_put() -> Callable[..., Put] | None:
     here, there = jax.local_devices()[0], jax.local_devices()[-1]
     sharding = NamedSharding(Mesh(np.array([there]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), here)
-    try:
-        whole = _private_put(probe.shape, probe.dtype, sharding)([probe])
-        if whole.sharding == sharding and whole.committed and np.array_equal(whole, probe):
-            return _private_put
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return None
+
+    def works(make: Callable[..., Put] | None) -> bool:
+        assert make is not None
+        whole = make(probe.shape, probe.dtype, sharding)([probe])
+        return whole.sharding == sharding and whole.committed and np.array_equal(whole, probe)
+
+    return _proved(_private_put, None, works)
 
 
 def _private_put(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Put:

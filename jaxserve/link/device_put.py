@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.link.copy import Assemble, Copy, fast_copy, fast_first, fast_put, fast_shards
 from jaxserve.link.ends import Arrays, piece_sharding
-from jaxserve.link.route import Route
-from jaxserve.link.transport import Direction, Transport
+from jaxserve.link.transport import Transport
 
 
 class _Leg(NamedTuple):
@@ -38,16 +37,9 @@ class _Leg(NamedTuple):
 class DevicePutTransport(Transport):
     """A `Transport` of whole-array copies."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        route: Route,
-        attention: Mesh,
-        ffn: Mesh,
-        piece: tuple[int, int],
-        dtype: jnp.dtype,
-    ):
-        super().__init__(direction, route, attention, ffn, piece, dtype)
+    def prepare(self) -> None:
+        """Finds the copies that this process takes part in, and where their shards go."""
+        direction, route, piece, dtype = self.direction, self.route, self.piece, self.dtype
         here = jax.process_index()
         make_copy, self._first = fast_copy(), fast_first()
         self._shards, make_assemble = fast_shards()

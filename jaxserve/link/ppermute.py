@@ -17,17 +17,9 @@ from jaxserve.mesh import cached_sharding
 class PermuteTransport(Transport):
     """A `Transport` of one jitted collective."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        route: Route,
-        attention: Mesh,
-        ffn: Mesh,
-        piece: tuple[int, int],
-        dtype: jnp.dtype,
-    ):
-        super().__init__(direction, route, attention, ffn, piece, dtype)
-        here = jax.process_index()
+    def prepare(self) -> None:
+        """Compiles the collective."""
+        here, piece, dtype = jax.process_index(), self.piece, self.dtype
         union = Mesh(np.array(self.attention_devices + self.ffn_devices), ("devices",))
         self._sharding = cached_sharding(union, PartitionSpec("devices"))
         self._shape = (union.size * piece[0], piece[1])
@@ -37,13 +29,13 @@ class PermuteTransport(Transport):
             if device.process_index == here
         ]
         self._receivers = {d for d in self.destination.devices.flat if d.process_index == here}
-        body = functools.partial(_permute, direction, route)
+        body = functools.partial(_permute, self.direction, self.route)
         spec = PartitionSpec("devices")
         program = jax.jit(
             jax.shard_map(body, mesh=union, in_specs=spec, out_specs=spec, check_vma=False)
         )
         argument = jax.ShapeDtypeStruct(self._shape, dtype, sharding=self._sharding)
-        inputs = 1 if direction == "dispatch" else route.slots
+        inputs = 1 if self.direction == "dispatch" else self.route.slots
         self._program = program.lower(*[argument] * inputs).compile()
 
     def copier(self) -> Callable[[Arrays], Arrays]:

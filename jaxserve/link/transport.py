@@ -59,6 +59,11 @@ class Transport(abc.ABC):
         self._sends_here = any(d.process_index == here for d in self.source.devices.flat)
         self._receives_here = any(d.process_index == here for d in self.destination.devices.flat)
         self._on_the_way: deque[Arrays] = deque()
+        self.prepare()
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Looks up and compiles everything that stays the same for all messages."""
 
     @property
     def received_shape(self) -> tuple[int, int]:
