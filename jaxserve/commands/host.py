@@ -89,8 +89,7 @@ def commands(process: ProcessArguments, arguments: Sequence[str]) -> list[list[s
     }
     if process.control_bind:
         shared["--control-bind"] = process.control_bind
-    quiet = [f"server.follower_{face}_port=-1" for face in ("grpc", "http")]
-    silent = [word for setting in quiet for word in ("--set", setting)]
+    silent = [f"--set=server.follower_{face}_port=-1" for face in ("grpc", "http")]
     made = []
     for number in range(count):
         own = {

@@ -15,21 +15,32 @@ from jaxserve.fleet.addresses import split_address
 
 TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"
 STAND_IN = "--stand-in"
-_FLAGS = {
-    "process_id": ("--process-id", "JAXSERVE_PROCESS_ID"),
-    "processes": ("--processes", "JAXSERVE_PROCESSES"),
-    "coordinator": ("--coordinator", "JAXSERVE_COORDINATOR"),
-    "control": ("--control", "JAXSERVE_CONTROL"),
-    "control_bind": ("--control-bind", "JAXSERVE_CONTROL_BIND"),
-    "slice": ("--slice", "JAXSERVE_SLICE"),
-    "slices": ("--slices", "JAXSERVE_SLICES"),
-    "worker": ("--worker", "JAXSERVE_WORKER"),
-    "devices": ("--devices", "JAXSERVE_DEVICES"),
-    "host_processes": ("--host-processes", "JAXSERVE_HOST_PROCESSES"),
-    "host_process": ("--host-process", "JAXSERVE_HOST_PROCESS"),
+_HELPS = {
+    "process_id": "number of this process; 0 leads and serves",
+    "processes": "number of processes (1)",
+    "coordinator": "host:port on which process 0 starts JAX's coordination service",
+    "control": "host:port on which process 0 serves the control plane",
+    "control_bind": "host:port to listen on where it is not the one of --control",
+    "slice": "number of this host's slice, where --process-id counts within a slice (0)",
+    "slices": "slices over which the processes are divided equally (1)",
+    "worker": "number of this prefill worker or domain among those of the fleet (0)",
+    "devices": "devices that are left for this worker's role, where they are fewer than the "
+    "deployment says",
+    "host_processes": "processes that this host is to run, with a part of its devices each; "
+    "--process-id and --processes are of the hosts then (1)",
+    "host_process": "number of this process among those of its host; set by --host-processes",
 }
+"""Help texts by name. `process_id` is given as --process-id or JAXSERVE_PROCESS_ID, and so on."""
 _TEXTS = ("coordinator", "control", "control_bind")
-_NUMBERS = tuple(name for name in _FLAGS if name not in _TEXTS)
+_NUMBERS = tuple(name for name in _HELPS if name not in _TEXTS)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _variable(name: str) -> str:
+    return f"JAXSERVE_{name.upper()}"
 
 
 class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -46,7 +57,7 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defa
     devices: int | None = None
     """The most devices that its role may have here; None: as many as the deployment says."""
     host_processes: int = 1
-    """So many processes on this host; more than 1: the numbers above are those of the hosts."""
+    """Processes on this host; with more than 1 the numbers above are those of the hosts."""
     host_process: int | None = None
     """Number of this process among those that share the devices of its host; None: none do."""
     coordinator: str = ""
@@ -75,24 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The same command runs on every host. Each flag may come from the environment instead; "
         f"the secret that processes show each other comes from {TOKEN_VARIABLE} only.",
     )
-    helps = {
-        "process_id": "number of this process; 0 leads and serves",
-        "processes": "number of processes (1)",
-        "coordinator": "host:port on which process 0 starts JAX's coordination service",
-        "control": "host:port on which process 0 serves the control plane",
-        "control_bind": "host:port to listen on where it is not the one of --control",
-        "slice": "number of this host's slice, where --process-id counts within a slice (0)",
-        "slices": "slices over which the processes are divided equally (1)",
-        "worker": "number of this prefill worker or domain among those of the fleet (0)",
-        "devices": "devices that are left for this worker's role, where they are fewer than the "
-        "deployment says",
-        "host_processes": "processes that this host is to run, with a part of its devices each; "
-        "--process-id and --processes are of the hosts then (1)",
-        "host_process": "number of this process among those of its host; set by --host-processes",
-    }
-    for name, (flag, variable) in _FLAGS.items():
+    for name, text in _HELPS.items():
         kind = int if name in _NUMBERS else str
-        group.add_argument(flag, type=kind, dest=name, help=f"{helps[name]} [{variable}]")
+        group.add_argument(_flag(name), type=kind, help=f"{text} [{_variable(name)}]")
     group.add_argument(
         "--role",
         choices=("attention", "ffn", "colocated", "prefill", "decode", "router"),
@@ -121,11 +117,13 @@ def from_arguments(
       ConfigError: something is missing or no number, address or process of the deployment.
     """
     values: dict[str, str] = {}
-    for name, (flag, variable) in _FLAGS.items():
+    for name in _HELPS:
         given = getattr(arguments, name, None)
-        values[name] = str(given) if given is not None else environment.get(variable, "")
+        values[name] = str(given) if given is not None else environment.get(_variable(name), "")
         if name in _NUMBERS and values[name] and not values[name].isdecimal():
-            raise ConfigError(f"{flag} [{variable}] = {values[name]!r}: expected a whole number")
+            raise ConfigError(
+                f"{_flag(name)} [{_variable(name)}] = {values[name]!r}: expected a whole number"
+            )
     local_device_ids = None
     if getattr(arguments, "distributed", False):
         if not _take_from_pod(values, environment):
@@ -145,15 +143,16 @@ def from_arguments(
     if processes > 1:
         for name in ("process_id", "coordinator", "control"):
             if not values[name]:
-                flag, variable = _FLAGS[name]
-                raise ConfigError(f"{processes} processes need {flag} (or {variable})")
+                raise ConfigError(
+                    f"{processes} processes need {_flag(name)} (or {_variable(name)})"
+                )
         if not token:
             raise ConfigError(
                 f"{processes} processes need {TOKEN_VARIABLE}: one secret, the same for each"
             )
         for name in _TEXTS:
             if values[name]:
-                split_address(values[name], _FLAGS[name][0])
+                split_address(values[name], _flag(name))
     return ProcessArguments(
         role=getattr(arguments, "role", ""),
         stand_in=getattr(arguments, "stand_in", False),

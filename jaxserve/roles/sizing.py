@@ -200,11 +200,8 @@ class _Sizes:
         most = max(self._machine.devices, 1)
         if self._on_cpu:
             most = self._useful_cores(most)
-        for tp in (
-            [own.tp]
-            if "attention.tp" in self._written
-            else (1 << n for n in range(most.bit_length()))
-        ):
+        powers = [1 << exponent for exponent in range(most.bit_length())]
+        for tp in [own.tp] if "attention.tp" in self._written else powers:
             free = range(1 if self._on_cpu else max(most // tp, 1), 0, -1)
             for dp in [own.dp] if "attention.dp" in self._written else free:
                 tried = changed(changed(self._now, "attention.dp", dp), "attention.tp", tp)

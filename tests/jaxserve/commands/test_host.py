@@ -50,8 +50,8 @@ def test_what_the_cluster_says_is_of_hosts() -> None:
 def test_only_the_first_of_a_host_answers_probes() -> None:
     words = ["--config", "demo", "--host-processes=2", *HOST]
     first, second = host.commands(given(words), words)
-    assert "server.follower_http_port=-1" not in first
-    assert "server.follower_http_port=-1" in second
+    assert "--set=server.follower_http_port=-1" not in first
+    assert "--set=server.follower_http_port=-1" in second
 
 
 def test_each_has_its_devices(monkeypatch) -> None:
