@@ -26,7 +26,7 @@ SERVICE = "jaxserve.fleet.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -114,9 +114,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Collect`; `error` is empty where it went well."""
+    """Answer to the `Collect` of that number; `error` is empty where it went well."""
 
-    name: str
+    number: int
     data: bytes
     error: str = ""
 
@@ -175,6 +175,7 @@ class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):
 class Collect(msgspec.Struct, frozen=True, tag=True):
     """Asks every follower for the bytes it keeps under a name."""
 
+    number: int
     name: str
 
 

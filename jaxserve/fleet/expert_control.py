@@ -1,8 +1,8 @@
 """Experts of an ffn runtime of its own, as the attention runtimes that use it see them: figures,
-rebalancing by hand, and what a worker that was started again is told.
+rebalancing by hand, and the placement that a restarted worker is told.
 
-An attention runtime asks over the link that it has (`link.pull.PullClient.ask`); whoever moves the
-experts there answers (`expert_answers.py`). It also remembers the placement: an ffn worker that
+An attention runtime asks over the link that it has (`link.pull.PullClient.ask`); the process that
+moves the experts answers (`expert_answers.py`). It also remembers the placement: an ffn worker that
 begins anew has every expert at home and its spare slots empty, and is told to move them to where
 they were. The old placement serves until each round is done, so that a worker lost in the middle of
 a move loses nothing but the move.
@@ -32,7 +32,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag=True):
-    """Asks for what `ExpertBalancer.rebalance` does."""
+    """Asks for a rebalance (`ExpertBalancer.rebalance`)."""
 
     dry_run: bool
 
@@ -47,14 +47,14 @@ class Found(msgspec.Struct, frozen=True):
     """The answer to every question."""
 
     worker: str
-    """Another one after every start of the worker."""
+    """Name of the worker, different after every start."""
     view: ExpertView
     placements: dict[int, tuple[int, ...]]
     proposal: Proposal | None = None
     refused: str = ""
     """Why nothing was done: moves are under way, or the placement does not fit."""
     failed: str = ""
-    """What went wrong."""
+    """Error of the ffn worker."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -88,7 +88,7 @@ class RemoteExperts:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends that."""
+        """Ends looking."""
         self._closed.set()
 
     def due(self) -> Sequence[Action]:
@@ -99,12 +99,12 @@ class RemoteExperts:
         """Never called with any."""
 
     def view(self) -> ExpertView:
-        """As it was found last."""
+        """Returns the figures that were found last."""
         found = self._found
         return ExpertView() if found is None else found.view
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
-        """As `ExpertBalancer.rebalance`, of the ffn worker in use."""
+        """Has the ffn worker in use rebalance; see `ExpertBalancer.rebalance`."""
         found = self._question(Rebalance(dry_run))
         if found.refused:
             raise ValueError(found.refused)
@@ -115,14 +115,20 @@ class RemoteExperts:
     def look(self) -> None:
         """Looks once, and tells a worker that began anew where its experts were.
 
+        The placement is remembered until the worker has finished a rebalance: one that is lost on
+        the way leaves it to its successor.
+
         Raises:
-          EngineFailedError: nobody answers.
+          EngineFailedError: no ffn worker answers.
         """
         before, now = self._remembered, self._question(Look())
         if before is not None and _began_anew(before, now):
-            told = self._question(Place(before.placements))
-            what = told.refused or "moves them to where they were"
-            logger.info("experts: ffn worker %s %s", now.worker, what)
+            if not now.view.moving:
+                now = self._question(Place(before.placements))
+                what = now.refused or "moves them to where they were"
+                logger.info("experts: ffn worker %s %s", now.worker, what)
+            if now.view.moving:
+                return
         self._remembered = now
 
     def _question(self, question: Look | Rebalance | Place) -> Found:
@@ -143,6 +149,6 @@ class RemoteExperts:
 
 
 def _began_anew(before: Found, now: Found) -> bool:
-    """Whether this is another worker, whose experts are elsewhere and have never moved."""
+    """Whether this is another worker, which has finished no rebalance and has experts elsewhere."""
     same = before.worker == now.worker or before.placements == now.placements
-    return not (same or now.view.epoch or now.view.moving)
+    return not same and not now.view.epoch

@@ -99,6 +99,7 @@ class Follower:
         self._answers: dict[str, Callable[[], bytes]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Boundary | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[Collect | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._accepted = threading.Event()
@@ -154,6 +155,7 @@ class Follower:
             problem = f"{self._source_name} does not hand on to it at {source}: {error}"
             raise EngineFailedError(f"{self.identity}: {problem}") from None
         threading.Thread(target=self._hear, name="control-hear", daemon=True).start()
+        threading.Thread(target=self._answer, name="control-answer", daemon=True).start()
         self._outbox.put(encode(Subscribed()))
 
     def wait_warm_up(self) -> None:
@@ -214,7 +216,7 @@ class Follower:
         self._completed = number
 
     def answer(self, name: str, produce: Callable[[], bytes]) -> None:
-        """Sets what `Leader.collect(name)` gets; `produce` runs on the receiving thread."""
+        """Sets what `Leader.collect(name)` gets; `produce` runs on a thread of its own."""
         self._answers[name] = produce
 
     def request_drain(self, reason: str) -> None:
@@ -252,6 +254,7 @@ class Follower:
             self._outbox.put(encode(self._heartbeat()))
             if self.failure is None:
                 self._outbox.put(encode(Leaving()))
+        self._questions.put(None)
         self._outbox.put(None)
         if self._watcher.ident is not None and here is not self._reader:
             self._reader.join(timeout)
@@ -328,8 +331,8 @@ class Follower:
                 self._source, self._source_name = source, name
                 self._next = next_number
                 self._accepted.set()
-            case Collect(name):
-                self._outbox.put(encode(self._produce(name)))
+            case Collect():
+                self._questions.put(message)
             case Shutdown(failure):
                 if failure or not self._ready:
                     why = failure or "before it was ready"
@@ -354,15 +357,19 @@ class Follower:
         self._next += 1
         self._inbox.put(boundary)
 
-    def _produce(self, name: str) -> Collected:
-        produce = self._answers.get(name)
-        if produce is None:
-            return Collected(name, b"", "this process keeps nothing under that name")
-        try:
-            return Collected(name, produce())
-        except Exception as error:
-            logger.exception("collecting %r", name)
-            return Collected(name, b"", f"{type(error).__name__}: {error}")
+    # ------------------------------------------------------------ answering (own thread)
+    def _answer(self) -> None:
+        """Answers the leader's questions one by one.
+
+        An answer may wait for the devices. The threads that hear the leader's heartbeats do not.
+        """
+        while (question := self._questions.get()) is not None:
+            try:
+                answer = Collected(question.number, self._answers[question.name]())
+            except Exception as error:
+                logger.exception("collecting %r", question.name)
+                answer = Collected(question.number, b"", f"{type(error).__name__}: {error}")
+            self._outbox.put(encode(answer))
 
     # ------------------------------------------------------------- watching (own thread)
     def _watch(self) -> None:

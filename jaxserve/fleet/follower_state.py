@@ -57,7 +57,8 @@ class FollowerState:
         """When it last had nothing to do or completed a boundary."""
         self.suspect = False
         """Whether it was said that it is silent."""
-        self.collected: dict[str, Collected] = {}
+        self.collected = Collected(0, b"")
+        """Its answer to the latest question that it has answered."""
 
     @property
     def problem(self) -> str:
@@ -77,8 +78,8 @@ class FollowerState:
                 self.subscribed = True
             case Compiled():
                 self.compiled = True
-            case Collected(name):
-                self.collected[name] = message
+            case Collected():
+                self.collected = message
             case Failure(text, position) if not self.error:
                 self.error, self.error_at = text, now
                 self.position = position or self.position

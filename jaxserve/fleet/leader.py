@@ -92,6 +92,9 @@ class Leader:
         self._followers: dict[int, FollowerState] = {}
         self._refused: list[str] = []
         self._next = 0
+        self._questions = 0
+        self._asking = threading.Lock()
+        """Held while a question waits for its answers."""
         self._step_error = ""
         """Of this process itself (`explain`)."""
         self._closing = False
@@ -172,21 +175,24 @@ class Leader:
         self._broadcaster.send(encode(boundary))
 
     def collect(self, name: str, timeout: float) -> dict[int, bytes]:
-        """Bytes that each follower keeps under a name, by process id.
+        """Returns the bytes that each follower keeps under a name, by process id.
 
         Raises:
           EngineFailedError: a follower did not answer in time, or could not.
         """
-        for follower in self._followers.values():
-            follower.collected.pop(name, None)
-            follower.outbox.put(encode(Collect(name)))
-        self._wait(lambda follower: name in follower.collected, f"did not send {name!r}", timeout)
-        for follower in self._followers.values():
-            if error := follower.collected[name].error:
-                raise EngineFailedError(f"{follower.identity}: could not send {name!r}: {error}")
-        return {
-            process: follower.collected[name].data for process, follower in self._followers.items()
-        }
+        with self._asking:
+            number = self._questions = self._questions + 1
+            for follower in self._followers.values():
+                follower.outbox.put(encode(Collect(number, name)))
+            self._wait(
+                lambda each: each.collected.number == number, f"did not send {name!r}", timeout
+            )
+            answers = {process: each.collected for process, each in self._followers.items()}
+        for process, answer in answers.items():
+            if answer.error:
+                identity = self._followers[process].identity
+                raise EngineFailedError(f"{identity}: could not send {name!r}: {answer.error}")
+        return {process: answer.data for process, answer in answers.items()}
 
     def find_cause(self, error: str, timeout: float = 3.0) -> EngineFailedError | None:
         """The failure of a follower behind an error on this process, if there is one.

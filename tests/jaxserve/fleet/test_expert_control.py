@@ -23,9 +23,9 @@ class Workers:
         self.up = True
         self.begin("a")
 
-    def begin(self, name):
+    def begin(self, name, sizes=SIZES):
         settings = Experts(move_gb_per_second=1e6)
-        self.balancer = ExpertBalancer(ExpertFacts([1], SIZES, 100), settings, self._none)
+        self.balancer = ExpertBalancer(ExpertFacts([1], sizes, 100), settings, self._none)
         self.name = name
 
     def ask(self, question, seconds):
@@ -88,6 +88,54 @@ def test_a_worker_lost_in_the_middle_gets_what_was_done(workers, experts):
     workers.serve()
     assert sorted(workers.balancer.placements[1][:3]) == sorted(middle[:3])
     assert sorted(workers.balancer.placements[1][3:]) == sorted(middle[3:])
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_workers_that_are_lost_on_the_way_leave_the_placement_to_the_next(workers, looks):
+    """However often, and with two attention runtimes, of which one or both look."""
+    runtimes = [RemoteExperts(workers.ask), RemoteExperts(workers.ask)]
+    workers.balancer.place({1: MOVED})
+    workers.serve()
+    for experts in runtimes:
+        experts.look()
+    for name in "bcd":
+        workers.begin(name)
+        for _ in range(looks):
+            for experts in runtimes:
+                experts.look()
+        assert workers.balancer.view().moving == 1
+    workers.begin("e")
+    runtimes[1].look()
+    runtimes[0].look()
+    workers.serve()
+    assert workers.balancer.placements == {1: MOVED}
+    for experts in runtimes:
+        experts.look()
+        assert experts._remembered.worker == "e"
+    assert not workers.balancer.view().moving
+
+
+def test_a_placement_that_a_worker_gives_up_is_told_again(workers, experts):
+    workers.balancer.place({1: MOVED})
+    workers.serve()
+    experts.look()
+    workers.begin("b")
+    experts.look()
+    workers.balancer._drop_rounds()
+    experts.look()
+    workers.serve()
+    assert workers.balancer.placements == {1: MOVED}
+
+
+def test_a_placement_that_does_not_fit_is_told_once(workers, experts):
+    """A worker that has fewer slots now."""
+    workers.balancer.place({1: MOVED})
+    workers.serve()
+    experts.look()
+    workers.begin("b", SlotSizes(4, 1, 1))
+    experts.look()
+    assert experts._remembered.worker == "b"
+    assert not workers.balancer.view().moving
 
 
 def test_a_worker_that_has_moved_experts_is_left_alone(workers, experts):

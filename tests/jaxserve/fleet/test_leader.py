@@ -261,13 +261,44 @@ def test_collect_brings_what_each_follower_keeps() -> None:
             leader.collect("nothing", WAIT)
 
 
-def test_collect_has_a_deadline() -> None:
+def test_collect_has_a_deadline_and_a_late_answer_is_none_to_the_next_question() -> None:
     with pair() as (_, leader, follower):
-        release = threading.Event()
-        follower.answer("spans", lambda: bytes(release.wait(WAIT)))
+        release, answers = threading.Event(), iter([b"late", b"in time"])
+
+        def answer() -> bytes:
+            release.wait(WAIT)
+            return next(answers)
+
+        follower.answer("spans", answer)
         with pytest.raises(EngineFailedError, match=r"pid 1001\): did not send 'spans' within 0.2"):
             leader.collect("spans", 0.2)
-        release.set()
+        threading.Timer(0.1, release.set).start()
+        assert leader.collect("spans", WAIT) == {1: b"in time"}
+
+
+def test_questions_of_one_name_at_a_time_have_their_own_answers() -> None:
+    with pair() as (_, leader, follower):
+        numbers = iter(range(100))
+        follower.answer("spans", lambda: bytes([next(numbers)]))
+        found: list[bytes] = []
+
+        def ask() -> None:
+            for _ in range(25):
+                found.append(leader.collect("spans", WAIT)[1])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        assert sorted(found) == [bytes([number]) for number in range(100)]
+
+
+def test_a_follower_that_takes_long_to_answer_hears_the_leader() -> None:
+    with pair() as (ends, leader, follower):
+        follower.answer("counts", lambda: bytes(threading.Event().wait(1.6)))  # 1.0 is allowed
+        assert leader.collect("counts", WAIT) == {1: b""}
+        assert ends.follower_failures.empty()
 
 
 def test_describe_says_where_everybody_is() -> None:
