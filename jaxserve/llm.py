@@ -113,9 +113,8 @@ class LLM:
         requests = []
         for index, (prompt, own) in enumerate(zip(several, everyone, strict=True)):
             try:
-                own.validate()
                 token_ids = self._generator.encode(prompt)
-                self._engine.check(token_ids, own)
+                self._check(token_ids, own)
                 requests.append((prompt, token_ids, own))
             except InvalidRequestError as error:
                 if len(several) == 1:
@@ -157,11 +156,12 @@ class LLM:
         everyone = _one_each(params, len(several), "conversations")
         requests: list[_Item] = []
         for (field, conversation), own in zip(several.items(), everyone, strict=True):
-            own.validate()
             text = self._render(
                 conversation, field, tools, add_generation_prompt, chat_template_kwargs
             )
-            requests.append((text, self._encode_chat(text, field), own))
+            token_ids = self._encode_chat(text, field)
+            self._check(token_ids, own, f"{field}." if len(several) > 1 else "")
+            requests.append((text, token_ids, own))
         return _Batch(self._generator, requests).run()
 
     def chat_prompt(
@@ -212,6 +212,14 @@ class LLM:
     def _encode_chat(self, text: str, field: str) -> list[int]:
         return self._generator.encode(text, add_bos=False, field=field)
 
+    def _check(self, token_ids: list[int], params: SamplingParams, where: str = "") -> None:
+        """Raises InvalidRequestError, with the place before the field, where a submission would."""
+        try:
+            self._generator.check(params)
+            self._engine.check(token_ids, params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}{error.field}", error.message) from None
+
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[GenerationOutput]:
@@ -224,9 +232,8 @@ class LLM:
           OverloadedError, EngineFailedError: with the first piece, or a later one.
         """
         params = params or SamplingParams()
-        params.validate()
         token_ids = self._generator.encode(prompt)
-        self._engine.check(token_ids, params)
+        self._check(token_ids, params)
         return self._pieces(token_ids, params)
 
     def close(self) -> None:
@@ -353,9 +360,12 @@ def _one_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        params = [params or SamplingParams()] * count
     if len(params) != count:
         raise InvalidRequestError("params", f"{len(params)} of them for {count} {what}")
+    grammars = [id(own.grammar) for own in params if own.grammar is not None]
+    if len(set(grammars)) < len(grammars):
+        raise InvalidRequestError("params", "several requests share a grammar: copy it for each")
     return list(params)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from jaxserve.config.auto import Choose, drop_auto, written_keys
 from jaxserve.config.checks import complete, refuse_int4_cache
@@ -19,6 +18,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.roles import expand_roles
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.config.shipped import deployment_names, deployment_path
+from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.storage.bucket import is_url
 
@@ -54,10 +54,7 @@ def load_deployment(
         raise ConfigError(f"deployment file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"deployment file {path} is no text: {error}") from None
-    try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"deployment file {path} is no YAML: {error}") from None
+    tree = read_yaml(text, f"deployment file {path}") or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"deployment file {path}: expected keys, got {type(tree).__name__}")
     base = path if path.is_dir() else path.parent
@@ -156,10 +153,7 @@ def _override_items(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {text!r}: expected key=value, as in attention.dp=3")
-        try:
-            items.append((key.strip(), yaml.safe_load(value)))
-        except yaml.YAMLError:
-            raise ConfigError(f"--set {text!r}: {value!r} is no YAML value") from None
+        items.append((key.strip(), read_yaml(value, f"--set {text!r}: {value!r}")))
     return items
 
 

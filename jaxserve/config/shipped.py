@@ -7,7 +7,7 @@ the deployment reader, the planner and the benches.
 from pathlib import Path
 from typing import Any
 
-import yaml
+from jaxserve.config.yaml_text import read_yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -22,7 +22,7 @@ def hardware_file(hardware: str) -> dict[str, Any]:
     path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
     if not hardware or not path.is_file():
         return {}
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_yaml(path.read_text(encoding="utf-8"), str(path))
     return found
 
 

@@ -132,9 +132,10 @@ class Sequence:
         return reusable
 
     def leave_slot(self) -> None:
-        """Clears everything that belongs to the slot it had: pages, prefix path, partial scores."""
+        """Clears everything that belongs to the slot it had: pages, prefix path, and scores that
+        were not reported, which may be those of a pass that is computed anew."""
         self.home, self.page_ids, self.prefix = None, [], []
-        if self.unscored:
+        if self.scores is not None:
             self.scores = [None]
 
     def take_mask(self) -> None:

@@ -156,6 +156,12 @@ class TextGenerator:
             )
         return token_ids
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError for parameters that `submit` would refuse."""
+        params.validate()
+        if params.stop and not self.tokenizer.knows_text:
+            raise InvalidRequestError("stop", f"{MISSING}, and stop_token_ids to end at")
+
     def submit(
         self,
         prompt: Prompt,
@@ -185,9 +191,7 @@ class TextGenerator:
           InvalidRequestError: names the field.
           OverloadedError, DrainingError, EngineFailedError: from the engine.
         """
-        params.validate()
-        if params.stop and not self.tokenizer.knows_text:
-            raise InvalidRequestError("stop", f"{MISSING}, and stop_token_ids to end at")
+        self.check(params)
         token_ids = self.encode(prompt)
         request_id = new_request_id() if request_id is None else checked_request_id(request_id)
         generation = Generation(

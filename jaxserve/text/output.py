@@ -1,9 +1,10 @@
-"""Outputs of one request on their way to a client, and how consecutive ones are joined.
+"""Outputs of one request on their way to a client; consecutive outputs can be joined.
 
 Made by `generation.py`, read by the faces, by `LLM` and by the metrics.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
       cached_token_count: tokens of the prompt that were found in the prefix cache.
       queue_seconds: how long the request waited before the engine admitted it.
       drafted_token_count: drafts that were verified so far.
-      accepted_token_count: those of them that held.
+      accepted_token_count: verified drafts that held.
       unavailable: of an error: it may succeed later.
     """
 
@@ -54,16 +55,8 @@ def merge(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
     """Joins consecutive outputs of one request, at least one, into one."""
     if len(outputs) == 1:
         return outputs[0]
-    return msgspec.structs.replace(
-        outputs[-1],
-        text="".join(output.text for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[logprobs for output in outputs for logprobs in output.logprobs],
-        prompt_logprobs=next(
-            (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None),
-            None,
-        ),
-    )
+    text = "".join(output.text for output in outputs)
+    return msgspec.structs.replace(outputs[-1], text=text, **_joined_tokens(outputs))
 
 
 def joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
@@ -74,12 +67,19 @@ def joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         (n for n, one in enumerate(outputs, 1) if one.finish_reason is not None), len(outputs)
     )
     outputs = outputs[:ended]
-    scores = (one.prompt_logprobs for one in outputs if one.prompt_logprobs is not None)
     return msgspec.structs.replace(
         outputs[-1],
-        token_ids=[token_id for one in outputs for token_id in one.token_ids],
-        logprobs=[logprobs for one in outputs for logprobs in one.logprobs],
-        prompt_logprobs=next(scores, None),
         drafted=sum(one.drafted for one in outputs),
         accepted=sum(one.accepted for one in outputs),
+        **_joined_tokens(outputs),
     )
+
+
+def _joined_tokens(outputs: Sequence[GenerationOutput] | Sequence[TokenOutput]) -> dict[str, Any]:
+    """Tokens and log-probabilities of all outputs."""
+    scores = (one.prompt_logprobs for one in outputs if one.prompt_logprobs is not None)
+    return {
+        "token_ids": [token_id for one in outputs for token_id in one.token_ids],
+        "logprobs": [logprobs for one in outputs for logprobs in one.logprobs],
+        "prompt_logprobs": next(scores, None),
+    }

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -195,6 +196,10 @@ def test_token_ids_alone_where_there_is_no_tokenizer(engine: FakeEngine, folder:
             llm.generate("hi")
         with pytest.raises(InvalidRequestError, match=r"stop: .* stop_token_ids to end at"):
             llm.generate([5], SamplingParams(stop=("a",)))
+        before = list(engine.prompts)
+        with pytest.raises(InvalidRequestError, match=r"prompts\[1\]\.stop: "):
+            llm.generate([[5], [6]], [SamplingParams(), SamplingParams(stop=("a",))])
+        assert engine.prompts == before
         with pytest.raises(InvalidRequestError, match=r"messages: .* no chat template"):
             llm.chat([{"role": "user", "content": "hi"}])
 
@@ -312,15 +317,33 @@ def test_a_stream_that_is_never_read_submits_nothing(llm: LLM, engine: FakeEngin
 
 
 def test_one_that_the_engine_refuses_keeps_the_others_from_it(
-    llm: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    chatty: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(prompt: list[int], params: SamplingParams) -> None:
-        if len(prompt) > 3:
+        if params.max_tokens == 9:
             raise InvalidRequestError("max_tokens", "take 9 pages")
 
     monkeypatch.setattr(engine, "check", check)
-    with pytest.raises(InvalidRequestError, match=r"prompts\[5\].max_tokens: take 9 pages"):
-        llm.generate([*"abcde", "abcd"])
+    several = [SamplingParams(), SamplingParams(max_tokens=9)]
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\].max_tokens: take 9 pages"):
+        chatty.generate(["a", "b"], several)
+    with pytest.raises(InvalidRequestError, match=r"^messages\[1\].max_tokens: take 9 pages"):
+        chatty.chat([HI, HI], several)
+    with pytest.raises(InvalidRequestError, match=r"^max_tokens: take 9 pages"):
+        chatty.chat(HI, several[1])
+    assert engine.prompts == []
+
+
+def test_two_requests_do_not_share_a_grammar(chatty: LLM, engine: FakeEngine) -> None:
+    grammar = Mock(spec=["mask", "accept", "finished"])
+    for several in (
+        SamplingParams(grammar=grammar),
+        [SamplingParams(grammar=grammar, max_tokens=n) for n in (1, 2)],
+    ):
+        with pytest.raises(InvalidRequestError, match="params: several requests share a grammar"):
+            chatty.generate(["a", "b"], several)
+        with pytest.raises(InvalidRequestError, match="params: several requests share a grammar"):
+            chatty.chat([HI, HI], several)
     assert engine.prompts == []
 
 

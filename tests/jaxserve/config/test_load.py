@@ -91,6 +91,11 @@ class TestFile:
             ("model: x\nattention: 3\n", "attention: expected a section, got 3"),
             ("model: x\n1: 2\n", "unknown key 1"),
             ("model: x\nattention: {1: 2}\n", "unknown key attention.1"),
+            (
+                "model: x\nscheduler:\n  slots: 2\nlanes: 1\nscheduler:\n  max_length: 9\n",
+                "deployment.yaml, line 5: key 'scheduler' is in line 2 already",
+            ),
+            ("model: x\nscheduler: {slots: 2,\n slots: 3}\n", "line 3: key 'slots' is in line 2"),
         ],
     )
     def test_bad_files(self, write, text, message):
@@ -146,7 +151,7 @@ class TestOverrides:
         [
             ("lanes", "--set 'lanes': expected key=value, as in attention.dp=3"),
             ("=3", "--set '=3': expected key=value"),
-            ("lanes=[", "--set 'lanes=[': '[' is no YAML value"),
+            ("lanes=[", "--set 'lanes=[': '[' is no YAML: while parsing"),
             ("lanes.more=3", "override lanes.more: lanes is a value, not a section"),
             ("attention=3", "attention: expected a section, got 3"),
             ("attention=", "attention: expected a section, got None"),

@@ -6,6 +6,7 @@ import pytest
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import InvalidRequestError
+from jaxserve.roles.layout import NO_TOKEN
 from jaxserve.roles.step_plan import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     in_pool,
@@ -201,6 +202,19 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
     assert scheduler.complete(third, result) == [
         TokenOutput(request_id="a", token_ids=[7], finish_reason="length", logprobs=[logs[7]])
     ]
+
+
+def test_logprobs_of_a_prompt_whose_pass_was_poisoned_are_those_of_the_next():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3], max_tokens=1, prompt_logprobs=0))
+    bad, good = ([TokenLogprobs(token, log, ()) for token in (2, 3)] for log in (np.nan, -0.5))
+    result = StepResult(np.asarray([[NO_TOKEN, 0, 0]]), {}, {0: bad})
+    assert scheduler.complete(scheduler.plan(0), result) == [TokenOutput(request_id="a")]
+    again = scheduler.plan(0)
+    assert again.groups[0][0].targets == [2, 3]
+    result = StepResult(np.asarray([[7, 0, 0]]), {}, {0: good})
+    (output,) = scheduler.complete(again, result)
+    assert output.prompt_logprobs == [None, *good]
 
 
 # Grammars.
