@@ -103,8 +103,6 @@ class RequestChecks:
           InvalidRequestError: names the field.
         """
         params.validate()
-        if not len(prompt):
-            raise InvalidRequestError("prompt", "is empty")
         request = Request(
             request_id=request_id,
             prompt=checked_ids(prompt, self._vocab, "prompt"),

@@ -281,17 +281,18 @@ class CallFormat(msgspec.Struct, frozen=True):
       begin, end: the markers around calls.
       reader: of the text between the markers, given the functions' parameters.
       known_by: texts that the chat template of such a model has.
-      around: the text before and after the arguments of a call, between the markers; takes the
-        function's name and the number of calls that the conversation already has.
-      parameter: the text around a parameter's value, where each has an element of its own.
+      around: the text before and after the arguments of a call, between the markers; a format of
+        the function's `name`, the name `quoted`, and the `number` of calls before.
+      parameter: the text around a parameter's value, where each has an element of its own; a format
+        of its `key`.
     """
 
     begin: str
     end: str
     reader: Callable[[Types], CallReader]
     known_by: tuple[str, ...]
-    around: Callable[[str, int], tuple[str, str]]
-    parameter: Callable[[str], tuple[str, str]] | None = None
+    around: tuple[str, str]
+    parameter: tuple[str, str] | None = None
 
     def rules(self, name: str, number: int, schema: Any, index: int) -> list[str]:
         """Rules of a Lark grammar for a call; the first is the call, `call{index}`.
@@ -305,7 +306,8 @@ class CallFormat(msgspec.Struct, frozen=True):
         Raises:
           ValueError: the name cannot be written in this format.
         """
-        before, after = self.around(name, number)
+        before, after = self.around
+        before = before.format(name=name, quoted=quoted(name), number=number)
         parts = self.reader({}).read(f"{before}{{}}{after}", last=True)
         if not parts or parts[0].name != name:
             raise ValueError(f"{name!r} cannot be written in this model's calls")
@@ -319,7 +321,8 @@ class CallFormat(msgspec.Struct, frozen=True):
         end = re.escape(self.end).replace("/", r"\/")
         for place, (key, part) in enumerate(properties.items()):
             rule = f"value{index}_{place}"
-            opening, closing = self.parameter(key)
+            opening, closing = self.parameter
+            opening = opening.format(key=key)
             uses.append(f" {rule}" if key in required else f" {rule}?")
             if _is_text(part):
                 choices = part.get("enum") if isinstance(part, dict) else None
@@ -421,95 +424,65 @@ _STEP_TAGS = Tags(
 )
 
 
-def _around_json(name: str, number: int) -> tuple[str, str]:
-    return f'\n{{"name": {quoted(name)}, "arguments": ', "}\n"
-
-
-def _around_deepseek(name: str, number: int) -> tuple[str, str]:
-    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
-    return begin, "\n```<｜tool▁call▁end｜>"
-
-
-def _around_deepseek_v31(name: str, number: int) -> tuple[str, str]:
-    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-
-
-def _around_kimi(name: str, number: int) -> tuple[str, str]:
-    begin = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
-    return begin, "<|tool_call_end|>"
-
-
-def _around_step(name: str, number: int) -> tuple[str, str]:
-    return f"function\n{name}\n", ""
-
-
-def _around_qwen(name: str, number: int) -> tuple[str, str]:
-    return f"\n<function={name}>\n", "</function>\n"
-
-
-def _around_steptml(name: str, number: int) -> tuple[str, str]:
-    begin = f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n'
-    return begin, "</steptml:invoke><｜tool_call_end｜>"
-
-
-def _around_qwen_parameter(key: str) -> tuple[str, str]:
-    return f"<parameter={key}>\n", "\n</parameter>\n"
-
-
-def _around_step_parameter(key: str) -> tuple[str, str]:
-    return f'<steptml:parameter name="{key}">', "</steptml:parameter>\n"
-
-
 JSON = CallFormat(
     "<tool_call>",
     "</tool_call>",
     lambda types: JsonReader(_JSON, True, _whole_json),
     ("<tool_call>",),
-    _around_json,
+    ('\n{{"name": {quoted}, "arguments": ', "}\n"),
 )
 QWEN_XML = CallFormat(
     "<tool_call>",
     "</tool_call>",
     functools.partial(XmlReader, _QWEN_TAGS),
     ("<tool_call>", "<function="),
-    _around_qwen,
-    _around_qwen_parameter,
+    ("\n<function={name}>\n", "</function>\n"),
+    ("<parameter={key}>\n", "\n</parameter>\n"),
 )
 DEEPSEEK = CallFormat(
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
     lambda types: MarkedReader(_DEEPSEEK, "\n```<｜tool▁call▁end｜>"),
     ("<｜tool▁calls▁begin｜>", "```json"),
-    _around_deepseek,
+    (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    ),
 )
 DEEPSEEK_V31 = CallFormat(
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
     lambda types: MarkedReader(_DEEPSEEK_V31, "<｜tool▁call▁end｜>"),
     ("<｜tool▁calls▁begin｜>",),
-    _around_deepseek_v31,
+    ("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 )
 KIMI = CallFormat(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
     lambda types: MarkedReader(_KIMI, "<|tool_call_end|>"),
     ("<|tool_calls_section_begin|>",),
-    _around_kimi,
+    (
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
 )
 STEPTML = CallFormat(
     "<｜tool_calls_begin｜>",
     "<｜tool_calls_end｜>",
     functools.partial(XmlReader, _STEP_TAGS),
     ("<｜tool_calls_begin｜>",),
-    _around_steptml,
-    _around_step_parameter,
+    (
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n',
+        "</steptml:invoke><｜tool_call_end｜>",
+    ),
+    ('<steptml:parameter name="{key}">', "</steptml:parameter>\n"),
 )
 STEP = CallFormat(
     "<|CALL_START|>",
     "<|CALL_END|>",
     lambda types: JsonReader(_STEP, False),
     ("<|CALL_START|>",),
-    _around_step,
+    ("function\n{name}\n", ""),
 )
 
 CALL_FORMATS = (QWEN_XML, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
