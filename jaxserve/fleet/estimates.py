@@ -1,6 +1,6 @@
-"""What a router expects: how long prompts take, how long outputs get, when the first token comes.
+"""A router's estimates: seconds of a prompt, tokens of an output, the wait for a first token.
 
-Learnt from what workers did, as moving averages. Called by `coordinator.py`; pure.
+They are moving averages of what workers did. Called by `coordinator.py`; pure.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,18 @@ from jaxserve.errors import OverloadedError
 from jaxserve.fleet.routed import Routed, Worker
 
 WEIGHT = 0.1
-"""Of the newest measurement in a moving average."""
+"""Part of the newest measurement in a moving average."""
 FIRST_OUTPUT = 128.0
-"""Tokens that an output is expected to have before any has ended."""
+"""Expected tokens of an output before any output has ended."""
+
+
+def _average(old: float, new: float) -> float:
+    """The moving average after one more measurement; 0 stands for none yet."""
+    return old + WEIGHT * (new - old) if old else new
 
 
 class Estimates:
-    """Of one router.
+    """The estimates of one router.
 
     Args:
       deployment: `prefill.quadratic_tokens` and the targets in `fleet`.
@@ -28,47 +33,46 @@ class Estimates:
         self._quadratic = deployment.prefill.quadratic_tokens
         self._fleet = deployment.fleet
         self._output = FIRST_OUTPUT
-        self._speed = 1.0  # of any prefill worker
+        self._speed = 0.0  # of all prefill workers together
 
     def cost(self, length: int, cached: int) -> float:
-        """Of a prompt whose first tokens are cached: in tokens, with attention's quadratic part."""
+        """Cost of a prompt with cached first tokens: tokens, with attention's quadratic part."""
         return length - cached + (length**2 - cached**2) / self._quadratic
 
     def began(self, worker: Worker, cost: float, now: float) -> None:
-        """A prefill worker gets a prompt."""
+        """Notes that a prefill worker gets a prompt."""
         if not worker.work:
             worker.busy_since = now
         worker.work += cost
 
     def computed(self, worker: Worker, cost: float, now: float) -> None:
-        """It has computed one."""
+        """Notes that a prefill worker has computed a prompt."""
         self.dropped(worker, cost)
         seconds = now - worker.busy_since
         worker.busy_since = now
         if seconds > 0:
-            speed = cost / seconds
-            worker.speed += WEIGHT * (speed - worker.speed) if worker.speed else speed
-            self._speed += WEIGHT * (speed - self._speed) if self._speed != 1.0 else speed
+            worker.speed = _average(worker.speed, cost / seconds)
+            self._speed = _average(self._speed, cost / seconds)
 
     def dropped(self, worker: Worker, cost: float) -> None:
-        """It need not compute one any more."""
+        """Notes that a prefill worker need not compute a prompt any more."""
         worker.work = max(0.0, worker.work - cost)
 
     def seconds(self, worker: Worker, cost: float) -> float:
-        """How long a prefill worker takes; one that has not computed anything yet, like others."""
-        return cost / (worker.speed or self._speed)
+        """Seconds that a prefill worker takes; before its first prompt those of the others."""
+        return cost / (worker.speed or self._speed or 1.0)
 
     def speeds(self, speeds: np.ndarray) -> np.ndarray:
-        """Those of prefill workers, where 0 is not known yet."""
-        return np.where(speeds > 0, speeds, self._speed)
+        """Speeds of prefill workers, with the average of all in place of 0, unknown."""
+        return np.where(speeds > 0, speeds, self._speed or 1.0)
 
     def paced(self, worker: Worker, seconds: float) -> None:
-        """A domain took so long between two tokens of a request."""
-        worker.pace += WEIGHT * (seconds - worker.pace) if worker.pace else seconds
+        """Notes the seconds between two tokens of a request at a domain."""
+        worker.pace = _average(worker.pace, seconds)
 
     def ended(self, tokens: int) -> None:
-        """An output had so many tokens."""
-        self._output += WEIGHT * (tokens - self._output)
+        """Notes the tokens of an output that has ended."""
+        self._output = _average(self._output, tokens)
 
     def promised(self, request: Routed) -> int:
         """Tokens that a request will take of a domain's cache."""
@@ -76,8 +80,8 @@ class Estimates:
         return len(request.job.prompt) + int(min(request.job.max_tokens, more))
 
     def taken(self, worker: Worker) -> float:
-        """Tokens of a domain's cache that requests take: this router's and, by what the domain
-        says, those of others."""
+        """Tokens of a domain's cache that requests take: those of this router and, as the domain
+        reports them, of other routers."""
         if not worker.others:
             return float(worker.promised)
         usage = sum(worker.load.kv_usage) / max(1, len(worker.load.kv_usage))
@@ -85,14 +89,14 @@ class Estimates:
         return worker.promised + others
 
     def wait(self, worker: Worker) -> float:
-        """Seconds that a request waits at a domain until it gets a slot."""
+        """Seconds that a request waits at a domain for a slot."""
         ahead = worker.count - worker.facts.slots + 1
         return max(0, ahead) * self._output * worker.pace / worker.facts.slots
 
     def check(self, prefill: Worker | None, cost: float, domains: Sequence[Worker]) -> None:
         """Raises OverloadedError, with the estimate, where a target would be missed.
 
-        What is not known yet counts as no time.
+        Times that are not known yet count as 0.
         """
         if not domains:
             return

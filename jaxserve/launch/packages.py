@@ -113,12 +113,22 @@ def _component(package: Locked, kind: str) -> dict[str, Any]:
     }
     if package.hashes:
         made["hashes"] = [{"alg": "SHA-256", "content": each} for each in package.hashes]
-    if found := _installed(package):
-        licence = found.get("License-Expression")
-        name = licence or (found.get("License") or "").partition("\n")[0]
-        if name:
-            made["licenses"] = [{"expression": name} if licence else {"license": {"name": name}}]
+    found = _installed(package)
+    if found is not None and (licences := licences_of(found)):
+        made["licenses"] = licences
     return made
+
+
+def licences_of(metadata: Any) -> list[dict[str, Any]]:
+    """Licences of a package's metadata: an expression where it has one, else names of licences."""
+    if expression := metadata.get("License-Expression"):
+        return [{"expression": expression}]
+    classifiers = metadata.get_all("Classifier") or ()
+    names = [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License :: ")]
+    text = (metadata.get("License") or "").strip()
+    if not names and text and "\n" not in text:  # others write the whole licence there
+        names = [text]
+    return [{"license": {"name": name}} for name in names]
 
 
 def _needed(package: Locked, packages: Mapping[str, Locked], extra: str) -> list[str]:

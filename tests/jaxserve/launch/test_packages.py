@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import json
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +51,7 @@ def test_what_is_known_of_a_package(small: None, monkeypatch: pytest.MonkeyPatch
             "version": "0.16.0",
             "purl": "pkg:pypi/h11@0.16.0",
             "hashes": [{"alg": "SHA-256", "content": each} for each in ("aa", "bb")],
-            "licenses": [{"license": {"name": "MIT"}}],
+            "licenses": [{"license": {"name": "MIT License"}}],
         },
         {  # another version is installed
             "bom-ref": "pkg:pypi/msgspec@0.1",
@@ -63,6 +65,25 @@ def test_what_is_known_of_a_package(small: None, monkeypatch: pytest.MonkeyPatch
     (own,) = tree["dependencies"]
     assert own["ref"].startswith("pkg:pypi/jaxserve@")
     assert own["dependsOn"] == ["pkg:pypi/h11@0.16.0", "pkg:pypi/msgspec@0.1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ([("License-Expression", "MIT OR 0BSD")], [{"expression": "MIT OR 0BSD"}]),
+        ([("License", "MIT License")], [{"license": {"name": "MIT License"}}]),
+        (
+            [("License", "Copyright\n all of it"), ("Classifier", "License :: OSI :: BSD License")],
+            [{"license": {"name": "BSD License"}}],
+        ),
+        ([("License", "Copyright\n all of it"), ("Classifier", "Typing :: Typed")], []),
+    ],
+)
+def test_licences(fields: list[tuple[str, str]], expected: list[Any]) -> None:
+    metadata = Message()
+    for name, text in fields:
+        metadata[name] = text
+    assert packages.licences_of(metadata) == expected
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda", "tpu"])
