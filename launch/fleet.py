@@ -22,7 +22,9 @@ from jaxserve.errors import ConfigError
 def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     """Starts all, says who is who, and returns the router's exit code."""
     try:
-        members = fleet_of(_deployment(forwarded), options.processes, options.apart)
+        members = fleet_of(
+            _deployment(forwarded), options.processes, options.apart, options.standbys
+        )
     except ConfigError as error:
         say(f"{error}")
         return 2
@@ -38,13 +40,16 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
     ).run()
 
 
-def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) -> list[Member]:
+def fleet_of(
+    deployment: Deployment, processes: int = 1, apart: bool = False, standbys: int = 0
+) -> list[Member]:
     """The processes of a deployment, the router first, on addresses that are free now; so many of
     each prefill worker and, but for `link.transport: pull`, of each domain.
 
     Args:
       apart: every worker listens on another address than the one that is dialled, and so does the
         pages server of every prefill worker; something else has to connect the two.
+      standbys: further ffn workers, which take over where the one in use ends.
 
     Raises:
       ConfigError: it is not one that this launcher can start.
@@ -52,7 +57,11 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     prefill, pull = deployment.prefill, deployment.link.transport == "pull"
     of_their_own = pull or deployment.mode == "colocated"
     domains = deployment.domains if of_their_own else 1
-    workers = prefill.workers + domains + pull
+    if standbys and not pull:
+        raise ConfigError(
+            f"--standbys {standbys}: only ffn workers have them (link.transport: pull)"
+        )
+    workers = prefill.workers + domains + pull * (1 + standbys)
     every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
     addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
@@ -79,8 +88,8 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
     for runtime, (name, role, number) in enumerate(names, 1):
         arguments = [*shared, "--role", role, "--worker", f"{number}"]
         # Without prefill workers domains compute prompts, and without a domain the others.
-        awaited = role != "prefill" and domains == 1
-        worker = Member(name, arguments, runtime, awaited=awaited)
+        kind = "prefill" if role == "prefill" else "domain"
+        worker = Member(name, arguments, runtime, role=kind, spared_by="domain")
         if links and role == "prefill":
             listens, dialled = links[2 * number : 2 * number + 2]
             arguments += ["--set", f"pages.listen={listens}", "--set", f"pages.address={dialled}"]
@@ -91,10 +100,12 @@ def fleet_of(deployment: Deployment, processes: int = 1, apart: bool = False) ->
             listening[runtime - 1],
             addresses[runtime - 1],
         )
-    if pull:
-        arguments = [*shared, "--role", "ffn", "--listen", listening[-1]]
-        places = (listening[-1], rest[domains]) if apart else ()
-        members.append(Member("ffn worker, role ffn", arguments, workers, *places))
+    for runtime in range(len(names) + 1, workers + 1):
+        listens, dialled = listening[runtime - 1], addresses[runtime - 1]
+        arguments = [*shared, "--role", "ffn", "--listen", listens]
+        places = (listens, dialled) if apart else ()
+        name = "standby" if runtime > len(names) + 1 else "ffn worker"
+        members.append(Member(f"{name}, role ffn", arguments, runtime, *places))
     return members
 
 

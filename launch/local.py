@@ -81,7 +81,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="attention and ffn in runtimes of their own, joined by link.transport pull",
     )
     parser.add_argument(
-        "--standbys", type=int, default=0, help="with --runtimes: further ffn workers (0)"
+        "--standbys",
+        type=int,
+        default=0,
+        help="with --runtimes, or --fleet over link.transport pull: further ffn workers (0)",
     )
     parser.add_argument(
         "--fleet",
@@ -125,8 +128,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.processes = 1 if options.fleet else 2
     if options.processes < 1:
         parser.error(f"--processes {options.processes}: expected at least 1")
-    if options.standbys < 0 or (options.standbys and not options.runtimes):
-        parser.error(f"--standbys {options.standbys}: expected 0 or more, with --runtimes")
+    if options.standbys < 0 or (options.standbys and not (options.runtimes or options.fleet)):
+        parser.error(
+            f"--standbys {options.standbys}: expected 0 or more, with --runtimes or --fleet"
+        )
     if options.fleet and options.runtimes:
         parser.error("--fleet and --runtimes: a fleet has runtimes of its own")
     for name in ("restart", "apart"):

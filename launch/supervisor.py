@@ -17,13 +17,20 @@ from typing import NamedTuple
 
 from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
 
+from jaxserve.commands import priority
+
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
 """For the other processes of a runtime to say what they know, after one of them has died."""
 LOOK_SECONDS = 0.02
 START_NICENESS = 5
-"""Added while a process starts again that nobody waits for: a third of the share of those beside
-it that serve."""
+"""Added while a process starts again whose work others do: a third of the share of those beside it
+that serve."""
+AWAITED_NICENESS = 1
+"""Added while a process starts again for which requests wait. Little, but not nothing: whether a
+process serves is told by the niceness that it has taken back."""
+PATIENCE_SECONDS = 10.0
+"""After which a start counts as awaited in any case: beside busy streams it could take minutes."""
 CAP_SYS_NICE = 23
 """Number of the capability that lowers a niceness (capabilities(7))."""
 
@@ -38,7 +45,8 @@ class Member(NamedTuple):
       listens: where it listens, if somebody stands in front of the address that others dial.
       dialled: that address.
       pages: both, of a prefill worker's pages server.
-      awaited: whether requests wait while it is gone: others cannot do its work.
+      role: of a worker.
+      spared_by: role of the workers that do its work while it is gone; empty: requests wait for it.
     """
 
     name: str
@@ -47,7 +55,8 @@ class Member(NamedTuple):
     listens: str = ""
     dialled: str = ""
     pages: tuple[str, ...] = ()
-    awaited: bool = True
+    role: str = ""
+    spared_by: str = ""
 
 
 def with_peers(workers: Sequence[Member]) -> list[Member]:
@@ -105,6 +114,7 @@ class Supervisor:
         self._ended: set[int] = set()  # for good
         self._due: dict[int, float] = {}  # runtime → when it is started again
         self._kill_at: dict[int, float] = {}  # runtime → when the rest of it is ended
+        self._starting: dict[int, float] = {}  # those that are nicer → until when they may be
         self._recent: deque[float] = deque()
         self._signals: list[int] = []
 
@@ -124,6 +134,7 @@ class Supervisor:
                     if not self._look():
                         return 1
                     self._start_due()
+                    self._hurry()
                 time.sleep(LOOK_SECONDS)
             code = self._children[0].returncode
             return 128 - code if code < 0 else code
@@ -138,9 +149,10 @@ class Supervisor:
     def _begin(self, number: int, again: bool = False) -> None:
         member = self._members[number]
         environment, nicer = self._environment, 0
-        if again and not member.awaited and may_become_less_nice():
-            environment = {**environment, "JAXSERVE_SERVING_NICE": f"{os.nice(0)}"}
+        if again and member.spared_by and may_become_less_nice():
+            environment = {**environment, priority.VARIABLE: f"{os.nice(0)}"}
             nicer = START_NICENESS
+            self._starting[number] = time.monotonic() + PATIENCE_SECONDS
         child = start(
             [*self._command, *member.arguments],
             environment,
@@ -156,6 +168,29 @@ class Supervisor:
         if member.pages:
             place += ", pages on {} for {}".format(*member.pages)
         say(f"process {number}: {member.name}, pid {child.pid}{place}")
+
+    def _serves(self, number: int) -> bool:
+        """Whether a process is ready, as far as its priority shows."""
+        child = self._children[number]
+        if child.poll() is not None:
+            return False
+        return os.getpriority(os.PRIO_PROCESS, child.pid) <= os.nice(0)
+
+    def _hurry(self) -> None:
+        """Raises the priority of starts for which requests wait, or which take long."""
+        for number, until in list(self._starting.items()):
+            member = self._members[number]
+            others = [
+                n
+                for n, other in enumerate(self._members)
+                if other.role == member.spared_by and other.runtime != member.runtime
+            ]
+            if any(map(self._serves, others)) and time.monotonic() < until:
+                continue
+            del self._starting[number]
+            if self._children[number].poll() is None and not self._serves(number):
+                niceness = os.nice(0) + AWAITED_NICENESS
+                priority.renice(self._children[number].pid, niceness, AWAITED_NICENESS)
 
     def _look(self) -> bool:
         """Notices who has ended; False if all is to end."""

@@ -16,22 +16,27 @@ TRIES = 20
 
 
 def take_serving_priority(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Gives every thread of this process the niceness of `JAXSERVE_SERVING_NICE`, its session the
-    usual one, and forgets it.
+    """Gives this process the niceness of `JAXSERVE_SERVING_NICE`, its session the usual one, and
+    forgets the variable; raises as `renice`."""
+    wanted = environment.pop(VARIABLE, None)
+    if wanted is not None:
+        renice(os.getpid(), int(wanted), 0)
+
+
+def renice(process: int, niceness: int, group: int) -> None:
+    """Gives every thread of a process a niceness, and its session one among sessions.
 
     Raises:
       PermissionError: it is lower than now, and this user may not have that.
     """
-    wanted = environment.pop(VARIABLE, None)
-    if wanted is None:
-        return
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), int(wanted))
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
     # Where the kernel shares cores between sessions first (sched(7)); others have no such file.
     for _ in range(TRIES):
         try:
-            Path("/proc/self/autogroup").write_text("0")
+            Path(f"/proc/{process}/autogroup").write_text(f"{group}")
         except BlockingIOError:  # users other than root may change one each 0.1 s
             time.sleep(0.1)
             continue

@@ -91,13 +91,24 @@ def test_workers_behind_addresses_of_somebody_else(fleet):
     assert all(member.dialled in settings for member in workers)
 
 
-def test_who_has_to_be_there_at_once(fleet):
-    def awaited(*settings):
-        forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml", *settings]
-        return [member.awaited for member in fleet.fleet_of(fleet._deployment(forwarded))]
+def test_whose_work_others_do(fleet):
+    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
+    members = fleet.fleet_of(fleet._deployment(forwarded), standbys=1)
+    assert [(member.role, member.spared_by) for member in members] == [
+        *(("", ""), ("prefill", "domain"), ("domain", "domain"), ("domain", "domain")),
+        *(("", ""), ("", "")),
+    ]
 
-    assert awaited() == [True, False, False, False, True]  # router, prefill, two domains, ffn
-    assert awaited("--set", "domains=1") == [True, False, True, True]
+
+def test_standbys_of_the_ffn_worker(fleet):
+    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
+    *_, domain, first, second = fleet.fleet_of(fleet._deployment(forwarded), standbys=1)
+    assert (first.name, second.name) == ("ffn worker, role ffn", "standby, role ffn")
+    addresses = [member.arguments[-1] for member in (first, second)]
+    assert f"link.addresses={addresses}" in domain.arguments
+    inside = fleet._deployment(["--config", f"{REPOSITORY}/configs/demo-fleet.yaml"])
+    with pytest.raises(ConfigError, match="--standbys 1: only ffn workers have them"):
+        fleet.fleet_of(inside, standbys=1)
 
 
 STARTED = """
@@ -118,6 +129,17 @@ while not (file.exists() and len(file.read_text().splitlines()) == 2):
 """
 
 
+def supervised(fleet, command, members, logs) -> int:
+    """The exit code of the first process; all the others are started again."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    restarts = fleet.Restarts(range(1, len(members)), 0.0, ())
+    try:
+        return fleet.Supervisor(command, members, restarts, logs=logs).run()
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_start_that_nobody_waits_for_is_nice(fleet, monkeypatch, tmp_path, allowed):
     import supervisor
@@ -126,21 +148,68 @@ def test_a_start_that_nobody_waits_for_is_nice(fleet, monkeypatch, tmp_path, all
     file, before = tmp_path / "lines", os.nice(0)
     members = [
         fleet.Member("router", ["router"], 0),
-        fleet.Member("worker", ["worker"], 1, awaited=False),
+        fleet.Member("worker", ["worker"], 1, role="worker", spared_by="worker"),
+        fleet.Member("another", ["another"], 2, role="worker"),
     ]
-    command = [sys.executable, "-c", STARTED, str(file)]
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = fleet.Supervisor(command, members, fleet.Restarts({1}, 0.0, ()), logs=tmp_path).run()
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-    assert code == 0
+    assert supervised(fleet, [sys.executable, "-c", STARTED, str(file)], members, tmp_path) == 0
     first, again = (line.split() for line in file.read_text().splitlines())
     assert first[:2] == [f"{before}", "None"]
     assert again[:2] == ([f"{before + 5}", f"{before}"] if allowed else first[:2])
     if os.geteuid() == 0:  # others may have to wait until they may
         assert (first[2], again[2]) in {("None", "None"), ("0", "5" if allowed else "0")}
+
+
+AWAITED = """
+import os, pathlib, signal, sys, time
+folder, why, own, role = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+if role != "router":
+    file = folder / f"{role}.{time.monotonic_ns()}.pid"
+    file.with_suffix(".part").write_text(f"{os.getpid()}")
+    file.with_suffix(".part").rename(file)
+    time.sleep(60)  # it is ended
+
+def until(done):
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+def started(role):
+    return sorted(folder.glob(f"{role}.*.pid"))
+
+def niceness(pid):
+    return os.getpriority(os.PRIO_PROCESS, pid) - int(own)
+
+until(lambda: started("one") and started("two"))
+os.kill(int(started("one")[0].read_text()), signal.SIGKILL)
+until(lambda: len(started("one")) == 2)
+pid = int(started("one")[1].read_text())
+if why == "alone":
+    assert niceness(pid) == 5
+    os.kill(int(started("two")[0].read_text()), signal.SIGKILL)
+    until(lambda: len(started("two")) == 2)
+    until(lambda: niceness(int(started("two")[1].read_text())) == 1)
+until(lambda: niceness(pid) == 1)
+"""
+
+
+@pytest.mark.parametrize("why", ["alone", "for long"])
+def test_a_start_is_awaited_when_no_other_worker_serves_or_it_takes_long(
+    fleet, monkeypatch, tmp_path, why
+):
+    import supervisor
+
+    if not supervisor.may_become_less_nice():
+        pytest.skip("this user may not lower a niceness")
+    monkeypatch.setattr(supervisor, "PATIENCE_SECONDS", 60.0 if why == "alone" else 0.3)
+    shared = {"role": "worker", "spared_by": "worker"}
+    members = [
+        fleet.Member("router", ["router"], 0),
+        fleet.Member("one", ["one"], 1, **shared),
+        fleet.Member("two", ["two"], 2, **shared),
+    ]
+    command = [sys.executable, "-c", AWAITED, str(tmp_path), why, f"{os.nice(0)}"]
+    assert supervised(fleet, command, members, tmp_path) == 0
 
 
 def test_who_may_become_less_nice(fleet, monkeypatch):
