@@ -14,7 +14,8 @@ starts attention and ffn as runtimes of their own (`runtimes.py`), which any of 
 
     python launch/local.py --fleet --config configs/demo-fleet.yaml
 
-starts a router, prefill workers and domains (`fleet.py`).
+starts a router, prefill workers and domains (`fleet.py`), and with `link.transport: pull` an ffn
+worker and `--standbys` further ones.
 """
 
 import argparse

@@ -102,9 +102,8 @@ class KeptRequests:
                 if kept.receiver == receiver:
                     kept.receiver, kept.since = None, time.monotonic()
 
-    def adopt(self, attempt: str, prompt: bytes, receiver: OnOutput) -> bool:
-        """Gives a request that is alone to another router, from its first token; whether it still
-        runs.
+    def adopt(self, attempt: str, prompt: bytes, receiver: OnOutput) -> None:
+        """Gives a request whose router is gone to another one, from its first token.
 
         Raises:
           OverloadedError: it is not there any more: begin it anew.
@@ -119,7 +118,6 @@ class KeptRequests:
             for output in kept.outputs:
                 receiver(output)
             kept.receiver = receiver
-            return not kept.ended
 
     def tick(self) -> None:
         """Ends what nobody came for."""

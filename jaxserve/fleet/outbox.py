@@ -5,6 +5,7 @@ processes (`server/processes/host.py`).
 """
 
 import collections
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +19,16 @@ GATHER_SECONDS = 0.002
 MAX_WAITING = 2**20
 """Outputs that may wait for a receiver before it is taken for stuck."""
 
+logger = logging.getLogger(__name__)
+
 
 class Outbox:
     """Frames and outputs on their way to one receiver, in order. Any thread may post.
 
     Args:
       name: of the thread.
-      send: sends frames; an OSError ends the outbox, a BlockingIOError says that the receiver is
-        stuck.
+      send: sends frames. An OSError ends the outbox: the receiver is gone. A BlockingIOError, or
+        any other error, ends it as stuck.
       ended: told of the requests whose last output goes out next, returns frames to go before it.
       stuck: called where the receiver takes nothing.
     """
@@ -76,13 +79,12 @@ class Outbox:
             items = [self._waiting.popleft() for _ in range(len(self._waiting))]
             try:
                 self._send(self._gathered(items))
-            except BlockingIOError:
+            except Exception as error:
                 self._closed = True
-                self._stuck()
-                return
-            except OSError:  # the receiver is gone; whoever reads from it handles that
-                self._closed = True
-                return
+                if isinstance(error, BlockingIOError) or not isinstance(error, OSError):
+                    logger.exception("nothing more is sent")
+                    self._stuck()
+                return  # where the receiver is gone, the thread that reads from it notices
             self._sending = False
             busy = len(items) > BUSY
 

@@ -81,7 +81,7 @@ class Registry:
         for name in (*self._fleet.prefill, *self._fleet.domains):
             try:
                 self._known[name] = list(self._look_up(*split_address(name)))
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 logger.warning("registry: %s: %s; %s", name, error, self._known.get(name, []))
 
     def close(self) -> None:

@@ -4,8 +4,9 @@
 Without domains nothing is generated; without prefill workers prompts are only computed more slowly.
 Where fewer domains than `fleet.least_domains` have been there for `fleet.stand_in_seconds`, a
 prefill worker is told to start its process again as a domain, and, when enough domains are there
-without it, as a prefill worker again. Asked by `router.py`, which sends the orders; the worker's
-side is `commands/serving.py`. Pure, with the router's clock.
+without it, as a prefill worker again. The worker goes back only when every router that is connected
+to it has said so (`worker_port.py`): routers may see different workers. Asked by `router.py`, which
+sends the orders; the worker's side is `commands/serving.py`. Pure, with the router's clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 
 ASK_AGAIN_SECONDS = 10.0
-"""After which a worker that is still there as it was is told once more."""
+"""Until a worker that has not changed is told once more."""
 
 
 class Order(NamedTuple):
@@ -24,12 +25,12 @@ class Order(NamedTuple):
 
     worker: str
     domain: bool
-    """Whether as a domain; otherwise as the prefill worker that it was started as."""
+    """True: as a domain; False: as the prefill worker that it was started as."""
     why: str
 
 
 class StandIns:
-    """What one router knows of them. Several routers decide alike, as far as they see alike.
+    """Decides for one router. Several routers decide alike, as far as they see alike.
 
     A router acts once it has seen enough domains together: not while a fleet starts.
 
@@ -50,11 +51,11 @@ class StandIns:
         self._told: dict[str, tuple[bool, float]] = {}  # worker → what, and when
 
     def decide(self, places: Sequence[Place], workers: Mapping[str, Worker]) -> list[Order]:
-        """What workers are to be told now.
+        """Returns the orders that are due now.
 
         Args:
-          places: all that there might be, in their order.
-          workers: those that are connected, by address.
+          places: of all workers of the fleet, in order.
+          workers: the connected ones, by address.
         """
         if not self._least:
             return []
@@ -103,7 +104,7 @@ class StandIns:
         }
 
     def _orders(self, names: Sequence[str], domain: bool, why: str) -> list[Order]:
-        """Orders for those who have not had the same one just now."""
+        """Orders for the workers that have not had the same one just now."""
         now, orders = self._clock(), []
         for name in names:
             known = self._told.get(name)

@@ -72,7 +72,7 @@ class _Wire:
         self.lost = ""
         """Why it is to be given up."""
         self.cause = ""
-        """The same in one of a few words: closed, silent, stuck, failed, unread."""
+        """The same in one of a few words: closed, silent, stuck, failed, unread, removed."""
         self._received = bytearray()
         self.unsent = bytearray()
         """Waits for room in the connection; changed while frames are sent."""
@@ -201,7 +201,7 @@ class WorkerConnections:
         """Gives the connection to a place up that is none any more; from any thread."""
         wire = self._wires.get(address)
         if wire is not None:
-            wire.lost = wire.lost or why
+            wire.lose("removed", why)
             with self._lock:
                 self._changed.add(wire)
             self.wake()
@@ -304,7 +304,11 @@ class WorkerConnections:
                     self._receiver.joined(wire.place, wire.facts)
             if wire.lost:
                 return
-            self._receiver.received(wire.place, frame)
+            try:
+                self._receiver.received(wire.place, frame)
+            except Exception as error:  # its other frames are lost: its requests begin again
+                logger.exception("a frame of %s", wire.place.address)
+                wire.lose("failed", f"a frame of it was not taken: {error}")
 
     def _welcome(self, now: float) -> None:
         with self._lock:

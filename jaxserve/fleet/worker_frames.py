@@ -226,21 +226,9 @@ class Pipeline(Frame):
     view: PipelineView
 
 
-FromRouter = (
-    Join
-    | Submit
-    | Adopt
-    | Prefill
-    | Release
-    | Renew
-    | Cancel
-    | Withdraw
-    | Drain
-    | Become
-    | AskPipeline
-    | Reset
-    | Echo
-)
+AboutRequest = Submit | Adopt | Prefill | Release | Renew | Cancel | Withdraw
+AboutWorker = Join | Drain | Become | AskPipeline | Reset | Echo
+FromRouter = AboutRequest | AboutWorker
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
 
 encode = msgspec.msgpack.Encoder().encode

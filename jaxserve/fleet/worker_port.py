@@ -129,8 +129,7 @@ class WorkerPort:
         """What an operator has said; see `frames.Drain`."""
         self.kept = KeptRequests(resume_seconds, self._cancel)
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._routers: set[RouterConnection] = set()
+        self._routers: set[RouterConnection] = set()  # any thread changes it, and copies it
         self._opened = math.inf
         self.compiling = ThreadPoolExecutor(1, "grammars")
 
@@ -197,16 +196,14 @@ class WorkerPort:
 
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
-        with self._lock:
-            self._routers.discard(router)
+        self._routers.discard(router)
 
     def _cancel(self, request_id: str) -> None:
         if self.engine is not None:
             self.engine.cancel(request_id)
 
     def _connected(self) -> list["RouterConnection"]:
-        with self._lock:
-            return list(self._routers)
+        return list(self._routers)
 
     def _welcome(self, channel: Channel) -> None:
         """Takes a router in, and serves it until it leaves."""
@@ -221,8 +218,7 @@ class WorkerPort:
             assert self.facts is not None
             channel.send(frames.encode(frames.Welcome(self.facts)))
             router = RouterConnection(self, channel, join.router)
-            with self._lock:
-                self._routers.add(router)
+            self._routers.add(router)
             self._send_state()
             router.serve()
         except (OSError, EOFError, msgspec.DecodeError, ValueError) as error:
@@ -244,8 +240,11 @@ class WorkerPort:
 
     def _tick(self) -> None:
         while not self._stopping.wait(STATE_SECONDS):
-            self.kept.tick()
-            self._send_state()
+            try:
+                self.kept.tick()
+                self._send_state()
+            except Exception:  # routers would take the worker for dead without its states
+                logger.exception("the worker's state")
 
     def _send_state(self) -> None:
         if self.engine is not None:
@@ -394,10 +393,11 @@ class RouterConnection:
 
     def _adopt(self, frame: frames.Adopt) -> None:
         """Takes a request over whose router is gone."""
+        self._submitted[frame.request_id] = None  # before its last output, which may come at once
         try:
-            if self._port.kept.adopt(frame.request_id, frame.prompt, self._output):
-                self._submitted[frame.request_id] = None
+            self._port.kept.adopt(frame.request_id, frame.prompt, self._output)
         except (InvalidRequestError, OverloadedError) as error:
+            self._submitted.pop(frame.request_id, None)
             self.post(frames.Rejected(frame.request_id, Refusal.of(error)))
 
     def _output(self, output: TokenOutput) -> None:

@@ -50,7 +50,9 @@ class WorkerTable:
         """One more."""
         self.rows[worker.name] = len(self.workers)
         self.workers.append(worker)
-        self._columns = {name: np.append(old, old.dtype.type()) for name, old in self._items()}
+        self._columns = {
+            key: np.append(old, old.dtype.type()) for key, old in self._columns.items()
+        }
         self._changed.add(worker.name)
 
     def leave(self, worker: Worker) -> None:
@@ -58,7 +60,7 @@ class WorkerTable:
         row = self.rows[worker.name]
         del self.workers[row]
         self.rows = {worker.name: place for place, worker in enumerate(self.workers)}
-        self._columns = {name: np.delete(old, row) for name, old in self._items()}
+        self._columns = {key: np.delete(old, row) for key, old in self._columns.items()}
         self._changed.discard(worker.name)
 
     def changed(self, worker: Worker) -> None:
@@ -85,6 +87,3 @@ class WorkerTable:
         """Rows of the workers that are here, and what they have."""
         found = {self.rows[name]: tokens for name, tokens in hits.items() if name in self.rows}
         return [*found], np.fromiter(found.values(), np.int64, len(found))
-
-    def _items(self) -> list[tuple[str, np.ndarray]]:
-        return [*self._columns.items()]

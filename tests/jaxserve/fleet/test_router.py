@@ -540,3 +540,22 @@ def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, mon
         fleet.results.until(lambda: "x" in fleet.results.last)
         (worker,) = fleet.domains
         assert len(worker.port._connected()) == 1
+
+
+def test_a_frame_that_is_not_taken_loses_no_token(caplog):
+    """The rest of it is lost; the requests begin again from what was taken."""
+    with rig(0, 1) as fleet:
+        output, failed = fleet.router._coordinator.output, threading.Event()
+
+        def fails_once(attempt: str, news: TokenOutput) -> Any:
+            if fleet.results.tokens.get("x") and not failed.is_set():
+                failed.set()
+                raise KeyError("a defect")
+            return output(attempt, news)
+
+        fleet.router._coordinator.output = fails_once  # type: ignore[method-assign]
+        fleet.submit([3], 8, "x")
+        fleet.results.until(lambda: "x" in fleet.results.last)
+        assert failed.is_set()
+        assert fleet.results.tokens["x"] == expected([3], 8, 3)
+        assert fleet.router.load().losses == {"domain": {"failed": 1}}

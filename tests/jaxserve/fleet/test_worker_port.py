@@ -193,6 +193,51 @@ def test_requests_that_end_while_their_router_leaves() -> None:
         until(lambda: worker.engine.idle)
 
 
+def test_states_go_on_after_one_that_could_not_be_made(monkeypatch) -> None:
+    monkeypatch.setattr(worker_port, "STATE_SECONDS", 0.01)
+    failed = threading.Event()
+    with a_worker() as worker:
+        router = Router(worker)
+        router.until_taken()
+        load = worker.engine.load
+
+        def fails_once() -> Any:
+            if not failed.is_set():
+                failed.set()
+                raise KeyError("a defect")
+            return load()
+
+        monkeypatch.setattr(worker.engine, "load", fails_once)
+        assert failed.wait(SECONDS)
+        router.until_taken()
+        while not isinstance(router.receive(), frames.State):
+            pass
+
+
+def test_a_kept_request_that_ends_while_it_is_adopted_is_not_counted() -> None:
+    """Its last output comes before the router is told anything."""
+    with a_worker() as worker:
+        worker.engine.allowed = 1
+        first = Router(worker)
+        first.submit("x@first.1", keyed=True)
+        until(lambda: worker.port._connected() and worker.engine.running)
+        first.leave()
+        until(lambda: worker.port.kept.orphans)
+        adopt = worker.port.kept.adopt
+
+        def ends_at_once(*given: Any) -> Any:
+            found = adopt(*given)
+            worker.engine.cancel("x@first.1")
+            return found
+
+        worker.port.kept.adopt = ends_at_once  # type: ignore[method-assign]
+        second = Router(worker)
+        second.send(frames.Adopt("x@first.1", frames.packed([1, 2, 3])))
+        assert second.end_of("x@first.1").finish_reason == "cancelled"
+        second.until_taken()
+        assert router_count(worker) == 0
+
+
 @pytest.fixture
 def told(monkeypatch) -> Iterator[tuple[FakeWorker, list[bool]]]:
     """A stand-in that has been one for long, and what it was told to become."""
