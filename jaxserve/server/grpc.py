@@ -16,7 +16,7 @@ from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, FrontEnd
 from jaxserve.server.inference import InferenceService
-from jaxserve.server.interceptors import KeyInterceptor, Refusals
+from jaxserve.server.interceptors import KeyInterceptor, MessageInterceptor, Refusals
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
@@ -113,8 +113,9 @@ class GrpcServer(LoopThread):
             max_pending_tokens=self._max_pending_tokens, messages_a_second=self._messages_a_second
         )
         self._health = health.aio.HealthServicer()
+        keys = [KeyInterceptor(self._access, self._refused)] if self._access.keys else []
         self._server = grpc.aio.server(
-            interceptors=[KeyInterceptor(self._access, self._refused)] if self._access.keys else [],
+            interceptors=[MessageInterceptor(SERVICE), *keys],
             # Else a second server on the same port is an error, not a lottery.
             options=[("grpc.so_reuseport", int(self._share_port)), *OPTIONS],
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,

@@ -136,9 +136,16 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
 
     @contextlib.asynccontextmanager
     async def _answering(self, request: object, context: Context) -> AsyncIterator[None]:
-        """Counts an active RPC and translates its errors to statuses."""
+        """Counts an active RPC and translates its errors to statuses.
+
+        Args:
+          request: None where the body was no message, which is an error here.
+          context: of the RPC.
+        """
         with self._front_end.active():
             try:
+                if request is None:
+                    raise InvalidRequestError("request", "the body is no message of this RPC")
                 yield
             except Exception as error:
                 request_id = getattr(request, "request_id", "") or new_request_id()

@@ -1,13 +1,15 @@
-"""Checks the API key of every RPC.
+"""Checks the API key of every RPC, and reads its message.
 
-Used by `grpc.py` where the deployment has keys; `http/app.py` does the same for HTTP.
+Used by `grpc.py`; `http/app.py` does the same for HTTP.
 """
 
+import functools
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from jaxserve.server.access import Access
 
@@ -27,6 +29,40 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count: Callable[[str], None] = lambda reason: None
+
+
+class MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Hands None to the handler where a body is no message, so that the handler refuses it.
+
+    gRPC itself would answer UNKNOWN, and log the failure with its stack.
+
+    Args:
+      service: whose handlers take None.
+    """
+
+    def __init__(self, service: str):
+        self._service = service
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the RPC's handler, with another reader of messages."""
+        handler = await continuation(handler_call_details)
+        service = handler_call_details.method.strip("/").partition("/")[0]
+        if handler is None or service != self._service:
+            return handler
+        read = functools.partial(_message, handler.request_deserializer)
+        return handler._replace(request_deserializer=read)
+
+
+def _message(read: Callable[[bytes], Any], body: bytes) -> Any:
+    """The message of a body, or None."""
+    try:
+        return read(body)
+    except DecodeError:
+        return None
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

@@ -664,3 +664,13 @@ def test_a_port_in_use_is_a_clear_error() -> None:
 def test_two_servers_do_not_share_a_port(rig: Rig) -> None:
     with pytest.raises(ConfigError, match="is it in use"):
         GrpcServer(port=int(rig.address.rpartition(":")[2])).start()
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Abort", "GetModelInfo"])
+def test_a_body_that_is_no_message(rig: Rig, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    call: Any = rig.channel.unary_unary(f"/jaxserve.v1.Inference/{method}")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"\xff" * 20, timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "request: the body is no message of this RPC"
+    assert not caplog.records

@@ -1,0 +1,478 @@
+"""`python -m jaxserve.chaos.hostile --http ADDRESS --grpc ADDRESS --pid PID`: hostile requests.
+
+Sends grammars, schemas, templates and bodies that are made to end or to stall a server, over both
+faces, to a server that is running on this host without keys. `server.request_templates` should be
+true. Meanwhile ordinary requests go on. Exit code 0: every request was answered in time and not
+with an error of the server, and afterwards the server's processes have no descriptor, thread or
+child process more than before.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from jaxserve.bench.report import Measure, Part, Report, conclude, describe_machine, table
+from jaxserve.bench.report import this_machine as machine_now
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+
+AT_ONCE = 8
+"""Hostile requests."""
+WARM_UP = 6 * AT_ONCE
+"""Requests of each kind before the server's processes are counted."""
+ANSWER_SECONDS = 45.0
+"""The longest time to an answer."""
+SETTLE_SECONDS = 20.0
+MAX_TOKENS = 8
+HANG_UP = -1
+"""Instead of a status: the connection was closed without an answer."""
+GENERATE = "/jaxserve.v1.Inference/Generate"
+SERVER_ERRORS = ("UNKNOWN", "INTERNAL", "DATA_LOSS", "UNIMPLEMENTED", "DEADLINE_EXCEEDED")
+"""Codes of gRPC that no answer may have."""
+
+Random = random.Random
+Send = Callable[[], Awaitable[int | str]]
+"""Sends a request; returns its status."""
+
+
+# ------------------------------------------------------------------------------- what is sent
+
+
+def hostile_grammar(rng: Random) -> tuple[str, Any]:
+    """A form of `structured_outputs`, and its value."""
+    count = rng.choice([3, 30, 300, 900, 1500, 3000])
+    letters = "abc(){}[]|*+?.\\^$:\"'/~&-,0129pLN \n"
+    garbage = "".join(rng.choice(letters) for _ in range(count))
+    chain = [f'r{n}: "x{n}" | r{n + 1}' for n in range(count)]
+    terminals = [f'T{n}: T{n + 1} | "k{n}" T{n + 1}' for n in range(count)]
+    primes = rng.sample((7, 11, 13, 17, 19, 23, 29, 31), rng.randint(2, 8))
+    nullable = [f'r{n}: "a"? | r{(n * 7 + 1) % count}' for n in range(count)]
+    depth = count // 3
+    larks = [
+        "\n".join(["start: r0", *chain, f'r{count}: "y"']),
+        "\n".join(["start: T0", *terminals, f'T{count}: "y"']),
+        "start: T\nT: " + " & ".join(f"/([ab]{{{prime}}})*a?/" for prime in primes),
+        "\n".join(["start: " + " ".join(f"r{n}" for n in range(count)), *nullable]),
+        'start: start start start | "a" | ""',
+        'start: e\ne: e "+" e | e "*" e | e e | /[a-z0-9]/ | ""',
+        "start: " + "(" * depth + '"a"' + ")?" * depth,
+        f'start: ("a" | "b" x){{1,{count * 20}}}\nx: "c"{{3,{count * 20}}}',
+        "start: (" + " | ".join(f"/[a-z]*{n}[a-z]*/" for n in range(depth)) + ")*",
+        "start: %json " + '{"items":' * depth + "{}" + "}" * depth,
+        "start: " + garbage,
+        garbage,
+    ]
+    regexes = [
+        f"a{{1,{10 ** rng.randint(1, 9)}}}",
+        f"(a{{{count}}}){{{count}}}",
+        f"((a{{0,{depth}}}){{0,{depth}}}){{0,{depth}}}",
+        f"\\p{{L}}{{1,{count}}}",
+        f"[ab]*a[ab]{{{count}}}",
+        "|".join(f"(.*{letter}.*){{{rng.randint(1, 60)}}}" for letter in "abcdef"),
+        "[^\\p{L}]*" * count,
+        "(?i)" + "(\\w+\\s)*" * depth,
+        "(" * count,
+        garbage,
+    ]
+    choices = [[garbage[:50] + str(n) for n in range(min(count, 1100))], ["x" * 66_000], [""], []]
+    return rng.choice(
+        [
+            ("grammar", rng.choice(larks)),
+            ("grammar", rng.choice(larks)),
+            ("regex", rng.choice(regexes)),
+            ("choice", rng.choice(choices)),
+        ]
+    )
+
+
+def hostile_schema(rng: Random) -> str:
+    """The text of a JSON schema."""
+    count = rng.choice([2, 20, 120, 128, 129, 700, 5000])
+    few = count % 300
+    cycle: dict[str, Any] = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    product: list[Any] = [
+        {"anyOf": [{"properties": {f"p{n}_{k}": {}}} for k in range(3)]} for n in range(9)
+    ]
+    texts = ["(" * count, "^(a?){3000}(b|.*d){20}$", f".*a.{{{count}}}", "\\p{L}{1,100}"]
+    kinds: list[Any] = [
+        {"enum": [f"value {n}" for n in range(count)]},
+        {"enum": list(range(count))},
+        {"anyOf": [{"type": "string", "maxLength": n} for n in range(few)]},
+        {"type": "integer", "multipleOf": rng.choice([7, 99_999_989])},
+        {"type": "string", "pattern": rng.choice(texts)},
+        {"type": "string", "minLength": count * 10, "maxLength": 10**9},
+        {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": 10**9},
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(few)}},
+        {"patternProperties": {f"^[a-z]*{n}[a-z]*$": {} for n in range(few)}},
+        {"allOf": product[: rng.randint(1, 9)]},
+        {"properties": {"k" * count * 5: {"type": "integer"}}},
+        {"type": rng.choice(["nonsense", [], 3, None])},
+        {"$ref": rng.choice(["#", "#/$defs/x", "http://127.0.0.1:1/x", "file:///etc/passwd"])},
+        {"not": {"const": count}},
+        cycle,
+        rng.choice([[], 3, None, "x", True]),
+    ]
+    around = rng.choice(['{"items":', '{"anyOf":[', '{"properties":{"a":', "[", '{"not":'])
+    closing = {"{": "}", "[": "]"}
+    ends = "".join(closing[mark] for mark in reversed(around) if mark in closing)
+    nested = around * count + "{}" + ends * count
+    return rng.choice([nested, *(json.dumps(kind) for kind in kinds)])
+
+
+def hostile_chat(rng: Random) -> dict[str, Any]:
+    """The fields of a chat request whose template, messages, tools or switches are hostile."""
+    count = rng.choice([3, 60, 64, 65, 900])
+    loops = "{% for a in range(99999) %}"
+    templates = [
+        loops * 3 + "x" + "{% endfor %}" * 3,
+        "{{ 'a' * 10 ** 12 }}",
+        "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x * 2 %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * count + "1" + ")" * count + " }}",
+        "{% if x %}" * count,
+        "{{ messages.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception('no') }}",
+        "{% include '/etc/passwd' %}",
+        "".join(rng.choice("{}%#-+'\"\\ \nx.split(),[]|") for _ in range(count)),
+        "{{ messages[0].content }}",
+    ]
+    nested: Any = {}
+    for _ in range(count):
+        nested = {"items": nested}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    hi = {"role": "user", "content": "hi"}
+    return rng.choice(
+        [
+            *({"chat_template": template, "messages": [hi]} for template in templates),
+            {"messages": [hi], "tools": [tool], "tool_choice": "required"},
+            {"messages": [{**hi, "content": nested}]},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [nested]}]},
+            {"messages": [{**hi, "content": [{"type": "text", "text": "x"}] * count}]},
+            {"messages": [hi], "chat_template_kwargs": {"enable_thinking": nested}},
+            {"messages": [{"role": 3}, None, []][: rng.randint(1, 3)]},
+        ]
+    )
+
+
+def hostile_body(rng: Random) -> bytes:
+    """A whole HTTP request, or what begins like one."""
+    good = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
+    count = rng.choice([3, 300, 3000, 90_000])
+    mutated = bytearray(good)
+    for _ in range(rng.randint(1, 8)):
+        mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+    values = ["1e999", "-1", "[" * count, '"\\ud800"', "{}", "null", "NaN", "9" * count, '"x"']
+    names = ["max_tokens", "temperature", "stop", "logit_bias", "prompt", "n", "seed", "logprobs"]
+    field = f'{{"prompt":"hi","{rng.choice(names)}":{rng.choice(values)}}}'.encode()
+    body = rng.choice([bytes(mutated), field, good[:-3], rng.randbytes(count), b"", good * count])
+    path = rng.choice(["completions", "chat/completions", "messages", "responses", "nowhere"])
+    length = rng.choice([str(len(body))] * 6 + [str(len(body) // 2), "-1", "x", "99999999999999"])
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunked = (
+        head + "Transfer-Encoding: chunked\r\n\r\n" + rng.choice(["zz\r\n", "5\r\nab", "0\r\n\r\n"])
+    )
+    whole = f"{head}Connection: close\r\nContent-Length: {length}\r\n\r\n".encode() + body
+    return rng.choice([whole, whole, whole, chunked.encode(), rng.randbytes(200), whole[:50]])
+
+
+def hostile_message(rng: Random) -> bytes:
+    """A gRPC request that is no message, or one with hostile fields."""
+    count = rng.choice([3, 300, 90_000])
+    good = pb.GenerateRequest(text="hi", max_tokens=2)
+    mutated = bytearray(good.SerializeToString())
+    mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+    infinite = rng.choice([math.nan, math.inf, -1e308])
+    fields: list[dict[str, Any]] = [
+        {"text": "x" * count},
+        {"token_ids": pb.TokenIds(ids=[2**32 - 1] * min(count, 300))},
+        {"token_ids": pb.TokenIds(ids=[])},
+        {"text": "hi", "request_id": "\x00" * count},
+        {"text": "hi", "stop": ["ab"] * count},
+        {"text": "hi", "stop_token_ids": [2**32 - 1] * count},
+        {"text": "hi", "logit_bias": dict.fromkeys(range(count), infinite)},
+        {"text": "hi", "temperature": infinite, "top_p": infinite, "min_p": infinite},
+        {"text": "hi", "max_tokens": 2**32 - 1, "min_tokens": 2**32 - 1, "top_k": 2**32 - 1},
+        {"text": "hi", "logprobs": 2**32 - 1, "prompt_logprobs": 2**31},
+        {"text": "hi", "priority": -(2**31), "cache_salt": "x" * count},
+    ]
+    message = pb.GenerateRequest(**{"max_tokens": 2, **rng.choice(fields)})
+    return rng.choice([bytes(mutated), rng.randbytes(count), message.SerializeToString()])
+
+
+# --------------------------------------------------------------------------------- clients
+
+
+async def over_http(address: str, request: bytes, whole: bool = True) -> int:
+    """Sends bytes; returns the status.
+
+    Args:
+      address: host:port.
+      request: is sent as it is.
+      whole: False: some answers need more than was sent, and hanging up makes them unnecessary.
+    """
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        writer.write(request)
+        if not whole:
+            writer.write_eof()
+        line = await reader.readline()
+        while await reader.read(2**20):
+            pass
+        return int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else HANG_UP
+    except ConnectionError:
+        return HANG_UP
+    finally:
+        writer.close()
+
+
+def http_request(path: str, body: str) -> bytes:
+    """A request whose connection ends with its answer."""
+    data = body.encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def over_grpc(call: Awaitable[Any]) -> str:
+    """The name of the code of a call."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+def http_kinds(address: str, rng: Random) -> dict[str, Callable[[], Send]]:
+    """Kind → makes a request over HTTP."""
+
+    def completion(form: str) -> Send:
+        body = f'{{"prompt":"hi","max_tokens":{MAX_TOKENS},"structured_outputs":{form}}}'
+        return lambda: over_http(address, http_request("/v1/completions", body))
+
+    def grammar() -> Send:
+        name, value = hostile_grammar(rng)
+        return completion(json.dumps({name: value}))
+
+    def chat() -> Send:
+        body = json.dumps({"max_tokens": MAX_TOKENS, **hostile_chat(rng)})
+        return lambda: over_http(address, http_request("/v1/chat/completions", body))
+
+    def body() -> Send:
+        request = hostile_body(rng)
+        return lambda: over_http(address, request, whole=False)
+
+    return {
+        "http grammars": grammar,
+        "http schemas": lambda: completion('{"json":' + hostile_schema(rng) + "}"),
+        "http templates": chat,
+        "http bodies": body,
+    }
+
+
+def grpc_kinds(channel: grpc.aio.Channel, rng: Random) -> dict[str, Callable[[], Send]]:
+    """Kind → makes a request over gRPC, which has no templates."""
+    stub = InferenceStub(channel)
+    raw: Any = channel.unary_unary(GENERATE)
+
+    def constrained(**form: Any) -> Send:
+        asked = pb.StructuredOutputs(**form)
+        request = pb.GenerateRequest(text="hi", max_tokens=MAX_TOKENS, structured_outputs=asked)
+        return lambda: over_grpc(stub.Generate(request, timeout=2 * ANSWER_SECONDS))
+
+    def grammar() -> Send:
+        name, value = hostile_grammar(rng)
+        return constrained(**{name: pb.Choices(texts=value) if name == "choice" else value})
+
+    def body() -> Send:
+        request = hostile_message(rng)
+        return lambda: over_grpc(raw(request, timeout=2 * ANSWER_SECONDS))
+
+    return {
+        "grpc grammars": grammar,
+        "grpc schemas": lambda: constrained(json=hostile_schema(rng)),
+        "grpc bodies": body,
+    }
+
+
+def wrong(kind: str, status: int | str) -> bool:
+    """Whether the server must not answer so."""
+    if isinstance(status, int):
+        return status >= 500 or (status == HANG_UP and kind != "http bodies")
+    return status in SERVER_ERRORS
+
+
+# ---------------------------------------------------------------------------------- the run
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a process and its descendants hold."""
+
+    files: int = 0
+    threads: int = 0
+    processes: int = 0
+
+    @classmethod
+    def of(cls, pid: int) -> "Held":
+        """Counts now; a process that ends meanwhile holds nothing."""
+        folder = Path("/proc", f"{pid}")
+        try:
+            files = len(list((folder / "fd").iterdir()))
+            tasks = list((folder / "task").iterdir())
+            children = [
+                child for task in tasks for child in (task / "children").read_text().split()
+            ]
+        except OSError:
+            return cls()
+        below = [cls.of(int(child)) for child in children]
+        return cls(
+            files + sum(one.files for one in below),
+            len(tasks) + sum(one.threads for one in below),
+            1 + sum(one.processes for one in below),
+        )
+
+    def within(self, other: "Held") -> bool:
+        """Whether it is nowhere more."""
+        own, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return all(one <= most for one, most in zip(own, others, strict=True))
+
+
+class Run:
+    """One run against a server.
+
+    Attributes:
+      statuses: kind → status → number of answers.
+      longest: kind → seconds of the slowest answer.
+      failed: descriptions of wrong answers.
+      waits: seconds that each ordinary request took.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self.statuses: dict[str, Counter[int | str]] = {}
+        self.longest: dict[str, float] = {}
+        self.failed: list[str] = []
+        self.waits: list[float] = []
+        self._options = options
+
+    async def measure(self) -> list[Part]:
+        """Sends everything; the parts of a report."""
+        warm_up, seed = self._options.warm_up, self._options.seed
+        await self._every_process()
+        await self._send(warm_up, Random(f"warm-up {seed}"))
+        before = await self._settled(None)
+        self.statuses, self.longest, self.waits = {}, {}, []
+        bystander = asyncio.create_task(self._bystander())
+        await self._send(self._options.number, Random(seed))
+        bystander.cancel()
+        await asyncio.wait([bystander])
+        if not bystander.cancelled():
+            self.failed.append(f"ordinary requests: {bystander.exception()!r}")
+        after = await self._settled(before)
+        return self._parts(before, after)
+
+    async def _send(self, number: int, rng: Random) -> None:
+        async with grpc.aio.insecure_channel(self._options.grpc) as channel:
+            kinds = http_kinds(self._options.http, rng) | grpc_kinds(channel, rng)
+            for kind, make in kinds.items():
+                limit = asyncio.Semaphore(AT_ONCE)
+                # Made in order, so that a seed makes the same requests however fast they go.
+                made = [make() for _ in range(number)]
+                await asyncio.gather(*(self._one(kind, send, limit) for send in made))
+
+    async def _one(self, kind: str, send: Send, limit: asyncio.Semaphore) -> None:
+        async with limit:
+            start = time.monotonic()
+            try:
+                async with asyncio.timeout(2 * ANSWER_SECONDS):
+                    status = await send()
+            except TimeoutError:
+                status = "no answer"
+                self.failed.append(f"{kind}: no answer in {2 * ANSWER_SECONDS:g} s")
+            seconds = time.monotonic() - start
+        self.longest[kind] = max(self.longest.get(kind, 0.0), seconds)
+        self.statuses.setdefault(kind, Counter())[status] += 1
+        if wrong(kind, status):
+            self.failed.append(f"{kind}: {status}")
+
+    async def _ordinary(self, path: str = "/v1/completions", **fields: Any) -> None:
+        start = time.monotonic()
+        body = json.dumps({"max_tokens": MAX_TOKENS, **fields})
+        status = await over_http(self._options.http, http_request(path, body))
+        if status != 200:
+            raise RuntimeError(f"an ordinary request has status {status}")
+        self.waits.append(time.monotonic() - start)
+
+    async def _bystander(self) -> None:
+        while True:
+            await self._ordinary(prompt="hi")
+            await asyncio.sleep(0.05)
+
+    async def _every_process(self) -> None:
+        """Has the processes for templates and grammars started, where the last one has ended."""
+        await self._ordinary("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+        new = "".join(random.choices("abcdefgh", k=20))  # not one that is kept
+        await self._ordinary(prompt="hi", structured_outputs={"regex": f"({new}){{1,9}}"})
+
+    async def _settled(self, most: Held | None) -> Held:
+        """What the server holds once that does not change any more, or is within `most`."""
+        await self._every_process()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        held = Held.of(self._options.pid)
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.5)
+            last, held = held, Held.of(self._options.pid)
+            if held == last if most is None else held.within(most):
+                break
+        return held
+
+    def _parts(self, before: Held, after: Held) -> list[Part]:
+        measures = []
+        for kind, statuses in self.statuses.items():
+            counts = ", ".join(f"{number} × {status}" for status, number in statuses.most_common())
+            name = f"{kind} ({counts}): longest"
+            measures.append(Measure(name, self.longest[kind], "s", ANSWER_SECONDS))
+        measures.append(Measure("wrong answers", len(self.failed), "", 0))
+        measures.append(
+            Measure(f"{len(self.waits)} ordinary requests: longest", max(self.waits), "s")
+        )
+        middle = sorted(self.waits)[len(self.waits) // 2]
+        measures.append(Measure("ordinary requests: p50", middle, "s"))
+        for name, earlier in msgspec.structs.asdict(before).items():
+            measures.append(Measure(f"{name} ({earlier})", getattr(after, name), "", earlier))
+        return [Part("hostile", "hostile requests", measures, sorted(set(self.failed))[:20])]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Sends hostile requests and prints what became of them; the exit code."""
+    made = argparse.ArgumentParser(
+        prog="python -m jaxserve.chaos.hostile",
+        description="Hostile requests to a server on this host.",
+    )
+    made.add_argument("--http", required=True, metavar="HOST:PORT", help="of the server")
+    made.add_argument("--grpc", required=True, metavar="HOST:PORT", help="of the server")
+    made.add_argument("--pid", type=int, required=True, help="of the server")
+    made.add_argument("--number", type=int, default=500, help="of each kind (%(default)s)")
+    made.add_argument("--warm-up", type=int, default=WARM_UP, help="of each kind (%(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="of the requests (%(default)s)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="for the report")
+    options = made.parse_args(arguments)
+    machine = machine_now()
+    print(describe_machine(machine), flush=True)
+    parts = asyncio.run(Run(options).measure())
+    for part in parts:
+        print(f"\n{table(part)}", flush=True)
+    return conclude(Report("hostile", False, machine, parts), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Hostile requests to a server in this process, with a fake engine that follows grammars."""
+
+import os
+import random
+
+import pytest
+
+from jaxserve.chaos import hostile
+from jaxserve.server.grpc import GrpcServer
+from tests.jaxserve.server.http.rig import HttpRig
+
+
+@pytest.mark.parametrize(
+    "number", [4, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_a_server_survives_hostile_requests(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = HttpRig(request_templates=True)
+    face = GrpcServer(port=0)
+    grpc_address = face.start()
+    face.open(rig.generator)
+    try:
+        arguments = ["--http", rig.address, "--grpc", grpc_address, "--pid", str(os.getpid())]
+        code = hostile.main([*arguments, "--number", str(number), "--warm-up", str(number)])
+    finally:
+        face.stop(0)
+        rig.close()
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
+def test_a_seed_makes_the_same_requests() -> None:
+    def made(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        kinds = (hostile.hostile_grammar, hostile.hostile_schema, hostile.hostile_chat)
+        return [make(rng) for _ in range(30) for make in (*kinds, hostile.hostile_body)]
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+def test_what_a_process_holds() -> None:
+    before = hostile.Held.of(os.getpid())
+    with open(os.devnull, "rb"):
+        more = hostile.Held.of(os.getpid())
+    assert more.files == before.files + 1
+    assert before.within(more)
+    assert not more.within(before)
+    assert hostile.Held.of(2**22 + 1) == hostile.Held()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "expected"),
+    [
+        ("http schemas", 200, False),
+        ("http schemas", 400, False),
+        ("http schemas", 500, True),
+        ("http schemas", hostile.HANG_UP, True),
+        ("http bodies", hostile.HANG_UP, False),
+        ("grpc bodies", "INVALID_ARGUMENT", False),
+        ("grpc bodies", "UNKNOWN", True),
+    ],
+)
+def test_what_is_wrong(kind: str, status: int | str, expected: bool) -> None:
+    assert hostile.wrong(kind, status) is expected
