@@ -299,7 +299,8 @@ def what_is_left(http: str) -> str:
 
 
 def _post(http: str, path: str) -> None:
-    request = urllib.request.Request(f"http://{http}{path}", method="POST")
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{http}{path}", method="POST", headers=headers)
     with urllib.request.urlopen(request, timeout=HEALTH_SECONDS) as answer:
         answer.read()
 

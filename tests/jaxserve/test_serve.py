@@ -188,7 +188,7 @@ def test_http_is_drained_as_well(folder: Path, processes: list[Process], number:
         lines = call.iter_lines()
         assert "choices" in next(lines)
         assert httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200
-        assert httpx.post(f"http://{admin}/drain", timeout=SECONDS).status_code == 200
+        assert httpx.post(f"http://{admin}/drain", json={}, timeout=SECONDS).status_code == 200
         deadline = time.monotonic() + SECONDS
         while httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200:
             assert time.monotonic() < deadline

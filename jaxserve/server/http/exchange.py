@@ -101,6 +101,15 @@ class Exchange:
                 400, "both transfer-encoding and content-length say a length", headers=_CLOSE
             )
 
+    def check_json(self) -> None:
+        """Refuses any other content type: a web page can send others to any server unasked.
+
+        Raises:
+          HttpError: the content type is not JSON (415).
+        """
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+            raise HttpError(415, f"content-type: expected {JSON}", code="unsupported_media_type")
+
     async def read(self, kind: type[Body]) -> Body:
         """The JSON body as a struct.
 
@@ -109,8 +118,7 @@ class Exchange:
           InvalidRequestError: it is not JSON, or a field is wrong, which is named.
           ClientGone: the client disconnected before it was complete.
         """
-        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-            raise HttpError(415, f"content-type: expected {JSON}", code="unsupported_media_type")
+        self.check_json()
         body = await self._body()
         try:
             if self.idempotency_key:

@@ -1,7 +1,8 @@
 """Handlers for operators: metrics on both ports, everything else on the admin port.
 
-The admin port is on loopback only. Web pages can reach loopback through a browser by a host name of
-their own (DNS rebinding), so it accepts local names only and changes nothing by GET.
+The admin port is on loopback only. Web pages reach loopback through a browser: by its address, or
+by a host name of their own (DNS rebinding). So it accepts local names only, changes nothing by GET,
+and takes calls that change something only as JSON, which no page of another origin may send.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 async def state(service: Service, exchange: Exchange) -> None:
     """Status, load and running requests."""
-    check_host(exchange)
+    check_caller(exchange)
     requests = service.live_requests()
     await exchange.reply(
         State(
@@ -64,7 +65,7 @@ async def state(service: Service, exchange: Exchange) -> None:
 
 async def abort(service: Service, exchange: Exchange) -> None:
     """Aborts a request of any client."""
-    check_host(exchange)
+    check_caller(exchange)
     request = await exchange.read(Abort)
     if not service.live_requests().abort(request.request_id):
         raise HttpError(404, "no such request is running", param="request_id", code="unknown")
@@ -75,7 +76,7 @@ class Rebalance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /experts/rebalance."""
 
     dry_run: bool = False
-    """Only say what would move, and what that would bring."""
+    """Only report which experts would move, and the gain."""
 
 
 class PrefixCacheReset(msgspec.Struct, kw_only=True):
@@ -87,7 +88,7 @@ class PrefixCacheReset(msgspec.Struct, kw_only=True):
 
 
 class ExpertMover(Protocol):
-    """Whoever moves the experts of the engine's runtime (`roles.expert_balancer`)."""
+    """Moves the experts of the engine's runtime (`roles.expert_balancer`)."""
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
         """Proposes, and unless it is a dry run begins to move."""
@@ -95,7 +96,7 @@ class ExpertMover(Protocol):
 
 async def rebalance(service: Service, exchange: Exchange) -> None:
     """Moves experts to where there is less to do, or says what that would bring."""
-    check_host(exchange)
+    check_caller(exchange)
     request = await exchange.read(Rebalance)
     mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
     if mover is None:
@@ -109,7 +110,7 @@ async def rebalance(service: Service, exchange: Exchange) -> None:
 
 async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     """Forgets the KV pages that are cached; those that running requests fill later are cached."""
-    check_host(exchange)
+    check_caller(exchange)
     reset = getattr(service.live_requests().engine, "reset_prefix_cache", None)
     if reset is None:
         raise HttpError(404, "this process has no prefix cache", code="no_prefix_cache")
@@ -118,7 +119,7 @@ async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
 
 async def log_level(service: Service, exchange: Exchange) -> None:
     """Sets the level of a logger."""
-    check_host(exchange)
+    check_caller(exchange)
     request = await exchange.read(LogLevel)
     if request.logger.partition(".")[0] != "jaxserve":
         raise HttpError(400, "logger: only jaxserve's own", param="logger")
@@ -128,16 +129,27 @@ async def log_level(service: Service, exchange: Exchange) -> None:
 
 async def drain(service: Service, exchange: Exchange) -> None:
     """Drains and ends the process, as SIGTERM does."""
-    check_host(exchange)
+    check_caller(exchange)
     if service.on_drain is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(Status(status="draining"))
     asyncio.get_running_loop().call_soon(service.on_drain)
 
 
-def check_host(exchange: Exchange) -> None:
-    """Refuses names that are not this machine's; raises HttpError."""
+def check_caller(exchange: Exchange) -> None:
+    """Refuses calls that a web page of another origin may have made.
+
+    Raises:
+      HttpError: the host is no name of this machine (403), or a call that changes something comes
+        from a page of another origin (403) or is not sent as JSON (415).
+    """
     host = exchange.headers.get("host", "")
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     if not is_loopback(name.strip("[]")):
         raise HttpError(403, f"host: {host[:128]!r} is no name of this machine", code="wrong_host")
+    if exchange.scope["method"] == "GET":
+        return
+    origin = exchange.headers.get("origin", "")
+    if origin and origin not in (f"http://{host}", f"https://{host}"):
+        raise HttpError(403, f"origin: {origin[:128]!r} is another one", code="wrong_origin")
+    exchange.check_json()

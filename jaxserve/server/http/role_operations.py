@@ -10,7 +10,7 @@ from jaxserve.fleet.rolling import WorkerStatus
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.operations import check_host
+from jaxserve.server.http.operations import check_caller
 from jaxserve.server.http.service import Service
 
 
@@ -24,7 +24,7 @@ class DrainWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /roles/drain."""
 
     worker: str
-    """Its address."""
+    """The worker's address."""
     mode: Literal["finish", "move"] = "finish"
     """Whether its requests finish there, or move to others that have room."""
 
@@ -41,7 +41,7 @@ class AddWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     worker: str
     role: WorkerRole
     long: bool = False
-    """Of a prefill worker, whether it takes long prompts only."""
+    """Whether a prefill worker takes long prompts only."""
 
 
 class RemoveWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,11 +49,11 @@ class RemoveWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     worker: str
     force: bool = False
-    """Also one that is not drained; its requests go on elsewhere."""
+    """Removes a worker that is not drained, too; its requests go on elsewhere."""
 
 
 class RoleControl(Protocol):
-    """Whoever changes the fleet (`fleet.rolling`)."""
+    """Changes the fleet (`fleet.rolling`)."""
 
     def workers(self) -> list[WorkerStatus]: ...
     def drain(self, address: str, mode: DrainMode) -> WorkerStatus: ...
@@ -63,34 +63,34 @@ class RoleControl(Protocol):
 
 async def roles(service: Service, exchange: Exchange) -> None:
     """All workers of the fleet."""
-    check_host(exchange)
+    check_caller(exchange)
     await exchange.reply(Roles(workers=_control(service).workers()))
 
 
 async def drain_worker(service: Service, exchange: Exchange) -> None:
     """Has a worker take nothing new."""
-    check_host(exchange)
+    check_caller(exchange)
     order = await exchange.read(DrainWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, order.mode))
 
 
 async def resume_worker(service: Service, exchange: Exchange) -> None:
-    """Has it take requests again."""
-    check_host(exchange)
+    """Has a worker take requests again."""
+    check_caller(exchange)
     order = await exchange.read(ResumeWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, ""))
 
 
 async def add_worker(service: Service, exchange: Exchange) -> None:
     """Looks for a worker at one more address."""
-    check_host(exchange)
+    check_caller(exchange)
     order = await exchange.read(AddWorker)
     await _answer(exchange, lambda: _control(service).add(order.worker, order.role, order.long))
 
 
 async def remove_worker(service: Service, exchange: Exchange) -> None:
-    """Looks for none there any more."""
-    check_host(exchange)
+    """Stops looking for a worker at an address."""
+    check_caller(exchange)
     order = await exchange.read(RemoveWorker)
     await _answer(exchange, lambda: _control(service).remove(order.worker, order.force))
 

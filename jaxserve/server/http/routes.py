@@ -265,7 +265,7 @@ ADMIN_ENDPOINTS = (
         handler=operations.reset_prefix_cache,
         summary="Forget the KV pages of earlier prompts",
         gives=operations.PrefixCacheReset,
-        statuses=(403, 404, *INFORMATION),
+        statuses=(403, 415, 404, *INFORMATION),
         counted=False,
     ),
     Endpoint(
@@ -332,7 +332,7 @@ ADMIN_ENDPOINTS = (
         handler=operations.drain,
         summary="Finish what runs and end the process",
         gives=responses.Status,
-        statuses=(403, *INFORMATION),
+        statuses=(403, 415, *INFORMATION),
         counted=False,
     ),
 )

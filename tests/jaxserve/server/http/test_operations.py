@@ -16,6 +16,8 @@ from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, until_first_event
 
+JSON = {"Content-Type": "application/json"}
+
 
 @pytest.fixture
 def drained() -> threading.Event:
@@ -156,10 +158,10 @@ def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
 def test_reset_of_the_prefix_cache(
     rig: HttpRig, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = admin.post("/reset_prefix_cache")
+    answer = admin.post("/reset_prefix_cache", headers=JSON)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_prefix_cache")
     monkeypatch.setattr(rig.engine, "reset_prefix_cache", lambda: 7, raising=False)
-    assert admin.post("/reset_prefix_cache").json() == {"freed_pages": 7}
+    assert admin.post("/reset_prefix_cache", headers=JSON).json() == {"freed_pages": 7}
     assert rig.client.post("/reset_prefix_cache").status_code == 404
 
 
@@ -176,7 +178,38 @@ def test_log_level(admin: httpx.Client) -> None:
 
 def test_drain(admin: httpx.Client, drained: threading.Event) -> None:
     assert admin.get("/drain").status_code == 405
-    assert admin.post("/drain").json() == {"status": "draining"}
+    assert admin.post("/drain", headers=JSON).json() == {"status": "draining"}
+    assert drained.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 415),
+        ({"Content-Type": "text/plain"}, 415),
+        (JSON | {"Origin": "http://evil.example"}, 403),
+        (JSON | {"Origin": "null"}, 403),
+        (JSON | {"Origin": "http://127.0.0.1:1"}, 403),
+    ],
+)
+def test_a_web_page_changes_nothing(
+    rig: HttpRig, admin: httpx.Client, drained: threading.Event, headers: dict, status: int
+) -> None:
+    reset = rig.engine.reset_prefix_cache = Mock(return_value=7)
+    rig.engine.rolling = Mock(spec=Rolling)
+    paths = [endpoint.path for endpoint in ADMIN_ENDPOINTS if endpoint.method == "POST"]
+    assert len(paths) == 9
+    for path in paths:
+        assert admin.post(path, headers=headers, content=b"").status_code == status, path
+    assert not drained.is_set()
+    reset.assert_not_called()
+
+
+def test_a_page_of_the_admin_port_itself_may_call(
+    admin: httpx.Client, drained: threading.Event
+) -> None:
+    own = str(admin.base_url).rstrip("/")
+    assert admin.post("/drain", headers=JSON | {"Origin": own}).status_code == 200
     assert drained.wait(SECONDS)
 
 
