@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxserve.config.deployment import load_deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError

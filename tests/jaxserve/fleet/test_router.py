@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config.deployment import Deployment, load_deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet import router as router_module
