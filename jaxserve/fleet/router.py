@@ -167,6 +167,11 @@ class RouterEngine:
             self.connections.send(first.name, frames.AskPipeline())
         return self._view
 
+    def reset_prefix_cache(self) -> None:
+        """Tells every worker to forget what its prefix caches have, and does not wait for it."""
+        for address in self._workers():
+            self.connections.send(address, frames.Reset())
+
     def model_info(self) -> Mapping[str, Any]:
         """See `TokenEngine`."""
         return self._info

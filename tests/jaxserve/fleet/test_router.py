@@ -487,6 +487,13 @@ def test_requests_are_checked_before_they_leave():
             fleet.submit([1], 5, "b")
 
 
+def test_all_workers_forget_their_prefix_caches():
+    with rig(1, 2) as fleet:
+        fleet.router.reset_prefix_cache()
+        engines = [worker.engine for worker in (*fleet.prefills, *fleet.domains)]
+        until(lambda: [engine.resets for engine in engines] == [1, 1, 1])
+
+
 def test_workers_that_do_not_belong_are_not_used(caplog):
     foreign = FakeWorker("domain", model="another model")
     fleet = Rig([], [FakeWorker("domain"), foreign])
