@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--insecure-bind",
         action="store_true",
-        help="allow a server.host that is not loopback, although there is neither TLS nor a key",
+        help="allow a server.host that is not loopback, although clients need no key",
     )
     made.add_argument(
         "--log-format",

@@ -205,6 +205,10 @@ SERVER_FILES = ("api_keys", "tls_certificate", "tls_key", "tls_client_ca")
 """Keys of the section `server` that name files."""
 
 
+MIN_SECRET_CHARACTERS = 16
+"""Length of API keys, and of the secret that processes show each other."""
+
+
 class Server(Section, frozen=True):
     """Addresses and limits of the network faces."""
 
@@ -250,6 +254,9 @@ class Server(Section, frozen=True):
     """PEM file of the certificate's private key, relative to the YAML file."""
     tls_client_ca: str = ""
     """PEM file, relative to the YAML file; clients need a certificate signed by it (mTLS)."""
+    open: bool = False
+    """Whether a `host` that others can reach may take requests from everybody. Otherwise it needs
+    `api_keys` or `tls_client_ca`: TLS alone keeps nobody out."""
 
 
 class Cluster(Section, frozen=True):

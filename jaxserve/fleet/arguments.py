@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.config.sections import MIN_SECRET_CHARACTERS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import split_address
 
@@ -134,6 +135,10 @@ def from_arguments(
     numbers: dict[str, Any] = {name: int(values[name]) for name in _NUMBERS if values[name]}
     processes, process_id = numbers.get("processes", 1), numbers.get("process_id", 0)
     token = environment.get(TOKEN_VARIABLE, "")
+    if 0 < len(token) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE}: {len(token)} characters, at least {MIN_SECRET_CHARACTERS} needed"
+        )
     if processes < 1 or process_id >= processes:
         raise ConfigError(
             f"--process-id {process_id} of --processes {processes}: expected 0 to {processes - 1}"

@@ -67,10 +67,11 @@ class Rendering(NamedTuple):
 
 
 def host_places(rendering: Rendering) -> Places:
-    """Places on hosts without containers. Clients of other hosts are let in with keys, TLS, or
-    where `--without-keys` says that they need none; otherwise `server.host` stays."""
+    """Places on hosts without containers. Clients of other hosts are let in with keys or client
+    certificates, or where `--without-keys` or `server.open` says that they need none; otherwise
+    `server.host` stays."""
     server, options = rendering.deployment.server, rendering.options
-    guarded = server.api_keys or server.tls_certificate or not options.keys
+    guarded = server.api_keys or server.tls_client_ca or server.open or not options.keys
     loopback = server.host == Server().host
     return Places(model=options.model, host="0.0.0.0" if guarded and loopback else "")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.config.deployment import Server
+from jaxserve.config.sections import MIN_SECRET_CHARACTERS
 from jaxserve.errors import ConfigError
 
-MIN_KEY_CHARACTERS = 16
 TENANT_CHARACTERS = 12
 
 
@@ -38,10 +38,10 @@ class ApiKeys:
         if not keys:
             raise ConfigError("server.api_keys: the file has no key")
         for number, key in enumerate(keys, start=1):
-            if len(key) < MIN_KEY_CHARACTERS or not (key.isascii() and key.isprintable()):
+            if len(key) < MIN_SECRET_CHARACTERS or not (key.isascii() and key.isprintable()):
                 raise ConfigError(
-                    f"server.api_keys: key {number} is not {MIN_KEY_CHARACTERS} or more printable "
-                    "ASCII characters"
+                    f"server.api_keys: key {number} is not {MIN_SECRET_CHARACTERS} or more "
+                    "printable ASCII characters"
                 )
         self._digests = [_digest(key) for key in keys]
 
@@ -96,10 +96,22 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
-    """What clients must present; by default nothing."""
+    """The credentials that clients must present; by default none.
+
+    Attributes:
+      keys: one of which clients must present.
+      tls: how connections are encrypted; with a client CA, clients must present a certificate.
+      open: whether an address that others can reach may do without both.
+    """
 
     keys: ApiKeys | None = field(default=None, repr=False)
     tls: Tls | None = None
+    open: bool = False
+
+    @property
+    def guarded(self) -> bool:
+        """Whether strangers are kept out. TLS alone encrypts what they say."""
+        return self.keys is not None or (self.tls is not None and self.tls.client_ca is not None)
 
     @classmethod
     def from_config(cls, server: Server) -> "Access":
@@ -116,11 +128,11 @@ class Access:
         if server.tls_client_ca and not server.tls_key:
             raise ConfigError("server.tls_client_ca: needs server.tls_certificate and tls_key")
         if not server.tls_key:
-            return cls(keys)
+            return cls(keys, open=server.open)
         client_ca = Path(server.tls_client_ca) if server.tls_client_ca else None
         tls = Tls(Path(server.tls_certificate), Path(server.tls_key), client_ca)
         tls.context()
-        return cls(keys, tls)
+        return cls(keys, tls, server.open)
 
     def tenant(self, authorization: str | None) -> str | None:
         """As `ApiKeys.tenant`; without keys, every client is the tenant ""."""
@@ -136,17 +148,21 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, insecure_bind: bool, access: Access | None = None) -> None:
-    """Refuses a public address unless there are keys or TLS, or `insecure_bind` allows it.
+    """Refuses an address that others can reach where nothing keeps strangers out.
+
+    Args:
+      insecure_bind: allows it, as `server.open` does.
 
     Raises:
-      ConfigError: `host` is not a loopback address, `access` is open, `insecure_bind` not set.
+      ConfigError: `host` is not a loopback address, and neither keys nor client certificates are
+        asked for.
     """
-    guarded = access is not None and (access.keys is not None or access.tls is not None)
-    if not is_loopback(host) and not guarded and not insecure_bind:
+    allowed = insecure_bind or (access is not None and (access.guarded or access.open))
+    if not is_loopback(host) and not allowed:
         raise ConfigError(
-            f"server.host = {host!r} can be reached from elsewhere, and there is neither TLS nor a "
-            "key; set server.api_keys or server.tls_certificate, use 127.0.0.1 behind a proxy, or "
-            "say --insecure-bind"
+            f"server.host = {host!r} can be reached from elsewhere, and clients need no key (TLS "
+            "alone keeps nobody out); set server.api_keys or server.tls_client_ca, use 127.0.0.1 "
+            "behind a proxy, or set server.open: true or say --insecure-bind"
         )
 
 

@@ -62,7 +62,7 @@ class LocalFaces:
     Args:
       model: folder of the tokenizer and the chat template.
       server: addresses, keys and certificates.
-      insecure_bind: whether to bind to a public address without keys or TLS.
+      insecure_bind: whether to bind to a public address without keys.
       share_ports: whether other processes listen on the same ports.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
 

@@ -55,7 +55,7 @@ class GrpcServer(LoopThread):
       host: an address of this machine; see `check_bind`.
       port: 0 picks a free one.
       access: what clients have to show.
-      insecure_bind: whether to bind to a public address without keys or TLS.
+      insecure_bind: whether to bind to a public address without keys.
       max_pending_tokens: tokens that may wait for a slow reader.
       share_port: whether other processes listen on the same port.
       messages_a_second: of the streams beyond the first few, see `stream.py`.

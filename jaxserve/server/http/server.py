@@ -50,7 +50,7 @@ class HttpServer(LoopThread):
       host: an address of this machine; see `check_bind`.
       port: 0 picks a free one.
       access: what clients have to show.
-      insecure_bind: whether to bind to a public address without keys or TLS.
+      insecure_bind: whether to bind to a public address without keys.
       endpoints: which routes to serve.
       request_seconds: the longest that a request may run.
       max_pending_tokens: tokens that may wait for a slow reader.

@@ -48,7 +48,7 @@ class FaceProcesses:
     Args:
       model: folder of the tokenizer and the chat template.
       server: addresses, keys, certificates, and how many processes.
-      insecure_bind: whether to bind to a public address without keys or TLS.
+      insecure_bind: whether to bind to a public address without keys.
       log_format: of the processes, "text" or "json".
 
     Raises:

@@ -23,7 +23,7 @@ HOST = ["--process-id", "1", "--processes", "2", "--coordinator", "h:1", "--cont
 
 
 def given(words: list[str]) -> ProcessArguments:
-    environment = {"JAXSERVE_CLUSTER_TOKEN": "secret", "JAXSERVE_HOST_PROCESSES": "9"}
+    environment = {"JAXSERVE_CLUSTER_TOKEN": "a secret of them all", "JAXSERVE_HOST_PROCESSES": "9"}
     return from_arguments(parser().parse_args(words), environment)
 
 
@@ -106,7 +106,7 @@ def test_who_does_not_end_is_ended(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
-    environment = {"JAX_PLATFORMS": "cpu", "JAXSERVE_CLUSTER_TOKEN": "secret"}
+    environment = {"JAX_PLATFORMS": "cpu", "JAXSERVE_CLUSTER_TOKEN": "a secret of them all"}
     ports = [free_port() for _ in range(3)]
     asked = {"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0}
     buckets = ["lanes=1", "scheduler.token_buckets=[16]", "scheduler.page_buckets=[16]"]

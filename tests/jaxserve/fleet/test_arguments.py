@@ -6,7 +6,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments, add_arguments, from_arguments
 
-SECRET = {"JAXSERVE_CLUSTER_TOKEN": "s3cret"}
+SECRET = {"JAXSERVE_CLUSTER_TOKEN": "a long s3cret here"}
 
 
 def parse(*flags: str, **environment: str) -> ProcessArguments:
@@ -26,7 +26,7 @@ def test_flags_come_before_the_environment() -> None:
         processes=2,
         coordinator="10.0.0.1:1234",
         control_address="10.0.0.1:1235",
-        token="s3cret",
+        token="a long s3cret here",
     )
     flags = "--process-id 1 --processes 2 --coordinator 10.0.0.1:1234 --control 10.0.0.1:1235"
     assert parse(*flags.split(), **SECRET, JAXSERVE_PROCESS_ID="7") == expected
@@ -41,7 +41,7 @@ def test_flags_come_before_the_environment() -> None:
 
 
 def test_the_token_is_not_shown() -> None:
-    arguments = ProcessArguments(processes=2, token="s3cret")
+    arguments = ProcessArguments(processes=2, token="a long s3cret here")
     assert repr(arguments) == "ProcessArguments(processes=2, token='…')"
 
 
@@ -63,6 +63,11 @@ def test_the_token_is_not_shown() -> None:
             "--processes 2 --process-id 0 --coordinator a:1 --control a:2",
             {},
             "2 processes need JAXSERVE_CLUSTER_TOKEN: one secret, the same for each",
+        ),
+        (
+            "",
+            {"JAXSERVE_CLUSTER_TOKEN": "fifteen letters"},
+            "JAXSERVE_CLUSTER_TOKEN: 15 characters, at least 16 needed",
         ),
         (
             "--processes 2 --process-id 0 --coordinator a --control a:2",
@@ -100,7 +105,7 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator="node007:61441",
         control_address="node007:61442",
         local_device_ids=(0,),
-        token="s3cret",
+        token="a long s3cret here",
     )
 
 
@@ -117,7 +122,7 @@ def test_a_pod_of_a_tpu_slice_is_detected() -> None:
         processes=2,
         coordinator="serve-0-0.serve:8482",
         control_address="serve-0-0.serve:8483",
-        token="s3cret",
+        token="a long s3cret here",
     )
     found = parse(*["--distributed", "--coordinator", "a:7", "--process-id", "0"], **SECRET, **POD)
     assert (found.process_id, found.coordinator, found.control_address) == (0, "a:7", "a:8")

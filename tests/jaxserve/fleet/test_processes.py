@@ -133,7 +133,7 @@ def test_missing_peer_is_an_error_not_an_abort() -> None:
             "JAXSERVE_PROCESSES": "2",
             "JAXSERVE_COORDINATOR": f"127.0.0.1:{coordinator}",
             "JAXSERVE_CONTROL": f"127.0.0.1:{control}",
-            "JAXSERVE_CLUSTER_TOKEN": "t",
+            "JAXSERVE_CLUSTER_TOKEN": "t" * 16,
         }
         run = Launched(["-m", MODULE, *LAYOUT, "--set", "cluster.start_seconds=1"], environment)
         alone.append((run, expected))

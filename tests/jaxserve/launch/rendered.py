@@ -11,7 +11,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.launch import __main__ as launch
 
-SECRET = {"JAXSERVE_CLUSTER_TOKEN": "s3cret"}
+SECRET = {"JAXSERVE_CLUSTER_TOKEN": "a long s3cret here"}
 
 
 def files_of(text: str) -> dict[str, str]:

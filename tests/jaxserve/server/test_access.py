@@ -1,5 +1,6 @@
 """Keys and certificates, from files to both faces."""
 
+import dataclasses
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxserve.config.deployment import Server
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.access import Access, ApiKeys, check_bind
+from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
@@ -60,6 +61,12 @@ def test_an_open_address_needs_an_explicit_word(host: str) -> None:
         check_bind(host, insecure_bind=False)
     check_bind(host, insecure_bind=True)
     check_bind(host, insecure_bind=False, access=Access(ApiKeys([ALICE])))
+    check_bind(host, insecure_bind=False, access=Access.from_config(Server(open=True)))
+    one_sided = Tls(Path("certificate"), Path("key"))
+    with pytest.raises(ConfigError, match="TLS alone keeps nobody out"):
+        check_bind(host, insecure_bind=False, access=Access(tls=one_sided))
+    mutual = dataclasses.replace(one_sided, client_ca=Path("ca"))
+    check_bind(host, insecure_bind=False, access=Access(tls=mutual))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
