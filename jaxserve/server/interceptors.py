@@ -51,8 +51,8 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         """Returns the RPC's handler, with another reader of messages."""
         handler = await continuation(handler_call_details)
         service = handler_call_details.method.strip("/").partition("/")[0]
-        if handler is None or service != self._service:
-            return handler
+        if handler is None or service != self._service or handler.request_deserializer is None:
+            return handler  # without a reader it is `KeyInterceptor`'s refusal
         read = functools.partial(_message, handler.request_deserializer)
         return handler._replace(request_deserializer=read)
 
