@@ -126,8 +126,9 @@ class _Sizes:
         self._set("scheduler.max_length", self._config.max_positions, "the model's positions")
         self._follow_buckets()
         if self._on_cpu:
-            slots = min(CPU_SLOTS, self._most_slots())
-            self._set("scheduler.slots", slots, "beyond, a CPU gains little")
+            most = self._most_slots()
+            why = "beyond, a CPU gains little" if most >= CPU_SLOTS else "prompts have the rest"
+            self._set("scheduler.slots", min(CPU_SLOTS, most), why)
             least, reason = CPU_TOKEN_BUDGET, "a prompt's chunk that a CPU computes at a time"
         else:
             least, reason = TOKEN_BUDGET, "a prompt's chunk that keeps a device busy"

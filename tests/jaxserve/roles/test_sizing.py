@@ -141,6 +141,15 @@ def test_open_sizes_fit_a_written_budget_or_written_buckets(
     assert limits.token_buckets == token_buckets
 
 
+@pytest.mark.parametrize(("budget", "reason"), [(64, "beyond, a CPU gains"), (63, "prompts have")])
+def test_slots_of_a_cpu_say_what_limits_them(budget, reason):
+    sizing = Sizing(HOST)
+    load_deployment(CONFIGS / "demo", {"scheduler.token_budget": budget}, choose=sizing)
+    value, why = sizing.found["scheduler.slots"]
+    assert value == min(32, budget // 2)
+    assert why.startswith(reason)
+
+
 def test_drafts_of_all_slots_fit_a_written_budget():
     drafts = {"speculative__method": "ngram", "speculative__drafts": 7}
     limits = sized("qwen3-32b", GPUS, scheduler__token_budget=128, **drafts).scheduler
