@@ -1,5 +1,6 @@
-"""What a service manager does on a cluster, for the processes of this host: whoever dies is started
-again, and the processes of one runtime die and start together.
+"""Starts processes of this host again when they die, as a service manager does on a cluster.
+
+The processes of one runtime die and start together.
 
 Used by `fleet.py` and `runtimes.py`.
 """
@@ -71,7 +72,7 @@ def with_peers(workers: Sequence[Member]) -> list[Member]:
 
 
 class Restarts(NamedTuple):
-    """Who is started again.
+    """Processes that are started again.
 
     Attributes:
       members: their numbers.
@@ -193,7 +194,7 @@ class Supervisor:
                 priority.renice(self._children[number].pid, niceness, AWAITED_NICENESS)
 
     def _look(self) -> bool:
-        """Notices who has ended; False if all is to end."""
+        """Notices processes that have ended; False if all is to end."""
         for number, child in self._children.items():
             code = child.poll()
             runtime = self._members[number].runtime

@@ -1,6 +1,6 @@
 """Child processes that do not outlive the process that started them.
 
-Called by whoever starts processes: `host.py`, the launcher, benchmarks.
+Called by `host.py`, the launcher and benchmarks.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 
 def ending_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """What a child of this process does before exec: on Linux it gets the signal when this process
-    ends in whatever way. It makes system calls alone."""
+    """Returns the work of a child of this process before exec: on Linux it arranges that the child
+    gets the signal when this process ends, in whatever way. It makes system calls alone."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 

@@ -28,7 +28,7 @@ one that comes just before it goes to sleep does not wake it."""
 DESCRIPTORS = 65_536
 """A process takes as many where its hard limit allows it: a connection has two."""
 LAST_ANSWERS_SECONDS = 5.0
-"""For answers on their way to clients, after the engine has ended."""
+"""Wait for answers on their way to clients, after the engine has ended."""
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -64,10 +64,10 @@ class Life:
         self._admin = admin
         self._failure: EngineFailedError | None = None
         self._stopped = False
-        """Whether the port is."""
+        """True once the port is stopped."""
         self._signalled = False
         self._drain_reason = ""
-        """Why this deployment is to finish what runs and end: a signal, here or to a follower."""
+        """Why this deployment finishes its requests and ends: a signal, here or to a follower."""
         self._ready = False
 
     def run(self) -> int:
@@ -141,7 +141,7 @@ class Life:
 
 
 def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) -> Faces:
-    """What clients talk to, not started; raises as `LocalFaces`."""
+    """Makes the faces for clients, not started; raises as `LocalFaces`."""
     model, server = deployment.model, deployment.server
     if server.processes:
         return FaceProcesses(model, server, insecure_bind, log_format)
@@ -149,7 +149,7 @@ def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) 
 
 
 def admin_face(deployment: Deployment) -> HttpServer | None:
-    """What operators talk to, where the deployment has it, not started."""
+    """Makes the face for operators, not started; None if the deployment has none."""
     server = deployment.server
     if server.admin_port < 0:
         return None
@@ -163,5 +163,5 @@ def admin_face(deployment: Deployment) -> HttpServer | None:
 
 
 def _terminate() -> None:
-    """As if from outside: the main thread drains and ends."""
+    """Sends this process a SIGTERM: the main thread drains and ends."""
     os.kill(os.getpid(), signal.SIGTERM)

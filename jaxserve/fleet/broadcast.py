@@ -1,10 +1,10 @@
-"""What the leader says to all followers, handed on over a tree of TCP connections.
+"""Messages of the leader to all followers, handed on over a tree of TCP connections.
 
 `leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
 send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
 twelve times the CPU (jaxserve/planner/README.md). Handshake and frames are those of
-`link/channel.py`. Nobody is asked again and nobody reconnects: who is gone is missed on its stream.
-Knows nothing of what messages mean.
+`link/channel.py`. No process is asked again or reconnects: a lost one is missed on its stream.
+Knows nothing of the meaning of messages.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ _READ_BYTES = 1 << 18
 
 
 def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
-    """Which follower hands on to the next one that joins; None: the leader itself.
+    """Returns the number of the follower that hands on to the next one; None: the leader does.
 
     The first process of a host gets everything, and hands it on to the others there. The hosts are
     a tree below the leader's, each with at most `HOSTS_EACH` below it, so that no process has more
-    to send when there are more of them.
+    to send when more hosts join.
 
     Args:
       host: of the one that joins.
@@ -70,7 +70,7 @@ class Broadcaster:
         self._closed = False
         self._listener: socket.socket | None = None
         self._waiting: dict[socket.socket, deque[memoryview]] = {}
-        """Of each connection what its buffer has no room for."""
+        """Connection → frames for which its buffer has no room."""
 
     def listen(self, host: str) -> int:
         """Takes subscribers from now on; returns the port.

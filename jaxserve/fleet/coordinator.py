@@ -1,4 +1,4 @@
-"""Decides which worker runs a request, and what becomes of it when that worker is gone.
+"""Decides which worker runs a request, and where it goes on when that worker is lost.
 
 Pure: events in, actions out, an injected clock. `router.py` sends what it decides; the bench and
 the tests run it alone. It never sees KV pages and takes no part in any step.
@@ -48,11 +48,11 @@ from jaxserve.fleet.worker_frames import State, WorkerFacts, WorkerRole
 from jaxserve.link.pages import PagesSource
 
 FULL_SECONDS = 0.5
-"""For which a worker that refused a request for want of room is not asked again."""
+"""Pause before a worker that refused a request for want of room is asked again."""
 LENGTH_CLASS = 2048
 """Prompts of this cost are due one step of priority later; of twice that, two; and so on."""
 LOOK_AHEAD = 32
-"""Of the requests that wait, so many of the first due are looked at whenever something changes."""
+"""Requests of each queue, the first due, that are looked at whenever something changes."""
 
 
 class Coordinator:
@@ -71,7 +71,7 @@ class Coordinator:
         self._numbers = itertools.count()
         self.placement = Placement(deployment, clock)
         self.requests: dict[str, Routed] = {}
-        """By request id."""
+        """Request id → request."""
         self._attempts: dict[str, Routed] = {}
         # By place and weights: those that wait for weights that no worker has hold nothing up.
         self._queues: defaultdict[tuple[str, str], list[Routed]] = defaultdict(list)
@@ -98,12 +98,12 @@ class Coordinator:
     # ------------------------------------------------------------------------------- workers
 
     def joined(self, name: str, facts: WorkerFacts, reserved: bool = False) -> list[Action]:
-        """A worker is there."""
+        """Takes a worker in, and sends it what it has room for."""
         self.placement.join(Worker(name, facts, reserved))
         return self._go_on()
 
     def left(self, name: str) -> list[Action]:
-        """A worker is gone, or as good as: its requests go elsewhere."""
+        """Forgets a worker that is lost: its requests go elsewhere."""
         worker = self.placement.leave(name)
         if worker is None:
             return []
@@ -123,7 +123,7 @@ class Coordinator:
         return [request.job.request_id for request in found]
 
     def state(self, name: str, state: State) -> list[Action]:
-        """How a worker does."""
+        """Takes a worker's state into account, and sends what it has room for."""
         worker = self.placement.workers.get(name)
         if worker is None:
             return []
@@ -270,7 +270,7 @@ class Coordinator:
         return [] if request is None else self._end(request, "cancelled") + self._go_on()
 
     def tick(self) -> list[Action]:
-        """What time brings; to be called some times a second."""
+        """Ends requests that are late and renews leases; to be called several times a second."""
         now = self._clock()
         actions: list[Action] = []
         for request in list(self.requests.values()):

@@ -38,7 +38,7 @@ class Kept(msgspec.Struct, eq=False):
 
 
 class KeptRequests:
-    """Those of one worker.
+    """Requests with keys that one worker keeps.
 
     Args:
       seconds: for which one is kept that has no router, or has ended; 0: none is kept.
@@ -83,12 +83,12 @@ class KeptRequests:
         return take
 
     def drop(self, attempt: str) -> None:
-        """Its router does not want it any more, or it was refused."""
+        """Forgets a request that its router does not want any more, or that was refused."""
         with self._lock:
             self._kept.pop(attempt, None)
 
     def leave(self, attempt: str) -> bool:
-        """Its router is gone; whether it is kept."""
+        """Notes that a request's router is gone; returns whether the request is kept."""
         with self._lock:
             kept = self._kept.get(attempt)
             if kept is not None:
@@ -120,7 +120,7 @@ class KeptRequests:
             kept.receiver = receiver
 
     def tick(self) -> None:
-        """Ends what nobody came for."""
+        """Ends requests that no router has adopted in time."""
         now = time.monotonic()
         with self._lock:
             old = [

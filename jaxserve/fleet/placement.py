@@ -18,8 +18,8 @@ from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.fleet.worker_table import WorkerTable
 
 STRANDED_SECONDS = 0.5
-"""For which a request has waited at a domain when it may go to another: what a domain says of
-itself is as old."""
+"""Time that a request waits at a domain before it may go to another one. A domain's last state is
+as old."""
 
 
 class Placement:
@@ -38,7 +38,7 @@ class Placement:
         self._absent: dict[WorkerRole, float | None] = dict.fromkeys(self._roles, clock())
         self._weights: dict[str, int] = {}  # digest → number
         self.workers: dict[str, Worker] = {}
-        """Those that are connected, by name."""
+        """Name → connected worker."""
         self.index = PrefixIndex()
         self.estimates = Estimates(deployment)
         self._tables: dict[WorkerRole, WorkerTable] = {
@@ -58,7 +58,7 @@ class Placement:
         self._note_absence(worker.facts.role)
 
     def leave(self, name: str) -> Worker | None:
-        """A worker is gone; returns what was known of it."""
+        """Forgets a worker; returns it, or None if it was not known."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return None
@@ -69,7 +69,7 @@ class Placement:
         return worker
 
     def drains(self, worker: Worker, mode: DrainMode) -> None:
-        """A worker takes nothing new, or does again."""
+        """Notes that a worker takes nothing new, or does again."""
         worker.drain = mode
         self.changed(worker)
         self._note_absence(worker.facts.role)
@@ -93,8 +93,8 @@ class Placement:
         return any(not d.drain and weights in ("", d.facts.weights) for d in domains)
 
     def misfit(self, worker: Worker) -> str:
-        """Why nobody could use what a prefill worker computes: the domains that are there have
-        other weights; empty where one has the same, or none is there."""
+        """Says why no domain could use what a prefill worker computes: all connected domains have
+        other weights. Empty where one has the same, or none is connected."""
         if worker.facts.role != "prefill" or len(self._weights) < 2:
             return ""
         others = {d.facts.weights: d.facts.version for d in self._roles["domain"].values()}
@@ -144,7 +144,7 @@ class Placement:
         return f"{role} {request.weights}"
 
     def cost(self, request: Routed, worker: Worker) -> float:
-        """Of a request's prompt for a prefill worker."""
+        """Cost of a request's prompt for a prefill worker, in tokens."""
         length = len(request.job.prompt) + len(request.emitted)
         hits = self.index.hits(request.blocks).get(worker.name, 0)
         return self.estimates.cost(length, min(hits, length - 1))
@@ -216,9 +216,12 @@ class Placement:
         return heapq.nsmallest(max(0, free), found, key=lambda request: request.rank)
 
     def leaving(self, worker: Worker, moving: int) -> list[Routed]:
-        """Requests that are to leave a worker that drains: those that may wait for a slot there,
-        and, where they are to move, as many others as there is room for elsewhere; so many that
-        had tokens already are on their way."""
+        """Returns the requests that are to leave a worker that drains: those without a token there,
+        and, if all are to move, as many others as other workers have room for.
+
+        Args:
+          moving: requests with tokens that are on their way already.
+        """
         requests = sorted(worker.requests.values(), key=lambda request: request.rank)
         if worker.facts.role == "prefill":
             move = worker.drain == "move" and self._absent["prefill"] is None

@@ -1,6 +1,6 @@
-"""Who might be there: the addresses of a fleet's workers, as a hint for its routers.
+"""Addresses at which a fleet's workers may listen, as a hint for its routers.
 
-`static`: those of the deployment file. `kubernetes`: each of them is the name of a headless
+`static`: those of the deployment file. `kubernetes`: each address there is the name of a headless
 Service, whose ready pods the cluster's DNS knows. A name that does not resolve leaves what was
 known: losing the registry stops workers from joining, and nothing else.
 """

@@ -1,7 +1,7 @@
-"""What a router remembers: of each request that has not ended, and of each worker.
+"""State of a router: its requests that have not ended, and its workers.
 
-Made and changed by `coordinator.py` alone. Nothing of it is on disk: a router that is lost loses
-its own requests, and no other router's.
+Made and changed by `coordinator.py` alone. Nothing is on disk: a router that is lost loses its own
+requests, and no other router's.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from jaxserve.link.pages import PagesSource
 
 
 class Job(NamedTuple):
-    """What the coordinator has to know of a request."""
+    """Facts of a request that the coordinator needs."""
 
     request_id: str
     prompt: list[int]
@@ -45,12 +45,12 @@ class Routed:
     rank: tuple[float, int]
     """The order in which requests that wait are served."""
     blocks: list[int] = field(default_factory=list)
-    """Of its prompt, as in `prefix_index.py`."""
+    """Blocks of the prompt, as in `prefix_index.py`."""
     emitted: list[int] = field(default_factory=list)
     """The token log: what it has generated."""
     place: Literal["waiting", "prefill", "held", "domain"] = "waiting"
     attempt: str = ""
-    """Its id at the worker that has it."""
+    """Id of the request at the worker that has it."""
     worker: "Worker | None" = None
     prefill: "Worker | None" = None
     """Who computes or holds its pages, from `prefill` until its first token."""
@@ -61,12 +61,12 @@ class Routed:
     direct: bool = False
     """Whether its prompt has no page to hold, as a prefill worker found."""
     cost: float = 0.0
-    """Of its prompt, in tokens, for the prefill worker."""
+    """Cost of the prompt for the prefill worker, in tokens."""
     promised: int = 0
     """Tokens that it will take of its domain's cache, by estimate."""
     renew_at: float = 0.0
     weights: str = ""
-    """Of the workers that may run it, from the first one on; empty: any."""
+    """Digest of the weights that the request began with; empty: any worker may run it."""
     lost: int = 0
     """Workers that it has lost."""
     placed_at: float = 0.0
@@ -113,25 +113,25 @@ class Worker:
     others: int = 0
     """Requests of other routers, by its last state."""
     why: str = ""
-    """It gets nothing new: it is silent, its step loop does not go round, or it is not ready."""
+    """Why the worker gets nothing new: silent, its step loop stands still, not ready; or empty."""
     drain: DrainMode = ""
     """Whether it takes nothing new, and what its requests are to do."""
     orphans: dict[str, str] = field(default_factory=dict)
     """Requests whose router is gone: id → attempt."""
     full_until: float = 0.0
-    """It has said that it has no room."""
+    """Time until which the worker is not asked again: it had no room."""
     work: float = 0.0
-    """Of a prefill worker: the cost of what it has not computed yet."""
+    """Prefill worker: cost of the prompts that it has not computed yet."""
     promised: int = 0
-    """Of a domain: tokens that its requests will take of the cache."""
+    """Domain: tokens of the cache that its requests will take."""
     speed: float = 0.0
-    """Of a prefill worker: cost a second; 0: not known yet."""
+    """Prefill worker: cost a second; 0: not known yet."""
     busy_since: float = 0.0
-    """Of a prefill worker: when it finished a prompt last, or began after it had none."""
+    """Prefill worker: when it finished a prompt last, or began after it had none."""
     pace: float = 0.0
-    """Of a domain: seconds between the tokens of a request; 0: not known yet."""
+    """Domain: seconds between the tokens of a request; 0: not known yet."""
     handed: int = 0
-    """Of a prefill worker: tokens whose pages it has handed over."""
+    """Prefill worker: tokens whose pages it has handed over."""
 
     @property
     def suspect(self) -> bool:

@@ -57,12 +57,12 @@ from jaxserve.observe.view import PipelineView
 MOST_NAMED = 32
 """Requests that a line of the log names."""
 RUNNING_SECONDS = 2.0
-"""Within which a router meets a domain of a fleet that runs already."""
+"""A router that meets a domain sooner than this has joined a fleet that runs already."""
 PREFILL_SECONDS, START_SECONDS = 5.0, 120.0
-"""That a router waits for a first prefill worker when there is a domain that could do without: in a
-fleet that runs, and in one that starts."""
+"""Wait for a first prefill worker once a domain is connected that could do without one: in a fleet
+that runs, and in one that starts."""
 CLOSE_SECONDS = 2.0
-"""For requests that are cancelled at the end."""
+"""Wait for cancelled requests at the end."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class RouterEngine:
         return self.connections.last_turn
 
     def load(self) -> EngineLoad:
-        """Of all workers, by what they said last."""
+        """Load of all workers, by their last states."""
         with self._lock:
             connections = self.connections
             return fleet_load(
@@ -443,7 +443,7 @@ class RouterEngine:
                 self.cancel(output.request_id)
 
     def _note_limits(self) -> None:
-        """What a request may ask for: what every domain, and every prefill worker, can run."""
+        """Sets the limits of requests to what every domain and every prefill worker can run."""
         placement = self._coordinator.placement
         domains, prefills = placement.of("domain"), placement.of("prefill")
         if not domains:

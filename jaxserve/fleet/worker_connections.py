@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """What takes the events; all on the connections' thread."""
+    """Takes the events of connections, all on their thread."""
 
     def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
-        """A worker is there."""
+        """Called when a worker is connected and ready."""
 
     def left(self, place: Place, why: str) -> None:
-        """It is gone."""
+        """Called when a worker is lost."""
 
     def received(self, place: Place, frame: frames.FromWorker) -> None:
-        """A frame of a worker that is there."""
+        """Called for every frame of a connected worker."""
 
     def silent(self, place: Place, seconds: float) -> None:
-        """A worker that is there has said nothing for so long; again and again."""
+        """Called repeatedly while a connected worker stays silent, with the seconds of silence."""
 
     def turn(self) -> None:
         """Called very often, and soon after `wake`."""
@@ -79,7 +79,7 @@ class _Wire:
         self._sending = threading.Lock()
 
     def lose(self, cause: str, why: str) -> None:
-        """It is to be given up; the first reason counts."""
+        """Gives the connection up; the first reason counts."""
         if not self.lost:
             self.cause, self.lost = cause, why
 
@@ -98,7 +98,7 @@ class _Wire:
             self._flush()
 
     def read(self) -> list[frames.FromWorker]:
-        """The frames that are there.
+        """Returns the frames that have come.
 
         Raises:
           OSError, EOFError, msgspec.DecodeError: the connection is of no use any more.
@@ -130,7 +130,7 @@ class _Wire:
 
 
 class WorkerConnections:
-    """Connects to all workers that there might be, and keeps connecting to those that are not.
+    """Connects to all workers of a fleet, and dials those again that are lost or absent.
 
     Args:
       places: where; asked all the time.
@@ -190,7 +190,7 @@ class WorkerConnections:
         self._dialling.shutdown(wait=False, cancel_futures=True)
 
     def send(self, address: str, frame: Frame) -> None:
-        """Sends a frame, or drops it where nobody is there; from any thread."""
+        """Sends a frame, or drops it if no worker is connected there; from any thread."""
         wire = self._wires.get(address)
         if wire is not None and (not wire.send([frame]) or wire.lost):
             with self._lock:
@@ -212,7 +212,7 @@ class WorkerConnections:
             self._wake.send(b"\0")
 
     def absences(self) -> dict[str, str]:
-        """Address → why nobody is connected there."""
+        """Address → why no worker is connected there."""
         return {
             p.address: self._reasons.get(p.address, "not reached yet")
             for p in self._places()

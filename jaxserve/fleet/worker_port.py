@@ -53,7 +53,7 @@ OnHeld = Callable[[PagesSource | JaxserveError], None]
 
 
 class WorkerEngine(TokenEngine, Protocol):
-    """What routers use of an engine, through this port; `jaxserve.engine.engine.Engine`."""
+    """Part of an engine that routers use through this port (`jaxserve.engine.engine.Engine`)."""
 
     def withdraw(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> None: ...
@@ -124,9 +124,9 @@ class WorkerPort:
         self.engine: WorkerEngine | None = None
         self.facts: frames.WorkerFacts | None = None
         self.draining = False
-        """Whether the worker ends."""
+        """True once the worker ends."""
         self.drain: frames.DrainMode = ""
-        """What an operator has said; see `frames.Drain`."""
+        """Drain that an operator asked for; see `frames.Drain`."""
         self.kept = KeptRequests(resume_seconds, self._cancel)
         self._stopping = threading.Event()
         self._routers: set[RouterConnection] = set()  # any thread changes it, and copies it
@@ -184,7 +184,7 @@ class WorkerPort:
         return self._restore(grammar, self.facts.vocab) if grammar.serialised else None
 
     def state(self, others: int) -> frames.State:
-        """Of the engine, now, for a router beside which there are so many requests of others."""
+        """State of the engine now, for one router. `others`: requests of other routers."""
         engine = self.engine
         assert engine is not None
         failure = None if engine.failure is None else str(engine.failure)
@@ -269,13 +269,13 @@ class RouterConnection:
         self.post = self._outbox.post
         """Queues a frame or an output for the router."""
         self.flush = self._outbox.flush
-        """Waits, for so many seconds at most, until everything queued is sent."""
+        """Waits until everything queued is sent, or the given seconds are over."""
         self.spared = -math.inf
         """When the router said last that a stand-in may go back, in seconds of `time.monotonic`."""
 
     @property
     def count(self) -> int:
-        """Requests and prompts that it has here."""
+        """Requests and prompts of this router that the worker has."""
         return len(self._submitted) + len(self._prefills)
 
     def serve(self) -> None:
@@ -352,7 +352,7 @@ class RouterConnection:
                 raise ValueError("joins twice")
 
     def _try(self, frame: Any, take: Callable[[Any], None]) -> None:
-        """Takes a request, or says why not."""
+        """Takes a request, or refuses it with a reason."""
         try:
             if self._port.draining or self._port.drain:
                 raise DrainingError("the worker drains and takes no new requests")

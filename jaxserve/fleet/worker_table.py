@@ -1,5 +1,6 @@
-"""What a choice looks at of all workers of a role, as columns: a thousand are compared in some tens
-of microseconds. Used by `placement.py`, which says whose row is out of date. Pure NumPy.
+"""All workers of a role as a table of columns: a thousand are compared in tens of microseconds.
+
+Used by `placement.py`, which says which rows are out of date. Pure NumPy.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ class WorkerTable:
     def __init__(self, taken: Callable[[Worker], float], weights: Callable[[Worker], int]):
         self.workers: list[Worker] = []
         self.rows: dict[str, int] = {}
-        """By name."""
+        """Name of a worker → its row."""
         self._taken, self._weights = taken, weights
         self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, kind) for name, kind in COLUMNS.items()
@@ -47,7 +48,7 @@ class WorkerTable:
         return self._columns[column]
 
     def join(self, worker: Worker) -> None:
-        """One more."""
+        """Appends a worker."""
         self.rows[worker.name] = len(self.workers)
         self.workers.append(worker)
         self._columns = {
@@ -56,7 +57,7 @@ class WorkerTable:
         self._changed.add(worker.name)
 
     def leave(self, worker: Worker) -> None:
-        """One less; the others keep their order."""
+        """Removes a worker; the others keep their order."""
         row = self.rows[worker.name]
         del self.workers[row]
         self.rows = {worker.name: place for place, worker in enumerate(self.workers)}
@@ -64,7 +65,7 @@ class WorkerTable:
         self._changed.discard(worker.name)
 
     def changed(self, worker: Worker) -> None:
-        """Its row is out of date."""
+        """Notes that a worker's row is out of date."""
         if worker.name in self.rows:
             self._changed.add(worker.name)
 

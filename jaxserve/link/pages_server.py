@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 REGISTERED_BYTES = 1 << 30
-"""Of pieces that are read or sent, over all connections; one piece always may."""
+"""Cap of the pieces that are read or sent, over all connections; one piece always may."""
 READ_AHEAD = 1
 """Pieces of a connection that the engine reads while another one is sent."""
 
@@ -63,11 +63,11 @@ class Holder(Protocol):
         ...
 
     def renew(self, hand_offs: Sequence[str]) -> None:
-        """These leases begin anew."""
+        """Begins these leases anew."""
         ...
 
     def release_hand_off(self, hand_off: str) -> None:
-        """This lease is over."""
+        """Ends this lease."""
         ...
 
 
@@ -102,7 +102,7 @@ class PagesServer:
         self.hello, self.cache_format, self.holder = hello, cache_format, holder
         self.deadlines, self.checksums = deadlines, checksums
         self.epoch = secrets.randbits(63)
-        """Of this server's life: leases of another one are over."""
+        """Number of this server's life: leases of an earlier one are over."""
         self.address = ""
         """Once it is started."""
         self.room = _Room(registered_bytes)
@@ -121,7 +121,7 @@ class PagesServer:
 
     @property
     def counters(self) -> ExportCounters:
-        """What it has done so far; from any thread."""
+        """Counts so far; from any thread."""
         return ExportCounters(
             transfers=self._transfers,
             bytes=self._bytes,
@@ -132,7 +132,7 @@ class PagesServer:
         )
 
     def piece_bytes(self, tokens: int) -> int:
-        """That a piece of so many tokens takes."""
+        """Bytes of a piece with this number of tokens."""
         return self._token_bytes * tokens
 
     def count(
@@ -159,8 +159,8 @@ class _Room:
         self._changed = threading.Condition()
 
     def take(self, size: int, given_up: Callable[[], bool]) -> bool:
-        """Waits until there is room for so many bytes, or nothing else is taken; False if there is
-        none and `given_up`."""
+        """Waits until the bytes fit, or nothing else is taken; False once `given_up` while they do
+        not."""
         with self._changed:
             while self.taken and self.taken + size > self._most:
                 if given_up():

@@ -140,7 +140,7 @@ class _Domain:
     def __init__(self, server: PullServer, channel: Channel):
         self.name = ""
         self.pieces = 0
-        """Of each of its messages."""
+        """Pieces of each of the domain's messages."""
         self.failure: str | None = None
         self._server, self._channel = server, channel
         self._failing = threading.Lock()
