@@ -52,6 +52,7 @@ class LaneSlots:
       page_size: tokens a page.
       looks_up: whether workers look drafts up in what sequences have said, and have to be told
         what no step of theirs says.
+      modules: Prediction modules, which have to be told the tokens behind a prompt's chunk.
       ahead: cache entries that drafts are written to behind those of a step, where there is room.
     """
 
@@ -63,10 +64,12 @@ class LaneSlots:
         slots: int,
         page_size: int,
         looks_up: bool = False,
+        modules: int = 0,
         ahead: int = 0,
     ):
         self.lane, self.groups, self.slots = lane, groups, slots
         self.page_size, self._looks_up, self._ahead = page_size, looks_up, ahead
+        self._modules = modules
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -260,6 +263,7 @@ class LaneSlots:
             unknown_lengths=unknown,
             proposes=proposes,
             said=self._unrecorded(rows) if proposes and self._looks_up else [],
+            upcoming=self._upcoming(rows[~samples], kv_lengths[~samples]) if proposes else None,
         )
         if own is not None:
             self.slack[rows] += own
@@ -282,6 +286,22 @@ class LaneSlots:
             tokens = np.asarray(self.write_back(row).tokens[start:stop], "<i4")
             said.append(SaidTokens(row, start, tokens.tobytes()))
         return said
+
+    def _upcoming(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray | None:
+        """Returns the tokens behind those of the step, as `StepPlan.upcoming`.
+
+        Args:
+          rows: in the middle of their prompts.
+          starts: Place of each row's first token behind the step.
+        """
+        if not self._modules:
+            return None
+        found = np.full((len(rows), 1 + self._modules), -1, np.int32)
+        found[:, 0] = rows
+        for own, row, start in zip(found, rows.tolist(), starts.tolist(), strict=True):
+            tokens = self.write_back(row).tokens[start : start + self._modules]
+            own[1 : 1 + len(tokens)] = tokens
+        return found
 
     def _with_chunks(
         self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]

@@ -128,6 +128,7 @@ class Scheduler:
                 slots=slots,
                 page_size=page_size,
                 looks_up=drafts > 0 and not modules,
+                modules=modules,
                 ahead=ahead,
             )
             for lane in range(lanes)

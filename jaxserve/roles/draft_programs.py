@@ -28,7 +28,7 @@ RECALLED = 1024
 def resolve(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(batch, last_tokens, lengths, drafts) → (batch, lengths): the batch without `FROM_DEVICE`,
     and the lengths as they are after the step if all drafts hold."""
-    layout, slots = BatchLayout(bucket.tokens, programs.slots), programs.slots
+    layout, slots = programs.layout(bucket.tokens), programs.slots
 
     def body(batch: Array, last: Array, lengths: Array, drafts: Array) -> tuple[Array, Array]:
         fields = layout.fields(batch[0])

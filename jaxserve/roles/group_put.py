@@ -19,7 +19,10 @@ class GroupPut:
         self._groups, self._slots = programs.groups, programs.slots
         deployment = programs.deployment
         pages = deployment.scheduler.page_buckets[-1]
-        self._lanes = [LaneState(self._groups, self._slots, pages) for _ in range(deployment.lanes)]
+        self._lanes = [
+            LaneState(self._groups, self._slots, pages, deployment.modules)
+            for _ in range(deployment.lanes)
+        ]
         own = self._sharding.addressable_devices_indices_map((self._groups,))
         self._own = [own[device] for device in programs.mesh.local_devices]  # each device's rows
         self._make_put = fast_put()

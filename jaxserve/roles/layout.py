@@ -88,15 +88,18 @@ class BatchLayout(msgspec.Struct, frozen=True):
     `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
     temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
     Slots without tokens in this step have an empty query range. `sample` says after how many of a
-    slot's tokens, its last ones, something is sampled: 0, 1, or 1 and its drafts.
+    slot's tokens, its last ones, something is sampled: 0, 1, or 1 and its drafts. With prediction
+    modules `upcoming[slots * modules]` follows: the tokens behind a slot's last one where its
+    prompt goes on, -1 where they are unknown.
     """
 
     tokens: int
     slots: int
+    modules: int = 0
 
     @property
     def width(self) -> int:
-        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS) * self.slots
+        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS + self.modules) * self.slots
 
     def fields(self, row: Any) -> dict[str, Any]:
         """Cuts one row (NumPy or JAX, shape `[width]`) into its named fields."""
@@ -110,6 +113,7 @@ class BatchLayout(msgspec.Struct, frozen=True):
             "top_p": self.slots,
             "min_p": self.slots,
             "seed": self.slots,
+            "upcoming": self.slots * self.modules,
         }
         return _cut(row, sizes)
 

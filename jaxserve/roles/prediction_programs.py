@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.roles.layout import BatchLayout
 from jaxserve.roles.token_programs import TokenPrograms, drawn_tokens, sampler_state
 
 
@@ -46,7 +45,7 @@ def first_pass(
       sampled: as the step leaves it, this group's.
       lengths: tokens of each slot that are in the cache and hold.
     """
-    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    fields = programs.layout(tokens).fields(batch)
     start, counts = fields["query_start"], fields["sample"]
     fed = jnp.diff(start)
     held = jnp.where(fed > 0, fed - (fields["kv_length"] - lengths), 0)
@@ -55,10 +54,14 @@ def first_pass(
     place = offset - (fed - counts)[slot]  # among the slot's sampled tokens
     drawn = sampled[slot, jnp.clip(place, 0, sampled.shape[1] - 1)]
     fed_next = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
+    # Behind the last row of a prompt's chunk comes the row of another sequence.
+    known, upcoming = _upcoming(programs, fields)
+    fed_next = jnp.where((counts[slot] == 0) & (place == -1), known[slot], fed_next)
     fields |= {
         "token_ids": _a_token(jnp.where(place >= 0, drawn, fed_next)),
         "query_start": query_start,
         "kv_length": jnp.where(fed > 0, lengths, 0),
+        "upcoming": upcoming,
     }
     block = programs.templates.head.merge(head)
     return Pass(block.normed(x[row]), _joined(fields))
@@ -72,7 +75,7 @@ def enter_module(
     module: Sequence[Array],
 ) -> Float[Array, "tokens d_model"]:
     """What the module's layer takes."""
-    fields = BatchLayout(tokens, programs.slots).fields(start.batch)
+    fields = programs.layout(tokens).fields(start.batch)
     with jax.named_scope("predict"):
         embedded = programs.templates.embedding.merge(embedding)(fields["token_ids"])
         return programs.templates.prediction.merge(module).enter(start.hidden, embedded)
@@ -94,7 +97,7 @@ def leave_module(
       batch: the pass's.
       ahead: by how much the draft's position is beyond `kv_length`.
     """
-    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    fields = programs.layout(tokens).fields(batch)
     hidden = programs.templates.prediction.merge(module).leave(x)
     last = jnp.maximum(fields["query_start"][1:] - 1, 0)
     with jax.named_scope("head"):
@@ -121,7 +124,7 @@ def next_pass(
         on the same rows, each with a token further.
       longest: positions that the step's page table has room for.
     """
-    fields = BatchLayout(tokens, programs.slots).fields(batch)
+    fields = programs.layout(tokens).fields(batch)
     start = fields["query_start"]
     last = jnp.maximum(start[1:] - 1, 0)
     if again:
@@ -134,7 +137,12 @@ def next_pass(
     slot, _, _ = _rows(jnp.diff(start), tokens)
     row = jnp.arange(tokens, dtype=jnp.int32)
     further = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
-    fields |= {"token_ids": jnp.where(row == last[slot], draft[slot], further)}
+    known, upcoming = _upcoming(programs, fields)
+    behind = jnp.where(known >= 0, known, draft)
+    fields |= {
+        "token_ids": jnp.where(row == last[slot], behind[slot], further),
+        "upcoming": upcoming,
+    }
     return Pass(hidden, _joined(fields))
 
 
@@ -148,6 +156,15 @@ def _rows(
     slot = jnp.sum(row[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
     slot = jnp.minimum(slot, counts.shape[0] - 1)
     return slot, jnp.maximum(row - start[slot], 0), start
+
+
+def _upcoming(
+    programs: TokenPrograms, fields: dict[str, Array]
+) -> tuple[Int[Array, " slots"], Int[Array, " words"]]:
+    """Takes the next of each slot's upcoming tokens; returns them and the field without them."""
+    rest = fields["upcoming"].reshape(programs.slots, -1)
+    shifted = jnp.pad(rest[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    return rest[:, 0], shifted.reshape(-1)
 
 
 def _a_token(drawn: Int[Array, " rows"]) -> Int[Array, " rows"]:

@@ -31,12 +31,13 @@ class LaneState:
 
     Args:
       groups: DP groups.
-      slots: of each.
-      pages: most pages of a sequence.
+      slots: Slots of each group.
+      pages: Most pages of a sequence.
+      modules: Prediction modules, which take the tokens behind a prompt's chunk.
     """
 
-    def __init__(self, groups: int, slots: int, pages: int):
-        self._groups, self._slots = groups, slots
+    def __init__(self, groups: int, slots: int, pages: int, modules: int = 0):
+        self._groups, self._slots, self._modules = groups, slots, modules
         rows = groups * slots
         self._sampling = {
             "temperature": np.zeros(rows, np.float32),
@@ -57,7 +58,7 @@ class LaneState:
 
     def _batch(self, plan: StepPlan) -> np.ndarray:
         rows, groups, slots = plan.rows, self._groups, self._slots
-        layout = BatchLayout(plan.bucket.tokens, slots)
+        layout = BatchLayout(plan.bucket.tokens, slots, self._modules)
         batch = np.zeros((groups, layout.width), np.int32)
         fields = layout.fields(batch)
 
@@ -72,6 +73,11 @@ class LaneState:
         if len(unknown := plan.unknown_lengths):
             fields["kv_length"][unknown // slots, unknown % slots] = FROM_DEVICE
         fields["sample"][...] = self._per_slot(rows, plan.sample_counts)
+        if self._modules:
+            upcoming = np.frombuffer(plan.upcoming, "<i4").reshape(-1, 1 + self._modules)
+            own = fields["upcoming"].reshape(groups, slots, self._modules)
+            own[...] = -1
+            own[upcoming[:, 0] // slots, upcoming[:, 0] % slots] = upcoming[:, 1:]
         takes_part = counts > 0
         for name, values in self._sampling.items():
             # In a step with rules the rules array has the temperatures; drafts are drawn first.

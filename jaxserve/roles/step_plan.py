@@ -125,6 +125,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     steps are faster without drafts: then it does nothing that one of a deployment without them
     would not do."""
     said: list[SaidTokens] = []
+    upcoming: bytes = b""
+    """int32 `[n, 1 + modules]`, where prediction modules run: rows that are in the middle of their
+    prompts, and the tokens behind those of the step; -1 where they are unknown."""
 
     @classmethod
     def of(
@@ -142,8 +145,10 @@ class StepPlan(msgspec.Struct, frozen=True):
         unknown_lengths: np.ndarray | None = None,
         proposes: bool = False,
         said: list[SaidTokens] | None = None,
+        upcoming: np.ndarray | None = None,
     ) -> "StepPlan":
-        """A plan from arrays; see the properties. `temperatures`: where some row has rules."""
+        """Makes a plan from arrays; see the fields and properties. `temperatures`: where some row
+        has rules."""
         return cls(
             lane,
             number,
@@ -159,6 +164,7 @@ class StepPlan(msgspec.Struct, frozen=True):
             else unknown_lengths.astype("<i4", copy=False).tobytes(),
             proposes=proposes,
             said=said or [],
+            upcoming=b"" if upcoming is None else upcoming.astype("<i4", copy=False).tobytes(),
         )
 
     def in_domain(self, domain: int) -> "StepPlan":
@@ -288,6 +294,8 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
     """How many of the tokens, the last ones, are drafts."""
     length_on_device: bool = False
     """Whether `kv_length` is only the least that it may be."""
+    upcoming: list[int] = []
+    """One for each prediction module, where `sample` is false: the tokens behind `token_ids`."""
 
 
 def plan_of_rows(
@@ -312,6 +320,7 @@ def plan_of_rows(
         for at, row in rows
     ]
     has_rules = any(row.rules is not None for _, row in rows)
+    upcoming = [(at, *row.upcoming) for at, row in rows if row.upcoming]
     return StepPlan.of(
         lane,
         number,
@@ -327,4 +336,5 @@ def plan_of_rows(
         temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
         unknown_lengths=np.asarray(unknown, np.int32) if unknown else None,
         proposes=bucket.drafts > 0,
+        upcoming=np.asarray(upcoming, np.int32),
     )

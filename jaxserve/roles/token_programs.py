@@ -59,6 +59,10 @@ class TokenPrograms:
             columns += -columns % self.deployment.attention.tp
         return self.shape(rows, columns, dtype=jnp.float32, spec=self.logits_spec)
 
+    def layout(self, tokens: int) -> BatchLayout:
+        """Returns the layout of the batch array of steps with this number of tokens."""
+        return BatchLayout(tokens, self.slots, self.config.modules)
+
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
         """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
         fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
@@ -223,10 +227,9 @@ class TokenPrograms:
 
     def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """last_tokens, batch, page_table."""
-        width = BatchLayout(bucket.tokens, self.slots).width
         return (
             self.shape(self.groups, self.slots),
-            self.shape(self.groups, width),
+            self.shape(self.groups, self.layout(bucket.tokens).width),
             self.shape(self.groups, self.slots, bucket.pages),
         )
 

@@ -3,6 +3,7 @@
 Preemption and cancellation have a file of their own; the simulation plays everything at once.
 """
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
@@ -345,3 +346,22 @@ def test_integrity_names_the_request_and_what_is_wrong():
     scheduler._groups[0].promised += 1
     with pytest.raises(RuntimeError, match=r"group 0 counts .* pages promised"):
         scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "modules", "upcoming"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], 2, [0, 5, 6]),
+        ([1, 2, 3, 4, 5], 2, [0, 5, -1]),
+        ([1, 2, 3, 4, 5], 1, [0, 5]),
+        ([1, 2, 3, 4], 2, []),
+        ([1, 2, 3, 4, 5], 0, []),
+    ],
+)
+def test_prediction_modules_hear_what_comes_behind_a_chunk(prompt, modules, upcoming):
+    limits = {"slots": 1, "drafts": 2, "modules": modules, "automatic_drafts": False}
+    scheduler = make_scheduler(**limits, token_buckets=[4]).scheduler
+    scheduler.add(make_request("a", prompt))
+    plan = scheduler.plan(0)
+    assert plan.token_ids.tolist() == [1, 2, 3, 4]
+    assert np.frombuffer(plan.upcoming, "<i4").tolist() == upcoming

@@ -19,7 +19,11 @@ def test_fields_in_order():
         "top_p": [14, 15],
         "min_p": [16, 17],
         "seed": [18, 19],
+        "upcoming": [],
     }
+    layout = BatchLayout(3, 2, modules=3)
+    assert layout.width == 20 + 2 * 3
+    assert layout.fields(np.arange(layout.width))["upcoming"].tolist() == [20, 21, 22, 23, 24, 25]
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (8, 8), (128, 5)])

@@ -38,21 +38,34 @@ class Slots:
         self.bucket = next(bucket for bucket in self.runtime.buckets if bucket.drafts)
         self.steps = 0
 
-    def step(self, fed: dict[int, tuple[list[int], int]], drafts: int = 0):
-        """Feeds tokens to slots; sampled tokens and drafts of each.
+    def entries(self, slot: int, tokens: int):
+        """Cache entries of a slot's tokens, [layers, tokens, width], the modules' layers last."""
+        layers = []
+        for array in self.runtime.driver.kv_arrays().load():
+            groups = np.asarray(array).reshape(2, -1, 160, 8, array.shape[-1])
+            layers += list(groups[1])  # all of them, or one
+        pages = [slot + 5 * page for page in range(-(-tokens // 8))]
+        return np.stack([layer[pages].reshape(-1, layer.shape[-1])[:tokens] for layer in layers])
+
+    def step(self, fed: dict[int, tuple[list[int], int]], drafts: int = 0, upcoming=None):
+        """Feeds tokens to slots; returns the sampled tokens and drafts of each.
 
         Args:
-          fed: by slot, the tokens, and how many there are in the cache then.
-          drafts: how many of the tokens of each are.
+          fed: By slot, the tokens, and how many tokens are in the cache then.
+          drafts: How many of the tokens of each slot are drafts.
+          upcoming: By slot, the prompt's tokens behind those that are fed; such a slot samples
+            nothing.
         """
+        upcoming = upcoming or {}
         rows = [
             SequenceRow(
                 slot=slot,
                 token_ids=tokens,
                 kv_length=length,
                 page_ids=[slot + 5 * page for page in range(4)],
-                sample=True,
+                sample=slot not in upcoming,
                 drafts=drafts,
+                upcoming=upcoming.get(slot, []),
             )
             for slot, (tokens, length) in fed.items()
         ]
@@ -117,3 +130,19 @@ def test_two_modules(overrides, tmp_path):
         expected = propose(model, texts[slot], 2, DRAFTS)
         assert expected.margin > TIE
         assert (sampled[0], proposed) == (expected.token, expected.drafts)
+
+    # Behind a chunk comes the rest of its prompt, and not what the next row of the step is fed.
+    prompt = draw.integers(0, VOCAB, 24).tolist()
+    made = slots.step({4: (prompt, 24)})
+    for start, stop in ((0, 7), (7, 8), (8, 23)):
+        known = [*prompt[stop : stop + 2], -1][:2]
+        fed = {2: (prompt[start:stop], stop), 3: ([start, 2], 2)}
+        slots.step(fed, upcoming={2: known})
+    again = slots.step({2: (prompt[23:], 24), 3: ([1, 2], 2)})
+    assert again[2][0] == made[4][0]
+    whole, chunks = slots.entries(4, 24), slots.entries(2, 24)
+    assert (len(whole), whole.any(axis=2).all()) == (4, True)
+    np.testing.assert_allclose(chunks[:-1], whole[:-1], atol=1e-4)
+    # Of the last token but one the second module had to guess what comes behind the prompt.
+    known = [*range(22), 23]
+    np.testing.assert_allclose(chunks[-1][known], whole[-1][known], atol=1e-4)
