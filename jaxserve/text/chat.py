@@ -36,30 +36,35 @@ class ChatTemplate:
       switches: the `chat_template_kwargs` that may be given.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        author: str = "model",
+    ):
         """Parses templates.
 
         Args:
           sources: name → template; `default`, and perhaps `tool_use` for requests with tools.
           special_tokens: `bos_token`, `eos_token`, ... → spelling.
+          author: "model", or "request", for whose templates others do not wait.
 
         Raises:
           CheckpointError: templates cannot be parsed, or none is the default; lists all problems.
         """
         problems = [] if "default" in sources else ["there is no default one"]
+        self.special_tokens = dict(special_tokens or {})
         self._templates: dict[str, Template] = {}
+        self._forms: dict[str, MessageForm] = {}
         for name, source in sources.items():
             try:
-                self._templates[name] = Template(source)
+                template = Template(source, author)
+                self._forms[name] = MessageForm.of(template, self.special_tokens)
+                self._templates[name] = template
             except TemplateError as error:
                 problems.append(f"{name}: {error}")
         if problems:
             raise CheckpointError("chat template: " + "; ".join(problems))
-        self.special_tokens = dict(special_tokens or {})
-        self._forms = {
-            name: MessageForm.of(template, self.special_tokens)
-            for name, template in self._templates.items()
-        }
         self._sources = dict(sources)
         read = frozenset().union(*(template.variables for template in self._templates.values()))
         self.switches = (SWITCHES | read) - RESERVED

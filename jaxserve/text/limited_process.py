@@ -47,9 +47,11 @@ class LimitedProcess:
 
     Args:
       task: the module whose `answer` serves the requests; imports nothing of jaxserve.
+      source: who wrote what it works on. Work of one source does not wait for another's.
     """
 
-    def __init__(self, task: types.ModuleType):
+    def __init__(self, task: types.ModuleType, source: str):
+        self._name = f"{task.__name__} for {source}"
         self._task = task
         self._lock = threading.Lock()
         self._peer: Any = None
@@ -75,7 +77,7 @@ class LimitedProcess:
                 reason = f"its process does not answer: {error}"
             code = self._end and self._end()
             self._end = None
-        logger.warning("%s is replaced: %s (%s)", self._task.__name__, reason, code)
+        logger.warning("%s is replaced: %s (%s)", self._name, reason, code)
         raise LimitError(LIMITS.get(code, reason))
 
     def _start(self) -> None:
@@ -92,7 +94,7 @@ class LimitedProcess:
 
 
 the_process = functools.cache(LimitedProcess)
-"""The only process of a task."""
+"""The only process of a task and source."""
 
 
 def _end(process: subprocess.Popen[bytes], *ends: socket.socket | BufferedIOBase) -> int:

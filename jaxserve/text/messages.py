@@ -6,7 +6,6 @@ content is null; some iterate over arguments, others copy them. `MessageForm.of`
 rendering small conversations. Called by `chat.py`.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,13 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+from jaxserve.text.template import (
+    Template,
+    TemplateError,
+    TemplateLimitError,
+    TemplateRefusal,
+    plain,
+)
 
 MAX_PARTS = 4096
 """Of one message's content."""
@@ -125,12 +130,14 @@ def _render(
     messages: Sequence[Mapping[str, Any]],
     tools: Any = None,
 ) -> str:
-    """The text, or none if the template cannot render it."""
-    with contextlib.suppress(TemplateError, TemplateRefusal):
-        return template.render(
-            {**special_tokens, "messages": messages, "tools": tools, "documents": None}
-        )
-    return ""
+    """The text, or none if the template cannot render it; raises TemplateLimitError."""
+    values = {**special_tokens, "messages": messages, "tools": tools, "documents": None}
+    try:
+        return template.render(values)
+    except TemplateLimitError:
+        raise  # each conversation would take as long
+    except (TemplateError, TemplateRefusal):
+        return ""
 
 
 def _reads_parts(template: Template, special_tokens: Mapping[str, str], role: str) -> bool:

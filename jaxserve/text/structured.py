@@ -325,7 +325,7 @@ class GrammarCompiler:
             raise GrammarError(MISSING)
         try:
             request = {"grammar": compiled, "limits": LIMITS, **self._tokens.special()}
-            problem = the_process(grammar_worker).ask(request)["error"]
+            problem = the_process(grammar_worker, "requests").ask(request)["error"]
         except LimitError as error:
             problem = str(error)
         if problem:

@@ -1,7 +1,8 @@
 """Chat templates, rendered by Jinja2 in a process of its own.
 
-`Template` is one template; all templates share the process (`limited_process.py`), which runs
-`template_worker.py`. Called by `chat.py`. Knows nothing of messages, tokenizers or models.
+`Template` is one template. The templates of models share a process (`limited_process.py`), which
+runs `template_worker.py`; those of requests share another one. Called by `chat.py`. Knows nothing
+of messages, tokenizers or models.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,10 @@ class TemplateError(Exception):
     """The template is invalid, exceeded a limit or failed on its inputs; says where."""
 
 
+class TemplateLimitError(TemplateError):
+    """The template exceeded a limit, and would again."""
+
+
 class TemplateRefusal(Exception):
     """The template called `raise_exception`; has the template's message."""
 
@@ -22,19 +27,22 @@ class TemplateRefusal(Exception):
 class Template:
     """A template, checked once. Safe for many threads.
 
+    Args:
+      text: of the template.
+      author: "model" or "request".
+
     Attributes:
       source: as given.
       variables: the names that it reads and does not set, other than functions.
+
+    Raises:
+      TemplateError: it cannot be parsed.
     """
 
-    def __init__(self, source: str):
-        """Parses a template.
-
-        Raises:
-          TemplateError: it cannot be parsed.
-        """
-        self.source = source
-        self.variables = frozenset(_ask(source, None)["variables"])
+    def __init__(self, text: str, author: str = "model"):
+        self.source = text
+        self._process = the_process(template_worker, author)
+        self.variables = frozenset(self._ask(None)["variables"])
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text for JSON values, as `plain` makes them.
@@ -42,20 +50,18 @@ class Template:
         Raises:
           TemplateError, TemplateRefusal
         """
-        return _ask(self.source, values)["text"]
+        return self._ask(values)["text"]
 
-
-def _ask(source: str, values: Mapping[str, Any] | None) -> Any:
-    """The worker's answer; raises TemplateError, TemplateRefusal."""
-    try:
-        answer = the_process(template_worker).ask({"source": source, "values": values})
-    except LimitError as error:
-        raise TemplateError(str(error)) from None
-    if "refusal" in answer:
-        raise TemplateRefusal(answer["refusal"])
-    if "error" in answer:
-        raise TemplateError(answer["error"])
-    return answer
+    def _ask(self, values: Mapping[str, Any] | None) -> Any:
+        try:
+            answer = self._process.ask({"source": self.source, "values": values})
+        except LimitError as error:
+            raise TemplateLimitError(str(error)) from None
+        if "refusal" in answer:
+            raise TemplateRefusal(answer["refusal"])
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer
 
 
 def plain(value: Any, *, name: str, depth: int = 64) -> Any:

@@ -106,7 +106,7 @@ class Service(FrontEnd):
                 "chat_template", "is not taken from requests; server.request_templates allows it"
             )
         try:
-            return ChatTemplate({"default": own}, self._special_tokens())
+            return ChatTemplate({"default": own}, self._special_tokens(), "request")
         except CheckpointError as error:
             raise InvalidRequestError("chat_template", str(error)) from None
 

@@ -31,7 +31,7 @@ def process(tmp_path: Path) -> LimitedProcess:
     task = types.ModuleType("task")
     task.__file__ = str(tmp_path / "task.py")
     Path(task.__file__).write_text(TASK, encoding="utf-8")
-    return LimitedProcess(task)
+    return LimitedProcess(task, "tests")
 
 
 def descriptors() -> int:
@@ -56,7 +56,7 @@ def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
     assert process.ask({"kind": "memory"}) == {"error": "it took more than 512 MiB"}
     monkeypatch.setattr(limited_process, "ANSWER_SECONDS", 0.5)
     with pytest.raises(LimitError, match=r"^it took longer than 20 s$"):
-        LimitedProcess(process._task).ask({"kind": "sleep"})
+        LimitedProcess(process._task, "other tests").ask({"kind": "sleep"})
     assert descriptors() == before
 
 

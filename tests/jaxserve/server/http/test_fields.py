@@ -1,5 +1,6 @@
 """Fields that OpenAI's and vLLM's clients send, beyond the everyday ones."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -213,6 +214,24 @@ def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
         error = rig.refused(path, messages=messages, chat_template=OWN)
         assert error["param"] == "chat_template"
         assert "server.request_templates" in error["message"]
+
+
+def test_the_models_template_does_not_wait_for_those_of_requests() -> None:
+    endless = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
+    rig = HttpRig(request_templates=True)
+    messages = [{"role": "user", "content": "hi"}]
+    path = "/v1/chat/completions"
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(rig.refused, path, messages=messages, chat_template=endless)
+        answered = 0
+        while not hostile.done():
+            answered += rig.chat().status_code == 200
+    assert (
+        hostile.result()["message"]
+        == "chat_template: chat template: default: it took more than 2 s"
+    )
+    assert answered >= 10  # a rendering takes two seconds, and the template is rendered once
+    rig.close()
 
 
 def test_a_template_of_the_request() -> None:
