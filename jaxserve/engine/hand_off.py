@@ -23,11 +23,13 @@ from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
-from jaxserve.link.pages_ends import ExportError, FetchesPages, FetchJob, Piece, SendsPages
+from jaxserve.link.pages_ends import ExportError, FetchJob, Piece
 from jaxserve.link.pages_frames import Fetch
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
+    from jaxserve.link.pages_client import PagesClient
+    from jaxserve.link.pages_server import PagesServer
     from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 class PrefillEnd(NamedTuple):
     """The parts with which an engine prefills for other workers."""
 
-    server: SendsPages
+    server: "PagesServer"
     access: "PageAccess"
     limits: HoldLimits
 
@@ -44,7 +46,7 @@ class PrefillEnd(NamedTuple):
 class DecodeEnd(NamedTuple):
     """The parts with which one domain fetches pages."""
 
-    client: FetchesPages
+    client: "PagesClient"
     access: "PageAccess"
 
 
@@ -69,7 +71,7 @@ class LinkedHandOffs(HandOffs):
         """None: this engine holds no prompts."""
         self.domains: Sequence[DecodeEnd] = ()
         """One a domain; empty: this engine fetches no pages."""
-        self._sources: dict[str, tuple[FetchesPages, PagesSource]] = {}  # of open requests
+        self._sources: dict[str, tuple[PagesClient, PagesSource]] = {}  # of open requests
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ set-up, before the start
@@ -144,7 +146,7 @@ class LinkedHandOffs(HandOffs):
         if (kept := self._pop_source(request_id)) is not None:
             kept[0].leave(kept[1])
 
-    def _pop_source(self, request_id: str) -> tuple[FetchesPages, PagesSource] | None:
+    def _pop_source(self, request_id: str) -> "tuple[PagesClient, PagesSource] | None":
         with self._lock:
             return self._sources.pop(request_id, None)
 

@@ -14,9 +14,6 @@ import msgspec
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind, ModelConfig
 from jaxserve.link.route import Route
-from jaxserve.model.row_width import row_words
-
-WORD_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 
 
 class MessageSize(NamedTuple):
@@ -89,12 +86,6 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         """The contract of another domain, which sends messages in so many pieces; of its steps
         nothing is known but the rows of a piece, which stand for the tokens of a DP group."""
         return msgspec.structs.replace(self, groups=pieces, attention_devices=pieces)
-
-    def row_words(self, kind: FFNKind) -> int:
-        """Words of a packed row; a word has the bytes of one value."""
-        word = WORD_BYTES[self.dispatch]
-        top_k = self.top_k if kind == "moe" else 0
-        return row_words(self.d_model, top_k, word, has_scale=word == 1)
 
     def route(self, ffn_devices: int) -> Route:
         """Where the pieces land on an ffn mesh of so many devices."""

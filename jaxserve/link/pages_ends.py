@@ -1,18 +1,17 @@
-"""What an engine knows of its end of a pages link: what it orders, and what it is given.
+"""What passes between an engine and its end of a pages link: orders, pieces and counters.
 
-An engine is handed the end of a prefill worker or of a domain (`pages_server.py`,
-`pages_client.py`); one that has neither need not have their code.
+An engine is handed the end of a prefill worker (`pages_server.py`) or of a domain
+(`pages_client.py`).
 """
 
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import msgspec
 
-from jaxserve.link.hello import Hello
 from jaxserve.link.pages import PagesSource
 
 Piece = Sequence[jax.Array]
@@ -111,55 +110,3 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     wait_seconds: float = 0.0
     connections: int = 0
-
-
-class SendsPages(Protocol):
-    """A prefill worker's end of the link."""
-
-    cache_format: str
-    """Format of the pages on the wire."""
-    hello: Hello
-    address: str
-    epoch: int
-
-    @property
-    def counters(self) -> ExportCounters:
-        """What it has done so far; from any thread."""
-        ...
-
-    def close(self) -> None:
-        """Ends all connections."""
-        ...
-
-
-class FetchesPages(Protocol):
-    """A domain's end of the link. Only `close` waits."""
-
-    @property
-    def counters(self) -> FetchCounters:
-        """What it has done so far; from any thread."""
-        ...
-
-    def keep(self, source: PagesSource) -> None:
-        """Renews the lease until `release`."""
-        ...
-
-    def release(self, source: PagesSource) -> None:
-        """The lease is not wanted any more."""
-        ...
-
-    def leave(self, source: PagesSource) -> None:
-        """The lease is somebody else's to renew or release from now on."""
-        ...
-
-    def fetch(self, job: FetchJob) -> None:
-        """Begins a fetch; one of its callbacks says how it went on."""
-        ...
-
-    def cancel(self, key: Hashable) -> None:
-        """Nobody wants a fetch any more."""
-        ...
-
-    def close(self) -> None:
-        """Ends all connections; fetches under way fail."""
-        ...

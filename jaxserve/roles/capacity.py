@@ -16,11 +16,10 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.errors import ConfigError
-from jaxserve.link.message import MessageFormat
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Role, Rules
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
+from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_mesh, exchange_of
 from jaxserve.model.module import Template
 from jaxserve.roles.activations import (
     FFNWidths,
@@ -182,7 +181,7 @@ def _step_sizes(config: ModelConfig, deployment: Deployment, tokens: int) -> Ste
         drafts=deployment.drafts,
         d_model=config.d_model,
         vocab=config.vocab,
-        packed=_message_bytes(config, deployment),
+        packed=deployment_row_bytes(config, deployment).packed,
         size=jnp.dtype(deployment.dtype).itemsize,
     )
 
@@ -218,12 +217,6 @@ def _ffn_activations(config: ModelConfig, deployment: Deployment, tokens: int) -
     step, attention = _step_sizes(config, deployment, tokens), deployment.attention
     kinds = {kind.ffn for kind in config.kinds()}
     return ffn_activations(step, mesh, attention.dp, attention.devices, map(widths, kinds))
-
-
-def _message_bytes(config: ModelConfig, deployment: Deployment) -> int:
-    """Bytes of a row of a dispatch message."""
-    row = MessageFormat(config.d_model, config.top_k, deployment.dispatch_format)
-    return row.width * row.word.itemsize
 
 
 def memory_of(

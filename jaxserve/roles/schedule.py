@@ -32,13 +32,14 @@ class Rotation:
     Nothing depends on time: the sequence of `begin`s and turns fixes every stage.
 
     Attributes:
-      turns: without end while a lane is inside a step; each is the next active lane's layer, or
+      turns: endless while a lane is inside a step. Each turn is the next active lane's layer, or
         its leave after the last. A turn that ends with `leave` ends the lane's step: a boundary,
         at which new plans come in.
 
     Args:
-      gated: for an attention worker whose ffn worker lives in another runtime: combine waits until
-        the answer is there, so it comes as late as it can, right before the lane's next attend.
+      gated: for an attention worker whose ffn worker lives in another runtime, which runs the ffn
+        stages. Combine waits until the answer is there, so it comes as late as possible: right
+        before the lane's next attend.
     """
 
     def __init__(self, layers: int, lanes: int, *, gated: bool = False):
@@ -46,7 +47,7 @@ class Rotation:
         self._lanes = lanes
         self._next_layer: dict[int, int] = {}
         self._end: dict[int, int] = {}
-        self._take = self._take_gated_turns if gated else self._take_turns
+        self._gated = gated
         self.turns: Iterator[tuple[Stage, ...]] = self._take()
 
     @property
@@ -55,69 +56,44 @@ class Rotation:
         return sorted(self._next_layer)
 
     def clear(self) -> None:
-        """No lane is inside a step."""
+        """Forgets all steps."""
         self._next_layer.clear()
         self._end.clear()
         self.turns = self._take()
 
     def begin(self, lane: int, passes: int = 0) -> None:
-        """The lane starts a step; so many passes of prediction modules follow its layers, as
-        further layers."""
+        """Starts a step on the lane; the passes of prediction modules count as further layers."""
         if lane in self._next_layer:
             raise ValueError(f"lane {lane} is still at layer {self._next_layer[lane]} of its step")
         self._next_layer[lane] = 0
         self._end[lane] = self._layers + passes
 
-    def _take_turns(self) -> Iterator[tuple[Stage, ...]]:
+    def _take(self) -> Iterator[tuple[Stage, ...]]:
         next_layer, end, lanes = self._next_layer, self._end, self._lanes
         lane = 0
-        pending: Stage | None = None  # the previous turn's combine
+        pending: dict[int, Stage] = {}  # combines to come, by lane; one at most unless gated
         while True:
             while lane not in next_layer:
                 if not next_layer:
                     raise ValueError("no lane has begun a step")
                 lane = (lane + 1) % lanes
-            layer = next_layer[lane]
+            layer, own = next_layer[lane], pending.pop(lane, None)
             if layer == end[lane]:
                 del next_layer[lane]
                 leave = Stage("leave", lane, layer)
-                if pending is not None and pending.lane == lane:
-                    last, pending = pending, None
-                    yield last, leave
-                else:
-                    yield (leave,)
+                yield (leave,) if own is None else (own, leave)
                 continue  # if the lane begins anew at this boundary, this is still its turn
             next_layer[lane] = layer + 1
             attend, dispatch, ffn, combine = _stages(lane, layer)
-            if pending is None:
-                yield attend, dispatch, ffn
-            elif pending.lane == lane:
-                yield pending, attend, dispatch, ffn
+            if self._gated:  # the lane's answer has the turns of all other lanes to arrive
+                yield (attend, dispatch) if own is None else (own, attend, dispatch)
+            elif own is not None:
+                yield own, attend, dispatch, ffn
+            elif pending:
+                yield attend, dispatch, pending.popitem()[1], ffn
             else:
-                yield attend, dispatch, pending, ffn
-            pending = combine
-            lane = (lane + 1) % lanes
-
-    def _take_gated_turns(self) -> Iterator[tuple[Stage, ...]]:
-        """attend(i) dispatch(i) of layer 0, combine(i) attend(i) dispatch(i) of the others; the
-        lane's answer has the turns of all other lanes to arrive."""
-        next_layer, end, lanes = self._next_layer, self._end, self._lanes
-        lane = 0
-        while True:
-            while lane not in next_layer:
-                if not next_layer:
-                    raise ValueError("no lane has begun a step")
-                lane = (lane + 1) % lanes
-            layer = next_layer[lane]
-            if layer == end[lane]:
-                del next_layer[lane]
-                yield _stages(lane, layer - 1)[3], Stage("leave", lane, layer)
-                continue
-            next_layer[lane] = layer + 1
-            attend, dispatch, _, _ = _stages(lane, layer)
-            yield (
-                (attend, dispatch) if not layer else (_stages(lane, layer - 1)[3], attend, dispatch)
-            )
+                yield attend, dispatch, ffn
+            pending[lane] = combine
             lane = (lane + 1) % lanes
 
 

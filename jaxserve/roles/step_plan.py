@@ -153,15 +153,13 @@ class StepPlan(msgspec.Struct, frozen=True):
             lane,
             number,
             bucket,
-            columns.astype("<i4", copy=False).tobytes(),
-            token_ids.astype("<i4", copy=False).tobytes(),
+            _words(columns),
+            _words(token_ids),
             new_sequences,
-            new_pages.astype("<i4", copy=False).tobytes(),
+            _words(new_pages),
             options,
-            b"" if temperatures is None else temperatures.astype("<f4", copy=False).tobytes(),
-            on_device=b""
-            if unknown_lengths is None
-            else unknown_lengths.astype("<i4", copy=False).tobytes(),
+            _words(temperatures, "<f4"),
+            on_device=_words(unknown_lengths),
             proposes=proposes,
             said=said or [],
             upcoming=b"" if upcoming is None else upcoming.astype("<i4", copy=False).tobytes(),
@@ -269,6 +267,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def _columns(self) -> np.ndarray:
         return np.frombuffer(self.columns, "<i4").reshape(4, -1)
+
+
+def _words(values: np.ndarray | None, kind: str = "<i4") -> bytes:
+    """An array as little-endian words; None: no array."""
+    return b"" if values is None else values.astype(kind, copy=False).tobytes()
 
 
 class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):

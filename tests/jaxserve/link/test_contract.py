@@ -6,6 +6,7 @@ import pytest
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import message_formats
+from jaxserve.model.ffn.traffic import deployment_row_bytes
 from tests.jaxserve import layouts
 
 
@@ -17,12 +18,13 @@ def contract(tmp_path, **overrides):
 
 
 @pytest.mark.parametrize("dispatch", ["float32", "fp8", "int8"])
-def test_words_are_those_of_the_formats(dispatch, tmp_path):
-    made = contract(tmp_path, link__dispatch=dispatch)
-    formats = message_formats(made)
+def test_rows_have_the_bytes_that_capacity_counts(dispatch, tmp_path):
+    deployment = layouts.deployment(tmp_path, {"link.dispatch": dispatch})
+    config = step3_config(layouts.SIZES.config())
+    formats = message_formats(Contract.of(config, deployment))
     assert list(formats) == ["dense", "moe"]
-    for kind, message in formats.items():
-        assert made.row_words(kind) == message.width
+    counted = deployment_row_bytes(config, deployment).packed
+    assert counted == formats["moe"].width * formats["moe"].word.itemsize
 
 
 def test_pieces(tmp_path):
