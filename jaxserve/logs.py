@@ -34,7 +34,7 @@ _form = "text"
 
 
 def configure(form: str) -> None:
-    """Sets the root logger up: `form` is "text" or "json"."""
+    """Sets up the root logger; `form` is "text" or "json"."""
     global _form
     _form = form
     handler = logging.StreamHandler()
@@ -43,7 +43,7 @@ def configure(form: str) -> None:
 
 
 def announce(event: str, fields: Mapping[str, object]) -> None:
-    """Prints a line on standard output for whoever waits for the event, in the form of the log:
+    """Prints an event on standard output for processes that wait for it, in the form of the log:
     `event  name=value  ...`, or one JSON object with `message` and the fields."""
     if _form == "json":
         line = json.dumps({"message": event, **fields}, ensure_ascii=False, default=str)

@@ -21,12 +21,12 @@ from jaxserve.errors import ConfigError
 Axes = str | tuple[str, ...] | None
 Rules = Mapping[str, Axes]
 AnyMesh = Mesh | AbstractMesh
-"""With devices, or for shapes alone."""
+"""A mesh of devices, or one for shapes alone."""
 
 ATTENTION_AXES = ("dp", "tp")
 FFN_AXES = ("ep", "tp")
 INSTANCE = "instance"
-"""An axis of ffn meshes before those, where the role has several (`ffn.instances`)."""
+"""First axis of an ffn mesh with several instances (`ffn.instances`)."""
 
 ATTENTION_RULES: Rules = {
     "groups": "dp",
@@ -37,14 +37,15 @@ ATTENTION_RULES: Rules = {
     "vocab": "tp",
     "embedding": "tp",
 }
-"""Attention mesh. Low-rank queries and latents are replicated over tp, as are the weights of K and
-V heads where there are fewer of them than devices (`kv_heads_everywhere`)."""
+"""Rules of the attention mesh. Low-rank queries and latents are replicated over tp. So are the
+weights of K and V heads if the model has fewer heads than devices (`kv_heads_everywhere`)."""
 
 FFN_RULES: Rules = {"slots": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp"), "shared_d_ff": "tp"}
-"""ffn mesh. Slots of routed experts over ep, every expert's d_ff over tp; dense FFN over all
-devices, and the shared expert, too (`d_ff`), unless every ep rank runs it for its own rows
-(`shared_d_ff`, with `ffn.exchange` = alltoall), every device has all of it (`own_d_ff`, with
-`ffn.whole_shared`) or some have slots of it (`ffn.shared_ranks`)."""
+"""Rules of the ffn mesh. Slots of routed experts are divided over ep, every expert's d_ff over tp,
+and dense FFNs over all devices. The shared expert is divided over all devices, too (`d_ff`),
+unless every ep rank runs it for its own rows (`shared_d_ff`, with `ffn.exchange` = alltoall), every
+device has the whole expert (`own_d_ff`, with `ffn.whole_shared`), or ranks of its own hold it in
+slots (`ffn.shared_ranks`)."""
 
 INSTANCE_RULES: Rules = {
     "slots": (INSTANCE, "ep"),
@@ -53,8 +54,8 @@ INSTANCE_RULES: Rules = {
     "shared_d_ff": (INSTANCE, "tp"),
     "own_d_ff": INSTANCE,
 }
-"""Of several instances, each of which gets all rows: what every rank or device would run of the
-shared expert for its own rows they divide."""
+"""Rules of an ffn mesh with several instances, each of which gets all rows. Instances divide the
+part of the shared expert that every rank or device would otherwise run for its own rows."""
 
 COLOCATED_FFN_RULES: Rules = {
     "slots": "dp",
@@ -67,22 +68,22 @@ COLOCATED_FFN_RULES: Rules = {
 
 
 def on_cpus(mesh: Mesh) -> bool:
-    """Whether its devices are CPUs."""
+    """Returns whether the mesh consists of CPUs."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def expert_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Those of an ffn mesh that experts are divided over: all but the last, of their d_ff."""
+    """Axes of an ffn mesh that experts are divided over: all but the last, which divides d_ff."""
     return tuple(mesh.shape)[:-1]
 
 
 def ffn_rules(mesh: AnyMesh) -> Rules:
-    """Of an ffn mesh."""
+    """Sharding rules of an ffn mesh."""
     return INSTANCE_RULES if INSTANCE in mesh.shape else FFN_RULES
 
 
 def _ffn_sizes(deployment: Deployment) -> dict[str, int]:
-    """Of the axes of the ffn mesh."""
+    """Names and sizes of the ffn mesh's axes."""
     ffn = deployment.ffn
     outer = {INSTANCE: ffn.instances} if ffn.instances > 1 else {}
     return outer | dict(zip(FFN_AXES, (ffn.ep // ffn.instances, ffn.tp), strict=True))
@@ -92,12 +93,12 @@ class Submeshes:
     """The meshes of a deployment.
 
     Attributes:
-      domains: the attention meshes, each with axes ("dp", "tp"). Where they lie on several
-        processes, every process has its part of each.
-      attention: the first of them: all have one shape.
-      ffn: Mesh with axes ("ep", "tp"), of several instances with one of these before them; in
-        colocated mode the attention mesh itself.
-      ffn_rules: its rules.
+      domains: the attention meshes, each with axes ("dp", "tp"). On several processes, every
+        process has an equal part of each mesh.
+      attention: the first attention mesh; all have the same shape.
+      ffn: mesh with axes ("ep", "tp"), preceded by `INSTANCE` if the role has several instances.
+        In colocated mode it is the attention mesh.
+      ffn_rules: sharding rules of the ffn mesh.
     """
 
     def __init__(self, deployment: Deployment, devices: Sequence[jax.Device] | None = None):
@@ -125,8 +126,10 @@ class Submeshes:
 def role_groups[D](
     deployment: Deployment, devices: Sequence[D]
 ) -> tuple[list[list[list[D]]], list[list[D]]]:
-    """The rows of each domain's mesh and of the ffn mesh (in colocated mode none): attention has
-    the first devices, ffn the next ones; of each process, where processes have both roles.
+    """Divides devices into the rows of each domain's mesh and of the ffn mesh.
+
+    Attention gets the first devices and ffn the next ones: of all devices, or of each process if
+    processes have both roles. In colocated mode the ffn mesh has no rows.
 
     Raises:
       ConfigError: the data centre's network would join the devices of a row.
@@ -148,7 +151,7 @@ def role_groups[D](
 
 
 def by_process[D](devices: Sequence[D]) -> list[D]:
-    """Devices in the order of their slices and processes, otherwise as they come.
+    """Sorts devices by slice and process; devices of one process keep their order.
 
     Roles are divided over processes in this order, and device ids need not follow it: on a TPU
     slice they may follow the chips' coordinates, which interleave hosts. Processes of a slice come
@@ -161,19 +164,18 @@ _process_of = operator.attrgetter("process_index")
 
 
 def slice_of(device: Any) -> int:
-    """The TPU slice of a device; 0 where there is one, or none. Of GPUs JAX says something else by
-    the same name."""
+    """Number of a device's TPU slice; 0 for a single slice and for other devices. JAX has an
+    attribute of the same name on GPUs, with another meaning."""
     kind = str(getattr(device, "device_kind", ""))
     return (getattr(device, "slice_index", None) or 0) if kind.startswith("TPU") else 0
 
 
 def ring[D](devices: Sequence[D]) -> list[D]:
-    """Devices of a TPU slice so that each is next to the one before it, and the last next to the
-    first, by links of one hop.
+    """Orders devices of a TPU slice so that neighbours, and the two ends, are one hop apart.
 
-    There is such a ring where the chips make up a box with an even side and more than one row;
-    where they make up another box, only the ends are apart. Devices in no box, and those without
-    coordinates, stay as they are. The cores of a chip stay together.
+    Such a ring exists if the chips form a box with an even side and more than one row. In any other
+    box only the two ends are further apart. Devices that form no box or have no coordinates keep
+    their order. The cores of a chip stay together.
     """
     places = [getattr(device, "coords", None) for device in devices]
     if any(place is None for place in places):
@@ -205,8 +207,8 @@ def ring[D](devices: Sequence[D]) -> list[D]:
 
 
 def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
-    """All places of a grid, each beside the one before it, and the last beside the first where a
-    side is even and both are longer than one."""
+    """All places of a grid in an order in which neighbours touch. The two ends touch as well if a
+    side is even and both sides are longer than one."""
     if rows % 2 and columns % 2 == 0 and rows > 1:
         return [(row, column) for column, row in _cycle(columns, rows)]
     if rows % 2 or columns == 1:
@@ -222,8 +224,8 @@ def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _domain_devices[D](devices: Sequence[D], domains: int) -> list[list[D]]:
-    """The attention devices of each domain, an equal part of every process where that is possible:
-    the leader, process 0, reads the tokens of all."""
+    """Attention devices of each domain: if possible an equal part of every process, because the
+    leader, process 0, reads the tokens of all domains."""
     by_host = [list(own) for _, own in itertools.groupby(devices, _process_of)]
     if any(len(own) % domains for own in by_host):
         by_host = [list(devices)]
@@ -241,7 +243,7 @@ Role = Literal["attention", "ffn"]
 def role_mesh(
     deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """The mesh of a role that has a runtime for itself.
+    """Makes the mesh of a role that has a runtime for itself.
 
     Raises:
       ConfigError: the runtime has too few devices.
@@ -259,9 +261,9 @@ def role_mesh(
 
 
 class AbstractSubmeshes:
-    """The meshes of a deployment without devices: for shapes and shardings of any number of them.
+    """The meshes of a deployment without devices, for shapes and shardings.
 
-    Attributes: as those of `Submeshes`.
+    Attributes: see `Submeshes`.
     """
 
     def __init__(self, deployment: Deployment):
@@ -276,7 +278,7 @@ class AbstractSubmeshes:
 
 
 def _rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:
-    """Rows of `columns` devices, each a group that divides matrices: a ring of neighbours.
+    """Cuts devices into rows of `columns`. Each row divides matrices and is a ring of neighbours.
 
     Raises:
       ConfigError: the data centre's network would join the devices of a group.
@@ -293,12 +295,13 @@ def _rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[l
 
 
 def has_local_devices(mesh: Mesh) -> bool:
-    """Whether this process owns a device of the mesh (and so compiles and runs its programs)."""
+    """Returns whether this process owns a device of the mesh, and so runs its programs."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionSpec:
-    """The spec of an array with these dimensions; a dimension without a rule is replicated.
+    """Returns the partition spec of an array with these dimensions; a dimension without a rule is
+    replicated.
 
     Raises:
       ValueError: two dimensions of one array would use the same mesh axis.
@@ -314,15 +317,15 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
 
 @functools.lru_cache(maxsize=4096)
 def cached_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    """The one `NamedSharding` object of a (mesh, spec); a new object every step would miss JAX's
-    fast dispatch path."""
+    """Returns the same `NamedSharding` object for a (mesh, spec) every time: a new one in every
+    step would miss JAX's fast dispatch path."""
     return NamedSharding(mesh, spec)
 
 
 def placed(
     mesh: AnyMesh, arrays: Iterable[jax.ShapeDtypeStruct], specs: Iterable[PartitionSpec]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The same shapes and dtypes, each with its sharding on the mesh."""
+    """Adds the sharding on the mesh to each shape and dtype."""
     return tuple(
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=cached_sharding(mesh, spec))
         for array, spec in zip(arrays, specs, strict=True)
@@ -330,7 +333,7 @@ def placed(
 
 
 def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
-    """A zeroed array, made on its devices."""
+    """Makes a zeroed array on its devices."""
     return _zeros_maker(shape, dtype, sharding)()
 
 
@@ -338,7 +341,7 @@ def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShard
 def _zeros_maker(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding
 ) -> jax.stages.Wrapped:
-    """A compiled function that makes zeros, cached so that layers share it."""
+    """Compiles a function that makes zeros; cached, so that layers share it."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
@@ -354,7 +357,7 @@ def shards(mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, int]:
 
 
 def memory_limit(device: jax.Device) -> int | None:
-    """Bytes that JAX may use of a device; None: it does not say (CPU)."""
+    """Bytes that JAX may use of a device; None if the device does not report them (CPU)."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:  # not implemented on this platform

@@ -24,8 +24,8 @@ _advances_lock = threading.Lock()
 
 
 def advances() -> int:
-    """How many times any activity of this process has advanced: a number that stands still tells
-    whoever waits for this process that it is stuck."""
+    """Number of advances of all activities of this process. Processes that wait for this one take
+    it for stuck when the number stands still."""
     return _advances
 
 
@@ -34,7 +34,7 @@ class Progress:
 
     Args:
       what: the activity, as the line starts with it ("load", "compile").
-      total: how many items there are.
+      total: number of items.
       total_bytes: the size of all items; with it the line says GB (MB below one), GB/s and
         the time left.
       process: index of this process; only process 0 draws on a terminal.

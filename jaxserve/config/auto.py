@@ -1,8 +1,8 @@
-"""Keys of a deployment that are chosen where it starts, unless they are written: the value `auto`.
+"""Keys of a deployment with the value `auto`: chosen at the start, unless the file has a value.
 
-What chooses them needs the model and the devices (`roles/sizing.py`); `load_deployment` is given it
-where a process has the whole deployment to itself. Elsewhere, as where several processes read one
-file and must agree, they are the defaults of their structs. Called by `load.py`.
+The choice needs the model and the devices (`roles/sizing.py`). `load_deployment` gets a chooser in
+a process that has the whole deployment to itself. Elsewhere the keys have the defaults of their
+structs, because several processes may read one file and must agree. Called by `load.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ AUTO_KEYS = (
     "scheduler.token_buckets",
     "scheduler.page_buckets",
 )
-"""The keys, in the order in which what was chosen is told."""
+"""The keys, in the order in which choices are reported."""
 
 Choose = Callable[["Deployment", frozenset[str]], Mapping[str, Any]]
-"""Gets a deployment in which open keys have their structs' defaults, and the dotted keys that were
-written; returns values for keys of `AUTO_KEYS` that were not."""
+"""Takes a deployment in which open keys have their structs' defaults, and the dotted keys that the
+file has. Returns values for the keys of `AUTO_KEYS` that it lacks."""
 
 
 def written_keys(tree: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted keys, of two parts at most, that a deployment's tree has."""
+    """Dotted keys of a deployment's tree, of two parts at most."""
     keys = set()
     for key, value in tree.items():
         keys |= {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else {key}
@@ -42,7 +42,7 @@ def written_keys(tree: Mapping[str, Any]) -> frozenset[str]:
 
 
 def drop_auto(tree: dict[str, Any]) -> None:
-    """Takes the keys out that say `auto`, or with a list of buckets nothing."""
+    """Removes keys with the value `auto`, and empty lists of buckets."""
     for key in AUTO_KEYS:
         section, _, name = key.rpartition(".")
         place = tree.get(section, {}) if section else tree
@@ -51,8 +51,9 @@ def drop_auto(tree: dict[str, Any]) -> None:
 
 
 def page_tokens(platform: str, cache_format: str) -> int:
-    """Tokens of a page that suit the kernels. TPUs take an 8-bit cache in multiples of 128, and a
-    page's keys and values are as many copies whatever its size: with 256 half as many a token."""
+    """Tokens of a page that suit the kernels. TPUs take an 8-bit cache in multiples of 128.
+    Keys and values of a page take the same number of copies at any size: 256 tokens halve the
+    copies."""
     if platform == "tpu":
         return 256 if cache_format in ("fp8", "int8") else 128
     return 16 if platform == "cpu" else 64

@@ -1,4 +1,4 @@
-"""Whether the sections of a deployment fit each other, and the values that follow from them.
+"""Checks that the sections of a deployment fit each other, and derives values from them.
 
 Called by `load.py`. Every error names the key, its value, and the arithmetic.
 """
@@ -13,13 +13,13 @@ from jaxserve.errors import ConfigError
 
 
 def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
-    """Says of INT4 keys and values, which other engines have, what there is here instead.
+    """Refuses INT4 keys and values, which other engines have, and names the alternatives.
 
     Args:
-      tree: of the deployment file.
+      tree: contents of the deployment file.
 
     Raises:
-      ConfigError: it asks for them.
+      ConfigError: the file asks for INT4.
     """
     cache = tree.get("cache")
     if isinstance(cache, Mapping) and cache.get("format") == "int4":
@@ -104,7 +104,7 @@ def complete(deployment: Deployment) -> Deployment:
 
 
 def _check_runtimes(deployment: Deployment) -> None:
-    """Raises ConfigError where roles, runtimes and transport contradict each other."""
+    """Raises ConfigError if roles, runtimes and transport contradict each other."""
     attention, ffn, link = deployment.attention, deployment.ffn, deployment.link
     pull = link.transport == "pull"
     if deployment.mode == "colocated":
@@ -143,7 +143,7 @@ def _check_runtimes(deployment: Deployment) -> None:
 
 
 def _check_instances(deployment: Deployment) -> None:
-    """Raises ConfigError where the ffn role cannot have several."""
+    """Raises ConfigError if the ffn role cannot have several instances."""
     attention, ffn = deployment.attention, deployment.ffn
     start = f"ffn.instances = {ffn.instances}"
     if ffn.ep % ffn.instances:
@@ -163,7 +163,7 @@ def _check_instances(deployment: Deployment) -> None:
 
 
 def _check_fleet(deployment: Deployment) -> None:
-    """Raises ConfigError where prefill workers, domains and the router contradict each other."""
+    """Raises ConfigError if prefill workers, domains and the router contradict each other."""
     prefill, fleet, pages = deployment.prefill, deployment.fleet, deployment.pages
     if bool(prefill.long_tokens) != bool(prefill.long_workers):
         raise ConfigError(
@@ -232,7 +232,7 @@ def _check_fleet(deployment: Deployment) -> None:
 
 
 def check_addresses(key: str, addresses: Sequence[str]) -> None:
-    """Raises ConfigError unless all are host:port and different."""
+    """Raises ConfigError unless all addresses are host:port and different."""
     for place, address in enumerate(addresses):
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:

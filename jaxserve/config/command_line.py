@@ -40,12 +40,12 @@ def read_deployment(
     overrides: Sequence[str] = (),
     choose: Choose | None = None,
 ) -> Deployment:
-    """The deployment of a command's `--config`, `--model` and `--set`; one of the first is given.
+    """Reads the deployment of a command's `--config`, `--model` and `--set`.
 
-    `choose` is as of `load_deployment`.
+    At least one of the first two is given. `choose` is passed to `load_deployment`.
 
     Raises:
-      ConfigError: as `load_deployment`, or `model` is no folder.
+      ConfigError: see `load_deployment`; or `model` is no folder.
     """
     if model is None:
         assert config is not None
@@ -66,7 +66,7 @@ def read_deployment(
 
 
 def _of_the_hub(model: str) -> str:
-    """How to get a model that is named as on the Hugging Face Hub."""
+    """Says how to get a model if the name looks like one of the Hugging Face Hub."""
     if not re.fullmatch(r"[\w-]+/[\w.-]+", model) or Path(model).parent.is_dir():
         return ""
     return f"; of the Hugging Face Hub: hf download {model} --local-dir DIR, then --model DIR"

@@ -86,20 +86,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def drafts(self) -> int:
-        """Most drafts of a sequence and step; 0: there are none."""
+        """Most drafts of a sequence and step; 0 without drafts."""
         return 0 if self.speculative.method == "none" else self.speculative.drafts
 
     @property
     def modules(self) -> int:
-        """Modules of multi-token prediction that are loaded; no more than there are drafts."""
+        """Modules of multi-token prediction that are loaded, at most one for each draft."""
         if self.speculative.method != "mtp":
             return 0
         return min(self.speculative.modules, self.speculative.drafts)
 
     @property
     def runtime_domains(self) -> int:
-        """Attention workers of one runtime: `domains`, where they share it with their ffn worker;
-        otherwise each has a runtime of its own."""
+        """Attention workers of one runtime: `domains` if they share it with their ffn worker, and 1
+        if each has a runtime of its own."""
         apart = self.mode == "colocated" or self.link.transport == "pull"
         return 1 if apart else self.domains
 
@@ -109,9 +109,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.attention.dp if self.mode == "colocated" else self.ffn.ep
 
     def shares_processes(self, processes: int) -> bool:
-        """Whether each of so many processes has an equal part of both roles' devices, in place of
-        one role's: where `attention.processes` and `ffn.processes` both say that number, or say
-        nothing and the roles do not divide over processes of their own."""
+        """Returns whether each process has an equal part of both roles' devices, instead of playing
+        one role. True if `attention.processes` and `ffn.processes` both have this number, or if
+        neither is set and the roles do not divide over processes of their own."""
         a, f = self.attention, self.ffn
         if self.mode == "colocated" or processes == 1 or self.link.transport == "pull":
             return False
@@ -121,21 +121,21 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return divides and not self.separate_splits(processes)
 
     def separate_splits(self, processes: int) -> list[tuple[int, int]]:
-        """Numbers of processes for attention and for ffn over which their devices divide evenly."""
+        """Numbers of processes for attention and for ffn that divide their devices evenly."""
         splits = [(first, processes - first) for first in range(1, processes)]
         devices = self.attention.devices, self.ffn.devices
         return [(a, f) for a, f in splits if not devices[0] % a and not devices[1] % f]
 
     @property
     def devices(self) -> int:
-        """Devices of the runtime that the deployment is, or of all of its two roles' runtimes."""
+        """Devices of the deployment's runtime, or of the runtimes of both roles together."""
         colocated = self.mode == "colocated"
         attention = self.runtime_domains * self.attention.devices
         return attention + (0 if colocated else self.ffn.devices)
 
 
 def scratch_pages(drafts: int, modules: int) -> int:
-    """Pages of a DP group that no sequence has: one, where a prediction module goes on for more
-    drafts than there are modules. It then writes entries behind a sequence's last token, which may
-    be behind its last page; page tables name page 0 there."""
+    """Pages of a DP group that no sequence gets: one if a prediction module makes more than one
+    draft. It then writes entries behind a sequence's last token, perhaps behind its last page; page
+    tables name page 0 there."""
     return int(0 < modules < drafts)

@@ -35,7 +35,7 @@ def load_deployment(
       path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder or
         its URL (then every other field has its default).
       overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
-      choose: values for the keys that are `auto` (`auto.py`); None: fixed ones.
+      choose: chooses values for the keys that are `auto` (`auto.py`); None takes the defaults.
 
     Raises:
       ConfigError: the file is missing, a key is unknown (names the nearest one), a value is out
@@ -104,16 +104,15 @@ def _converted(tree: Mapping[str, Any]) -> Deployment:
 
 
 def deployment_of(deployment: Deployment, role: str) -> Deployment:
-    """What one worker of a role runs.
+    """Returns the deployment that one worker of a role runs.
 
     Args:
-      deployment: of the fleet.
-      role: `prefill`, whose workers have a deployment of their own, without the rest of the fleet;
+      deployment: the whole fleet's.
+      role: `prefill`, whose workers have a deployment of their own without the rest of the fleet;
         or any other role.
 
     Raises:
-      ConfigError: what differs on prefill workers is wrong, or does not fit the rest; names the
-        key below `prefill`.
+      ConfigError: a key below `prefill` is wrong, or does not fit the rest; names the key.
     """
     prefill = deployment.prefill
     if role != "prefill":
@@ -142,7 +141,7 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
 
 
 PREFILL_SECTIONS = ("attention", "ffn", "link", "cache", "scheduler")
-"""Sections of which a prefill worker may have keys of its own."""
+"""Sections in which a prefill worker may have keys of its own."""
 
 
 def _override_items(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[str, Any]]:
@@ -182,7 +181,7 @@ def _check_keys(tree: Mapping[Any, Any], struct: type[msgspec.Struct], prefix: s
 
 
 def known_keys(struct: type[msgspec.Struct] = Deployment, prefix: str = "") -> list[str]:
-    """Every key of the deployment file, dotted, sections expanded."""
+    """Lists the dotted keys of the deployment file, with sections expanded."""
     keys = []
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):

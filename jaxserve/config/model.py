@@ -15,15 +15,17 @@ Floats = Literal["float32", "bfloat16"]
 
 
 def held_floats(role: str, weights: str, dtype: Floats, floats: Floats, *, on_cpus: bool) -> Floats:
-    """In which dtype a role holds the matrices that are not quantised: what `weights` says, else as
-    the files have them where that is exact, else the activations'.
+    """Returns the dtype in which a role holds matrices that are not quantised.
+
+    The role's `weights` decide. Otherwise it is the dtype of the files if that is exact, and the
+    activations' dtype if not.
 
     Args:
-      dtype: of the activations.
-      floats: as of `ModelConfig`.
+      dtype: dtype of the activations.
+      floats: see `ModelConfig`.
 
     Raises:
-      ConfigError: BF16 is asked for beside FP32 activations, and not on CPUs.
+      ConfigError: BF16 weights beside FP32 activations are asked for on other devices than CPUs.
     """
     if weights == "bfloat16" and dtype == "float32" and not on_cpus:
         raise ConfigError(
@@ -138,14 +140,14 @@ class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How INT4 matrices are scaled."""
 
     group: int = 128
-    """Of d_in, how many share a scale."""
+    """Inputs that share a scale."""
     zero_points: bool = False
-    """Whether a group has a zero point, too (as AWQ's)."""
+    """Whether a group has a zero point, too (as in AWQ)."""
 
 
 MatrixPart = Literal["attention", "dense", "experts"]
-"""What matrices belong to: the attention part of a layer, its dense FFN or shared expert, or its
-routed experts."""
+"""Part of a layer that a matrix belongs to: attention, the dense FFN or shared expert, or routed
+experts."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,35 +176,35 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     scale per block of 128 × 128; `fp8` and `int8` a scale per output channel; `int4` as `int4`
     says."""
     int4: Int4 = Int4()
-    """Of `stored` int4, and of what is made INT4 on loading."""
+    """Scales of `stored` int4, and of matrices that become INT4 on loading."""
     plain_parts: frozenset[MatrixPart] = frozenset()
-    """What the checkpoint keeps as floats all the same."""
+    """Parts that the checkpoint keeps as floats all the same."""
     floats: Floats = "float32"
-    """Dtype of the checkpoint's float matrices: `bfloat16` where all of them are, else `float32`,
-    which has the values of them all."""
+    """Dtype of the checkpoint's float matrices: `bfloat16` if all are, otherwise `float32`, which
+    represents the values of both."""
     on_cpus: bool = False
-    """Whether CPUs run it, as a deployment has it: float matrices then lie input by input, and may
-    be narrower than the activations (`model/float_matrices.py`)."""
+    """Whether the deployment runs on CPUs. Float matrices then lie input by input, and may be
+    narrower than the activations (`model/float_matrices.py`)."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0
-    """Of those, the ones that are loaded: each has a decoder layer, numbered behind `layers`."""
+    """Prediction modules that are loaded; each has a decoder layer, numbered behind `layers`."""
     int8_layers: frozenset[int] = frozenset()
-    """Layers whose attention multiplies in INT8, as a deployment has it; never those of modules."""
+    """Layers whose attention multiplies in INT8 in this deployment; never those of modules."""
 
     @property
     def experts(self) -> int:
-        """Routed experts a layer; 0: none."""
+        """Routed experts of a layer; 0 in a dense model."""
         return self.router.experts if self.router else 0
 
     @property
     def top_k(self) -> int:
-        """Routed experts a token."""
+        """Routed experts of a token."""
         return self.router.top_k if self.router else 0
 
     @property
     def all_layers(self) -> int:
-        """Decoder layers, those of the loaded modules included."""
+        """Decoder layers, including those of loaded modules."""
         return self.layers + self.modules
 
     def kind(self, layer: int) -> LayerKind:

@@ -1,4 +1,4 @@
-"""The long form of a deployment file: `roles:` and `links:` in place of a section for each.
+"""The long form of a deployment file: `roles:` and `links:` instead of one section for each.
 
 Called by `load.py` on what YAML gave, before anything is checked.
 """
@@ -10,15 +10,15 @@ from jaxserve.errors import ConfigError
 
 
 def expand_roles(tree: dict[str, Any]) -> None:
-    """Brings a file that lists roles and links into the form that has a section for each.
+    """Rewrites a file that lists roles and links into the form with one section for each.
 
     `roles:` has the sections `attention` and `ffn`, or `colocated`, and `prefill`; `links:` has
     `ffn` and `pages`. They say the same as the short form's `attention`, `ffn`, `prefill`, `link`,
     `pages` and `mode`.
 
     Raises:
-      ConfigError: an unknown role or link, a section that is there in both forms, or a mode that is
-        not that of the roles.
+      ConfigError: a role or link is unknown, a section appears in both forms, or the mode
+        contradicts the roles.
     """
     roles = _named_sections(tree, "roles", ("attention", "ffn", "colocated", "prefill"))
     links = _named_sections(tree, "links", ("ffn", "pages"))

@@ -1,7 +1,7 @@
 """The sections of a deployment file: one struct each.
 
-The docstring of every key is its entry in `configs/README.md` (`reference.py` writes it). They are
-put together in `deployment.py`, and checked against each other in `checks.py`.
+The docstring of every key is its entry in `configs/README.md` (`reference.py` writes it).
+`deployment.py` puts the sections together, and `checks.py` checks them against each other.
 """
 
 from typing import Annotated, Any, Literal
@@ -60,8 +60,8 @@ class AttentionRole(Section, frozen=True):
     """JAX runtime that the role lives in. Roles of one runtime share a `jax.distributed` group and
     are started together; a role of another one is started alone (`serve --role`)."""
     hardware: str = ""
-    """What it runs on, a name of `configs/hardware`; for people, the planner, and `--check`, which
-    says what has no kernel there."""
+    """Hardware of the role, a name of `configs/hardware`; for people, the planner, and `--check`,
+    which says which programs have no kernel there."""
 
     @property
     def devices(self) -> int:
@@ -120,8 +120,8 @@ class FFNRole(Section, frozen=True):
     """JAX runtime that the ffn role lives in; another one than attention's needs `link.transport:
     pull`, and the other way round."""
     hardware: str = ""
-    """What the ffn role runs on, a name of `configs/hardware`; for people, the planner, and
-    `--check`, which says what has no kernel there. Empty: that of attention."""
+    """Hardware of the ffn role, a name of `configs/hardware`; for people, the planner, and
+    `--check`, which says which programs have no kernel there. Empty: attention's."""
 
     @property
     def devices(self) -> int:
@@ -129,7 +129,7 @@ class FFNRole(Section, frozen=True):
 
 
 class Link(Section, frozen=True):
-    """How messages cross between the meshes."""
+    """Messages between the meshes."""
 
     dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Format of the rows sent to the ffn mesh: `auto` (= `dtype`), `float32`, `bfloat16`, `fp8`,
@@ -230,8 +230,8 @@ class Server(Section, frozen=True):
     """Port on which processes other than 0 answer `/health` and `/ready`; 0: any free one, which
     several processes of a host need; -1: none."""
     model_names: Annotated[list[str], Meta(max_length=16)] = []
-    """What HTTP clients may call the model; answers to requests without a name have the first.
-    Empty: the name of the model's folder."""
+    """Names that HTTP clients may use for the model; answers to requests without a name have the
+    first. Empty: the name of the model's folder."""
     cors_origins: Annotated[list[str], Meta(max_length=64)] = []
     """Origins, `https://host:port`, whose web pages may call over HTTP and read the answers; `*`:
     all. Empty: none but the server's own page."""
@@ -292,9 +292,9 @@ class Prefill(Section, frozen=True):
     """Length at which attention over a prompt takes as long as its linear maps do: n tokens count
     as n + n² / this. About active parameters / (layers × query heads × head dimension)."""
     mode: Literal["", "afd", "colocated"] = ""
-    """Of prefill workers; empty: as of the rest of the file."""
+    """Mode of prefill workers; empty: that of the rest of the file."""
     lanes: Annotated[int, Meta(ge=0, le=4)] = 0
-    """Of prefill workers; 0: as of the rest of the file."""
+    """Lanes of prefill workers; 0: those of the rest of the file."""
     attention: dict[str, Any] = {}
     """Keys of `attention` that differ on prefill workers."""
     ffn: dict[str, Any] = {}
@@ -326,7 +326,7 @@ class Speculative(Section, frozen=True):
 
 
 class Experts(Section, frozen=True):
-    """Routed experts that move to where there is less to do."""
+    """Routed experts that move to ranks with less work."""
 
     window_seconds: Seconds = 60.0
     """How often it is read what every expert got."""
@@ -378,8 +378,8 @@ class Pages(Section, frozen=True):
     """How long a prefill worker keeps pages that nobody asks about; whoever wants them renews the
     lease three times as often."""
     on_failure: Literal["recompute", "fail"] = "recompute"
-    """What a request does whose pages did not come: `recompute` its prompt in the domain, or fail,
-    for the router to prefill it once more."""
+    """Action for a request whose pages did not arrive: `recompute` its prompt in the domain, or
+    `fail`, so that the router prefills it once more."""
     recompute_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
     """Most tokens of a prompt that a domain recomputes; requests that need more fail. 0: any."""
     held: Size = 64
@@ -434,7 +434,7 @@ class Fleet(Section, frozen=True):
     again as a domain, on its devices, until enough are there without it. One prefill worker is
     left, unless no domain is and domains may compute prompts themselves. 0: none does."""
     stand_in_seconds: Seconds = 10.0
-    """For which domains have to be missing: longer than a domain that is started again takes."""
+    """Seconds for which domains have to be missing: longer than the restart of a domain takes."""
     late: Literal["queue", "refuse"] = "queue"
-    """What becomes of a request whose targets cannot be met, by estimate: it waits its turn, or is
+    """Action for a request whose targets cannot be met, by estimate: it waits its turn, or is
     refused with the estimate."""

@@ -1,6 +1,6 @@
-"""Where the configurations that come with the package are: deployments, models, hardware, the demo.
+"""Location of the configurations that come with the package: deployments, models, hardware, demo.
 
-In a checkout that is `configs/`, beside the package; an installed wheel has it inside. Called by
+A checkout has them in `configs/`, beside the package; an installed wheel has them inside. Called by
 the deployment reader, the planner and the benches.
 """
 
@@ -18,7 +18,7 @@ CONFIGS = next(
 
 
 def hardware_file(hardware: str) -> dict[str, Any]:
-    """What a file of `hardware/` says; nothing: there is none."""
+    """Contents of a file of `hardware/`; empty if the file does not exist."""
     path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
     if not hardware or not path.is_file():
         return {}
@@ -27,7 +27,7 @@ def hardware_file(hardware: str) -> dict[str, Any]:
 
 
 def device_kind(hardware: str) -> str:
-    """The first device kind, as JAX names it, of a file of `hardware/`; empty: there is none."""
+    """JAX's name of the first device kind in a file of `hardware/`; empty without a file."""
     kinds = hardware_file(hardware).get("device_kinds", [])
     return str(kinds[0]) if kinds else ""
 
@@ -38,10 +38,10 @@ def deployment_names() -> list[str]:
 
 
 def deployment_path(path: Path) -> Path:
-    """A deployment file by its path or, where no such file exists, by the name of one that comes
-    with the package: `demo`, or `configs/demo.yaml` away from a checkout.
+    """Finds a deployment file by its path or, if no such file exists, by the name of a file that
+    comes with the package: `demo`, or `configs/demo.yaml` outside of a checkout.
 
-    A path that is neither comes back as it is, for the reader of the file to refuse.
+    A path that is neither is returned unchanged, for the reader of the file to refuse.
     """
     if path.exists():
         return path

@@ -1,8 +1,8 @@
-"""What both ends of a link know of its messages, from the configuration alone.
+"""Shapes of a link's messages, which both ends derive from the configuration alone.
 
 Each end computes its own contract; ends of independent runtimes compare facts when they meet
-(`link/pull.py`). In how many pieces its messages come is each domain's own affair. Plain Python:
-the formats' arithmetic without JAX.
+(`link/pull.py`). Domains may cut their messages into different numbers of pieces. Plain Python,
+without JAX.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from jaxserve.link.route import Route
 
 
 class MessageSize(NamedTuple):
-    """What an ffn worker needs to know of a message beside the kind of its layer."""
+    """Size of a message, which with the kind of its layer fixes what an ffn worker runs."""
 
     pieces: int
-    """As many as its attention mesh has devices."""
+    """Number of pieces: one for each device of the attention mesh."""
     rows: int
-    """Of one piece, both ways."""
+    """Rows of one piece, both ways."""
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def piece_rows(self, tokens: int) -> int:
-        """Rows of one piece, both ways, of a step with so many tokens a DP group.
+        """Rows of one piece, both ways, in a step with this number of tokens a DP group.
 
         Raises:
           ValueError: the rows cannot be cut into equal pieces.
@@ -79,24 +79,24 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
         return rows // self.attention_devices
 
     def size(self, tokens: int) -> MessageSize:
-        """Of the messages of steps with so many tokens a DP group; raises as `piece_rows`."""
+        """Size of messages in steps with this number of tokens a DP group; see `piece_rows`."""
         return MessageSize(self.attention_devices, self.piece_rows(tokens))
 
     def of_pieces(self, pieces: int) -> "Contract":
-        """The contract of another domain, which sends messages in so many pieces; of its steps
-        nothing is known but the rows of a piece, which stand for the tokens of a DP group."""
+        """Returns the contract of another domain, which sends messages in this number of pieces.
+        Only the rows of its pieces are known; they stand for the tokens of a DP group."""
         return msgspec.structs.replace(self, groups=pieces, attention_devices=pieces)
 
     def route(self, ffn_devices: int) -> Route:
-        """Where the pieces land on an ffn mesh of so many devices."""
+        """Returns the route of the pieces on an ffn mesh with this number of devices."""
         return Route(self.attention_devices, ffn_devices, self.instances)
 
     def facts(self) -> dict[str, Any]:
-        """Everything that both ends must agree on, by name: all but the pieces."""
+        """Values that both ends must agree on, by name: all but the pieces."""
         facts = msgspec.to_builtins(self)
         return {name: facts[name] for name in facts if name not in ("groups", "attention_devices")}
 
     def digest(self) -> str:
-        """Of the facts: equal if and only if they are."""
+        """Digest of the facts: equal if and only if the facts are."""
         text = json.dumps(self.facts(), sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 Copy = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-"""Takes one array and returns one, each in a sequence: so the C++ call needs no wrapping."""
+"""Takes one array and returns one, each in a sequence, so that the C++ call needs no wrapper."""
 
 
 def public_copy(sharding: jax.sharding.Sharding) -> Copy:
@@ -24,8 +24,8 @@ def public_copy(sharding: jax.sharding.Sharding) -> Copy:
 
 
 def _proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
-    """The private function where it works as expected on this process's devices, else the public
-    one."""
+    """Returns the private function if it works as expected on this process's devices, else the
+    public one."""
     try:
         if works(private):
             return private
@@ -36,9 +36,9 @@ def _proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
 
 @functools.cache
 def fast_copy() -> Callable[[jax.sharding.Sharding], Copy]:
-    """Makes the C++ copy under `device_put`, or `device_put` where that is not as expected.
+    """Makes the C++ copy under `device_put`, or `device_put` if the private call has changed.
 
-    Private to JAX, so it proves itself first: a copy to a local device must arrive unchanged.
+    The private call proves itself first: a copy to a local device must arrive unchanged.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[-1])
     probe = jax.device_put(np.arange(7, dtype=np.int32), jax.local_devices()[0])
@@ -60,20 +60,20 @@ def _private_copy(sharding: jax.sharding.Sharding) -> Copy:
 
 
 Shards = Callable[[jax.Array], Sequence[jax.Array]]
-"""This process's shards of an array, one array a device, in the order of its sharding."""
+"""Returns this process's shards of an array, one array a device, in the sharding's order."""
 Assemble = Callable[[Sequence[jax.Array]], jax.Array]
-"""The inverse, for one shape and sharding."""
+"""Assembles an array of one shape and sharding from its shards."""
 
 
 def public_shards(array: jax.Array) -> Sequence[jax.Array]:
-    """Through JAX's public interface."""
+    """Takes an array apart through JAX's public interface."""
     return [shard.data for shard in array.addressable_shards]
 
 
 def public_assemble(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
 ) -> Assemble:
-    """Likewise; some 20 µs and more for every shard."""
+    """Assembles an array through JAX's public interface: 20 µs and more for every shard."""
     return lambda shards: jax.make_array_from_single_device_arrays(
         shape, sharding, list(shards), dtype=dtype
     )
@@ -81,7 +81,7 @@ def public_assemble(
 
 @functools.cache
 def fast_shards() -> tuple[Shards, Callable[..., Assemble]]:
-    """How to take an array apart and put one together, without checks if that works."""
+    """Returns functions that take an array apart and assemble one, without checks if possible."""
     sharding = NamedSharding(Mesh(np.array(jax.local_devices()[-1:]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), sharding)
 
@@ -96,8 +96,8 @@ def fast_shards() -> tuple[Shards, Callable[..., Assemble]]:
 
 @functools.cache
 def fast_first() -> Callable[[jax.Array], jax.Array]:
-    """How to take the first of an array's shards here: JAX makes all of them, some 4 µs each, where
-    asked for them, and has one call for what every device has a copy of."""
+    """Returns a function that takes the first of an array's shards in this process. JAX makes all
+    shards, 4 µs each, when asked for any, but has one call for replicated arrays."""
     sharding = NamedSharding(Mesh(np.array(jax.local_devices()[:2]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), sharding)
     expected = probe.addressable_shards[0].data
@@ -130,13 +130,13 @@ def _private_assemble(
 
 Put = Callable[[Sequence[jax.Array] | Sequence[np.ndarray]], jax.Array]
 """Copies arrays of one device each, or of the host, to this process's devices of a sharding, in its
-order, and makes one array of them: for one shape and sharding."""
+order, and makes one array: for one shape and sharding."""
 
 
 @functools.cache
 def fast_put() -> Callable[..., Put] | None:
-    """Makes such a call of one piece of C++, about half of what a copy between two arrays takes
-    that are put together and taken apart; None: it is not as expected."""
+    """Makes such a call of one piece of C++. It takes half the time of assembling an array, copying
+    it and taking the copy apart. None if the private call has changed."""
     here, there = jax.local_devices()[0], jax.local_devices()[-1]
     sharding = NamedSharding(Mesh(np.array([there]), ("x",)), PartitionSpec("x"))
     probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), here)

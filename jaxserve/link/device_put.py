@@ -1,11 +1,11 @@
 """Copies device to device inside one runtime, also between its processes.
 
-One copy a slot, however many devices it reaches: the host pays for its own devices' pieces and not
-for those of the other side. Only where the processes of the two sides do not match one to one is
-there a copy for every pair of them, since JAX refuses what would go to several; every process takes
-part in each, because JAX pairs the ends of copies by their number. What stays inside one of several
-processes is that one's alone. A list of arrays in one call is
-paired up wrongly between processes (seen with jax 0.12 on CPU), single arrays are not.
+Each slot takes one copy, however many devices it reaches: the host pays for the pieces of its own
+devices and not for those of the other side. If the processes of the two sides do not match one to
+one, every pair of processes takes a copy, because JAX refuses copies from one process to several.
+Every process takes part in each copy, because JAX pairs the ends of copies by their number; only a
+copy inside one of several processes is that process's alone. Calls take single arrays: JAX pairs a
+list of arrays wrongly between processes (seen with jax 0.12 on CPU).
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from jaxserve.link.transport import Transport
 
 
 class _Leg(NamedTuple):
-    """One copy: some devices' pieces of one array."""
+    """One copy of some devices' pieces of one array."""
 
     array: int
-    """Which of the sender's arrays."""
+    """Number of the sender's array."""
     pieces: tuple[int, ...]
     """Places of the copied shards among those of this process."""
     join: Assemble | None
-    """Makes what is copied of them; None: the array is copied as a whole."""
+    """Assembles the array to copy from these shards; None copies the whole array."""
     copy: Copy
 
 
@@ -104,8 +104,8 @@ class DevicePutTransport(Transport):
         return arrived if self._fill is None else self._put_together(arrived)
 
     def _put_inside(self, leg: _Leg) -> Copy | None:
-        """One call where all that this process's devices of the destination receive comes from
-        inside it; None: JAX has none."""
+        """Makes a single call for copies inside this process, if its devices of the destination
+        receive nothing from outside; None if JAX lacks the call."""
         make_put, (array, pieces, *_), take = fast_put(), leg, self._take
         if make_put is None or len(pieces) < len(self.destination.local_devices):
             return None
@@ -114,14 +114,14 @@ class DevicePutTransport(Transport):
         return lambda arrays: [put(take(arrays[array], pieces))]
 
     def _take(self, array: jax.Array, places: tuple[int, ...]) -> Arrays:
-        """These of this process's shards."""
+        """Takes these shards of an array."""
         if places == (0,):
             return [self._first(array)]
         shards = self._shards(array)
         return [shards[place] for place in places]
 
     def _put_together(self, arrived: Arrays) -> Arrays:
-        """The receiver's arrays, of the copies' shards and of padding."""
+        """Assembles the receiver's arrays from the copies' shards and padding."""
         assert self._fill is not None
         shards = [self._shards(array) for array in arrived]
         return [
@@ -136,7 +136,7 @@ class DevicePutTransport(Transport):
 
 
 Shard = tuple[int, int] | jax.Array
-"""Of a local device: a leg, and the place among this process's shards of what it brought; or
+"""Shard of a local device: a leg and the place among the shards that it brought to this process; or
 padding where no piece lands."""
 
 
@@ -147,11 +147,11 @@ def _fill_orders(
     piece: tuple[int, int],
     dtype: jnp.dtype,
 ) -> list[list[Shard]]:
-    """For each of the receiver's arrays its local shards in order.
+    """Lists the local shards of each of the receiver's arrays, in order.
 
     Args:
       placed: devices that each copy reaches, in the order of its shards.
-      arrays: the copies that make up each of the receiver's arrays.
+      arrays: the copies that fill each of the receiver's arrays.
     """
     here = jax.process_index()
     mine = [[device for device in leg if device.process_index == here] for leg in placed]
@@ -171,9 +171,9 @@ def _fill_orders(
 def _copies(
     senders: list[jax.Device], receivers: list[jax.Device]
 ) -> Iterator[list[tuple[jax.Device, jax.Device]]]:
-    """The pairs of devices, divided as JAX can copy them: all at once where each process has pairs
-    with one other at most, else by pairs of processes. Several processes never copy at once what
-    stays inside them."""
+    """Divides pairs of devices into copies that JAX supports: one copy if each process has pairs
+    with at most one other process, else one for each pair of processes. Copies inside of several
+    processes are never joined."""
     pairs = list(zip(senders, receivers, strict=True))
     processes = {(sender.process_index, receiver.process_index) for sender, receiver in pairs}
     inside = len(processes) > 1 and any(a == b for a, b in processes)
@@ -191,5 +191,5 @@ def _copies(
 
 
 def _line(devices: list[jax.Device]) -> NamedSharding:
-    """One piece on each of these devices, in this order."""
+    """Sharding with one piece on each of these devices, in this order."""
     return piece_sharding(Mesh(np.array(devices), ("pieces",)))

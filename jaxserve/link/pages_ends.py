@@ -32,7 +32,7 @@ class ExportError(Exception):
 
 
 class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pages server has done since it was started, and has in hand.
+    """Counters of a pages server since its start, and its work in hand.
 
     Attributes:
       transfers: pieces that were sent.
@@ -52,14 +52,14 @@ class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchedPiece(NamedTuple):
-    """What has arrived, complete: as `Landing` asked for it."""
+    """A piece that has arrived whole, on the devices that `Landing` asked for."""
 
     tokens: int
-    """Of the piece, padding included."""
+    """Tokens of the piece, padding included."""
     cache_format: str
     arrays: Sequence[jax.Array]
     done: Callable[[], object]
-    """To be called once it was written; until then few further pieces are asked for."""
+    """The receiver calls this once it has written the piece; until then few others are fetched."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class FetchJob:
 
 
 class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pages client has done since it was opened, and has in hand.
+    """Counters of a pages client since it was opened, and its work in hand.
 
     Attributes:
       transfers: fetches that came whole.

@@ -1,4 +1,4 @@
-"""Moves messages by one collective program on the union of both meshes, a `ppermute` a slot."""
+"""Moves messages by one collective on the union of both meshes, with a `ppermute` for each slot."""
 
 import functools
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class PermuteTransport(Transport):
         ]
 
     def _unite(self, array: jax.Array) -> jax.Array:
-        """The array over both meshes: the source's pieces, and room for the destination's."""
+        """Extends an array over both meshes: the source's pieces, and room for the others."""
         pieces = [shard.data for shard in array.addressable_shards]
         parts = pieces + self._idle if self.direction == "dispatch" else self._idle + pieces
         return jax.make_array_from_single_device_arrays(
@@ -63,7 +63,7 @@ class PermuteTransport(Transport):
 
 
 def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Inside `shard_map` over attention then ffn devices: every slot one `ppermute`."""
+    """Runs a `ppermute` for each slot, inside `shard_map` over attention and then ffn devices."""
     me = jax.lax.axis_index("devices")
     received: list[jax.Array] = []
     for leg in route.legs:

@@ -1,11 +1,10 @@
 """One direction of a link inside one JAX runtime, with its two ends.
 
-The sender is called by the worker whose arrays leave, the receiver by the worker that takes them
-in, in the same order; each enqueues and returns at once. A process that plays both roles has both
-ends, and what it sends waits here to be received. A process that plays one role calls one end: JAX
-pairs transfers between processes by their order, so each end takes part in all of a message's
-copies, also in those whose devices belong to other processes. Between independent runtimes:
-`pull.py`.
+The worker that sends arrays calls the sender, and the worker that takes them in calls the receiver,
+in the same order; each call enqueues and returns at once. A process that plays both roles has both
+ends, and its messages wait here to be received. A process that plays one role calls one end. JAX
+pairs transfers between processes by their order, so each end takes part in all copies of a message,
+including those between other processes. `pull.py` joins independent runtimes.
 """
 
 import abc
@@ -27,9 +26,9 @@ Direction = Literal["dispatch", "combine"]
 class Transport(abc.ABC):
     """Moves messages of one shape in one direction.
 
-    On the attention mesh a message is one array with a piece on each device, an answer
-    `route.instances` of them; on the ffn mesh either is `route.slots` such arrays, one a slot, in
-    which devices without a piece hold anything.
+    On the attention mesh a message is one array with a piece on each device, and an answer is
+    `route.instances` such arrays. On the ffn mesh both are `route.slots` such arrays, one for each
+    slot; devices without a piece hold padding of any value.
 
     Args:
       direction: `dispatch` goes from attention to ffn, `combine` back.
@@ -67,35 +66,35 @@ class Transport(abc.ABC):
 
     @property
     def received_shape(self) -> tuple[int, int]:
-        """Of one array on the destination."""
+        """Shape of one array on the destination."""
         return self.destination.size * self.piece[0], self.piece[1]
 
     def sender(self) -> Callable[..., object]:
-        """Makes the sending end: takes the whole message on the source mesh, one array, or one a
-        slot, and enqueues its copies."""
+        """Makes the sending end. It takes the whole message on the source mesh, one array or one
+        for each slot, and enqueues its copies."""
         copy, put = self.copier(), self._on_the_way.append
         if self._receives_here:
             return lambda *arrays: put(copy(arrays))
         return lambda *arrays: copy(arrays)
 
     def receiver(self) -> Callable[[], Arrays]:
-        """Makes the receiving end: returns the oldest message not received yet, on the destination
-        mesh, still being copied."""
+        """Makes the receiving end. It returns the oldest message that was not received yet, on the
+        destination mesh, still being copied."""
         if self._sends_here:
             return self._on_the_way.popleft
         copy, nothing = self.copier(), self._nothing()
         return lambda: copy(nothing)
 
     def clear(self) -> None:
-        """Nothing is on the way any more."""
+        """Forgets messages that are on the way."""
         self._on_the_way.clear()
 
     @abc.abstractmethod
     def copier(self) -> Callable[[Arrays], Arrays]:
-        """What takes this process's part in a message's copies."""
+        """Makes the call that takes this process's part in a message's copies."""
 
     def _nothing(self) -> Arrays:
-        """What a process without source devices puts in place of the message."""
+        """Stands in for the message in a process without source devices."""
         count = 1 if self.direction == "dispatch" else self.route.slots
         shape = (self.source.size * self.piece[0], self.piece[1])
         return [absent(shape, self.source_sharding, self.dtype)] * count
@@ -103,5 +102,5 @@ class Transport(abc.ABC):
 
 @functools.lru_cache(maxsize=1024)
 def absent(shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> jax.Array:
-    """An array of which this process holds no shard: its part in a copy between others' devices."""
+    """Makes an array without shards in this process, for copies between other processes."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

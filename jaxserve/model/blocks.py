@@ -103,8 +103,8 @@ class FFNBlock(Module):
     is one of `experts` where it has ranks of its own.
 
     Attributes:
-      own_rows: whether `dense` is for a device's own rows, and not a share of all rows' sum.
-      whole: whether every device has all of it then, or all that its instance has.
+      own_rows: whether `dense` computes a device's own rows, instead of a share for all rows.
+      whole: whether every device then has the whole shared expert, or its instance's whole part.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Head(Module):
         return self.logits(self.normed(x))
 
     def own_columns(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows columns"]:
-        """This device's part of the FP32 logits; -inf where it is padding."""
+        """Computes this device's columns of the FP32 logits; padding has -inf."""
         own = matmul(self.normed(x), self.weight[...])
         if own.shape[1] * jax.lax.axis_size("tp") == self.config.vocab:
             return own
@@ -206,11 +206,11 @@ class Head(Module):
         return jnp.where(jnp.arange(own.shape[1]) < there, own, -jnp.inf)
 
     def normed(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
-        """The hidden states that logits are made of."""
+        """Applies the final norm, whose results logits are made of."""
         return rms_norm(x, self.norm[...], self.config.norm_epsilon)
 
     def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
-        """FP32, of hidden states behind a norm."""
+        """Computes FP32 logits of hidden states behind the final norm."""
         return all_columns(matmul(hidden, self.weight[...]), self.config.vocab)
 
 
@@ -282,7 +282,7 @@ class ModelTemplates:
         }
 
     def of_experts(self, experts: tuple[int, ...]) -> Template:
-        """Of a MoE layer's block without anything but one expert a rank: these; below 0: none."""
+        """Template of a MoE block that has nothing but one expert a rank: these; negative: none."""
         config = self.config
         assert config.router is not None
         router = msgspec.structs.replace(config.router, experts=len(experts))
@@ -298,7 +298,7 @@ def deployment_slots(config: ModelConfig, deployment: Deployment) -> SlotSizes:
 
 
 def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
-    """The leaves whose last entries are parts of the shared expert, whose d_ff they divide."""
+    """Leaves whose last entries are parts of the shared expert, which divide its d_ff."""
     if not sizes.shared_parts:
         return {}
     cut = {"gate": 0, "up": 0, "down": 1}
@@ -309,7 +309,7 @@ def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
 
 
 def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> WeightFormat:
-    """The weight format of a part of a layer with `auto` resolved to the checkpoint's own format.
+    """Returns the weight format of a part of a layer; `auto` is the checkpoint's own format.
 
     `fp8` keeps the FP8 blocks of a checkpoint that has them.
     """
@@ -359,7 +359,8 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
     """Checks that every sharded dimension divides as the deployment asks.
 
     Raises:
-      ConfigError: one does not; names the key and the sizes."""
+      ConfigError: a dimension does not divide; names the key and the sizes.
+    """
     tp = deployment.attention.tp
     q_heads, kv_heads = config.attention.q_heads, config.attention.kv_heads
     for name, size in (("query heads", q_heads), ("d_model", config.d_model)):

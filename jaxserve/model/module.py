@@ -69,9 +69,9 @@ class Weight:
     """A parameter.
 
     Attributes:
-      value: the array, all of it or one device's slice; in a template its shape and dtype.
+      value: the whole array or one device's slice; in a template its shape and dtype.
       dimensions: names of its axes for the sharding rules.
-      input_major: whether it is a matrix, or a stack of them, as `InputMajor` has its values.
+      input_major: whether it is a matrix or a stack of matrices in the layout of `InputMajor`.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Weight:
         self.value, self.dimensions, self.input_major = value, dimensions, input_major
 
     def __getitem__(self, key: EllipsisType) -> Any:
-        """`[...]` is the array, as products take it."""
+        """Returns the array in the form that products take, for `[...]`."""
         if self.input_major and not isinstance(self.value, InputMajor):
             return InputMajor(self.value)
         return self.value
 
     def by_inputs(self, shards: Mapping[str, int]) -> "Weight":
-        """The same matrix, or stack, as `InputMajor` has it; no tile is on two devices."""
+        """Returns the matrix or stack in the layout of `InputMajor`; no tile spans two devices."""
         *outer, d_out, d_in = self.dimensions
         width = width_of(self.shape[-2] // shards.get(d_out or "", 1))
         return Weight(in_tiles(self.value, width), (*outer, d_out, d_in, None), input_major=True)
@@ -97,10 +97,10 @@ class Weight:
 
 
 class Module:
-    """What has weights as attributes, and modules that have some."""
+    """An object with weights, and modules with weights, as attributes."""
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """All of them by dotted path, attributes in alphabetical order."""
+        """Yields all weights by dotted path, attributes in alphabetical order."""
         for name, value in sorted(vars(self).items()):
             if isinstance(value, Weight):
                 yield name, value
@@ -108,7 +108,7 @@ class Module:
                 yield from ((f"{name}.{path}", weight) for path, weight in value.weights())
 
     def replaced(self, values: Iterable[Any]) -> Self:
-        """The same module with these as the values of its weights, in the order of `weights`."""
+        """Returns the module with other values for its weights, in the order of `weights`."""
         rest, made = iter(values), copy.copy(self)
         for name, value in sorted(vars(self).items()):
             if isinstance(value, Weight):
@@ -120,7 +120,7 @@ class Module:
 
 
 class Rngs:
-    """Random keys, one after the other."""
+    """A sequence of random keys."""
 
     def __init__(self, seed: int):
         self._key, self._count = jax.random.key(seed), 0
@@ -137,7 +137,7 @@ class QuantWeight(Module):
     Attributes:
       values: [..., d_out, d_in].
       scales: FP32, one per block.
-      zeros: INT8, as many, if the matrix has zero points.
+      zeros: INT8, one per block; None without zero points.
       block: (rows, columns) that share a scale; 0 means the whole axis.
     """
 
@@ -161,14 +161,14 @@ class QuantWeight(Module):
             self.zeros = Weight(jnp.zeros(quantised.scales.shape, jnp.int8), dimensions=of_blocks)
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
-        """`[...]`, as of a `Weight`."""
+        """Returns the matrix in the form that products take, for `[...]`."""
         zeros = None if self.zeros is None else self.zeros[...]
         return QuantArray(self.values[...], self.scales[...], self.block, zeros)
 
 
 def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
-    """A weight with normally distributed values of standard deviation 1/√(last axis); the keywords
-    name the axes, in order.
+    """Makes a weight with normally distributed values of standard deviation 1/√(last axis). The
+    keywords name the axes, in order.
 
     A trailing underscore in a name keeps two equal dimensions apart (`d_model`, `d_model_`).
     """
@@ -178,7 +178,7 @@ def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
 
 
 def matrix(rngs: Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
-    """A matrix [..., d_out, d_in] of a linear map, in the role's format.
+    """Makes a matrix [..., d_out, d_in] of a linear map in the role's format.
 
     The contracted axis comes last, as in checkpoints (loading is then a plain read) and as tensor
     cores require for 8-bit operands.
@@ -189,7 +189,7 @@ def matrix(rngs: Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWei
 def side_by_side(
     rngs: Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
 ) -> Weight | QuantWeight:
-    """The matrices of several linear maps, concatenated along d_out.
+    """Makes the matrices of several linear maps, concatenated along d_out.
 
     Args:
       parts: d_out of each map; scale blocks do not span two maps.
@@ -222,17 +222,17 @@ def side_by_side(
 
 
 def _block(size: int, shards: int, most: int = BLOCK) -> int:
-    """The block size of an axis: small enough that no block spans two devices."""
+    """Returns the block size of an axis: small enough that no block spans two devices."""
     return most if shards == 1 else math.gcd(most, size // shards)
 
 
 def zeros(dtype: jnp.dtype, **dimensions: int) -> Weight:
-    """A bias, zero everywhere."""
+    """Makes a bias, zero everywhere."""
     return Weight(jnp.zeros(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
 
 
 def scale(dtype: jnp.dtype, **dimensions: int) -> Weight:
-    """A norm's weight, one everywhere."""
+    """Makes a norm's weight, one everywhere."""
     return Weight(jnp.ones(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
 
 
@@ -243,7 +243,7 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
 def linear(
     x: Float[Array, "tokens d_in"], w: Weight | QuantWeight, bias: Weight | None = None
 ) -> Float[Array, "tokens d_out"]:
-    """x · w with FP32 accumulation, plus the bias, in x's dtype."""
+    """Computes x · w with FP32 accumulation, plus the bias, in x's dtype."""
     product = matmul(x, w[...])
     if bias is not None:
         product += bias[...].astype(jnp.float32)
@@ -251,22 +251,22 @@ def linear(
 
 
 def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Array, "tokens d"]:
-    """This device's summand of a sum over `tp`; the first device alone adds the bias."""
+    """Adds the bias to this device's summand of a sum over `tp`, on the first device alone."""
     if bias is None:
         return share
     return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
 
 
 class Part(NamedTuple):
-    """Entries that a leaf's first axis has behind those of the checkpoint's array: equal parts of
-    another of its matrices."""
+    """Entries of a leaf's first axis behind those of the checkpoint's array: equal parts of another
+    matrix of the checkpoint."""
 
     name: str
-    """Of that matrix."""
+    """Path of that matrix."""
     pieces: int
-    """How many it is divided into."""
+    """Number of parts that the matrix is divided into."""
     axis: int
-    """Along which."""
+    """Axis that is divided."""
 
 
 class TemplateLeaf(jax.ShapeDtypeStruct):
@@ -285,22 +285,22 @@ class TemplateLeaf(jax.ShapeDtypeStruct):
 
     @property
     def of_slots(self) -> bool:
-        """Whether every slot of experts has an entry of it."""
+        """Returns whether every slot of experts has an entry of the array."""
         return self.dimensions[:1] == ("slots",)
 
 
 class Template:
-    """A module without arrays: its structure, and what every leaf is.
+    """A module without arrays: its structure, and a description of every leaf.
 
     Programs rebuild the module from flat leaves, the loader makes the leaves, and workers pass
     them to programs, all in the same order.
 
     Attributes:
-      leaves: what each one is.
-      names: of the leaves.
-      entries: of a first axis, by its name: which entry of the checkpoint's each of its own is at
-        first; negative: none.
-      parts: by the path of a matrix: what its entries are that the checkpoint's has not.
+      leaves: shape, dtype and dimensions of every leaf.
+      names: paths of the leaves.
+      entries: by the name of a first axis, the entry of the checkpoint's array that each entry of
+        the leaf holds at first; negative: none.
+      parts: by the path of a matrix, the entries that the checkpoint's array does not have.
     """
 
     def __init__(
@@ -326,13 +326,13 @@ class Template:
         self._module = made[-1].replaced(self.leaves)
 
     def merge(self, leaves: Sequence[Array | InputMajor]) -> Any:
-        """The module with these leaves (global or one device's slices)."""
+        """Rebuilds the module with these leaves, global arrays or one device's slices."""
         if len(leaves) != len(self.leaves):
             raise ValueError(f"{len(leaves)} leaves for a module of {len(self.leaves)}")
         return self._module.replaced(leaves)
 
     def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
-        """The partition spec of every leaf."""
+        """Returns the partition spec of every leaf."""
         return tuple(partition_spec(leaf.dimensions, rules) for leaf in self.leaves)
 
     def arrays(
@@ -349,8 +349,8 @@ class Template:
         return placed(mesh, stacked, [PartitionSpec(None, *spec) for spec in self.specs(rules)])
 
     def random(self, seed: int) -> list[Array]:
-        """Random leaves, for benchmarks and tests without a checkpoint; entries that are the same
-        of the checkpoint's are the same."""
+        """Makes random leaves for benchmarks and tests without a checkpoint. Entries that hold the
+        same entry of the checkpoint's array are equal."""
         leaves = []
         for _, made in self._build(Rngs(seed)).weights():
             own = self.entries.get(made.dimensions[0] or "") if self.parts else None

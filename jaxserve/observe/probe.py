@@ -27,7 +27,7 @@ class Watched(Protocol):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one process measured."""
+    """Measurements of one process."""
 
     spans: list[Span]
 

@@ -30,7 +30,7 @@ class Result(Protocol):
 
 
 class _ShortSwitchInterval:
-    """The thread switch interval of the process, shortened while any recorder needs it so."""
+    """Shortens the thread switch interval of the process while any recorder is active."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class Recorder:
             _short_interval.enter()
 
     def pause(self) -> None:
-        """Does without the short interval until `resume`; the last recorder restores it."""
+        """Gives the short interval up until `resume`; the last recorder restores the usual one."""
         if self._resumed:
             self._resumed = False
             _short_interval.leave()
@@ -119,7 +119,7 @@ class Recorder:
         Args:
           result: the array that the stage produces; it must never be donated, since the recorder
             holds it until it is ready.
-          load: of its step.
+          load: the work of its step.
           begun: when its enqueueing began; None: now.
         """
         enqueued = self._clock() if begun is None else begun
@@ -134,10 +134,10 @@ class Recorder:
         stages.put((layer, step, enqueued, load, result))
 
     def seen(self, lane: int, result: Result) -> None:
-        """The caller waited for a result that this recorder observes, and has it now.
+        """Notes that the caller has waited for an observed result and has it now.
 
-        Whichever thread wakes first notes the end: where all cores are busy the other one gets one
-        when the next stage is over.
+        The thread that wakes first notes the end: if all cores are busy, the other one gets a core
+        only when the next stage is over.
         """
         self._seen[lane] = result, self._clock()
 

@@ -17,7 +17,7 @@ from jaxserve.roles.layout import StepLoad
 AFDStage = Literal["attend", "dispatch", "ffn", "combine"]
 STAGES: tuple[AFDStage, ...] = get_args(AFDStage)
 AnyStage = AFDStage | Literal["step"]
-"""The stages of AFD, and the only stage of colocated mode, one program for all."""
+"""The stages of AFD, and the only stage of colocated mode, where a step is one program."""
 _INPUT: dict[AnyStage, AnyStage] = {
     "attend": "combine",
     "dispatch": "attend",
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     enqueued_ns: int
     """When its enqueueing began; it cannot have started earlier."""
     load: StepLoad | None = None
-    """Of its step."""
+    """The work of its step."""
 
     @property
     def milliseconds(self) -> float:

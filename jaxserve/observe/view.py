@@ -11,7 +11,7 @@ from jaxserve.observe.spans import AnyStage, Span
 from jaxserve.roles.expert_view import ExpertView
 
 MAX_SPANS = 2048
-"""Of a timeline."""
+"""Most spans of a timeline."""
 
 
 class Transfers(NamedTuple):
@@ -26,16 +26,16 @@ class DomainShare(NamedTuple):
 
     domain: int
     steps: int
-    """That have stages in the window."""
+    """Steps that have stages in the window."""
     busy: dict[AnyStage, float]
-    """Time of the stages of its lanes over that of the window."""
+    """Time of the stages of its lanes, divided by the time of the window."""
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The latest measurement. Everything in it is a sample of some steps."""
 
     measured_at: float | None = None
-    """Unix time of the measurement; None: nothing was measured yet."""
+    """Unix time of the measurement; None before the first one."""
     window_seconds: float = 0.0
     """The window of whole steps to which the fractions refer."""
     steps: int = 0
@@ -52,6 +52,6 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     domains: list[DomainShare] = []
     transfers: dict[AnyStage, Transfers] = {}
     experts: ExpertView | None = None
-    """Where experts are, counted all the time; None: they are not this runtime's."""
+    """Placement and load of experts, counted all the time; None if another runtime has them."""
     missing: str = ""
     """Processes whose figures are missing, and why."""

@@ -1,4 +1,4 @@
-"""Samples the pipeline while somebody is watching: decides which steps are measured, and keeps the
+"""Samples the pipeline while a client watches: decides which steps are measured, and keeps the
 results.
 
 The step loop calls `next` at every boundary; everything slow runs on a thread of this module.
@@ -28,7 +28,7 @@ REST_SECONDS = 1.0
 REST_FACTOR = 19.0
 """Pause after a measurement as a multiple of its duration: at most a twentieth of the time."""
 CLOSE_SECONDS, CLOSE_FACTOR = 3.0, 4.0
-"""The same while the page looks every second: at most a fifth of the time."""
+"""Pauses while the page looks every second: measuring takes at most a fifth of the time."""
 STEPS = 4
 """Measured steps of each lane: the first overlaps with unmeasured steps before it, the last with
 those after it."""
@@ -47,7 +47,7 @@ Collect = Callable[[float], list[Measured]]
 
 
 class Watch:
-    """Measures now and then, while somebody is watching.
+    """Measures a few steps now and then while a client watches.
 
     Args:
       probe: this process's probe.
@@ -180,8 +180,8 @@ def _fractions(summary: Summary) -> tuple[dict[AnyStage, float], float | None]:
 
 
 def domain_shares(spans: Sequence[Span], window: Summary, domains: int) -> list[DomainShare]:
-    """What each domain had of a window: the time of its attention stages and of the ffn's on its
-    messages, and its steps."""
+    """Share of each domain in a window: its steps, the time of its attention stages, and the time
+    that the ffn mesh spent on its messages."""
     shares = []
     seconds = max(window.milliseconds, 1e-9) / 1e3
     for domain in range(domains):

@@ -31,7 +31,7 @@ from pallas_kernels.quantize import sliceable
 _COUNTS = BankShape.counts_spec(ATTENTION_AXES[:1])
 
 _Leaves = tuple[dict[int, Any], dict[int, Any]]
-"""Of an attention and an ffn block, by place."""
+"""Leaves of an attention block and of an ffn block, by their place in the block."""
 
 
 class ColocatedPrograms(TokenPrograms):
@@ -51,7 +51,7 @@ class ColocatedPrograms(TokenPrograms):
             if kind.ffn == "moe"
         )
         self.stacked_banks = len(self.banks)
-        """The first ones are those of the step; one may follow, that of the prediction modules."""
+        """Number of banks of the step; the bank of prediction modules may follow."""
         if self.config.modules:
             modules = range(self.config.layers, self.config.all_layers)
             self.banks += (Bank(tuple(modules), templates.slots),)
@@ -73,7 +73,7 @@ class ColocatedPrograms(TokenPrograms):
         return stacked_pages(self.page_arrays, self.config.all_layers)
 
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
-        """Runs of equal layers, whose leaves are stacked along a new first axis."""
+        """Lists the runs of equal layers, whose leaves are stacked along a new first axis."""
         return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
@@ -197,7 +197,7 @@ class ColocatedPrograms(TokenPrograms):
     def _bank_arrays(
         self, banks: Sequence[Bank]
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-        """The counts and the tables of these banks."""
+        """Shapes of the counts and the tables of these banks."""
         shapes = [bank.shape for bank in banks]
         counts = placed(self.mesh, [shape.counts for shape in shapes], [_COUNTS] * len(shapes))
         tables = placed(self.mesh, [shape.table for shape in shapes], [REPLICATED] * len(shapes))
@@ -206,7 +206,7 @@ class ColocatedPrograms(TokenPrograms):
     def _layers(
         self, kind: LayerKind, count: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-        """The stacked leaves of attention and ffn of layers of one kind."""
+        """Shapes of the stacked leaves of attention and ffn in layers of one kind."""
         attention, ffn = self.templates.attention[kind], self.templates.ffn[kind.ffn]
         return (
             attention.arrays(self.mesh, ATTENTION_RULES, count),
@@ -219,15 +219,16 @@ class ColocatedPrograms(TokenPrograms):
         return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """The residual stream, which is x itself."""
+        """Returns the residual stream, which is x itself."""
         return parts[0]
 
     def _parted(self, kind: LayerKind, *blocks: Sequence[Array]) -> tuple[_Leaves, _Leaves]:
-        """Leaves of attention and ffn that are not cut out of the stack of layers, and those that
-        are; by place in their block.
+        """Divides the leaves of attention and ffn into those that stay whole stacks, and those that
+        the scan slices; by their place in the block.
 
         The scan would copy a layer's experts, and matrices that lie input by input, before every
-        use. Their products find the right ones themselves; experts of all layers are in one row.
+        use. Products with these take the whole stack and find their layer; experts of all layers
+        are in one row.
         """
         whole: _Leaves = ({}, {})
         sliced: _Leaves = ({}, {})
@@ -251,7 +252,7 @@ class ColocatedPrograms(TokenPrograms):
         carry: Any,
         scanned: Any,
     ) -> tuple[Any, Array | None]:
-        """One layer of a run that begins at layer `start`."""
+        """Runs one layer of a run that begins at layer `start`."""
         (x, pages), (layer, sliced, table) = carry, scanned
         attention, ffn = (
             [_of_layer(leaves[place], layer) for place in range(len(leaves))]

@@ -20,9 +20,9 @@ from jaxserve.roles.step_plan import SaidTokens
 from jaxserve.roles.token_programs import TokenPrograms
 
 LOOKED_UP = (3, 2)
-"""So many last tokens are looked up, the first that are found."""
+"""Numbers of last tokens to look up; the first one with a match counts."""
 RECALLED = 1024
-"""Tokens a DP group that `recall` takes at a time."""
+"""Tokens of a DP group that one call of `recall` takes."""
 
 
 def resolve(programs: TokenPrograms, bucket: Bucket) -> Program:
@@ -120,8 +120,8 @@ def recall(programs: TokenPrograms) -> Program:
 
 
 def recall_words(said: Sequence[SaidTokens], groups: int, slots: int) -> np.ndarray:
-    """int32 `[groups, 3, tokens]`: of each token its slot, its place in the sequence, and itself;
-    whole runs of `RECALLED`, filled up with a slot that there is not."""
+    """int32 `[groups, 3, tokens]`: slot, place in the sequence, and id of each token. Whole runs of
+    `RECALLED`, padded with a slot that does not exist."""
     parts: list[list[np.ndarray]] = [[] for _ in range(groups)]
     for row, start, data in said:
         tokens = np.frombuffer(data, "<i4")
@@ -140,12 +140,12 @@ def recall_words(said: Sequence[SaidTokens], groups: int, slots: int) -> np.ndar
 def looked_up(
     said: Int[Array, "slots width"], last: Int[Array, " slots"], count: int
 ) -> Int[Array, "slots count"]:
-    """What followed where the last tokens of each sequence were said before, latest first.
+    """Proposes the tokens that followed the latest earlier place of each sequence's last tokens.
 
     Args:
-      said: its tokens.
-      last: the place of its last one.
-      count: tokens to propose. What is found may overlap the end: then it goes on as it repeats.
+      said: the sequence's tokens.
+      last: the place of its last token.
+      count: tokens to propose. A match may overlap the end; the proposal then repeats its period.
     """
     width = said.shape[1]
     place = jnp.arange(width, dtype=jnp.int32)[None]

@@ -1,8 +1,7 @@
-"""The programs of the ffn role: one a kind of layer and size of a step (design, decisions 1 and 6).
+"""The programs of the ffn role: one for each kind of layer and size of a step.
 
-A message arrives as pieces, one a slot of a device; what the devices that no piece reaches hold is
-padding. The exchange brings the rows to the devices that need them and the results back to where
-the rows came from.
+A message arrives as pieces, one for each slot of a device; slots without a piece hold padding. The
+exchange brings rows to the devices that need them, and results back to the rows' devices.
 """
 
 from typing import cast
@@ -25,10 +24,10 @@ from jaxserve.roles.program import REPLICATED, Arrays, Program
 
 
 class FFNPrograms:
-    """What runs on the ffn mesh, for the messages of domains that have one contract.
+    """Programs of the ffn mesh for the messages of domains that share a contract.
 
     Args:
-      contract: None: that of the deployment.
+      contract: shapes of the messages; None takes the deployment's.
     """
 
     def __init__(
@@ -69,9 +68,12 @@ class FFNPrograms:
             )
 
     def ffn(self, tokens: int, kind: FFNKind) -> Program:
-        """(pieces of the message, one array a slot…, layer…) → (pieces of the answer…), for steps
-        of so many tokens a DP group. With routed experts their table and counts come before the
-        layer, and the counts behind the answer."""
+        """(message, table, counts, layer) → (pieces of the answer…, counts), for steps with this
+        number of tokens a DP group.
+
+        The message has one array for each slot. Layers without routed experts have neither table
+        nor counts.
+        """
         layer, slots = self.templates.ffn[kind], self.route.slots
         message, rows = self.formats[kind], self.contract.piece_rows(tokens)
         packing, exchange = PackedRows(message, self.dtype), self.exchanges[kind]

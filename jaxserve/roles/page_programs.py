@@ -1,10 +1,10 @@
 """Programs that read and write pages of the KV cache for a hand-off, in its wire form.
 
-The wire form of a run of tokens is one array a KV head and page array, `[layers, tokens, width]`
-for values and `[layers, tokens]` for the scales of 8-bit formats. So neither `tp` nor the page size
-of one end is the other's affair. `gather` makes it of pages; `scatter` puts it into pages, and
-converts it where the two caches have different formats. Both run on the whole attention mesh: the
-DP group that is meant takes part with its pages, the others with none.
+The wire form of a run of tokens is one array for each KV head and page array, `[layers, tokens,
+width]` for values and `[layers, tokens]` for the scales of 8-bit formats. It does not depend on
+`tp` or the page size of either end. `gather` makes it from pages. `scatter` writes it into pages,
+and converts it if the two caches have different formats. Both run on the whole attention mesh: one
+DP group takes part with its pages, the others without any.
 """
 
 import math
@@ -35,7 +35,7 @@ class PageKey(NamedTuple):
     name: Literal["gather", "scatter"]
     tokens: int
     cache_format: WireFormat
-    """Format of the wire's values."""
+    """Format of the values on the wire."""
 
 
 class PagePrograms:
@@ -60,24 +60,25 @@ class PagePrograms:
         self.widths = tuple(
             array.shape[3] for array in programs.page_arrays if len(array.shape) == 4
         )
-        """Of the values: keys and values, or the latent, or that and its rotated part."""
+        """Widths of the values: keys and values, or the latent, or the latent and its rotated
+        part."""
         rotated = (False, deployment.cache.rope != "auto")
         self._as_it_is = rotated[: len(self.widths)]
-        """Which of the values are in BF16 whatever the format."""
+        """Whether each of the values is in BF16 in every format."""
 
     @property
     def heads(self) -> int:
-        """KV heads that a device holds."""
+        """Number of KV heads that a device holds."""
         return max(1, self.kv_heads // self.tp)
 
     def head(self, rank: int, index: int) -> int:
-        """Which KV head is the `index`-th of the device with this rank along tp."""
+        """Returns the number of the `index`-th KV head of the device with this rank along tp."""
         if self.kv_heads >= self.tp:
             return rank * self.heads + index
         return rank * self.kv_heads // self.tp
 
     def wire(self, tokens: int, cache_format: WireFormat) -> tuple[WireArray, ...]:
-        """The arrays of one KV head."""
+        """Shapes of the arrays of one KV head."""
         storage = STORAGE[cache_format]
         dtype = jnp.dtype(jnp.uint8) if storage == jnp.float8_e4m3fn else storage
         wide = jnp.dtype(jnp.bfloat16)
@@ -97,13 +98,13 @@ class PagePrograms:
         return self.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of all layers, as programs take them."""
+        """Shapes of the pages of all layers, as programs take them."""
         if self._stacked:
             return stacked_pages(self._page_arrays, self.layers)
         return self._page_arrays * self.layers
 
     def everywhere(self, wire: Sequence[WireArray]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Arrays of which every device has one, behind each other along the first axis."""
+        """Shapes of arrays with one part for each device along the first axis."""
         devices = self.groups * self.tp
         return tuple(
             self.shape(devices * shape[0], *shape[1:], dtype=dtype, spec=PIECES)
@@ -111,14 +112,14 @@ class PagePrograms:
         )
 
     def gather_pages(self, tokens: int) -> int:
-        """Pages that hold any `tokens` tokens in a row."""
+        """Number of pages that can hold any `tokens` consecutive tokens."""
         return -(-tokens // self.page_size) + 1
 
     def gather(self, tokens: int) -> Program:
-        """(page ids, offset, pages…) → for every KV head of the device, its wire arrays.
+        """(page ids, offset, pages) → the wire arrays of every KV head of the device.
 
-        `page_ids` is `[dp, gather_pages]`, `offset` `[dp]` the place of the first token in them.
-        The results lie behind each other along the first axis, a device each.
+        `page_ids` is `[dp, gather_pages]`; `offset` `[dp]` is the place of the first token in these
+        pages. The results have one part for each device along the first axis.
         """
 
         def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
@@ -141,10 +142,10 @@ class PagePrograms:
         )
 
     def scatter(self, tokens: int, cache_format: WireFormat) -> Program:
-        """(page ids, wire arrays of every KV head of the device…, pages…) → pages.
+        """(page ids, wire arrays of every KV head of the device, pages) → pages.
 
-        `page_ids` is `[dp, tokens / page_size]`; from the first id of `pages` or more on, nothing
-        is written.
+        `page_ids` is `[dp, tokens / page_size]`; nothing is written from the first id on that is
+        not below `pages`.
         """
         shapes, kinds = self.page_shapes(), len(self._page_arrays)
         wire = self.wire(tokens, cache_format) * self.heads
@@ -175,7 +176,7 @@ class PagePrograms:
         )
 
     def _layers_of(self, pages: Sequence[Array], place: int) -> list[Array]:
-        """One kind of page array, as `[pages, …]` arrays of some layers each, in order."""
+        """Page arrays of one kind, in order; each has the pages of one or more layers."""
         return list(pages[place :: len(self._page_arrays)])
 
     def _gathered(
@@ -201,7 +202,7 @@ class PagePrograms:
         return jax.lax.cond(offset == 0, lambda: read(page_ids[:count]), shifted)
 
     def _rows(self, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
-        """Rows of a page array that hold these pages, layer by layer where it has all layers."""
+        """Rows of a page array that hold these pages; layer by layer if it has all layers."""
         if not self._stacked:
             return page_ids
         first = jnp.arange(self.layers, dtype=page_ids.dtype)[:, None] * self.pages
@@ -214,7 +215,7 @@ class PagePrograms:
         head: int,
         entries: Num[Array, "layers tokens *width"],
     ) -> Num[Array, "rows heads page_size *width"]:
-        """A page array with a head's entries written into these pages of its layers."""
+        """Writes a head's entries into these pages of a page array."""
         rows, count = self._rows(page_ids), page_ids.shape[0]
         blocks = entries.reshape(rows.shape[0], self.page_size, *entries.shape[2:])
         layers = rows.shape[0] // count
@@ -236,7 +237,7 @@ class PagePrograms:
     def _converted(
         self, arrived: Sequence[Array], cache_format: WireFormat
     ) -> list[Sequence[Array]]:
-        """The wire arrays in the cache's format: by kind of page array, then by head; each is
+        """Converts wire arrays to the cache's format: by kind of page array, then by head; each is
         `[layers, tokens, …]`."""
         arrays = len(arrived) // self.heads
         by_kind = [arrived[place::arrays] for place in range(arrays)]
@@ -246,7 +247,7 @@ class PagePrograms:
         return [[*stack] for stack in stacks]
 
     def _in_own_format(self, stacks: list[Array], cache_format: WireFormat) -> list[Array]:
-        """Arrays `[heads, layers, tokens, …]` of the wire's format in the cache's."""
+        """Converts arrays `[heads, layers, tokens, …]` from the wire's format to the cache's."""
         kinds = self._as_it_is.count(False)
         rows, wide = stacks[:kinds], stacks[kinds : len(self.widths)]
         if has_scales(cache_format):

@@ -1,6 +1,6 @@
-"""What runs after a step's last program where a request of the step asks for more than a token.
+"""Runs the programs for options of requests at the end of a step.
 
-The workers that hold the head call it at the end of every step. It holds each lane's token counts
+Called by the workers that hold the head, at the end of every step. Holds each lane's token counts
 (for penalties) on the device; the plan decides which sequence they belong to.
 """
 
@@ -32,8 +32,8 @@ class SamplingExecutables(NamedTuple):
 def options_programs(
     programs: TokenPrograms, buckets: Sequence[Bucket]
 ) -> dict[ProgramKey, Program]:
-    """What runs after a step that has a request with options; the longest to compile first. Small
-    steps have none: the scheduler gives such requests larger ones."""
+    """Programs that run after a step with options; the longest to compile come first. Small steps
+    have no options: the scheduler gives such requests larger steps."""
     wanted = {}
     buckets = [bucket for bucket in buckets if not bucket.is_small(programs.slots)]
     for bucket in buckets:
@@ -48,7 +48,7 @@ def options_programs(
 
 
 def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables | None:
-    """Picks those of one bucket out of everything that was compiled; None: it is a small one."""
+    """Picks the sampling programs of one bucket; None for a small bucket."""
     tokens = bucket.of_tokens
     if ProgramKey("choose", None, tokens) not in compiled:
         return None
@@ -64,18 +64,18 @@ class Finished(NamedTuple):
 
     plan: StepPlan
     sampled: jax.Array
-    """int32 [groups, slots], replicated over the mesh; of a step with drafts [groups, slots,
-    1 + drafts], with `REJECTED` behind the tokens that hold."""
+    """int32 [groups, slots], replicated over the mesh. A step with drafts has [groups, slots,
+    1 + drafts], with `REJECTED` behind the accepted tokens."""
     logits: jax.Array
-    """FP32 [groups * slots, vocab], of a step with drafts 1 + drafts rows a slot, of a small step
-    [groups * tokens, vocab]; rows after which nothing was sampled mean nothing."""
+    """FP32 [groups * slots, vocab]. A step with drafts has 1 + drafts rows a slot, a small step
+    [groups * tokens, vocab]. Rows without sampling have no meaning."""
     last: jax.Array
-    """What this process computes last in the step: when it is there, so is everything before."""
+    """The last result of the step in this process; all others are ready before it."""
     logprobs: jax.Array | None = None
-    """int32 [groups, slots, …], of a step with drafts [groups, slots, 1 + drafts, …], as
-    `programs.sampling` packs them; None where nobody asked."""
+    """int32 [groups, slots, …], in a step with drafts [groups, slots, 1 + drafts, …], as packed by
+    `sampling_programs.py`; None if no request asked."""
     scores: jax.Array | None = None
-    """int32 [groups, tokens, …]: the same of prompt tokens."""
+    """int32 [groups, tokens, …]: log-probabilities of prompt tokens, packed likewise."""
 
 
 class Sampling:
@@ -111,16 +111,16 @@ class Sampling:
         left: tuple[jax.Array, ...],
         stream: Sequence[jax.Array],
     ) -> tuple[jax.Array, Finished, Sequence[jax.Array]]:
-        """The lane's last tokens, the step with everything that was asked for, and with drafts the
-        lane's lengths.
+        """Returns the lane's last tokens, the finished step with all results that were asked for,
+        and in steps with drafts the lane's lengths.
 
         Args:
           plan, batch: the step, and its array.
-          executables: of its bucket; None: it is a small one, and the step has no options.
+          executables: programs of its bucket; None for a small bucket, whose steps have no options.
           before: the lane's last tokens before the step.
-          left: last tokens, sampled tokens, logits, and with drafts lengths, as the step's last
-            program left them.
-          stream: what holds the residual stream after the last layer.
+          left: results of the step's last program: last tokens, sampled tokens, logits, and with
+            drafts lengths.
+          stream: arrays that hold the residual stream after the last layer.
         """
         last, sampled, logits, *lengths = left
         logprobs = scores = None

@@ -1,8 +1,8 @@
-"""Programs for what only some requests ask of a step, on the attention mesh.
+"""Programs for the options of requests, on the attention mesh.
 
-They run after the step's own last program, in steps that have such a request, and read what it left
-behind. So nobody else pays for penalties, biases, masks or log-probabilities, and every executable
-keeps its shapes. `roles/sampling.py` runs them.
+They run after the last program of a step that has a request with options, and read its results.
+Other steps do not pay for penalties, biases, masks or log-probabilities, and every executable keeps
+its shapes. `roles/sampling.py` runs these programs.
 """
 
 import jax
@@ -23,9 +23,9 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts), and with drafts
     the lengths as `TokenPrograms.verify_step` gives them.
 
-    Draws by the rules; in slots without any, what the step's own last program would have drawn.
-    `last_tokens` are those before the step. Before each of its drafts a slot's counts are those of
-    the drafts before; what is kept counts those that hold.
+    Draws by the rules; slots without rules get the token that the step's last program drew.
+    `last_tokens` are those before the step. The counts before a draft include the drafts before it;
+    the counts that stay include accepted drafts only.
     """
     drafts = bucket.drafts
     layout = RulesLayout(programs.config.vocab)
@@ -156,7 +156,8 @@ def counts_shape(programs: TokenPrograms) -> jax.ShapeDtypeStruct:
 def _packed(
     logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]
 ) -> Int[Array, "rows width"]:
-    """Per row: the token's log-probability, the likeliest tokens, theirs; floats as bits."""
+    """Packs for each row the token's log-probability, the likeliest tokens, and their
+    log-probabilities; floats as bits."""
     top = min(MAX_LOGPROBS, logits.shape[1])
     logs, ids, best = log_probabilities(logits, token_ids, top)
 

@@ -1,9 +1,9 @@
-"""What one lane does next, as plain data: decided once by the leader, followed by everybody.
+"""The next step of a lane as plain data: decided by the leader, carried out by all processes.
 
 The scheduler (`engine/scheduler.py`) writes step plans, `fleet/control.py` carries them to the
 followers, and every process of the attention role turns them into arrays (`roles/step_arrays.py`).
-A plan holds what its step needs beyond what the lane's earlier plans said: sampling parameters
-come once a sequence, page ids once a page. Nothing here knows requests, queues or JAX devices.
+A plan adds to the lane's earlier plans: sampling parameters come once a sequence, page ids once a
+page. Knows neither requests, queues nor JAX devices.
 
 A *row* is a slot of a lane counted over all DP groups: `group * slots + slot`.
 """
@@ -30,9 +30,9 @@ __all__ = [
 
 
 class SlotRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What changes one sequence's logits in one step, where something does (`sampler.adjust`).
+    """Changes to one sequence's logits in one step (`sampler.adjust`).
 
-    Bytes are little-endian words, as the rules array takes them: they are made once a request and
+    Bytes are little-endian words in the form of the rules array: they are made once a request and
     copied in every step.
     """
 
@@ -43,20 +43,20 @@ class SlotRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt length of a sequence with penalties: tokens from here on are counted. Such a sequence
     has rules in every step, so that none of its tokens is missed."""
     fresh: bool = False
-    """The slot has just got this sequence: its counts start now."""
+    """Whether the slot has just got this sequence, so that its counts start now."""
     prompt: bytes = b""
-    """Bitmask of the prompt's tokens, where `fresh` and repetition is penalised."""
+    """Bitmask of the prompt's tokens, if `fresh` and repetition is penalised."""
     bias_ids: bytes = b""
     biases: bytes = b""
-    """int32 token ids and what is added to their logits, float32."""
+    """int32 token ids, and float32 summands of their logits."""
     allowed: bytes = b""
-    """Bitmask of the tokens that may come; empty: all."""
+    """Bitmask of the allowed tokens; empty: all."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sequence that takes a row: its sampling parameters, until the row gets another one.
+    """Sampling parameters of a sequence that takes a row, valid until the row gets another one.
 
-    Whatever the row held is forgotten, its pages too.
+    The row's earlier contents, pages included, are forgotten.
     """
 
     row: int
@@ -69,8 +69,8 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SaidTokens(NamedTuple):
-    """Tokens of a row's sequence, where drafts are looked up in what it has said, that are in its
-    cache and of which no step tells that proposes drafts."""
+    """Cached tokens of a sequence that no step with proposals contains; drafts are looked up among
+    a sequence's tokens, so the workers must be told."""
 
     row: int
     start: int
@@ -80,17 +80,17 @@ class SaidTokens(NamedTuple):
 
 
 class RowOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one row asks of one step beyond a token."""
+    """Options of a row in a step: everything that it asks beyond a token."""
 
     row: int
     rules: SlotRules | None = None
     logprobs: int | None = None
-    """Alternatives to report beside the sampled token's log-probability; None: report nothing.
-    Only where the row samples."""
+    """Alternatives to report beside the sampled token's log-probability; None reports nothing. Only
+    for rows that sample."""
     targets: list[int] = []
-    """The tokens that follow those of the step, where their log-probabilities are wanted."""
+    """Tokens that follow those of the step, if their log-probabilities are wanted."""
     target_logprobs: int = 0
-    """Alternatives to report beside those."""
+    """Alternatives to report beside the log-probabilities of the targets."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -108,22 +108,21 @@ class StepPlan(msgspec.Struct, frozen=True):
     columns: bytes
     """int32 `[4, rows]`: `rows`, `token_counts`, `kv_lengths`, `sample_counts`."""
     tokens: bytes
-    """int32, those of all rows, row after row: see `token_ids`."""
+    """int32 tokens of all rows, row after row: see `token_ids`."""
     new_sequences: list[NewSequence] = []
     pages: bytes = b""
     """int32 `[3, pages]`: see `new_pages`."""
     options: list[RowOptions] = []
-    """Of the rows that have some, ascending."""
+    """Options of the rows that have any, ascending."""
     row_temperatures: bytes = b""
-    """float32, one a row; only where some row has rules: see `temperatures`."""
+    """float32, one a row; only if a row has rules: see `temperatures`."""
     domain: int = 0
-    """Of the runtime's; `lane` is one of its lanes."""
+    """Number of the domain in its runtime; `lane` is one of the domain's lanes."""
     on_device: bytes = b""
     """int32: see `unknown_lengths`."""
     proposes: bool = False
-    """Whether drafts are proposed after the step, for the next one of its sequences. Not where
-    steps are faster without drafts: then it does nothing that one of a deployment without them
-    would not do."""
+    """Whether drafts are proposed after the step, for the next step of its sequences. False if
+    steps are faster without drafts: the step then runs nothing for drafts."""
     said: list[SaidTokens] = []
     upcoming: bytes = b""
     """int32 `[n, 1 + modules]`, where prediction modules run: rows that are in the middle of their
@@ -147,8 +146,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         said: list[SaidTokens] | None = None,
         upcoming: np.ndarray | None = None,
     ) -> "StepPlan":
-        """Makes a plan from arrays; see the fields and properties. `temperatures`: where some row
-        has rules."""
+        """Makes a plan from arrays; see the properties. `temperatures` are for steps with rules."""
         return cls(
             lane,
             number,
@@ -162,11 +160,11 @@ class StepPlan(msgspec.Struct, frozen=True):
             on_device=_words(unknown_lengths),
             proposes=proposes,
             said=said or [],
-            upcoming=b"" if upcoming is None else upcoming.astype("<i4", copy=False).tobytes(),
+            upcoming=_words(upcoming),
         )
 
     def in_domain(self, domain: int) -> "StepPlan":
-        """The same step of a domain of the runtime."""
+        """Returns the same step for this domain of the runtime."""
         return msgspec.structs.replace(self, domain=domain) if domain != self.domain else self
 
     @property
@@ -181,49 +179,49 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def kv_lengths(self) -> np.ndarray:
-        """Tokens of each row's sequence in the cache after this step; in `unknown_lengths`: at
-        least so many."""
+        """Tokens of each row's sequence in the cache after this step; a lower bound for rows in
+        `unknown_lengths`."""
         return self._columns[2]
 
     @property
     def unknown_lengths(self) -> np.ndarray:
-        """Rows, ascending, of whose sequences the device alone knows how many tokens are cached,
-        because drafts of theirs are in flight."""
+        """Rows, ascending, for which only the device knows the number of cached tokens, because
+        their drafts are in flight."""
         return np.frombuffer(self.on_device, "<i4")
 
     @property
     def sample_counts(self) -> np.ndarray:
-        """After how many of a row's tokens, its last ones, something is sampled: 1 and its drafts,
-        or 0; see `samples`."""
+        """Number of each row's last tokens that are followed by sampling: 1 and its drafts, or 0;
+        see `samples`."""
         return self._columns[3]
 
     @property
     def samples(self) -> np.ndarray:
-        """Whether a row's last token is followed by sampling; not so for a prefill chunk with more
-        of its prompt to come."""
+        """Whether a row's last token is followed by sampling; false for a prefill chunk that does
+        not end its prompt."""
         return self._columns[3] != 0
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The rows' tokens, one row after the other; `FROM_DEVICE` for a decode token that the host
-        has not seen, and for drafts."""
+        """Tokens of the rows, one row after the other; `FROM_DEVICE` for a decode token that the
+        host has not seen, and for drafts."""
         return np.frombuffer(self.tokens, "<i4")
 
     @property
     def new_pages(self) -> np.ndarray:
-        """Pages that sequences got, int32 `[3, pages]`: row, the page's index in its sequence,
-        page id. With those of earlier plans they cover `kv_lengths`, and the most that these may
-        be where the device alone knows them."""
+        """New pages of sequences, int32 `[3, pages]`: row, the page's index in its sequence, page
+        id. With the pages of earlier plans they cover `kv_lengths`, and the upper bounds of lengths
+        that only the device knows."""
         return np.frombuffer(self.pages, "<i4").reshape(3, -1)
 
     @property
     def temperatures(self) -> np.ndarray:
-        """Of the rows, float32, if some row has rules; otherwise empty."""
+        """Temperatures of the rows, float32, if a row has rules; otherwise empty."""
         return np.frombuffer(self.row_temperatures, "<f4")
 
     @property
     def load(self) -> StepLoad:
-        """What the step has to do; of sequences whose lengths the device alone knows, the least."""
+        """Work of the step; counts the lower bound of lengths that only the device knows."""
         tokens, lengths = self.token_counts.astype(np.int64), self.kv_lengths.astype(np.int64)
         return StepLoad(
             self.bucket.tokens,
@@ -236,24 +234,24 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def has_rules(self) -> bool:
-        """Whether some row has rules."""
+        """Returns whether a row has rules."""
         return any(row.rules is not None for row in self.options)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether some sampled token's log-probability is wanted."""
+        """Returns whether the log-probability of a sampled token is wanted."""
         return any(row.logprobs is not None for row in self.options)
 
     @property
     def has_targets(self) -> bool:
-        """Whether some prompt token's log-probability is wanted."""
+        """Returns whether the log-probability of a prompt token is wanted."""
         return any(row.targets for row in self.options)
 
     def token_starts(self, slots: int) -> dict[int, tuple[int, int]]:
-        """Row → its DP group and where its tokens begin among the group's.
+        """Maps each row to its DP group and the place of its first token in the group.
 
         Args:
-          slots: of a DP group.
+          slots: slots of a DP group.
         """
         starts: dict[int, tuple[int, int]] = {}
         last, start = -1, 0
@@ -275,7 +273,7 @@ def _words(values: np.ndarray | None, kind: str = "<i4") -> bytes:
 
 
 class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
-    """Everything about one sequence in one step, to write a step by hand: see `plan_of_rows`."""
+    """One sequence in one step, for steps that are written by hand: see `plan_of_rows`."""
 
     slot: int
     """In its DP group, 0 … slots-1."""
@@ -294,7 +292,7 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
     targets: list[int] = []
     target_logprobs: int = 0
     drafts: int = 0
-    """How many of the tokens, the last ones, are drafts."""
+    """Number of the last tokens that are drafts."""
     length_on_device: bool = False
     """Whether `kv_length` is only the least that it may be."""
     upcoming: list[int] = []
@@ -304,11 +302,11 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
 def plan_of_rows(
     lane: int, number: int, bucket: Bucket, groups: Sequence[Sequence[SequenceRow]], *, slots: int
 ) -> StepPlan:
-    """A step that needs no earlier plan: it says everything about each of its sequences.
+    """Makes a step that needs no earlier plan, because it describes its sequences completely.
 
     Args:
       groups: the sequences of each DP group, ascending by slot.
-      slots: of a DP group.
+      slots: slots of a DP group.
     """
     rows = [(group * slots + row.slot, row) for group, own in enumerate(groups) for row in own]
     columns = [

@@ -1,4 +1,4 @@
-"""What the roles that hold embedding and head share: a step's entrance and its exit.
+"""Entrance and exit of a step, shared by the roles that hold embedding and head.
 
 Called by `attention_programs.py` and `colocated_programs.py`.
 """
@@ -25,14 +25,14 @@ from jaxserve.roles.program import ROWS
 
 
 class StepContext(NamedTuple):
-    """What a step's attention-side layers share; built from its arrays inside each program."""
+    """Inputs that a step's attention layers share; built from its arrays inside each program."""
 
     batch: RaggedBatch
     fields: dict[str, Array]
 
 
 class TokenPrograms:
-    """Shapes, and what a step begins and ends with on the mesh that has embedding and head."""
+    """Shapes of a step, and its beginning and end on the mesh that has embedding and head."""
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         self.templates = templates
@@ -47,13 +47,13 @@ class TokenPrograms:
         self.pages_specs = (PAGES_SPEC,) * len(arrays)
         self.page_arrays = placed(mesh, arrays, self.pages_specs)
         self.divided = self.config.on_cpus and deployment.attention.tp > 1
-        """Whether a device keeps its columns of the logits to itself until they are asked for:
-        greedy tokens do not need the others'. Not on GPUs, whose graphs have conditions, too, and
-        these no collectives."""
+        """Whether a device keeps its columns of the logits until a draw needs all columns: greedy
+        tokens do not. Not on GPUs, where conditions are nodes of a graph and may hold no
+        collectives."""
         self.logits_spec = PartitionSpec("dp", "tp") if self.divided else ROWS
 
     def logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Global shape of the logits that a step leaves of so many rows."""
+        """Global shape of the logits of this number of rows, as a step leaves them."""
         columns = self.config.vocab
         if self.divided:
             columns += -columns % self.deployment.attention.tp
@@ -64,7 +64,7 @@ class TokenPrograms:
         return BatchLayout(tokens, self.slots, self.config.modules)
 
     def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
-        """The device's DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+        """Returns the DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
         fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
         ragged = ragged_batch(
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
@@ -90,8 +90,8 @@ class TokenPrograms:
         leaves: Sequence[Array],
         bucket: Bucket,
     ) -> tuple[Array, ...]:
-        """`verify_step` or `sample_step`, as the bucket has drafts or not; for fewer tokens than
-        slots `sample_few`."""
+        """Runs `verify_step` if the bucket has drafts, `sample_few` if it has fewer tokens than
+        slots, and otherwise `sample_step`."""
         if bucket.drafts:
             return self.verify_step(x, last_tokens, fields, leaves, bucket.drafts)
         if bucket.is_small(self.slots):
@@ -105,7 +105,7 @@ class TokenPrograms:
         fields: dict[str, Array],
         leaves: Sequence[Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
-        """Head and sampler on every slot's last token.
+        """Applies head and sampler to every slot's last token.
 
         Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
         role can read them), and the logits.
@@ -121,8 +121,8 @@ class TokenPrograms:
         fields: dict[str, Array],
         leaves: Sequence[Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "tokens vocab"]]:
-        """What `sample_step` gives, by head and sampler on every token instead of every slot: there
-        are fewer. The logits are the tokens', too."""
+        """Returns the results of `sample_step`, by head and sampler on every token: there are fewer
+        tokens than slots. The logits, too, are those of the tokens."""
         tokens, logits = x.shape[0], self._logits(x, leaves)
         slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
         each = {name: values[slot] for name, values in _sampling(fields).items()}
@@ -138,7 +138,7 @@ class TokenPrograms:
         last_tokens: Int[Array, "1 slots"],
         fields: dict[str, Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
-        """The lane's last tokens after the step, and all DP groups' sampled tokens."""
+        """Returns the lane's last tokens after the step, and all DP groups' sampled tokens."""
         drawn = drawn_tokens(logits, sampler_state(fields), self.config.vocab)
         last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
         return last, jax.lax.all_gather(last[0], "dp")
@@ -156,16 +156,17 @@ class TokenPrograms:
         Float[Array, "sampled vocab"],
         Int[Array, "1 slots"],
     ]:
-        """Head and sampler on the last 1 + drafts tokens of every slot, of which the step has fed
-        so many (`fields["sample"]`); drafts are accepted as far as they are what is sampled.
+        """Applies head and sampler to the last 1 + drafts tokens of every slot, and accepts drafts
+        up to the first that differs from the sampled token. `fields["sample"]` says how many of
+        these tokens the step has fed.
 
-        A draw depends on logits, seed and position alone. So what comes before a rejected draft,
-        and in its place, are the tokens of steps without drafts, greedy or not (Daliri et al.,
-        2024, "Coupling without communication and drafter-invariant speculative decoding").
+        A draw depends on logits, seed and position alone. The tokens before a rejected draft, and
+        the token in its place, are therefore those of steps without drafts, greedy or not (Daliri
+        et al., 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
         Returns the lane's last tokens; all DP groups' sampled tokens, 1 + drafts a slot, with
-        `REJECTED` behind those that hold; the logits of all of them, slot by slot; and each slot's
-        tokens that are in the cache and hold.
+        `REJECTED` behind the accepted ones; the logits of all sampled tokens, slot by slot; and the
+        number of each slot's accepted tokens in the cache.
         """
         row = sampled_rows(fields, 1 + drafts)
         logits = self._logits(x[row.reshape(-1)], leaves)
@@ -179,7 +180,7 @@ class TokenPrograms:
         fields: dict[str, Array],
         drafts: int,
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots rows"], Int[Array, "1 slots"]]:
-        """What `verify_step` returns beside its logits."""
+        """Returns the results of `verify_step` except the logits."""
         slots, rows, counts = self.slots, 1 + drafts, fields["sample"]
         offset = jnp.arange(rows, dtype=jnp.int32)[None]
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
@@ -200,7 +201,7 @@ class TokenPrograms:
     def _logits(
         self, x: Float[Array, "rows d_model"], leaves: Sequence[Array]
     ) -> Float[Array, "rows columns"]:
-        """Of a step, as it leaves them."""
+        """Computes a step's logits: all columns, or this device's (`divided`)."""
         with jax.named_scope("head"):
             head = self.templates.head.merge(leaves)
             logits: Array = head.own_columns(x) if self.divided else head(x)
@@ -211,7 +212,7 @@ class TokenPrograms:
         raise NotImplementedError
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """Puts the residual stream together from these parts."""
+        """Assembles the residual stream from these parts."""
         raise NotImplementedError
 
     def shape(
@@ -226,7 +227,7 @@ class TokenPrograms:
         return [block.arrays(self.mesh, ATTENTION_RULES) for block in blocks]
 
     def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """last_tokens, batch, page_table."""
+        """Shapes of last_tokens, batch and page_table."""
         return (
             self.shape(self.groups, self.slots),
             self.shape(self.groups, self.layout(bucket.tokens).width),
@@ -244,8 +245,8 @@ def stacked_pages(
 
 
 def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"]:
-    """Rows of a step after which something is sampled, so many a slot; those beyond a slot's own
-    mean nothing."""
+    """Returns the rows of a step that are followed by sampling, `rows` for each slot; entries
+    beyond a slot's own have no meaning."""
     counts, end = fields["sample"], fields["query_start"][1:]
     offset = jnp.arange(rows, dtype=jnp.int32)[None]
     row = jnp.maximum(end[:, None] - jnp.maximum(counts, 1)[:, None] + offset, 0)
@@ -253,7 +254,7 @@ def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"
 
 
 def sampler_state(fields: dict[str, Array]) -> SamplerState:
-    """Of the fields of a batch: one row a slot, for the token after its last one."""
+    """Builds the sampler's state from a batch: a row a slot, for the token after its last one."""
     bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
     return SamplerState(
         temperature=bits(fields["temperature"]),
@@ -272,8 +273,8 @@ def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
 def drawn_tokens(
     logits: Float[Array, "rows columns"], state: SamplerState, vocab: int
 ) -> Int[Array, " rows"]:
-    """Draws a token for every row, of all logits or of this device's columns of them; `NO_TOKEN`
-    where logits are not finite."""
+    """Draws a token for every row from all logits, or from this device's columns. Rows whose logits
+    are not finite get `NO_TOKEN`."""
     with jax.named_scope("sample"):
         drawn, largest = sample_and_largest(logits, state, vocab)
         return jnp.where(jnp.isfinite(largest), drawn, NO_TOKEN)
@@ -283,10 +284,10 @@ class KVArrays(NamedTuple):
     """A worker's pages, as hand-offs read and write them between its steps (`page_transfer.py`)."""
 
     programs: TokenPrograms
-    """Of the role that holds them."""
+    """Programs of the role that holds the pages."""
     stacked: bool
-    """Whether one array has all layers."""
+    """Whether one array holds the pages of all layers."""
     load: Callable[[], Sequence[jax.Array]]
-    """All arrays, flat."""
+    """Returns all arrays, flat."""
     store: Callable[[Sequence[jax.Array]], None]
-    """Takes them back after a program they were donated to."""
+    """Takes the arrays back after a program that they were donated to."""

@@ -1,4 +1,4 @@
-"""The mesh axes of an exchange, and the instances that its devices make up.
+"""The mesh axes of an exchange, and the instances that its devices form.
 
 Called by `exchange.py`, inside its `shard_map`. Knows numbers of devices and rows, not what rows
 mean.
@@ -15,25 +15,26 @@ class Axes(NamedTuple):
     """The mesh axes of an exchange."""
 
     experts: str
-    """Routed experts are divided over it, and over `instance` before."""
+    """Axis that divides routed experts, after `instance`."""
     tensor: str
-    """Every expert's d_ff is divided over it."""
+    """Axis that divides every expert's d_ff."""
     rows: tuple[str, ...]
-    """Over which the devices' own rows differ: both, major first, or `experts` alone if the devices
-    of `tensor` hold the same rows."""
+    """Axes over which the devices' own rows differ: both, major first, or `experts` alone if the
+    devices of `tensor` hold the same rows."""
     instance: str | None = None
-    """Over its devices are instances, each of which has all rows, exchanges them inside, and makes
-    its share of the results, which who sent the rows adds up. Of its own rows a device has those of
-    the same device of every instance, block after block, its instance's first (`link/route.py`)."""
+    """Axis over instances. Each instance has all rows, exchanges them among its own devices, and
+    computes a share of the results; the senders of the rows add the shares up. A device's own rows
+    are those of the same device of every instance, block after block, its own instance's first
+    (`link/route.py`)."""
 
     @property
     def split(self) -> bool:
-        """Whether the devices of `tensor` have different rows."""
+        """Returns whether the devices of `tensor` have different rows."""
         return self.tensor in self.rows
 
     @property
     def instances(self) -> int:
-        """How many there are."""
+        """Number of instances."""
         return 1 if self.instance is None else jax.lax.axis_size(self.instance)
 
     @property
@@ -43,26 +44,27 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Of an instance."""
+        """Ranks of an instance."""
         return jax.lax.axis_size(self.experts)
 
     def first_rank(self) -> Int32[Array, ""] | int:
-        """Of this instance, among those of all."""
+        """Returns the number of this instance's first rank among the ranks of all instances."""
         return 0 if self.instance is None else jax.lax.axis_index(self.instance) * self.ranks
 
     def rank(self) -> Int32[Array, ""]:
-        """This one's, among those of all instances."""
+        """Returns this device's rank among the ranks of all instances."""
         return self.first_rank() + jax.lax.axis_index(self.experts)
 
     def device(self) -> Int32[Array, ""]:
-        """This one's number among its instance's peers."""
+        """Returns this device's number among the peers of its instance."""
         return jax.lax.axis_index(self.rows)
 
     def position(self, device: Int[Array, "..."] | int, rows: int) -> Int32[Array, "..."]:
-        """Which rows, counted in all instances alike, are the own ones of devices of this instance.
+        """Returns the numbers of the rows that devices of this instance own; all instances count
+        rows alike.
 
         Args:
-          rows: of a device.
+          rows: number of rows of a device.
         """
         assert self.instance is not None
         of_block = rows // self.instances

@@ -1,4 +1,4 @@
-"""The collectives of an exchange that JAX does not have as they are needed, by platform.
+"""Collectives of an exchange that JAX lacks in the needed form, by platform.
 
 Called by `exchange.py`, inside its `shard_map`. Knows arrays and mesh axes, not what rows mean.
 """
@@ -17,7 +17,7 @@ from pallas_kernels.target import current_target
 
 
 def gathered(rows: Array, axes: tuple[str, ...]) -> Array:
-    """The rows of all devices, in the order of their numbers."""
+    """Gathers the rows of all devices, in the order of the devices' numbers."""
     if _alone(axes):  # XLA:CPU has devices wait for themselves
         return rows
     return jax.lax.all_gather(rows, axes, axis=0, tiled=True)
@@ -26,7 +26,7 @@ def gathered(rows: Array, axes: tuple[str, ...]) -> Array:
 def summed_rows(
     shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...], dtype: jnp.dtype
 ) -> Float32[Array, "rows d_model"]:
-    """This device's part of the rows, summed over the shares of all devices of `axes`.
+    """Sums the shares of all devices of `axes`; returns this device's part of the rows.
 
     In 16 bits shares travel in `dtype`: half of FP32's bytes. On TPUs, whose links make rings, a
     reduce-scatter adds them on the way, rounding every sum. Elsewhere all-to-alls move as many
@@ -67,9 +67,11 @@ def _summed_here(
 
 
 def summed_int8_rows(shares: Unsummed, axes: tuple[str, ...], beside: Beside = NOTHING) -> Sums:
-    """The same with shares in INT8, a scale a row: all-to-alls, on TPUs too, where a sum could not
-    be carried on. With two axes, of which there are no more, the sums over the last one are rounded
-    again; FP32 sums, which the last of what arrives is yet to be added up to.
+    """Sums shares that travel in INT8 with a scale a row, as `summed_rows` does for floats.
+
+    Uses all-to-alls on every platform, because a reduce-scatter cannot add scaled rows. With two
+    axes, the most that a mesh has, the sums over the last axis are rounded again. Returns FP32 sums
+    to which the last arrivals are still to be added.
 
     Args:
       beside: work to do meanwhile, a step of it for each of the all-to-alls.
@@ -98,7 +100,7 @@ def _exchanged(
 def summed(
     share: Float[Array, "rows d_model"], axis: str, dtype: jnp.dtype
 ) -> Float32[Array, "rows d_model"]:
-    """The sum of the shares of all devices of `axis`, which travel in `dtype`."""
+    """Sums the shares of all devices of `axis`, which travel in `dtype`."""
     return jax.lax.psum(share.astype(dtype), axis).astype(jnp.float32)
 
 
@@ -113,10 +115,10 @@ def ragged_all_to_all(
     axes: tuple[str, ...],
     rows: int,
 ) -> Array:
-    """`jax.lax.ragged_all_to_all`; on CPUs, which have none, an all-to-all of padded pieces.
+    """Runs `jax.lax.ragged_all_to_all`, or on CPUs, which lack it, an all-to-all of padded pieces.
 
     Args:
-      rows: that one device sends to another at most.
+      rows: most rows that one device sends to another.
     """
     return jax.lax.platform_dependent(
         *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
@@ -132,14 +134,15 @@ def exchanged_rows(
     axes: tuple[str, ...],
     rows: int,
 ) -> Array:
-    """The same, to so many rows; those that nobody sends may be anything. On GPUs nothing is
-    written there but, where a device has no rows for another, the last one, which needs to be free
-    then: XLA's kernel waits for rows of every device on other hosts, and skips who has none
-    (`roles/ragged_options.py`).
+    """Runs a ragged all-to-all into a new array; rows that no device sends have any value.
+
+    XLA's GPU kernel waits for rows of every device on other hosts and skips devices without any
+    (`roles/ragged_options.py`). On GPUs a device without rows for another one therefore sends one
+    row into the last row of the result, which must be free then (`spare_rows`).
 
     Args:
-      length: of the result.
-      plan: offsets and sizes, as above.
+      length: rows of the result.
+      plan: offsets and sizes as in `ragged_all_to_all`.
     """
 
     def of_zeros(operand: Array, *plan: Array) -> Array:
@@ -159,7 +162,7 @@ def exchanged_rows(
 
 
 def spare_rows() -> int:
-    """Of what arrives, for `exchanged_rows`: on GPUs."""
+    """Rows beyond those that arrive that `exchanged_rows` needs: one on GPUs."""
     target = current_target()
     return int(target.device_kind != "cpu" and target.backend != "mosaic_tpu")
 
@@ -175,8 +178,8 @@ def padded_all_to_all(
     axes: tuple[str, ...],
     rows: int,
 ) -> Array:
-    """The same with pieces of `rows` rows, however many of them are meant: every platform has it,
-    and it moves as much as a gather."""
+    """Runs a ragged all-to-all with pieces of `rows` rows, whatever their sizes. Every platform has
+    it; it moves as many bytes as a gather."""
     within = jnp.arange(rows, dtype=jnp.int32)
     places = jnp.minimum(input_offsets[:, None] + within, operand.shape[0] - 1)
     exchange = functools.partial(

@@ -39,7 +39,7 @@ class DenseFFN(Module):
     def __call__(
         self, x: Float[Array, "tokens d_model"], encoded: EncodedRows | None = None
     ) -> Float[Array, "tokens d_model"]:
-        """This device's share of the output, in the dtype of x.
+        """Computes this device's share of the output, in the dtype of x.
 
         Args:
           encoded: x as it came over the wire, if in 8 bits.
@@ -49,13 +49,16 @@ class DenseFFN(Module):
     def steps(
         self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
     ) -> tuple[Callable[[Any], Any], ...]:
-        """The same for who does it in parts: the first takes (x, encoded, wide), each what the one
-        before it gave, and the last gives the output. One kernel may make all of it, for rows like
-        x. On Hopper GPUs rows that came in FP8 stay so for FP8 weights, and hidden ones are in FP8
-        blocks, as those of routed experts.
+        """Returns the computation in steps, for callers that run other work between them.
+
+        The first step takes (x, encoded, wide), each further step the result of the one before, and
+        the last step returns the output. For rows like x one kernel may do everything. On Hopper
+        GPUs rows that came in FP8 stay in FP8 for FP8 weights, and hidden rows are in FP8 blocks,
+        as those of routed experts.
 
         Args:
-          wide: like the rows: x as it came, the first columns of a wider array, if in 8 bits.
+          wide: an example of the rows as they came, the first columns of a wider array, if in 8
+            bits.
         """
         weights = self.gate[...], self.up[...], self.down[...]
         if self._in_blocks and wide is not None:

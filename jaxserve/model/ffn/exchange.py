@@ -1,10 +1,10 @@
-"""How rows get to the devices that hold their experts, and results back to where the rows were.
+"""Brings rows to the devices that hold their experts, and results back to the rows' devices.
 
 Called by the programs of the ffn role and of colocated mode, inside their `shard_map`. Every device
-brings equally many packed rows, some of which may be padding (ids past the last expert), and gets
-their finished results. A table says which slots hold an expert (`replicas.py`). Dropless: what is
-received has room for the worst routing. Knows mesh axes and blocks; not how rows came to the mesh,
-nor how they are packed.
+brings the same number of packed rows, some of which may be padding (ids past the last expert), and
+gets their finished results. A table says which slots hold an expert (`replicas.py`). Dropless:
+receive buffers have room for the worst routing. Knows mesh axes and blocks; neither how rows came
+to the mesh nor how they are packed.
 """
 
 import functools
@@ -38,29 +38,29 @@ from pallas_kernels.target import current_target
 
 
 class Packing(Protocol):
-    """How rows are packed (`link.message.PackedRows`)."""
+    """The packing of rows (`link.message.PackedRows`)."""
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
-        """What is in them."""
+        """Unpacks rows."""
         ...
 
     def addressed(
         self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
     ) -> UInt[Array, "rows words"]:
-        """The same rows with other ids."""
+        """Replaces the expert ids of packed rows."""
         ...
 
 
 class Blocks(NamedTuple):
-    """The equal blocks that all devices' rows consist of, device after device."""
+    """Equal blocks of the rows of all devices, device after device."""
 
     total: int = 1
     filled: tuple[int, ...] = (0,)
-    """Those that hold rows; the others hold padding, which is neither computed nor sent on."""
+    """Blocks that hold rows; the others hold padding, which is neither computed nor sent on."""
 
     @property
     def all_filled(self) -> bool:
-        """Whether there is no padding."""
+        """Returns whether no block is padding."""
         return len(self.filled) == self.total
 
 
@@ -75,23 +75,23 @@ class Exchange(Protocol):
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
-        """The layer's output for this device's own rows, and how many rows, of all devices, each
-        routed expert got on this device (None: the layer has none).
+        """Computes the layer's output for this device's own rows. Also returns how many rows of all
+        devices each routed expert got on this device (None in a layer without routed experts).
 
         Args:
-          table: which slots hold an expert; None without routed experts.
+          table: the slots that hold each expert; None without routed experts.
           layer: see `Experts`.
         """
         ...
 
 
 class Results(NamedTuple):
-    """How results that are not yet summed over devices travel."""
+    """The form in which results travel that are not yet summed over devices."""
 
     dtype: jnp.dtype
-    """The model's, where they are added up on the way."""
+    """The model's dtype, for results that are added up on the way."""
     int8: bool = False
-    """Whether all others travel in INT8, with a scale a row."""
+    """Whether all other results travel in INT8, with a scale a row."""
 
     def summed_rows(
         self, shares: Unsummed, axes: tuple[str, ...], beside: Beside = NOTHING
@@ -103,11 +103,11 @@ class Results(NamedTuple):
         return Unsummed(beside.during(shares.total(self.dtype), add_up, last=True))
 
     def over_tensor(self, rows: Sums, axes: Axes) -> Sums:
-        """The sums over the devices of a rank, if they have the same rows."""
+        """Sums over the devices of a rank if they have the same rows."""
         return rows if axes.split else Unsummed(summed(rows.total(), axes.tensor, self.dtype))
 
     def pack(self, results: Unsummed) -> Array:
-        """Rows as they travel; those that are sums of nothing, and do not, may be anything."""
+        """Packs rows for their way back. Rows without results do not travel and may be anything."""
         if self.int8:
             return results.packed(result_words(results.shape[1]), everywhere=False)
         return results.total(self.dtype)
@@ -120,12 +120,12 @@ def make_exchanges(
     blocks: Blocks | None = None,
     combine: WireFormat | None = None,
 ) -> dict[FFNKind, Exchange]:
-    """The exchange of every kind of layer. Those without routed experts need all rows everywhere.
+    """Makes the exchange of every kind of layer. Dense layers need all rows on all devices.
 
     Args:
-      dtype: of the model's rows.
-      blocks: None: all devices' rows are rows.
-      combine: format in which results that are not yet summed over devices travel: `int8`, or
+      dtype: dtype of the model's rows.
+      blocks: the blocks of rows; None: no padding.
+      combine: format in which results travel that are not yet summed over devices: `int8`, or
         anything else for `dtype`.
     """
     blocks, results = blocks or Blocks(), Results(dtype, combine == "int8")
@@ -135,8 +135,8 @@ def make_exchanges(
 
 
 class GatherExchange(NamedTuple):
-    """All rows to all devices, whose shares of the results are summed: an all-gather, and back what
-    a reduce-scatter moves."""
+    """All rows go to all devices, whose shares of the results are summed: an all-gather, and a
+    reduce-scatter back."""
 
     axes: Axes
     blocks: Blocks
@@ -182,14 +182,14 @@ class GatherExchange(NamedTuple):
         return self.results.over_tensor(rows, axes), load
 
     def _real(self, rows: UInt[Array, "rows words"]) -> UInt[Array, "real words"]:
-        """The rows of the filled blocks."""
+        """Selects the rows of the filled blocks."""
         if self.blocks.all_filled:
             return rows
         blocks = rows.reshape(self.blocks.total, -1, rows.shape[1])
         return blocks[np.array(self.blocks.filled)].reshape(-1, rows.shape[1])
 
     def _in_place(self, share: Unsummed) -> Unsummed:
-        """The results where their rows were, zeros elsewhere."""
+        """Puts results into the places of their rows, with zeros elsewhere."""
         if self.blocks.all_filled:
             return share
         results, (total, filled) = share.total(), self.blocks
@@ -200,14 +200,14 @@ class GatherExchange(NamedTuple):
 
 
 class AllToAllExchange(NamedTuple):
-    """A row goes once to each rank that holds at least one of its experts (xDeepServe §3.2), which
-    returns one row of results; both ways are ragged all-to-alls.
+    """A row goes once to each rank that holds at least one of its experts (xDeepServe §3.2), and
+    the rank returns one row of results; both ways are ragged all-to-alls.
 
-    If the devices of a rank have different rows, a row goes to each of them, and each returns its
-    share: no gather in the rank, whose static shape would be that of the worst routing. Results
-    are summed in FP32 where the rows were. The shared expert's d_ff is
-    divided over `tensor` alone, so that a rank computes it for its own rows; if it has ranks of its
-    own, a row goes to one of them, too.
+    If the devices of a rank have different rows, a row goes to each of these devices, and each
+    returns its share: a gather in the rank would have the static shape of the worst routing.
+    Results are summed in FP32 on the row's device. The shared expert's d_ff is divided over
+    `tensor` alone, so that a rank computes it for its own rows. If the shared expert has ranks of
+    its own, a row also goes to one of these.
     """
 
     axes: Axes
@@ -271,7 +271,7 @@ class AllToAllExchange(NamedTuple):
     def _beside(
         self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
     ) -> Beside:
-        """The shared expert, on GPUs, where it needs nothing of other devices."""
+        """Steps of the shared expert on GPUs, if it needs nothing from other devices."""
         if block.dense is None or current_target().backend != "mosaic_gpu":
             return NOTHING
         alone = self.axes.split and jax.lax.axis_size(self.axes.tensor) == 1
@@ -282,7 +282,7 @@ class AllToAllExchange(NamedTuple):
     def _shared(
         self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
     ) -> Float[Array, "rows d_model"]:
-        """The shared expert on this device's own rows, or its share if others have them, too."""
+        """Applies the shared expert to this device's rows, or its share if others have the rows."""
         tensor, expert = self.axes.tensor, block.dense
         assert expert is not None
         if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
@@ -295,19 +295,19 @@ class AllToAllExchange(NamedTuple):
 
 
 class SendPlan(NamedTuple):
-    """Which rows of one layer go from which device to which rank.
+    """The rows of one layer that go from each device to each rank.
 
-    Devices are numbered over `axes.rows`; `copies` consecutive ones make a rank, and each of them
-    gets the same rows. A send buffer holds a device's rows sorted by rank; a receive buffer holds
-    the rows of all devices, in the order of their numbers.
+    Devices are numbered over `axes.rows`; `copies` consecutive devices form a rank and get the same
+    rows. A send buffer holds a device's rows sorted by rank; a receive buffer holds the rows of all
+    devices, in the order of their numbers. An instance knows its own devices and ranks alone.
 
     Attributes:
       order: this device's rows, sorted by rank.
       starts: index in a device's send buffer of its first row for a rank.
       places: index in a rank's receive buffer of the first row from a device.
-      sizes: how many rows each device sends to each rank.
+      sizes: number of rows that each device sends to each rank.
       rank: this device's rank.
-      device: this device's number. Of all these, an instance knows its own alone.
+      device: this device's number.
     """
 
     axes: Axes
@@ -321,7 +321,7 @@ class SendPlan(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Devices of a rank that a row goes to."""
+        """Devices of a rank; a row goes to each."""
         return self.sizes.shape[0] // self.sizes.shape[1]
 
     @property
@@ -333,7 +333,8 @@ class SendPlan(NamedTuple):
     def dispatch(
         self, packed: UInt[Array, "rows words"], beside: Beside = NOTHING
     ) -> tuple[UInt[Array, "received words"], Bool[Array, " received"]]:
-        """This device's receive buffer, and which of its rows exist (the first ones do)."""
+        """Sends rows. Returns this device's receive buffer and a mask of the rows that exist, which
+        are the first ones."""
         rows, devices = packed.shape[0], self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         arriving = self.sizes[:, self.rank]
@@ -366,7 +367,7 @@ class SendPlan(NamedTuple):
         return beside.during(sent, exchange, **steps)
 
     def combine(self, results: Unsummed, form: Results, beside: Beside = NOTHING) -> Unsummed:
-        """Returns results to where their rows came from; the sums of this device's own rows."""
+        """Sends results back to their rows' devices; returns the sums of this device's rows."""
         devices = self.sizes.shape[0]
         repeat = functools.partial(jnp.repeat, repeats=self.copies, total_repeat_length=devices)
         tensor_rank = self.device % self.copies
@@ -398,7 +399,7 @@ def make_send_plan(
 
     Args:
       ranks_chosen: the rank of every choice of this device's rows; past the last rank: nowhere.
-      beside: work to do meanwhile.
+      beside: work to do in the meantime.
     """
     ranks, device = axes.ranks, axes.device()
     if not blocks.all_filled:

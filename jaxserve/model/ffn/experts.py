@@ -19,11 +19,11 @@ from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
 def slot_sizes(
     config: ModelConfig, ranks: int, redundant: int = 0, shared_ranks: int = 0
 ) -> SlotSizes:
-    """The slots of a layer's experts.
+    """Computes the slots of a layer's experts.
 
     Args:
-      ranks: all of them.
-      redundant, shared_ranks: as of `SlotSizes`.
+      ranks: all ranks, including those of the shared expert.
+      redundant, shared_ranks: see `SlotSizes`.
     """
     parts = -(-config.shared_d_ff // config.expert_d_ff) if shared_ranks else 0
     return SlotSizes(config.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
@@ -36,10 +36,10 @@ class Experts(Module):
       gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
         splits it.
       down: [slots, d_model, expert_d_ff].
-      sizes: of the slots.
+      sizes: numbers of slots.
       local: slots of one layer on one device.
-      row_format: as `grouped_swiglu` takes it; None: the fastest of the device that loses nothing
-        beside what the wire has rounded.
+      row_format: see `grouped_swiglu`; None: the device's fastest format that loses nothing beyond
+        the rounding of the wire.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the exchanges of the ffn role move, in bytes, and which of them moves less: plain Python.
+"""Bytes that the exchanges of the ffn role move, and the choice of the one that moves less.
 
 Called by the templates and programs, which run what is chosen here, by `serve --check`, and by the
 planner, which charges it. Bytes are those that a device receives for each row of its own; on
@@ -25,32 +25,33 @@ class ExchangeMesh(NamedTuple):
     """The devices that exchange rows."""
 
     ranks: int
-    """Over which the routed experts are divided."""
+    """Ranks that the routed experts are divided over."""
     tensor: int
     """Devices of a rank, which share every expert's d_ff."""
     attention: int | None
-    """Attention devices, whose rows arrive at as many of these devices, if there are not fewer.
-    None: colocated, where the devices of a rank have the same rows."""
+    """Attention devices. Their rows arrive at the same number of these devices, or at all devices
+    if the mesh is smaller. None: colocated, where the devices of a rank have the same rows."""
     shared: int = 0
     """Ranks that have the shared expert for themselves, and no routed ones."""
     whole: bool = False
-    """Whether every device, or rank whose devices have the same rows, has all of it for its own."""
+    """Whether every device (or every rank whose devices have the same rows) has the whole shared
+    expert for its own rows."""
     instances: int = 1
     """Equal parts of the ranks, each of which has all rows, and exchanges them inside."""
 
     @property
     def routed(self) -> int:
-        """The other ranks."""
+        """Ranks with routed experts."""
         return self.ranks - self.shared
 
     @property
     def split(self) -> bool:
-        """Whether the devices of a rank have different rows."""
+        """Returns whether the devices of a rank have different rows."""
         return self.attention is not None
 
     @property
     def own(self) -> float:
-        """The part of all rows that a device has room for."""
+        """Part of all rows that a device has room for."""
         if self.attention is None:
             return 1 / self.ranks
         devices = self.peers * self.instances
@@ -66,11 +67,12 @@ class RowBytes(NamedTuple):
     """Bytes of a row."""
 
     packed: int
-    """On its way to the experts."""
+    """Bytes of a row on its way to the experts."""
     result: int
-    """Of a result, or a part of its sum, on its way back."""
+    """Bytes of a result, or of a part of its sum, on its way back."""
     added: int = 0
-    """Of a part of a sum that is added up on the way, in the model's dtype; 0: as `result`."""
+    """Bytes of a part of a sum that is added up on the way, in the model's dtype; 0: same as
+    `result`."""
 
 
 class Moved(NamedTuple):
@@ -97,19 +99,19 @@ def reach(experts: int, top_k: int, parts: int) -> float:
 
 
 def ranks_met(mesh: ExchangeMesh, experts: int, top_k: int) -> float:
-    """To how many ranks a row goes, on average: those of its experts, and one that has the shared
-    expert, if that has ranks of its own."""
+    """Average number of ranks that a row goes to: those of its experts, and one for the shared
+    expert if that has ranks of its own."""
     return mesh.routed * reach(experts, top_k, mesh.routed) + (mesh.shared > 0)
 
 
 def gather_moves(mesh: ExchangeMesh, row: RowBytes) -> Moved:
-    """Every row to every device, and parts of its sum back."""
+    """Bytes of a gather: every row goes to every device, and parts of its sum come back."""
     others = mesh.peers - 1
     return Moved(others * row.packed, others * row.result + _tensor_sum(mesh, row))
 
 
 def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> Moved:
-    """A row to the devices of those ranks that have an expert of it, and their results back.
+    """Bytes of an all-to-all: a row goes to the ranks of its experts, and results return.
 
     Args:
       reached: the probability that a rank has one, mean over ranks (`ranks_met`).
@@ -124,7 +126,7 @@ def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bo
 
 
 def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> ExchangeKind:
-    """What `ffn.exchange: auto` means for a layer with routed experts."""
+    """Chooses the exchange of a layer with routed experts for `ffn.exchange: auto`."""
     if mesh.ranks == 1:
         return "gather"
     apart = alltoall_moves(mesh, row, reached, shared).total
@@ -137,7 +139,7 @@ def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
 
 
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
-    """Of the deployment's ffn role; in colocated mode DP groups are the ranks."""
+    """Devices of the deployment's ffn role; in colocated mode DP groups are the ranks."""
     attention, ffn = deployment.attention, deployment.ffn
     if deployment.mode == "colocated":
         return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks, ffn.whole_shared)
@@ -147,8 +149,8 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
 
 
 def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:
-    """Of rows that are sent in the format `sent` by a model in `dtype`, and whose results come back
-    in `returned`: `int8`, or anything else for `dtype`."""
+    """Bytes of rows that a model in `dtype` sends in the format `sent`. Results return in
+    `returned`: `int8`, or anything else for `dtype`."""
     size, result = _BYTES[sent], d_model * _BYTES[dtype]
     words = row_words(d_model, top_k, size, has_scale=size == 1)
     if returned == "int8":
@@ -157,14 +159,14 @@ def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "
 
 
 def deployment_row_bytes(config: ModelConfig, deployment: Deployment) -> RowBytes:
-    """Of the rows of layers with routed experts."""
+    """Bytes of the rows of layers with routed experts."""
     sent, returned = deployment.dispatch_format, deployment.combine_format
     return row_bytes(config.d_model, config.top_k, sent, deployment.dtype, returned)
 
 
 def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
-    """How the deployment exchanges the rows of layers with routed experts. Dense layers, which
-    every device has a part of, always gather."""
+    """Returns the exchange of layers with routed experts. Dense layers always gather, because every
+    device has a part of their FFN."""
     if not config.experts:
         return "gather"
     if deployment.ffn.exchange != "auto":
