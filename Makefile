@@ -4,6 +4,7 @@
 #   make test     run the tests
 #   make check    formatter, linter, type checker, layer rules
 #   make format   format and mend what the linter can mend
+#   make fuzz     random deployments and requests                  (DRAWS=60 SEED=10)
 #   make matrix   the whole product of layouts: hours, not part of `make test`
 #   make vllm     vLLM's own endpoint tests against our server: downloads its source package
 #   make bench    measure the pipeline                             (BENCH="pipeline --json F")
@@ -21,6 +22,8 @@ JOBS ?= 2
 CONFIG ?= configs/demo.yaml
 SET ?=
 TESTS ?=
+DRAWS ?= 60
+SEED ?= 10
 BENCH ?= pipeline
 GRPCURL := build/bin/.grpcurl
 SCHEMAS := build/schemas/.fetched
@@ -45,7 +48,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --requirement requirements/build.txt
 OWN := $(PIP) install --no-deps --no-build-isolation --editable .
 
-.PHONY: help serve prepare test check format matrix vllm bench lock clean
+.PHONY: help serve prepare test check format fuzz matrix vllm bench lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -106,6 +109,10 @@ check: $(VENV)/.installed-all
 format: $(VENV)/.installed-all
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# `make test` has seeds 0 to 9, whose deployments share their compiled programs.
+fuzz: $(VENV)/.installed-all
+	FUZZ_DRAWS=$(DRAWS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load tests/jaxserve/test_fuzz.py
 
 matrix: $(VENV)/.installed-all
 	LAYOUT_TOKENS=64 JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m matrix $(TESTS)

@@ -4,6 +4,7 @@ the colocated tokens, also when a domain and a prefill worker are killed in the 
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import threading
@@ -17,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.addresses import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference
@@ -24,12 +26,30 @@ from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
 SECONDS = 300
+CLIENTS, TOGETHER = 8, 3
+FEW = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+SYSTEM = PROMPTS[1]
+"""A system prompt of eight pages and six tokens, which is computed in three chunks."""
 SEEDED = {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.6, "top_p": 0.95}
+
+
+def sharing() -> list[list[list[int]]]:
+    """Prompts that begin with `SYSTEM`, several for each client, all different."""
+    draw = random.Random(1)
+    lengths = (17, 30, 50, 64)
+    return [
+        [
+            SYSTEM + [draw.randrange(layouts.SIZES.vocab_size) for _ in range(draw.choice(lengths))]
+            for _ in range(TOGETHER)
+        ]
+        for _ in range(CLIENTS)
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(tiny_model, colocated_runtime):
-    """Greedy tokens of all prompts, and drawn ones of prompt 1."""
+    """Greedy tokens of all prompts, drawn ones of prompt 1, and greedy ones of `sharing()`, which
+    were generated one after the other."""
     engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
     engine.start()
     greedy = layouts.generate(engine)
@@ -37,8 +57,11 @@ def reference(tiny_model, colocated_runtime):
     params = SamplingParams(max_tokens=60, ignore_eos=True, **SEEDED)
     collector.submit(engine, PROMPTS[1], params, request_id="drawn")
     drawn = collector.wait()["drawn"].token_ids
+    shared = [
+        [layouts.generate(engine, [prompt], FEW)[0] for prompt in prompts] for prompts in sharing()
+    ]
     engine.close()
-    return Reference.of(tiny_model, greedy), drawn
+    return Reference.of(tiny_model, greedy), drawn, shared
 
 
 def write_tokenizer(model):
@@ -73,6 +96,13 @@ class Client:
                     if begun is not None and len(found) > 5:
                         begun.set()
         return found
+
+    def several(self, prompts) -> list[list[int]]:
+        """The greedy tokens of prompts that are sent together."""
+        body = {"model": "tiny", "prompt": prompts, "max_tokens": FEW.max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        choices = self._http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        return [choice["token_ids"] for choice in choices]
 
     def pipeline(self):
         return self._http.get("/pipeline").json()
@@ -120,12 +150,33 @@ def generate(client):
         return [one.result(SECONDS) for one in asked]
 
 
+def check_shared_prefixes(client, admin, expected):
+    """Clients ask at the same time for several prompts each, which all begin alike; then the prefix
+    caches of all workers are reset, and they ask again."""
+    prompts = sharing()
+    for _ in range(2):
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            found = list(pool.map(client.several, prompts))
+        wrong = [
+            (number, place)
+            for number, rows in enumerate(zip(found, expected, strict=True))
+            for place, (tokens, right) in enumerate(zip(*rows, strict=True))
+            if tokens != right
+        ]
+        assert wrong == []
+        assert httpx.post(f"{admin}/reset_prefix_cache", json={}).json() == {"freed_pages": None}
+
+
 def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
-    greedy, drawn = reference
+    greedy, drawn, shared = reference
     # Pages of other sizes: `engine/test_hand_off.py`, and the slow tests below.
     overrides = {"mode": "colocated", "domains": 2, "prefill.workers": 2}
+    overrides |= {"server.admin_port": free_port()}
     with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
+
+        admin = f"http://127.0.0.1:{overrides['server.admin_port']}"
+        check_shared_prefixes(client, admin, shared)
 
         # 2P2D: all prompts at once, and again, when both sides have them in their prefix caches.
         for _ in range(2):
@@ -157,7 +208,7 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
 def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, tmp_path):
     """The domain is killed in the middle of a stream and comes back late: until then the last
     prefill worker is one, on a page size and cache of its own before and after."""
-    greedy, drawn = reference
+    greedy, drawn, _ = reference
     overrides = {
         "mode": "colocated",
         "prefill.workers": 2,
@@ -200,7 +251,7 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, t
 )
 def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill, domain):
     """Every process takes part in what is handed over, though the link ends in the first ones."""
-    greedy, drawn = reference
+    greedy, drawn, _ = reference
     overrides = {
         "mode": "colocated",
         "attention": domain,
@@ -222,7 +273,7 @@ def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill,
 def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, reference, tmp_path):
     """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
     the domains is killed in the middle of a stream."""
-    greedy, drawn = reference
+    greedy, drawn, _ = reference
     overrides = {
         "mode": "afd",
         "lanes": 2,

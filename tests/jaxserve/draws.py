@@ -1,0 +1,284 @@
+"""Random deployments and requests for `test_fuzz.py`, all of them functions of a seed.
+
+A draw is plain data: a deployment, perhaps with a prefill worker, and a list of requests that share
+system prompts. It is printed as JSON when it fails, and made smaller as long as it still fails.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tests.reference.tiny_sizes import VOCAB
+
+LONGEST = 192
+"""Tokens of the longest sequence, as `hand_offs.LIMITS` says."""
+ARRAY_TOKENS = 512
+"""Tokens in the page arrays of a DP group. A draw's pool has fewer pages of the same arrays: pools
+of different sizes share their compiled programs."""
+DEVICES = 8
+
+EXPERTS = ("qwen3_moe", "deepseek_v3")
+"""Models with experts: GQA, and MLA with a module for drafts."""
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "cache fp8": {"cache.format": "fp8"},
+    "cache int8": {"cache.format": "int8"},
+    "wire int8": {"link.dispatch": "int8", "link.combine": "int8"},
+    "fp8": dict.fromkeys(
+        ("attention.weights", "ffn.weights", "cache.format", "link.dispatch"), "fp8"
+    ),
+}
+"""Number formats that round the same values in every layout without tensor parallelism."""
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"mode": "colocated"},
+    {"mode": "colocated", "attention.dp": 2},
+    {"mode": "afd"},
+    {"mode": "afd", "attention.dp": 2},
+    {"mode": "afd", "ffn.ep": 2},
+    {"mode": "afd", "attention.dp": 3, "ffn.ep": 2},
+)
+SPLIT: tuple[dict[str, Any], ...] = (
+    {"mode": "colocated", "attention.tp": 2},
+    {"mode": "colocated", "attention.dp": 2, "attention.tp": 2},
+    {"mode": "afd", "ffn.tp": 2},
+    {"mode": "afd", "attention.tp": 2, "ffn.ep": 2},
+    {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2},
+)
+"""Layouts with tensor parallelism, which adds the terms of a sum in another order."""
+
+CHEAP = 10
+"""Seeds below this draw one of `PLANS`, so that `make test` compiles few programs."""
+PLANS: tuple[dict[str, Any], ...] = (
+    {
+        "model": "qwen3_moe",
+        "decode": {"mode": "colocated", "attention.dp": 2, "lanes": 2, "cache.page_size": 16},
+        "prefill": {"mode": "colocated", "attention.tp": 2, "cache.page_size": 16},
+    },
+    {
+        "model": "qwen3_moe",
+        "decode": {
+            "mode": "afd",
+            "lanes": 2,
+            "domains": 2,
+            "attention.dp": 2,
+            "ffn.ep": 2,
+            "ffn.exchange": "alltoall",
+            "cache.page_size": 32,
+            "speculative.method": "ngram",
+            "speculative.drafts": 2,
+            "speculative.automatic": False,
+        },
+        "prefill": {"mode": "colocated", "attention.tp": 2, "cache.page_size": 16},
+    },
+)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request of a draw.
+
+    Attributes:
+      number: its own tokens follow from it and from the draw's seed.
+      system: number of its system prompt; -1: none.
+      own: number of its own tokens, which follow the system prompt.
+      tokens: length of its answer.
+      seed: seed of its draws; None: greedy.
+      after: news of all requests together after which it is submitted.
+      cancel: own news after which it is cancelled; None: never.
+      emitted: tokens of its answer that another engine is said to have generated.
+      tenant: salt of its cache entries.
+      scores: whether the log-probabilities of its prompt are wanted, too.
+    """
+
+    number: int
+    system: int
+    own: int
+    tokens: int
+    seed: int | None = None
+    after: int = 0
+    cancel: int | None = None
+    emitted: int = 0
+    tenant: str = ""
+    scores: bool = False
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A deployment and its requests.
+
+    Attributes:
+      seed: seed of the tokens in the prompts.
+      model: name in the catalogue.
+      format: key of `FORMATS`.
+      decode: overrides of the engine that gives the answers.
+      prefill: overrides of the prefill worker; None: no hand-offs.
+      spare: pages that each engine's pool has beyond those of the longest sequence: `(decode,
+        prefill)`.
+      chunk: tokens of prompts beside decoding, in a step; 0: as many as fit.
+      held: prompts that the prefill worker holds at most.
+      systems: lengths of the system prompts.
+      requests: all requests.
+      resets: news of all requests together after which the prefix caches are reset.
+    """
+
+    seed: int
+    model: str
+    format: str = "float32"
+    decode: dict[str, Any]
+    prefill: dict[str, Any] | None = None
+    spare: tuple[int, int] = (20, 20)
+    chunk: int = 0
+    held: int = 64
+    systems: list[int] = []
+    requests: list[Request]
+    resets: list[int] = []
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of every request's prompt. It does not depend on the other requests."""
+        systems = [_tokens(f"{self.seed} system {n}", size) for n, size in enumerate(self.systems)]
+        return [
+            (systems[one.system] if one.system >= 0 else [])
+            + _tokens(f"{self.seed} {one.number}", one.own)
+            for one in self.requests
+        ]
+
+    def text(self) -> str:
+        """The draw as JSON."""
+        return msgspec.json.encode(self).decode()
+
+
+def read(text: str) -> Draw:
+    """The draw that `Draw.text` has written."""
+    return msgspec.json.decode(text, type=Draw)
+
+
+def draw(seed: int) -> Draw:
+    """The draw of a seed. Every other seed has hand-offs."""
+    rng = random.Random(f"deployment {seed}")
+    plan = PLANS[seed // 2 % len(PLANS)] if seed < CHEAP else _plan(rng)
+    hand_offs = bool(seed % 2)
+    systems = [rng.choice((8, 16, 17, 32, 33, 40, 64, 70)) for _ in range(rng.randint(1, 3))]
+    requests = _requests(rng, len(systems), rng.randint(9, 12))
+    news = sum(one.tokens for one in requests)
+    return Draw(
+        **plan | ({} if hand_offs else {"prefill": None}),
+        seed=seed,
+        spare=(rng.choice((0, 1, 2, 4, 20)), rng.choice((0, 1, 2, 4, 20))),
+        chunk=rng.choice((0, 0, 8, 16, 24)),
+        held=rng.choice((2, 4, 64)) if hand_offs else 64,
+        systems=systems,
+        requests=requests,
+        resets=sorted(rng.choice((0, rng.randrange(news))) for _ in range(rng.choice((0, 1, 3)))),
+    )
+
+
+def _plan(rng: random.Random) -> dict[str, Any]:
+    """Model, number format and the overrides of two engines."""
+    format = rng.choice(["float32", "float32", *FORMATS])
+    speculative = _drafts(rng)
+    decode, prefill = _engine(rng, format) | speculative, _engine(rng, format)
+    prefill.pop("domains", None)
+    model = rng.choice(EXPERTS)
+    if speculative.get("speculative.method") == "mtp":
+        # A prediction module's entries are pages, too, so that both engines have it.
+        model, prefill = "deepseek_v3", prefill | speculative
+    return {"model": model, "format": format, "decode": decode, "prefill": prefill}
+
+
+def _drafts(rng: random.Random) -> dict[str, Any]:
+    method = rng.choice(("none", "none", "ngram", "mtp"))
+    if method == "none":
+        return {}
+    drafts = {"speculative.method": method, "speculative.drafts": rng.choice((1, 2))}
+    return drafts | {"speculative.automatic": False}
+
+
+def _engine(rng: random.Random, format: str) -> dict[str, Any]:
+    """Overrides of one engine."""
+    whole = format in ("wire int8", "fp8")
+    overrides = dict(rng.choice(LAYOUTS if whole else LAYOUTS + SPLIT))
+    page_size = rng.choice((8, 16, 16, 32))
+    overrides |= {"cache.page_size": page_size, "lanes": rng.choice((1, 1, 2, 3))}
+    if overrides["mode"] == "colocated":
+        if overrides.get("attention.dp", 1) > 1:
+            overrides["ffn.exchange"] = rng.choice(("gather", "alltoall"))
+        return overrides
+    if overrides.get("ffn.ep", 1) > 1:
+        overrides["ffn.exchange"] = rng.choice(("gather", "alltoall"))
+    overrides["link.transport"] = rng.choice(("device_put", "device_put", "ppermute"))
+    attention = overrides.get("attention.dp", 1) * overrides.get("attention.tp", 1)
+    ffn = overrides.get("ffn.ep", 1) * overrides.get("ffn.tp", 1)
+    domains = rng.choice((1, 1, 2, 3))
+    if domains * attention + ffn <= DEVICES:
+        overrides["domains"] = domains
+    return overrides
+
+
+def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
+    """Requests in bursts, of which most begin with a system prompt."""
+    found: list[Request] = []
+    after = 0
+    while len(found) < count:
+        burst = rng.randint(3, 6)
+        system = rng.randrange(systems)
+        for _ in range(burst):
+            greedy = rng.random() < 0.7
+            tokens = rng.choice((1, 3, 6, 10))
+            found.append(
+                Request(
+                    number=len(found),
+                    system=rng.choice((system, system, system, rng.randrange(systems), -1)),
+                    own=rng.choice((1, 2, 9, 16, 31, 40, 70)),
+                    tokens=tokens,
+                    seed=None if greedy else rng.randrange(1000),
+                    after=after,
+                    cancel=rng.randrange(tokens + 1) if rng.random() < 0.15 else None,
+                    emitted=rng.randrange(tokens) if rng.random() < 0.1 else 0,
+                    tenant=rng.choice(("", "", "", "other")),
+                    scores=rng.random() < 0.1,
+                )
+            )
+        after += rng.choice((0, 3, 10, 40))
+    return found
+
+
+def smaller(whole: Draw) -> Iterator[Draw]:
+    """Draws that ask for less than one, the smallest first."""
+    replace = msgspec.structs.replace
+    count = len(whole.requests)
+    size = count // 2
+    while size:
+        for start in range(0, count, size):
+            kept = whole.requests[:start] + whole.requests[start + size :]
+            if kept:
+                yield replace(whole, requests=kept)
+        size //= 2
+    for n in range(len(whole.resets)):
+        yield replace(whole, resets=whole.resets[:n] + whole.resets[n + 1 :])
+    if whole.format != "float32":
+        yield replace(whole, format="float32")
+    for key, value in (("chunk", 0), ("held", 64), ("spare", (20, 20))):
+        if getattr(whole, key) != value:
+            yield replace(whole, **{key: value})
+    for side in ("decode", "prefill"):
+        overrides = getattr(whole, side) or {}
+        for key in overrides:
+            if key not in ("mode", "cache.page_size", "speculative.drafts"):
+                fewer = {k: v for k, v in overrides.items() if k != key}
+                yield replace(whole, **{side: fewer})
+        if overrides.get("mode") == "afd":
+            keys = ("cache.page_size", "lanes", "attention.dp", "attention.tp")
+            kept = {k: v for k, v in overrides.items() if k in keys or "speculative" in k}
+            yield replace(whole, **{side: {"mode": "colocated", **kept}})
+    for n, one in enumerate(whole.requests):
+        plain = replace(one, cancel=None, emitted=0, tenant="", scores=False, seed=None)
+        if plain != one:
+            changed = [*whole.requests[:n], plain, *whole.requests[n + 1 :]]
+            yield replace(whole, requests=changed)
+
+
+def _tokens(name: str, count: int) -> list[int]:
+    rng = random.Random(name)
+    return [rng.randrange(2, VOCAB) for _ in range(count)]

@@ -1,0 +1,397 @@
+"""Random deployments under concurrent requests that share prefixes, against the engine alone.
+
+Every answer is compared token for token, and by its log-probabilities, with the plain colocated
+engine's, which runs one request at a time. Afterwards no page, slot or lease may be left.
+
+`make test` runs ten draws and `make fuzz DRAWS=60 SEED=10` any others. A failure prints its seed
+and the smallest draw that was found to fail; `FUZZ_DRAW=DRAW` has the file run that draw alone.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from jaxserve.config.checks import scratch_pages
+from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.make_engine import make_engine
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.runtime import Runtime, warm_up
+from jaxserve.errors import JaxserveError
+from jaxserve.link.pages import PagesSource
+from tests.jaxserve import draws
+from tests.jaxserve.draws import Draw, Request
+from tests.jaxserve.hand_offs import attach, limits, until
+from tests.reference.catalogue import CATALOGUE
+
+pytestmark = pytest.mark.unoptimised
+
+FIRST = int(os.environ.get("FUZZ_SEED", "0"))
+COUNT = int(os.environ.get("FUZZ_DRAWS", "10"))
+GIVEN = os.environ.get("FUZZ_DRAW", "")
+SHRINK_SECONDS = float(os.environ.get("FUZZ_SHRINK_SECONDS", "60"))
+SECONDS = 120.0
+
+TIE = {"float32": 1e-4}
+"""Greedy tokens whose logits lie closer may change places, by number format."""
+NEAR = {"float32": 2e-3}
+"""Log-probabilities of the same token may differ by this, by number format."""
+TIE_OF_8_BITS, NEAR_OF_8_BITS = 0.1, 0.5
+"""The last digit of an FP32 sum may decide how a value is rounded to 8 bits."""
+
+
+class Answer(NamedTuple):
+    """What came of one request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    margins: list[float]
+    """Distance of the two best log-probabilities, where the request asked for two."""
+    prompt: list[float]
+    end: str
+    error: str
+
+
+class Answers:
+    """Gathers the news of all requests of a draw."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, list[TokenOutput]] = {}
+        self._ends: dict[int, tuple[str, str]] = {}
+        self.changed = threading.Condition()
+        self.total = 0
+        """News of all requests together: tokens, hand-offs and ends."""
+
+    def open(self, number: int) -> None:
+        """A request is about to be submitted."""
+        with self.changed:
+            self._news[number] = []
+
+    def add(self, number: int, news: TokenOutput) -> int:
+        """Takes a piece of news; returns how many tokens the request has now."""
+        with self.changed:
+            assert number not in self._ends, f"news after the end: {news}"
+            self._news[number].append(news)
+            self.total += max(1, len(news.token_ids))
+            if news.finish_reason is not None:
+                self._ends[number] = news.finish_reason, news.error or ""
+            self.changed.notify_all()
+            return sum(len(one.token_ids) for one in self._news[number])
+
+    def held(self) -> None:
+        """A prefill worker holds the pages of some request."""
+        with self.changed:
+            self.total += 1
+            self.changed.notify_all()
+
+    @property
+    def running(self) -> set[int]:
+        """Requests that were submitted and have not ended."""
+        return self._news.keys() - self._ends.keys()
+
+    def of(self, number: int) -> Answer:
+        """What came of a request, after its end."""
+        news = self._news[number]
+        ranked = [one for each in news for one in each.logprobs]
+        scores = [one for each in news for one in each.prompt_logprobs or []]
+        tops = [[logprob for _, logprob in one.top] for one in ranked]
+        return Answer(
+            [token for each in news for token in each.token_ids],
+            [one.logprob for one in ranked],
+            [top[0] - top[1] for top in tops if len(top) > 1],
+            [one.logprob for one in scores if one is not None],
+            *self._ends[number],
+        )
+
+
+class Fuzz:
+    """Runs draws; keeps models, warm runtimes and their programs for the next draw."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._runtimes: dict[str, Runtime] = {}
+
+    def run(self, draw: Draw) -> list[str]:
+        """What is wrong with the answers to a draw, and with what is left of it."""
+        expected = self._alone(draw)
+        engines = []
+        try:
+            decode = self._engine(draw, "decode", draw.decode, draw.spare[0])
+            engines.append(decode)
+            prefill = None
+            if draw.prefill is not None:
+                prefill = self._engine(draw, "prefill", draw.prefill, draw.spare[1])
+                engines.append(prefill)
+            answers = Running(draw, expected, decode, prefill).answers()
+            rows = zip(draw.requests, expected, answers, strict=True)
+            problems = [
+                f"request {one.number}: {problem}"
+                for one, right, found in rows
+                for problem in differences(draw.format, one, right, found)
+            ]
+            for engine in engines:
+                problems += left_behind(engine)
+        except Exception as error:  # of an engine, or of one of its threads
+            problems = [f"{type(error).__name__}: {error}"]
+            self._runtimes.clear()
+        finally:
+            for engine in engines:
+                engine.close()
+        return problems
+
+    def _alone(self, draw: Draw) -> list[Answer]:
+        """What the plain colocated engine answers, one request after the other."""
+        engine = make_engine(
+            self._runtime(draw, "alone", {"mode": "colocated"}), eos_token_ids=frozenset()
+        )
+        engine.start()
+        answers = Answers()
+        for one, prompt in zip(draw.requests, draw.prompts(), strict=True):
+            params = msgspec.structs.replace(
+                params_of(one), logprobs=2, cache_salt=f"alone {one.number}"
+            )
+            answers.open(one.number)
+            engine.submit(prompt, params, lambda news, n=one.number: answers.add(n, news))
+            with answers.changed:
+                assert answers.changed.wait_for(lambda: not answers.running, SECONDS)
+        engine.close()
+        return [answers.of(one.number) for one in draw.requests]
+
+    def _engine(self, draw: Draw, role: str, overrides, spare: int) -> Engine:
+        runtime = self._runtime(draw, role, overrides)
+        whole = runtime.deployment
+        cache, policy = whole.cache, whole.scheduler
+        longest = -(-draws.LONGEST // cache.page_size) + scratch_pages(whole.drafts, whole.modules)
+        fewer = msgspec.structs.replace(
+            whole,
+            cache=msgspec.structs.replace(cache, pages=min(cache.pages, longest + spare)),
+            scheduler=msgspec.structs.replace(policy, prefill_tokens=draw.chunk),
+            pages=msgspec.structs.replace(whole.pages, held=draw.held),
+        )
+        engine = make_engine(runtime._replace(deployment=fewer), eos_token_ids=frozenset())
+        if draw.prefill is not None:
+            attach(engine, role)
+        engine.start()
+        return engine
+
+    def _runtime(self, draw: Draw, role: str, overrides) -> Runtime:
+        options = {**draws.FORMATS[draw.format], **overrides}
+        options["cache.pages"] = draws.ARRAY_TOKENS // options.get("cache.page_size", 16)
+        key = f"{role} {draw.model} {sorted(options.items())}"
+        if key not in self._runtimes:
+            folder = self._folder / draw.model
+            if not folder.exists():
+                CATALOGUE[draw.model].write(folder)
+            self._runtimes[key] = build_runtime(limits(folder, options))
+            warm_up(self._runtimes[key])
+        return self._runtimes[key]
+
+
+class Running:
+    """The requests of one draw on their way through its engines."""
+
+    def __init__(self, draw: Draw, expected: list[Answer], decode: Engine, prefill: Engine | None):
+        self._draw, self._decode, self._prefill = draw, decode, prefill
+        self._prompts = dict(
+            zip((one.number for one in draw.requests), draw.prompts(), strict=True)
+        )
+        rows = zip(draw.requests, expected, strict=True)
+        self._emitted = {one.number: right.tokens[: one.emitted] for one, right in rows}
+        self._answers = Answers()
+
+    def answers(self) -> list[Answer]:
+        """Submits all requests, resets and cancels in the middle; the answers, in their order."""
+        answers, waiting = self._answers, list(self._draw.requests)
+        resets = list(self._draw.resets)
+        end = time.monotonic() + SECONDS
+
+        def due() -> bool:
+            times = [waiting[0].after] if waiting else []
+            return not answers.running or answers.total >= min(times + resets[:1], default=10**9)
+
+        while waiting or answers.running:
+            with answers.changed:
+                assert answers.changed.wait_for(due, end - time.monotonic()), (
+                    f"requests {sorted(answers.running)} did not end within {SECONDS} s"
+                )
+                quiet = not answers.running
+            while waiting and (waiting[0].after <= answers.total or quiet):
+                after = waiting[0].after
+                while waiting and waiting[0].after == after:  # a burst
+                    self._start(waiting.pop(0))
+                quiet = False
+            while resets and resets[0] <= answers.total:
+                resets.pop(0)
+                for engine in self._engines():
+                    engine.reset_prefix_cache()
+        return [answers.of(one.number) for one in self._draw.requests]
+
+    def _engines(self) -> list[Engine]:
+        return [engine for engine in (self._prefill, self._decode) if engine is not None]
+
+    def _start(self, one: Request) -> None:
+        self._answers.open(one.number)
+        if self._prefill is None:
+            self._submit(one, None)
+        else:
+            self._prefill.prefill(
+                self._prompts[one.number] + self._emitted[one.number],
+                lambda news: self._held(one, news),
+                cache_salt=one.tenant,
+                request_id=f"{one.number}",
+            )
+        if one.cancel == 0:
+            self._cancel(one)
+
+    def _held(self, one: Request, news: PagesSource | JaxserveError) -> None:
+        self._answers.held()
+        if isinstance(news, PagesSource):
+            self._submit(one, news)
+            return
+        cancelled = one.cancel == 0 and "was cancelled" in str(news)
+        reason = "cancelled" if cancelled else "error"
+        end = TokenOutput(request_id="", finish_reason=reason, error=str(news))
+        self._answers.add(one.number, end)
+
+    def _submit(self, one: Request, source: PagesSource | None) -> None:
+        def on_output(news: TokenOutput) -> None:
+            tokens = self._answers.add(one.number, news)
+            if news.finish_reason is None and one.cancel is not None and tokens >= one.cancel:
+                self._cancel(one)
+
+        try:
+            self._decode.submit(
+                self._prompts[one.number],
+                params_of(one),
+                on_output,
+                request_id=f"{one.number}",
+                source=source,
+                emitted=self._emitted[one.number],
+            )
+        except JaxserveError as error:
+            end = TokenOutput(request_id="", finish_reason="error", error=str(error))
+            self._answers.add(one.number, end)
+
+    def _cancel(self, one: Request) -> None:
+        for engine in self._engines():
+            engine.cancel(f"{one.number}")
+
+
+def params_of(one: Request) -> SamplingParams:
+    """How a request's tokens are chosen."""
+    draws_of_it = {} if one.seed is None else {"temperature": 0.9, "top_p": 0.9, "seed": one.seed}
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": one.tokens, "ignore_eos": True} | draws_of_it,
+        logprobs=0,
+        prompt_logprobs=0 if one.scores else None,
+        cache_salt=one.tenant,
+    )
+
+
+def differences(format: str, one: Request, right: Answer, found: Answer) -> list[str]:
+    """What is wrong with an answer, in words."""
+    if found.end == "error":
+        return [f"error: {found.error}"]
+    if found.end == "cancelled" and one.cancel is None:
+        return ["cancelled by nobody"]
+    tie, near = TIE.get(format, TIE_OF_8_BITS), NEAR.get(format, NEAR_OF_8_BITS)
+    expected = right.tokens[one.emitted :]
+    logprobs, margins = right.logprobs[one.emitted :], right.margins[one.emitted :]
+    problems = []
+    if found.end == "cancelled":
+        expected = expected[: len(found.tokens)]
+    same = len(expected)
+    for place, (a, b) in enumerate(itertools.zip_longest(found.tokens, expected)):
+        if a != b:
+            same = place
+            tied = None not in (a, b) and one.seed is None and margins[place] <= tie
+            if not tied:
+                problems.append(f"{found.tokens} instead of {expected}")
+            break
+    pairs = [*zip(found.logprobs[:same], logprobs, strict=False)]
+    if one.scores and found.end != "cancelled":
+        if len(found.prompt) != len(right.prompt):
+            problems.append(f"{len(found.prompt)} prompt scores instead of {len(right.prompt)}")
+        pairs += zip(found.prompt, right.prompt, strict=False)
+    if (apart := max((abs(a - b) for a, b in pairs), default=0.0)) > near:
+        problems.append(f"a log-probability is off by {apart:.3g}")
+    return problems
+
+
+def left_behind(engine: Engine) -> list[str]:
+    """What an engine still has although every request has ended, in words."""
+
+    def left() -> dict[str, object]:
+        load = engine.load()
+        counters = [end.client.counters for end in getattr(engine.hand_offs, "domains", ())]
+        found = {
+            "open requests": len(engine._open),
+            "work": sum(scheduler.has_work for scheduler in engine.schedulers),
+            "held prompts": engine.hand_offs.held,
+            "page actions": len(engine._loop._page_actions) + len(engine._loop._imports),
+            "fetches": sum(len(scheduler.fetches) for scheduler in engine.schedulers),
+            "queued pages": sum(each.queued for each in counters),
+            "registered bytes": load.hand_offs.registered_bytes if load.hand_offs else 0,
+            "pages in use": sum(sum(scheduler.kv_usage) for scheduler in engine.schedulers),
+        }
+        return {name: count for name, count in found.items() if count}
+
+    try:
+        until(lambda: not left(), 20.0)
+    except AssertionError:
+        return [f"left behind: {left()}"]
+    for scheduler in engine.schedulers:
+        scheduler.check_integrity()
+    compiled = engine.compilations_after_ready
+    return [f"{compiled} programs were compiled after the start"] if compiled else []
+
+
+def shrunk(draw: Draw, fails: Callable[[Draw], object], seconds: float) -> Draw:
+    """The smallest draw that was found to fail within some seconds."""
+    end = time.monotonic() + seconds
+    found = True
+    while found:
+        found = False
+        for candidate in draws.smaller(draw):
+            if time.monotonic() > end:
+                return draw
+            if fails(candidate):
+                draw, found = candidate, True
+                break
+    return draw
+
+
+@pytest.fixture(scope="module")
+def fuzz(tmp_path_factory):
+    return Fuzz(tmp_path_factory.mktemp("models"))
+
+
+SEEDS = [-1] if GIVEN else range(FIRST, FIRST + COUNT)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_answers_are_those_of_the_engine_alone(seed, fuzz):
+    draw = draws.read(GIVEN) if GIVEN else draws.draw(seed)
+    print(f"FUZZ_SEED={seed} FUZZ_DRAW='{draw.text()}'")
+    problems = fuzz.run(draw)
+    if problems:
+        least = shrunk(draw, fuzz.run, 0.0 if GIVEN else SHRINK_SECONDS)
+        again = fuzz.run(least)
+        pytest.fail(
+            "\n".join(
+                [
+                    f"FUZZ_SEED={seed}: {len(problems)} problems",
+                    *problems[:5],
+                    "the smallest draw that was found to fail, and what is wrong with it now:",
+                    f"FUZZ_DRAW='{least.text()}'",
+                    *again[:5],
+                ]
+            ),
+            pytrace=False,
+        )
