@@ -24,6 +24,8 @@ MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
 """For the other processes of a runtime to say what they know, after one of them has died."""
 LOOK_SECONDS = 0.02
+RETRY_SECONDS = 1.0
+"""Before a process is started again that could not be made."""
 START_NICENESS = 5
 """Added while a process starts again whose work others do: a third of the share of those beside it
 that serve."""
@@ -231,8 +233,12 @@ class Supervisor:
                     self._children[number].kill()
             if not left and now >= due:
                 del self._due[runtime]
-                for number in own:
-                    self._begin(number, again=True)
+                try:
+                    for number in own:
+                        self._begin(number, again=True)
+                except (OSError, subprocess.SubprocessError) as error:  # no process can be made
+                    say(f"runtime {runtime} could not be started: {error}; trying again")
+                    self._due[runtime] = self._kill_at[runtime] = now + RETRY_SECONDS
 
 
 def may_become_less_nice() -> bool:

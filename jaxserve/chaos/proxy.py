@@ -61,9 +61,13 @@ class Proxy:
                 client, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
-            threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+            except OSError:  # closed, or no descriptor is left
+                time.sleep(LOOK_SECONDS)
+                continue
+            try:
+                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+            except RuntimeError:  # no thread is left
+                _reset(client)
 
     def _carry(self, client: socket.socket) -> None:
         """One connection, both ways, in one thread."""

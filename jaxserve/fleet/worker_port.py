@@ -313,8 +313,11 @@ class RouterConnection:
                 self._submitted[frame.request_id] = None
                 if frame.grammar.serialised:
                     self._restoring.add(frame.request_id)
-                    with contextlib.suppress(RuntimeError):  # the pool is shut down
+                    try:
                         self._port.compiling.submit(self._try, frame, submit)
+                    except RuntimeError as error:  # no thread can be started
+                        self._restoring.discard(frame.request_id)
+                        self._refuse(frame, OverloadedError(f"a grammar cannot wait: {error}"))
                 else:
                     self._try(frame, submit)
             case frames.Adopt():
@@ -358,16 +361,19 @@ class RouterConnection:
                 raise DrainingError("the worker drains and takes no new requests")
             take(frame)
         except Exception as error:
-            self._submitted.pop(frame.request_id, None)
-            self._prefills.pop(frame.request_id, None)
-            self._port.kept.drop(frame.request_id)
-            refusal = Refusal.of(error)
-            if refusal.kind not in KNOWN:
-                logger.exception("request %s failed", frame.request_id)
-            if isinstance(frame, frames.Prefill):
-                self.post(frames.Held(frame.request_id, refusal=refusal))
-            else:
-                self.post(frames.Rejected(frame.request_id, refusal))
+            self._refuse(frame, error)
+
+    def _refuse(self, frame: Any, error: Exception) -> None:
+        self._submitted.pop(frame.request_id, None)
+        self._prefills.pop(frame.request_id, None)
+        self._port.kept.drop(frame.request_id)
+        refusal = Refusal.of(error)
+        if refusal.kind not in KNOWN:
+            logger.error("request %s failed", frame.request_id, exc_info=error)
+        if isinstance(frame, frames.Prefill):
+            self.post(frames.Held(frame.request_id, refusal=refusal))
+        else:
+            self.post(frames.Rejected(frame.request_id, refusal))
 
     def _submit(self, deadline: float | None, frame: frames.Submit) -> None:
         request_id, params = frame.request_id, frame.params
@@ -397,8 +403,7 @@ class RouterConnection:
         try:
             self._port.kept.adopt(frame.request_id, frame.prompt, self._output)
         except (InvalidRequestError, OverloadedError) as error:
-            self._submitted.pop(frame.request_id, None)
-            self.post(frames.Rejected(frame.request_id, Refusal.of(error)))
+            self._refuse(frame, error)
 
     def _output(self, output: TokenOutput) -> None:
         request_id, reason = output.request_id, output.finish_reason

@@ -290,7 +290,10 @@ class _Puller:
         elif self.failure is not None:
             reply.set_exception(ExportError(self.failure))
         else:
-            server.holder.export(fetch, reply)
+            try:
+                server.holder.export(fetch, reply)
+            except Exception as error:  # told like one of the reading, which gives the room back
+                reply.set_exception(ExportError(f"{type(error).__name__}: {error}"))
         return _Reading(fetch, size, reply)
 
     def _finish(self, reading: "_Reading") -> None:

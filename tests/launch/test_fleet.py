@@ -212,6 +212,25 @@ def test_a_start_is_awaited_when_no_other_worker_serves_or_it_takes_long(
     assert supervised(fleet, command, members, tmp_path) == 0
 
 
+def test_a_process_that_cannot_be_made_at_once_is_made_later(fleet, monkeypatch, tmp_path):
+    import supervisor
+
+    monkeypatch.setattr(supervisor, "RETRY_SECONDS", 0.05)
+    start, starts = supervisor.start, []
+
+    def fails_once(*given):
+        starts.append(given)
+        if len(starts) == 3:
+            raise BlockingIOError("no process is left")
+        return start(*given)
+
+    monkeypatch.setattr(supervisor, "start", fails_once)
+    members = [fleet.Member("router", ["router"], 0), fleet.Member("worker", ["worker"], 1)]
+    command = [sys.executable, "-c", STARTED, str(tmp_path / "lines")]
+    assert supervised(fleet, command, members, tmp_path) == 0
+    assert len(starts) == 4
+
+
 def test_who_may_become_less_nice(fleet, monkeypatch):
     import supervisor
 

@@ -117,3 +117,26 @@ def test_nobody_behind_it():
         with socket.create_connection((host, int(port)), SECONDS) as client:
             client.recv(100)
     proxy.close()
+
+
+def test_it_accepts_again_after_a_thread_that_could_not_be_started(ends, monkeypatch):
+    proxy, client, _ = ends
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fails_once(thread: threading.Thread) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    address = client.getpeername()
+    with socket.create_connection(address, SECONDS):
+        assert failed.wait(SECONDS)
+    accepting = [t for t in threading.enumerate() if t.name.startswith("proxy ")]
+    with socket.create_connection(address, SECONDS) as again:
+        again.settimeout(SECONDS)
+        proxy.disturb("cut")
+        with pytest.raises(ConnectionResetError):
+            again.recv(100)
+    assert all(thread.is_alive() for thread in accepting)

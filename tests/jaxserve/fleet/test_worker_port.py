@@ -163,6 +163,26 @@ def router_count(worker: FakeWorker) -> int:
     return router.count
 
 
+def test_a_grammar_for_which_no_thread_can_be_started(monkeypatch) -> None:
+    """The request is refused, for another worker: it would never be answered here."""
+    with a_worker() as worker:
+        router = Router(worker)
+        start = threading.Thread.start
+
+        def fails(thread: threading.Thread) -> None:
+            if thread.name.startswith("grammars"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            router.submit("x", GRAMMAR)
+            assert router.end_of("x").refusal.kind == "OverloadedError"
+        router.submit("y", GRAMMAR)  # the pool does what it could not do then
+        assert router.end_of("y").finish_reason == "length"
+        assert not worker.engine.submits[1:]
+
+
 def test_time_for_a_grammar_counts_against_the_deadline() -> None:
     goes_on = threading.Event()
     with a_worker(restore=lambda grammar, vocab: goes_on.wait(SECONDS)) as worker:

@@ -357,3 +357,25 @@ def test_a_prefill_worker_that_dies_or_stops(how):
         until(lambda: late.failure is not None, 40)
         assert link.counters.queued == 0
     until(lambda: threading.active_count() <= threads)
+
+
+def test_a_piece_that_the_engine_does_not_begin_to_read_takes_no_room(monkeypatch):
+    with serving() as (server, holder), client() as link:
+        export, calls = holder.export, []
+
+        def fails_once(fetch, reply):
+            calls.append(fetch)
+            if len(calls) == 1:
+                raise KeyError("a defect")
+            export(fetch, reply)
+
+        monkeypatch.setattr(holder, "export", fails_once)
+        holder.go.set()
+        first, _ = ask(link, server)
+        until(lambda: first.ended)
+        assert first.failure is not None
+        assert "KeyError: 'a defect'" in first.failure[0]
+        second, _ = ask(link, server)
+        until(lambda: second.ended)
+        assert second.failure is None
+        until(lambda: server.room.taken == 0)
