@@ -1,5 +1,6 @@
 """A runtime that has both roles, each on devices of its own."""
 
+from functools import partial
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
@@ -7,7 +8,7 @@ from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import Runtime
 from jaxserve.roles.build_cell import build_cell
 from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.expert_balancer import balancer_of
+from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.worker import Observer
 
 
@@ -17,5 +18,5 @@ def cell_runtime(
     """Loads and compiles this process's part of it; `options` and errors as of `open_model`."""
     config, names, meshes, templates, source = open_model(deployment, **options)
     driver = build_cell(templates, deployment, meshes, source, names, observer)
-    balancer = balancer_of(templates, deployment, driver.slots)
+    balancer = partial(make_balancer, templates, deployment, driver.slots)
     return Runtime(deployment, config, driver, deployment_buckets(deployment), balancer)

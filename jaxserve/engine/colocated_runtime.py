@@ -1,5 +1,6 @@
 """The runtime of a colocated deployment."""
 
+from functools import partial
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
@@ -7,7 +8,7 @@ from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import Runtime
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated import ColocatedWorker, build_colocated
-from jaxserve.roles.expert_balancer import balancer_of
+from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.worker import Observer
 
 
@@ -19,5 +20,5 @@ def colocated_runtime(
     built = build_colocated(templates, deployment, meshes.attention, source, names)
     driver = ColocatedWorker(*built)
     driver.observer = observer
-    balancer = balancer_of(templates, deployment, driver.slots)
+    balancer = partial(make_balancer, templates, deployment, driver.slots)
     return Runtime(deployment, config, driver, deployment_buckets(deployment), balancer)

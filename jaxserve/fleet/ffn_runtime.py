@@ -31,7 +31,7 @@ from jaxserve.link.weights_server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_all
-from jaxserve.roles.expert_balancer import expert_facts, make_balancer
+from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn, ffn_executables, ffn_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
@@ -139,8 +139,7 @@ class FFNMessages:
         self._programs: dict[int, FFNPrograms] = {}
         self._worker = FFNWorker(programs, executables, weights, slots)
         self._name = secrets.token_hex(4)
-        facts = expert_facts(role.templates, deployment.experts)
-        self.experts = make_balancer(facts, deployment, slots)
+        self.experts = make_balancer(role.templates, deployment, slots)
 
     def serve_weights(self, token: str) -> WeightsServer | None:
         """Hands its weights out to workers that start, where the deployment says so."""

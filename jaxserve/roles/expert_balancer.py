@@ -7,7 +7,6 @@ sequence of rounds, each of which leaves a placement that serves: one that is cu
 placement of its last round.
 """
 
-import functools
 import logging
 import threading
 import time
@@ -33,7 +32,6 @@ from jaxserve.roles.actions import (
 from jaxserve.roles.expert_moves import (
     Counted,
     ExpertFacts,
-    MovesExperts,
     Proposal,
     ReadCounts,
 )
@@ -65,7 +63,7 @@ def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | 
 
 
 def make_balancer(
-    facts: ExpertFacts | None,
+    templates: ModelTemplates,
     deployment: Deployment,
     slots: ExpertSlots | None,
     others: ReadCounts | None = None,
@@ -76,6 +74,7 @@ def make_balancer(
       slots: this process's, if it holds experts.
       others: reads the counts of other processes, if they hold experts.
     """
+    facts = expert_facts(templates, deployment.experts)
     if facts is None:
         return None
 
@@ -88,14 +87,6 @@ def make_balancer(
 
     has_read = (lambda: True) if slots is None else slots.has_read
     return ExpertBalancer(facts, deployment.experts, read, has_read=has_read)
-
-
-def balancer_of(
-    templates: ModelTemplates, deployment: Deployment, slots: ExpertSlots | None
-) -> Callable[[ReadCounts | None], MovesExperts | None]:
-    """Returns `make_balancer` for a runtime's own experts; its argument reads others' counts."""
-    facts = expert_facts(templates, deployment.experts)
-    return functools.partial(make_balancer, facts, deployment, slots)
 
 
 class ExpertBalancer:
@@ -287,21 +278,16 @@ class ExpertBalancer:
                 if self._closed:
                     return
                 number = self._asked
-            self._try(self._count, number)
+            try:
+                self._count(number)
+                self._decide()
+            except Exception as error:  # the next counts may do better
+                expected = isinstance(error, EngineFailedError | ValueError)
+                self._failure = str(error) if expected else f"{type(error).__name__}: {error}"
+                logger.warning("experts: %s", self._failure, exc_info=not expected)
             with self._changed:
                 self._got = number
                 self._changed.notify_all()
-            if self._taken == number:
-                self._try(self._decide)
-
-    def _try[**P](self, do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Keeps and logs what goes wrong: this thread goes on with the next counts."""
-        try:
-            do(*args, **kwargs)
-        except Exception as error:
-            expected = isinstance(error, EngineFailedError | ValueError)
-            self._failure = str(error) if expected else f"{type(error).__name__}: {error}"
-            logger.warning("experts: %s", self._failure, exc_info=not expected)
 
     def _count(self, number: int) -> None:
         """Reads and shows the tokens since the last slice of time, and at its end keeps them."""
@@ -313,7 +299,8 @@ class ExpertBalancer:
             for place, layer in enumerate(self.facts.layers)
         }
         with self._changed:
-            self._taken = number
+            self._taken = self._got = number
+            self._changed.notify_all()
             if number == self._confirming:
                 self._unconfirmed = False
                 if counted.unread:

@@ -76,42 +76,28 @@ class BankWeights(Protocol):
         ...
 
 
-class SlotExecutables(NamedTuple):
-    """What moves and counts experts."""
-
-    fetch: dict[int, jax.stages.Compiled]
-    """By layers of a bank; empty where all experts are on one device, as `insert`."""
-    insert: dict[int, jax.stages.Compiled]
-    count: jax.stages.Compiled
-
-
 def slot_programs(
     programs: ExpertPrograms | None, banks: Sequence[Bank]
 ) -> dict[ProgramKey, Program]:
-    """What moves and counts the experts of these banks."""
+    """Returns the programs that count and move the experts of these banks; on one device none
+    move."""
     if programs is None:
         return {}
-    wanted = {ProgramKey("count", "moe", _NO_STEP): programs.count([b.shape for b in banks])}
+    wanted = {_COUNT: programs.count([bank.shape for bank in banks])}
     if programs.sizes.ranks > 1:
         for layers in sorted({len(bank.layers) for bank in banks}):
-            wanted[ProgramKey("fetch", "moe", Bucket(layers, 1))] = programs.fetch(layers)
-            wanted[ProgramKey("insert", "moe", Bucket(layers, 1))] = programs.insert(layers)
+            wanted[_key("fetch", layers)] = programs.fetch(layers)
+            wanted[_key("insert", layers)] = programs.insert(layers)
     return wanted
 
 
-def slot_executables(banks: Sequence[Bank], compiled: Compiled) -> SlotExecutables:
-    """What `ExpertSlots` runs."""
-    runs = {len(bank.layers) for bank in banks}
-
-    def of_runs(name: Literal["fetch", "insert"]) -> dict[int, jax.stages.Compiled]:
-        keys = {layers: ProgramKey(name, "moe", Bucket(layers, 1)) for layers in runs}
-        return {layers: compiled[key] for layers, key in keys.items() if key in compiled}
-
-    count = compiled[ProgramKey("count", "moe", _NO_STEP)]
-    return SlotExecutables(of_runs("fetch"), of_runs("insert"), count)
+def _key(name: Literal["fetch", "insert", "count"], layers: int) -> ProgramKey:
+    """Names a program for banks of this number of layers."""
+    return ProgramKey(name, "moe", Bucket(layers, 1))
 
 
-_NO_STEP = Bucket(1, 1)
+_COUNT = _key("count", 1)
+"""Counts the tokens of all banks."""
 
 
 def make_slots(
@@ -129,7 +115,7 @@ def make_slots(
     """
     if programs is None:
         return None
-    return ExpertSlots(programs, banks, weights, slot_executables(banks, compiled), reader)
+    return ExpertSlots(programs, banks, weights, compiled, reader)
 
 
 class ExpertSlots:
@@ -150,7 +136,7 @@ class ExpertSlots:
         programs: ExpertPrograms,
         banks: Sequence[Bank],
         weights: BankWeights,
-        executables: SlotExecutables,
+        compiled: Compiled,
         reader: ExpertReader | None = None,
     ):
         self.changing = threading.Lock()
@@ -159,14 +145,14 @@ class ExpertSlots:
         self._arrived: Leaves = ()
         self.banks, self.sizes = tuple(banks), programs.sizes
         self._mesh: Mesh = programs.mesh
-        self._places, self._weights, self._executables = programs.places, weights, executables
+        self._places, self._weights, self._compiled = programs.places, weights, compiled
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
         self._counts_spec = BankShape(1, self.sizes).counts_spec(programs.axes)
         self.counts = [self._no_counts(bank) for bank in banks]
         self.room: Leaves = ()
-        if executables.fetch:
+        if self.sizes.ranks > 1:
             self.room = tuple(
                 sharded_zeros(leaf.shape, leaf.dtype, cached_sharding(self._mesh, spec))
                 for leaf, spec in zip(programs.room, programs.room_specs, strict=True)
@@ -224,16 +210,15 @@ class ExpertSlots:
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
-                self.counted = Snapshot(
-                    number, self._executables.count(*self.counts), self._renewals
-                )
-                self.counted.counts.copy_to_host_async()
+                counts = self._compiled[_COUNT](*self.counts)
+                counts.copy_to_host_async()
+                self.counted = Snapshot(number, counts, self._renewals)
 
     def _fetch(self, fetch: FetchExperts) -> None:
         """One piece of every expert of a round."""
         number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
         index = self.banks[number].layers.index(fetch.layer)
-        run = self._executables.fetch[len(self.banks[number].layers)]
+        run = self._compiled[_key("fetch", len(self.banks[number].layers))]
         room = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
@@ -289,7 +274,7 @@ class ExpertSlots:
 
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
         """What was fetched, into a bank."""
-        run = self._executables.insert[len(self.banks[number].layers)]
+        run = self._compiled[_key("insert", len(self.banks[number].layers))]
         inserted = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
