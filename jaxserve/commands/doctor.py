@@ -31,7 +31,7 @@ GB = 10**9
 PROBE_SECONDS = 120
 """A TPU's runtime takes up to a minute to start."""
 FEW_FILES = 4096
-"""Below so many open files a server of a thousand streams and their pages' links runs out."""
+"""With fewer open files a server of a thousand streams and their pages' links runs out."""
 
 
 class Finding(NamedTuple):
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def probe() -> dict[str, Any]:
-    """What `doctor_probe.py` found out, or `{"error": why not}`."""
+    """The result of `doctor_probe.py`, or `{"error": why not}`."""
     command = [sys.executable, "-m", "jaxserve.commands.doctor_probe"]
     try:
         run = subprocess.run(

@@ -73,7 +73,7 @@ def run_processes(
 
 
 def commands(process: ProcessArguments, arguments: Sequence[str]) -> list[list[str]]:
-    """What each process of this host is given, after what this command was given: later flags win.
+    """Arguments of each process of this host: those of this command, then its own, which win.
 
     Only the first of a host answers probes: the others would need ports of their own.
     """

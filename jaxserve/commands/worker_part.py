@@ -37,7 +37,7 @@ class WorkerPart(NamedTuple):
     address: str
     """Where it listens for routers."""
     fleet: Deployment
-    """Of the whole fleet."""
+    """The deployment of the whole fleet."""
     stands_in: bool = False
     """Whether it is a prefill worker that plays a domain."""
 
@@ -45,7 +45,7 @@ class WorkerPart(NamedTuple):
 def part_of(
     deployment: Deployment, process: ProcessArguments, listen: str | None
 ) -> tuple[Deployment, ProcessArguments, WorkerPart | None]:
-    """What a process with `--role` runs, who it is in its runtime, and its part in the fleet.
+    """Deployment of a process with `--role`, its place in its runtime, and its part in the fleet.
 
     Without a part, the process serves clients itself.
 
@@ -143,7 +143,7 @@ def follow_pages(
 def worker_facts(
     deployment: Deployment, part: WorkerPart, can_become: bool, engine: WorkerEngine
 ) -> WorkerFacts:
-    """What routers have to know of an engine, and whether its process can change its role."""
+    """Facts that routers need of an engine, and whether its process can change its role."""
     role = part.role
     info = dict(engine.model_info())
     limits = deployment.scheduler

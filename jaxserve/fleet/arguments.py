@@ -190,7 +190,7 @@ def _over_slices(values: Mapping[str, str]) -> int:
 
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _POD_PORT = 8482
-"""Of the coordination service in pods, as JAX has it."""
+"""Port of JAX's coordination service in pods."""
 
 
 def _take_from_pod(values: dict[str, str], environment: Mapping[str, str]) -> bool:

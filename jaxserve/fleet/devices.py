@@ -150,7 +150,7 @@ def check_devices(share: ProcessShare, process_id: int, there: int) -> None:
 
 
 def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
-    """Makes the simulated CPU devices of this process: at least so many, or exactly with peers."""
+    """Makes the simulated CPU devices of this process: its share, or alone at least its share."""
     wanted = max(share.devices, jax.config.jax_num_cpu_devices) if alone else share.devices
     try:
         jax.config.update("jax_num_cpu_devices", wanted)
@@ -166,8 +166,8 @@ def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
 def _widen_cpu_pool(devices: int) -> None:
     """Gives XLA's CPU client threads enough for transfers and collectives at the same time.
 
-    A collective among simulated devices holds a thread of the pool for each of them, and the pool
-    has max(cores, devices) of them. Transfers from other processes wait in the same pool: with two
+    A collective among simulated devices holds a thread of the pool for each device, and the pool
+    has max(cores, devices) threads. Transfers from other processes wait in the same pool: with two
     cores, four devices and four lanes a collective was seen to wait for a thread for ever.
     XLA takes the number of cores from NPROC where that is set.
     """

@@ -21,7 +21,7 @@ _GOOGLE = "0x1ae0"
 _STORAGE_OR_NETWORK = ("0x01", "0x02")
 """PCI classes in which Google's vendor id is no TPU: virtual machines have its disks and NICs."""
 _TPU_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
-"""What Google Kubernetes Engine and TPU VMs set; containers may see no PCI bus."""
+"""Variables that Google Kubernetes Engine and TPU VMs set; containers may see no PCI bus."""
 
 
 def expected_platform() -> str:
@@ -32,7 +32,7 @@ def expected_platform() -> str:
 
 
 def choose_platform() -> str:
-    """As `expected_platform`, and keeps JAX from looking for accelerators that are not there.
+    """Returns `expected_platform`, and keeps JAX from looking for absent accelerators.
 
     Call it before JAX starts a backend; later it changes nothing.
     """

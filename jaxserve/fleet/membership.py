@@ -1,4 +1,4 @@
-"""What each process of a deployment owns, and what it says of itself when it joins.
+"""Devices that each process of a deployment owns, and how it describes itself when it joins.
 
 Pure arithmetic and digests for `devices.py` and the two ends of the control plane
 (`identity`). Knows nothing of JAX, sockets or command lines.
@@ -91,7 +91,7 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
 
 
 def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
-    """What this process says of itself when it joins (see `control.refusal`)."""
+    """This process's description of itself when it joins (see `control.refusal`)."""
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
     return Identity(
@@ -133,7 +133,7 @@ def deployment_facts(deployment: Deployment) -> dict[str, str]:
 
 
 def model_digest(folder: str) -> str:
-    """Of a model's config.json."""
+    """Digest of a model's config.json."""
     config = local_folder(folder) / "config.json"
     if not config.is_file():
         return "no config.json"

@@ -1,8 +1,8 @@
-"""`python -m jaxserve.launch --config FILE --target gke-lws`: what starts a deployment elsewhere.
+"""`python -m jaxserve.launch --config FILE --target gke-lws`: files to start it elsewhere.
 
-Rendered from the deployment file: its roles, sizes, prefill workers, domains, ffn workers and
-addresses. Prints the files, or writes them into a folder. Nothing is started and no cluster is
-asked. Exit code 2: the deployment cannot be started that way.
+Renders files from the deployment file: its roles, sizes, prefill workers, domains, ffn workers and
+addresses. Prints the files, or writes them into a folder. Starts nothing and asks no cluster. Exit
+code 2: the deployment cannot be started that way.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def _on(deployment: Deployment, hardware: str) -> Deployment:
 
 
 def _hardware_of(work: Workload, deployment: Deployment) -> str:
-    """What the deployment says of a workload's hardware, by its keys."""
+    """The keys that name a workload's hardware, with their value."""
     roles = ["ffn"] if work.kind == "ffn" else ["attention"]
     if deployment.mode == "afd" and work.role in ("", "decode"):
         roles.append("ffn")

@@ -12,7 +12,7 @@ from jaxserve.launch.pods import Tree
 from jaxserve.launch.settings import placed, to_yaml
 
 RESTARTS = 1000
-"""Of all Jobs, before the JobSet is given up."""
+"""Restarts of all Jobs before Kubernetes gives the JobSet up."""
 JOBSET = "jobset.sigs.k8s.io"
 
 

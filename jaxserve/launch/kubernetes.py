@@ -67,7 +67,7 @@ def head(rendering: Rendering, deployment: Deployment) -> str:
 
 
 def _objects(deployment: Deployment, work: Workload, options: Options) -> list[Tree]:
-    """Of one workload."""
+    """The objects of one workload."""
     if work.kind == "router":
         return _router(deployment, work, options)
     made = [_leader_worker_set(deployment, work, options)]

@@ -67,7 +67,7 @@ class TpuSlice(NamedTuple):
 
     @property
     def accelerator_type(self) -> str:
-        """As `gcloud compute tpus` names it, `v6e-64`."""
+        """Name of the slice in `gcloud compute tpus`, like `v6e-64`."""
         return f"{self.kind.slice_type}-{self.chips * self.kind.counts}"
 
 

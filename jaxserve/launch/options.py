@@ -1,4 +1,4 @@
-"""What a renderer is told beside the deployment."""
+"""Options of a renderer, beside the deployment."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ SECRET_FILES = {
 
 
 class Options(NamedTuple):
-    """Of the command.
+    """Options of the command.
 
     Attributes:
       name: of everything that is made.
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """What renderers turn into files.
+    """Input of a renderer.
 
     Attributes:
       deployment: as given.

@@ -34,7 +34,7 @@ class Locked(NamedTuple):
 
     @property
     def purl(self) -> str:
-        """Its package URL, by which scanners know it."""
+        """The package URL by which scanners know the package."""
         return f"pkg:pypi/{self.name}@{self.version}"
 
 

@@ -36,12 +36,12 @@ def container_places(rendering: Rendering, **addresses: Any) -> Places:
 
 
 def name_of(options: Options, work: Workload) -> str:
-    """Of a workload's objects."""
+    """Name of a workload's objects."""
     return options.name if work.kind == "whole" else f"{options.name}-{work.kind}"
 
 
 def labels(options: Options, work: Workload) -> dict[str, str]:
-    """Of a workload's pods."""
+    """Labels of a workload's pods."""
     return {
         "app.kubernetes.io/name": "jaxserve",
         "app.kubernetes.io/instance": options.name,
@@ -50,7 +50,7 @@ def labels(options: Options, work: Workload) -> dict[str, str]:
 
 
 def arguments(deployment: Deployment, work: Workload, options: Options) -> list[str]:
-    """Of `python -m jaxserve.serve` in every process of a worker, but for which process it is."""
+    """Arguments of `python -m jaxserve.serve` that all processes of a worker share."""
     made = ["--config=/etc/jaxserve/deployment.yaml", "--log-format=json"]
     if work.role:
         made.append(f"--role={work.role}")

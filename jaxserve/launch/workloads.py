@@ -1,5 +1,4 @@
-"""What has to be started for a deployment: a workload a role, each some equal workers of some equal
-processes.
+"""Workloads of a deployment: for each role a number of equal workers with equal processes.
 
 Called by `__main__.py`; the renderers in the other files turn workloads into what a cluster takes.
 Pure arithmetic on a deployment: no JAX, no cluster.
@@ -189,7 +188,7 @@ def _runtime(
     count: Callable[[int, Hardware | None, str], int],
     slices: int,
 ) -> _Runtime:
-    """Of a runtime with all roles."""
+    """The processes of a runtime with all roles."""
     attention, ffn = deployment.attention, deployment.ffn
     name = attention.hardware or hardware
     if deployment.mode == "afd" and (ffn.hardware or hardware) != name:
@@ -216,7 +215,7 @@ def _runtime(
 
 
 def _one_process(role: str, devices: int, name: str) -> _Runtime:
-    """Of a role with a runtime of its own, which has one process."""
+    """The one process of a role with a runtime of its own."""
     kind = load_hardware(name) if name else None
     if kind is not None and devices > kind.devices_per_host:
         raise ConfigError(

@@ -23,7 +23,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*"
 """Files that are copied; of these the ones that a model has directly in its folder."""
 WEIGHTS = "*.safetensors"
 MANIFEST = "manifest.json"
-"""Of a converted checkpoint: names all its files but the next."""
+"""Manifest of a converted checkpoint: names all its files but the next."""
 INT8_PRODUCTS = "int8_products.json"
 """Which layers bear attention in INT8: measured when the rest is there."""
 
