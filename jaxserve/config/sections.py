@@ -243,6 +243,10 @@ class Server(Section, frozen=True):
     process, which is best for few streams. One suffices for some thousand streams."""
     drain_seconds: Seconds = 30.0
     """How long SIGTERM waits for running requests."""
+    wait_seconds: Annotated[float, Meta(ge=0, le=86400)] = 15.0
+    """A request that would wait longer for its first token, by an estimate from what was measured,
+    is refused at once (429, or RESOURCE_EXHAUSTED) with the estimate; those whose `priority` is
+    served earlier last. 0: none is refused for that."""
     request_seconds: Seconds = 3600.0
     """Longest run time of an HTTP request; gRPC clients set their own deadline."""
     api_keys: str = ""

@@ -157,6 +157,7 @@ class Engine:
         cache = self.deployment.cache
         return EngineLoad.of(
             queued=self._queued,
+            slots=sum(scheduler.capacity for scheduler in self.schedulers),
             page_size=cache.page_size,
             pages=cache.pages,
             compilations=self.compilations_after_ready,

@@ -109,6 +109,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       prompts: of a prefill worker, those that the engine has not got yet; of a fleet, all that are
         not computed yet.
       held: of a prefill worker, requests whose pages are kept for a domain.
+      slots: sequences that may get steps at a time.
       workers: of a fleet.
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
       moves: of a fleet, how often a request went on elsewhere because its worker drains.
@@ -135,6 +136,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     compilations: int = 0
     prompts: int = 0
     held: int = 0
+    slots: int = 0
     workers: list[WorkerLoad] = []
     replays: int = 0
     moves: int = 0
@@ -151,6 +153,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         domains: Sequence[DomainLoad],
         *,
         queued: int,
+        slots: int = 0,
         page_size: int,
         pages: int,
         compilations: int,
@@ -167,6 +170,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             **summed(domains, ("running", *COUNTERS)),
             waiting=sum(domain.waiting for domain in domains) + queued,
             kv_usage=[usage for domain in domains for usage in domain.kv_usage],
+            slots=slots,
             page_size=page_size,
             pages=pages,
             compilations=compilations,

@@ -121,6 +121,8 @@ class Scheduler:
         scratch = scratch_pages(drafts, modules)
         pages -= scratch
         self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
+        self.capacity = groups * lanes * slots
+        """The most sequences that get steps at a time."""
         self._lanes = [
             LaneSlots(
                 lane,

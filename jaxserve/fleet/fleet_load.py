@@ -63,14 +63,18 @@ def fleet_load(
                 hand_offs=load.hand_offs,
             )
         )
-    domains = [worker.load for worker in placement.of("domain")]
+    takers = placement.of("domain")
+    domains = [worker.load for worker in takers]
+    # A domain's own count is as old as its state; those sent since wait, too.
+    waiting = sum(max(one.load.waiting, one.count - one.facts.slots) for one in takers)
     prefills = [worker.load for worker in placement.of("prefill")]
     everyone = [*domains, *prefills]
     first = domains[0] if domains else EngineLoad()
     return EngineLoad(
         **summed(domains, ("running",)),
         **summed(everyone, (*COUNTERS, "compilations")),
-        waiting=coordinator.waiting + sum(load.waiting for load in domains),
+        waiting=coordinator.waiting + waiting,
+        slots=sum(worker.facts.slots for worker in takers),
         kv_usage=[usage for load in domains for usage in load.kv_usage],
         page_size=first.page_size,
         pages=first.pages,

@@ -17,6 +17,7 @@ from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.shedding import shedding
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
@@ -84,6 +85,7 @@ class LocalFaces:
         messages_a_second: float = MESSAGES_A_SECOND,
     ):
         access = Access.from_config(server)
+        self._wait_seconds = server.wait_seconds
         self._tokenizer = Tokenizer.from_folder(model)
         self._template = _chat_template(model) if self._tokenizer.knows_text else None
         if not self._tokenizer.knows_text:
@@ -133,6 +135,7 @@ class LocalFaces:
           generator_type: of the generator over this engine.
           metrics_folder: shared with other processes, see `Metrics`.
         """
+        engine = shedding(engine, self._wait_seconds)
         self.metrics = Metrics(str(engine.model_info()["model"]), metrics_folder)
         self.metrics.watch(engine)
         generator = generator_type(engine, self._tokenizer, self.metrics.started)

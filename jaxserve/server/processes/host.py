@@ -30,6 +30,7 @@ from jaxserve.server.listener import reserve
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.processes import frames
 from jaxserve.server.processes.frames import Channel
+from jaxserve.server.shedding import shedding
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class FaceProcesses:
         self.metrics: Metrics
         self._tokenizer = Tokenizer.from_folder(model)
         self._model, self._server = model, server
+        self._wait_seconds = server.wait_seconds
         self._insecure_bind, self._log_format = insecure_bind, log_format
         self._metrics_folder = tempfile.TemporaryDirectory(prefix="jaxserve-metrics-")
         self._reserved: list[socket.socket] = []
@@ -86,7 +88,8 @@ class FaceProcesses:
         if server.http_port >= 0:
             self._reserved.append(reserve(server.host, server.http_port, "server.http_port"))
             ports["http_port"] = self._reserved[1].getsockname()[1]
-        self._server = msgspec.structs.replace(server, **ports)
+        # This process refuses for all faces: it knows what waits.
+        self._server = msgspec.structs.replace(server, wait_seconds=0.0, **ports)
         with self._lock:
             self._processes = [_Process(self, n) for n in range(server.processes)]
         for process in self._processes:
@@ -101,7 +104,7 @@ class FaceProcesses:
         self.metrics.watch(engine)
         self.requests = self
         with self._lock:
-            self._engine = engine
+            self._engine = shedding(engine, self._wait_seconds)
             processes = list(self._processes)
         for process in processes:
             process.open(engine)

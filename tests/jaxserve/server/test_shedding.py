@@ -1,0 +1,199 @@
+"""Which requests are refused because they would wait too long, by a clock of the test's own."""
+
+import grpc
+import httpx
+import pytest
+
+from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import OverloadedError
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
+from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.shedding import Shedding, shedding, waiting_in
+from jaxserve.text.generator import TextGenerator
+from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.text.letters import LETTERS, ids_of
+
+LIMIT = 15.0
+SECONDS = 20
+
+
+class Queue:
+    """An engine with some slots; a request holds its slot for so many seconds of `now`."""
+
+    def __init__(self, slots: int, seconds: float):
+        self.now, self.slots, self.seconds = 0.0, slots, seconds
+        self.running: list[float] = []  # when they end
+        self.waiting: list[tuple[float, int, object]] = []  # rank and receiver
+        self.first: dict[str, float] = {}  # request → seconds to its first token
+        self.status = "ready"
+        self._count = 0
+
+    def load(self) -> EngineLoad:
+        running, waiting = len(self.running), len(self.waiting)
+        domains = [DomainLoad(running=running, waiting=waiting)]
+        return EngineLoad(running=running, waiting=waiting, slots=self.slots, domains=domains)
+
+    def submit(self, prompt, params, on_output, *, request_id=None, deadline=None):
+        self._count += 1
+        due = self.now + 10 * params.priority
+        self.waiting.append((due, self._count, (request_id, self.now, on_output)))
+        self.admit()
+        return request_id
+
+    def until(self, when: float) -> None:
+        while self.running and min(self.running) <= when:
+            self.now = min(self.running)
+            self.running.remove(self.now)
+            self.admit()
+        self.now = when
+
+    def admit(self) -> None:
+        self.waiting.sort(key=lambda one: one[:2])
+        while self.waiting and len(self.running) < self.slots:
+            _, _, (name, arrival, on_output) = self.waiting.pop(0)
+            self.running.append(self.now + self.seconds)
+            self.first[name] = self.now - arrival
+            on_output(TokenOutput(request_id=name, token_ids=[1]))
+
+
+def made(slots: int, seconds: float) -> tuple[Queue, Shedding]:
+    engine = Queue(slots, seconds)
+    return engine, Shedding(engine, LIMIT, lambda: engine.now)
+
+
+def offer(engine, front, rate, begin, end, priorities=(0,)):
+    """Requests at a rate; how many were accepted, and the refusals."""
+    accepted, refused = dict.fromkeys(priorities, 0), []
+    for number in range(int((end - begin) * rate)):
+        engine.until(begin + number / rate)
+        priority = priorities[number % len(priorities)]
+        params = SamplingParams(priority=priority)
+        try:
+            front.submit(
+                [1], params, lambda output: None, request_id=f"{begin}-{number}-{priority}"
+            )
+            accepted[priority] += 1
+        except OverloadedError as error:
+            refused.append((priority, error))
+    return accepted, refused
+
+
+def test_twice_the_capacity_is_shed_to_the_capacity():
+    engine, front = made(slots=8, seconds=4.0)  # 2 requests a second
+    accepted, refused = offer(engine, front, rate=4.0, begin=0.0, end=180.0)
+    engine.until(180.0)
+    assert len(engine.first) >= 0.95 * 2 * 180
+    assert max(engine.first.values()) <= 1.2 * LIMIT
+    assert accepted[0] == pytest.approx(2 * 180 + 2 * LIMIT, abs=12)
+    _, error = refused[-1]
+    assert "the wait for a first token is estimated at 1" in str(error)
+    assert "server.wait_seconds = 15" in str(error)
+    assert 0 < error.retry_after_s < 2
+
+
+def test_nothing_is_refused_below_the_capacity_nor_after_an_overload():
+    engine, front = made(slots=8, seconds=4.0)
+    assert offer(engine, front, rate=1.8, begin=0.0, end=60.0)[1] == []
+    assert offer(engine, front, rate=8.0, begin=60.0, end=90.0)[1] != []
+    engine.until(110.0)
+    assert not engine.waiting
+    assert offer(engine, front, rate=1.8, begin=110.0, end=170.0)[1] == []
+
+
+def test_a_burst_on_free_slots_is_no_overload():
+    engine, front = made(slots=64, seconds=100.0)  # 0.64 requests a second
+    offer(engine, front, rate=2.0, begin=0.0, end=100.0)
+    engine.until(1000.0)
+    assert not engine.running
+    assert offer(engine, front, rate=1e4, begin=1000.0, end=1000.0064)[1] == []
+
+
+def test_classes_that_are_served_earlier_are_refused_last():
+    engine, front = made(slots=8, seconds=4.0)
+    accepted, refused = offer(engine, front, 4.0, 0.0, 240.0, priorities=(0, -2, 0, 0))
+    assert {priority for priority, _ in refused} == {0}
+    assert accepted[-2] == 240
+    urgent = [wait for name, wait in engine.first.items() if name.endswith("-2")]
+    assert max(urgent) < 8.0
+
+
+def test_a_queue_that_stands_still_is_noticed():
+    engine, front = made(slots=2, seconds=1.0)
+    offer(engine, front, rate=3.0, begin=0.0, end=20.0)
+    engine.running = [1e6, 1e6]  # nothing ends any more
+    accepted, refused = offer(engine, front, rate=3.0, begin=20.0, end=140.0)
+    assert accepted[0] < 60
+    assert refused[-1][1].retry_after_s > 15
+
+
+def test_none_is_refused_without_a_limit():
+    engine = Queue(1, 1.0)
+    assert shedding(engine, 0.0) is engine
+    assert shedding(engine, 15.0).status == "ready"
+
+
+@pytest.mark.parametrize(
+    ("load", "waiting"),
+    [
+        (EngineLoad(), 0),
+        # Not looked at yet, and slots are free.
+        (EngineLoad(waiting=5, running=1, slots=8, domains=[DomainLoad(running=1)]), 0),
+        (EngineLoad(waiting=5, running=6, slots=8, domains=[DomainLoad(running=6)]), 3),
+        # Slots are free, but no pages.
+        (EngineLoad(waiting=5, running=1, slots=8, domains=[DomainLoad(waiting=2)]), 5),
+        (
+            EngineLoad(
+                waiting=2,
+                slots=8,
+                workers=[
+                    WorkerLoad(name="a:1", role="prefill", status="ready", waiting=7),
+                    WorkerLoad(name="b:1", role="domain", status="ready", waiting=2),
+                ],
+            ),
+            9,
+        ),
+    ],
+)
+def test_what_waits(load, waiting):
+    assert waiting_in(load) == waiting
+
+
+def test_over_both_faces():
+    engine = FakeEngine(ids_of("one two three"))  # whose load says that two requests wait
+    engine.allowed = 0
+    front = Shedding(engine, LIMIT, lambda: 40.0)
+    for now in range(0, 50, 10):
+        front._uptake.taken_up(now, waiting=1)
+    generator = TextGenerator(front, LETTERS)
+    http, rpc = HttpServer(port=0), GrpcServer(port=0)
+    address = http.start()
+    channel = grpc.insecure_channel(rpc.start())
+    http.open(generator)
+    rpc.open(generator)
+    body = {"prompt": "hi", "stream": True}
+    with (
+        httpx.Client(base_url=f"http://{address}", timeout=SECONDS) as client,
+        client.stream("POST", "/v1/completions", json=body),
+        client.stream("POST", "/v1/completions", json=body),
+        channel,
+    ):
+        answer = client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
+        error = answer.json()["error"]
+        assert error["code"] == "overloaded"
+        assert "the wait for a first token is estimated at 20.0 s" in error["message"]
+        stub = InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "estimated at 20.0 s" in caught.value.details()
+        urgent = client.stream("POST", "/v1/completions", json=body | {"priority": -1})
+        with urgent as answer:
+            assert answer.status_code == 200
+    for server in (http, rpc):
+        server.stop(0)
+    generator.close()
+    engine.close()
