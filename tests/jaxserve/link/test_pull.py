@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import signal
 import threading
 import time
@@ -235,10 +236,21 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
         server.ready()
 
 
-def test_server_ends_in_order_and_then_nobody_is_there(toys) -> None:
-    with toys.servers({}) as [server], client(server, deadlines={"absent": 2.0}) as link:
-        exchange(link, 0)
-        assert server.end() == 0
+def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
+    with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
+        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        started.sort(key=lambda server: server.address != in_use(link))
+        first, second = started
+        begin = time.monotonic()
+        first.send_signal(signal.SIGTERM)
+        for number in itertools.count():  # at least one round after the other has taken over
+            taken = in_use(link) == second.address
+            rounds(link, number, 1)
+            if taken:
+                break
+        assert time.monotonic() - begin < 2.0
+        assert first.end(0) == 0
+        assert second.end() == 0
         with pytest.raises(EngineFailedError, match=r"no ffn worker for 2(\.0)? s: 127\.0\.0\.1:"):
             exchange(link, 1)
 
