@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+import h11
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -69,6 +70,9 @@ class App:
                 await self._fail(exchange, error)
         except ClientGone:
             exchange.hang_up()
+        except h11.LocalProtocolError:  # the body was not HTTP, and uvicorn has said so
+            exchange.status = 400
+            await exchange.gone()
         finally:
             self._log(exchange)
             self._count(exchange)

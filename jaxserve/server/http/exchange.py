@@ -187,6 +187,13 @@ class Exchange:
         finally:
             watcher.cancel()
 
+    async def gone(self) -> None:
+        """Waits until the connection is closed, for a time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STALL_SECONDS):
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+
     def hang_up(self) -> None:
         """Aborts the connection, discarding unsent data."""
         connection = self.scope.get("state", {}).get("connection")

@@ -271,6 +271,19 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch) -> None:
     rig.close()
 
 
+def test_a_body_that_is_no_http_is_answered_once(
+    rig: HttpRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = "POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with raw(rig) as client:
+        client.sendall(f"{head}no number of bytes\r\n".encode())
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert rig.client.get("/health").status_code == 200
+    assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
+
+
 def ended(client: socket.socket) -> bool:
     """Waits until the server has ended a connection."""
     try:
