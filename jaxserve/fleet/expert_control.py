@@ -146,6 +146,8 @@ class RemoteExperts:
                 self.look()
             except EngineFailedError as error:
                 logger.debug("experts: %s", error)
+            except Exception:  # a successor must still hear of the placement
+                logger.exception("experts: looking for them")
 
 
 def _began_anew(before: Found, now: Found) -> bool:

@@ -1,5 +1,7 @@
 """Experts of an ffn runtime as an attention runtime sees them; the link is a function here."""
 
+import queue
+
 import pytest
 
 from jaxserve.config.sections import Experts
@@ -148,6 +150,23 @@ def test_a_worker_that_has_moved_experts_is_left_alone(workers, experts):
     workers.serve()
     experts.look()
     assert not workers.balancer.view().moving
+
+
+def test_a_look_that_fails_in_any_way_is_followed_by_others(workers):
+    answers, failures = queue.Queue(), [RuntimeError("dictionary changed size")]
+
+    def ask(question, seconds):
+        if failures:
+            answers.put("failed")
+            raise failures.pop()
+        answers.put("answered")
+        return workers.ask(question, seconds)
+
+    experts = RemoteExperts(ask, seconds=0.001)
+    experts.start()
+    found = [answers.get(timeout=10) for _ in range(3)]
+    experts.close()
+    assert found == ["failed", "answered", "answered"]
 
 
 def test_what_goes_wrong_is_said(workers, experts):
