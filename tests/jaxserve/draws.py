@@ -67,6 +67,7 @@ PLANS: tuple[dict[str, Any], ...] = (
             "attention.dp": 2,
             "ffn.ep": 2,
             "ffn.exchange": "alltoall",
+            "link.transport": "ppermute",
             "cache.page_size": 32,
             "speculative.method": "ngram",
             "speculative.drafts": 2,

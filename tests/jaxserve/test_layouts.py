@@ -14,6 +14,9 @@ from tests.jaxserve.layouts import Difference, Reference
 pytestmark = pytest.mark.unoptimised
 
 
+ELSEWHERE = ("3A2F", "2A1F", "1A2F tp")
+
+
 def tokens_of(model, overrides):
     with layouts.running(model, overrides) as engine:
         tokens = layouts.generate(engine)
@@ -48,9 +51,10 @@ def test_the_reference_decides(reference):
 
 @pytest.mark.parametrize(
     "case",
-    # `test_families_layouts.py` has three devices that meet two, and `test_layouts_processes.py`.
+    # Three devices that meet two: `test_families_layouts.py` and `test_layouts_processes.py`. Two
+    # that meet one: `test_drafts.py`. `ffn.tp` alone: `test_families_layouts.py`.
     [
-        pytest.param(case, marks=[pytest.mark.matrix] * (case.layout == "3A2F"))
+        pytest.param(case, marks=[pytest.mark.matrix] * (case.layout in ELSEWHERE))
         for case in layouts.SPANNING
     ],
     ids=str,

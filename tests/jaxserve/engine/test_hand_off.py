@@ -111,13 +111,14 @@ PAIRS = {
     ),
 }
 
-SHOWN_ELSEWHERE = ("bfloat16 to float32", "decode by two roles")
+SHOWN_ELSEWHERE = ("bfloat16 to float32", "decode by two roles", "MLA, tp 1 to 2")
 
 
 @pytest.mark.parametrize(
     "pair",
     # Formats that differ, and GQA in FP8: `test_quantised_entries_are_converted_where_they_arrive`;
-    # two roles that decode: `test_a_domain_whose_ffn_worker_is_in_another_runtime`.
+    # two roles that decode: `test_a_domain_whose_ffn_worker_is_in_another_runtime`; another tp:
+    # `pair`, and `test_fuzz.py`.
     [
         pytest.param(pair, marks=[pytest.mark.matrix] * any(one in pair for one in SHOWN_ELSEWHERE))
         for pair in PAIRS
@@ -567,7 +568,7 @@ class TestPressure:
     def test_many_requests_through_four_slots(self, pair):
         """More than the domain takes wait there, and beyond that at the prefill worker."""
         source, domain = pair
-        prompts = draw_prompts(9, [random.Random(n).randrange(20, 150) for n in range(40)])
+        prompts = draw_prompts(9, [random.Random(n).randrange(20, 150) for n in range(20)])
         expected = alone(domain, prompts)
         collector = Collector()
         started = []
