@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--faces", default="http,grpc", help="of the clients in turn (%(default)s)")
     made.add_argument("--vocab", type=int, default=0, help="prompts are token ids below this")
     made.add_argument("--processes", type=int, default=1, help="of each worker (%(default)s)")
+    made.add_argument("--standbys", type=int, default=0, help="of the ffn worker (%(default)s)")
     made.add_argument(
         "--restart-seconds",
         type=float,
@@ -177,6 +178,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
 
 def _launch(options: argparse.Namespace, admin: str) -> list[str]:
     arguments = ["--fleet", "--processes", f"{options.processes}"]
+    arguments += ["--standbys", f"{options.standbys}"]
     if not options.requests:
         arguments += ["--apart", "--restart", "--restart-seconds", f"{options.restart_seconds:g}"]
     for name in ("config", "model"):

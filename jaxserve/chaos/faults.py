@@ -34,6 +34,9 @@ def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator
         case "kill":
             os.kill(pid, signal.SIGKILL)
             yield
+        case "end":
+            os.kill(pid, signal.SIGTERM)
+            yield
         case "stop":
             with _continued(pid):
                 os.kill(pid, signal.SIGSTOP)

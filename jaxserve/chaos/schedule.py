@@ -8,17 +8,22 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-KINDS = ("kill", "stop", "slow", "drop", "delay", "corrupt", "disk", "clock")
-"""kill: SIGKILL. stop: SIGSTOP for seconds. slow: stopped most of the time for seconds. drop: the
-links to a worker are cut, or carry nothing, for seconds. delay: what they carry comes later.
-corrupt: some of what the pages link of a prefill worker carries comes with a bit changed. disk: no
-file of the process grows for seconds, as on a full disk. clock: the wall clock jumps."""
+KINDS = ("kill", "end", "stop", "slow", "drop", "delay", "corrupt", "disk", "clock")
+"""kill: SIGKILL. end: SIGTERM, the planned end of a worker. stop: SIGSTOP for seconds. slow:
+stopped most of the time for seconds. drop: the links to a worker are cut, or carry nothing, for
+seconds. delay: what they carry comes later. corrupt: some of the bytes on the pages link of a
+prefill worker come with a bit changed. disk: no file of the process grows for seconds, as on a full
+disk. clock: the wall clock jumps."""
 LINK_KINDS: Mapping[str, Sequence[str]] = {"drop": (), "delay": (), "corrupt": ("pages",)}
 """Kinds that disturb what is linked, of these roles alone; empty: of all. Other links have no
 checksums but TCP's."""
 
+NEVER_ENDED = ("router", "face", "pages")
+"""Roles without a planned end in a storm: with the router's the deployment ends."""
+
 SECONDS: Mapping[str, tuple[float, float]] = {
     "kill": (0.0, 0.0),
+    "end": (0.0, 0.0),
     "stop": (1.0, 8.0),
     "slow": (2.0, 6.0),
     "drop": (0.5, 4.0),
@@ -97,7 +102,9 @@ def draw(
 
 
 def _befalls(kind: str, role: str, linked: Sequence[str]) -> bool:
-    """Whether there is such a fault of such a role."""
+    """Whether such a fault of such a role is possible."""
+    if kind == "end":
+        return role not in NEVER_ENDED
     if kind not in LINK_KINDS:
         return role != "pages"
     return role in linked and role in (LINK_KINDS[kind] or linked)

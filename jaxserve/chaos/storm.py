@@ -227,7 +227,7 @@ class Storm:
         with happening(fault, victim, self._deployment):
             await asyncio.sleep(fault.seconds)
         deadline = time.monotonic() + COME_BACK_SECONDS
-        starts = victim.starts + (fault.kind == "kill" and victim.role != "face")
+        starts = victim.starts + (fault.kind in ("kill", "end") and victim.role != "face")
         while not (
             self._deployment.whole()
             and len(self._deployment.faces()) == self._faces

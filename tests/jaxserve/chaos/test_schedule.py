@@ -47,5 +47,12 @@ def test_links_that_carry_pages_are_disturbed_and_nothing_else():
     assert all(0.1 <= fault.size <= 0.9 for fault in faults if fault.kind == "corrupt")
 
 
+def test_workers_alone_have_a_planned_end():
+    victims = VICTIMS | {"ffn": 2, "face": 2, "pages": 1}
+    faults = list(itertools.islice(draw(1, ("end",), victims, ()), 12))
+    assert {fault.role for fault in faults} == {"prefill", "domain", "ffn"}
+    assert {(fault.seconds, fault.how) for fault in faults} == {(0.0, "")}
+
+
 def test_nothing_to_disturb():
     assert first(3, kinds=("drop",), linked=()) == []
