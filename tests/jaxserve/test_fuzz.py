@@ -38,6 +38,9 @@ GIVEN = os.environ.get("FUZZ_DRAW", "")
 SHRINK_SECONDS = float(os.environ.get("FUZZ_SHRINK_SECONDS", "60"))
 SECONDS = 120.0
 
+MOST_RUNTIMES = 6
+"""Compiled programs of a runtime take thousands of the mappings that a process may have."""
+
 TIE = {"float32": 1e-4}
 """Greedy tokens whose logits lie closer may change places, by number format."""
 NEAR = {"float32": 2e-3}
@@ -185,6 +188,8 @@ class Fuzz:
         options["cache.pages"] = draws.ARRAY_TOKENS // options.get("cache.page_size", 16)
         key = f"{role} {draw.model} {sorted(options.items())}"
         if key not in self._runtimes:
+            if len(self._runtimes) >= MOST_RUNTIMES:
+                self._runtimes.clear()
             folder = self._folder / draw.model
             if not folder.exists():
                 CATALOGUE[draw.model].write(folder)
