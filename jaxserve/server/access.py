@@ -7,6 +7,7 @@ Read from `server.*` of a deployment before any port is bound. Called by `grpc.p
 import hashlib
 import hmac
 import ipaddress
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+_ADDRESS = re.compile(
+    r"\[[0-9a-fA-F:.]+\](:\d+)?|\b[\w-]+(\.[\w-]+)*:\d{2,5}\b|\b\d{1,3}(\.\d{1,3}){3}\b"
+)
+
+
+def without_addresses(text: str) -> str:
+    """A text for clients: addresses inside the deployment are no business of theirs."""
+    return _ADDRESS.sub("…", text)
 
 
 def check_bind(host: str, insecure_bind: bool, access: Access | None = None) -> None:

@@ -26,6 +26,7 @@ from jaxserve.errors import (
     JaxserveError,
     OverloadedError,
 )
+from jaxserve.server.access import without_addresses
 from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer, pause
 from jaxserve.server.structured_outputs import FIELD
 from jaxserve.text.generation import Generation
@@ -45,6 +46,19 @@ logger = logging.getLogger(__name__)
 
 class NotReadyError(JaxserveError):
     """The server has no engine, or none yet."""
+
+
+class NoWorkerError(EngineFailedError):
+    """No worker of a fleet is left to run the request; another try may find one.
+
+    Args:
+      lost: what the request has lost, for its client; names no host.
+      why: the same for the log.
+    """
+
+    def __init__(self, lost: str, why: str):
+        super().__init__(why)
+        self.lost = lost
 
 
 class SlowReaderError(JaxserveError):
@@ -155,7 +169,10 @@ class Source:
         if engine.failure is not None:
             return engine.failure
         if output.unavailable:
-            return EngineFailedError(output.error or "nobody could run the request")
+            tokens = output.completion_token_count
+            why = output.error or "none was there"
+            lost = f"{tokens} tokens of its answer are lost" if tokens else "it had no token yet"
+            return NoWorkerError(f"no worker is left ({without_addresses(why)}); {lost}", why)
         if generation.aborted:
             return AbortedError("the request was aborted")
         if output.finish_reason == "error" and generation.constrained:

@@ -22,6 +22,7 @@ from jaxserve.server.front_end import (
     AbortedError,
     DeadlineError,
     NotReadyError,
+    NoWorkerError,
     SlowReaderError,
 )
 
@@ -93,6 +94,8 @@ def status_error(error: Exception, request_id: str) -> StatusError:
             return StatusError(grpc.StatusCode.UNAVAILABLE, str(error), reason="starting")
         case DrainingError():
             return StatusError(grpc.StatusCode.UNAVAILABLE, str(error))
+        case NoWorkerError(lost=lost):
+            return StatusError(grpc.StatusCode.UNAVAILABLE, f"{lost}; request {request_id}")
         case EngineFailedError():
             message = f"the engine failed; request {request_id}"
             return StatusError(grpc.StatusCode.UNAVAILABLE, message)

@@ -23,6 +23,7 @@ from jaxserve.server.front_end import (
     DeadlineError,
     GrammarFailedError,
     NotReadyError,
+    NoWorkerError,
 )
 from jaxserve.server.http.responses import Error, ErrorDetail, MessageError, MessageErrorDetail
 
@@ -128,6 +129,9 @@ def http_error(error: Exception, request_id: str) -> HttpError:
             return HttpError(503, str(error), code="starting")
         case DrainingError():
             return HttpError(503, str(error), code="unavailable", headers=_RETRY)
+        case NoWorkerError(lost=lost):
+            message = f"{lost}; request {request_id}"
+            return HttpError(503, message, code="unavailable", headers=_RETRY)
         case EngineFailedError():
             message = f"the engine failed; request {request_id}"
             return HttpError(503, message, code="unavailable", headers=_RETRY)

@@ -253,9 +253,9 @@ _CLOSE = {"Connection": "close"}
 
 
 def _too_large() -> HttpError:
-    return HttpError(
-        413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large", headers=_CLOSE
-    )
+    # The connection stays open for the rest (`server.py`): a client that is still sending would
+    # lose the answer with it.
+    return HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
 
 
 def _request_id(given: str | None) -> str:

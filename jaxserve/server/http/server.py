@@ -36,6 +36,9 @@ BACKLOG = 2048
 HEADER_SECONDS = 15.0
 """How long a connection may take to send a request's headers, or be idle before the first."""
 KEEP_ALIVE_SECONDS = 75
+REST_SECONDS = 10.0
+REST_BYTES = 64 * 2**20
+"""Longest time, and most bytes, that the rest of a body may take after its answer."""
 LAST_WORDS_SECONDS = 0.5
 """How long sending the last responses may take."""
 LAST_WORDS_LOOKS = 50
@@ -250,6 +253,8 @@ class _Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self.app_state = {**self.app_state, "connection": self}
         self._headers_deadline: asyncio.TimerHandle | None = None
+        self._rest_deadline: asyncio.TimerHandle | None = None
+        self._rest = 0  # bytes of a body that came after its answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -270,11 +275,25 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._rest_deadline is not None:
+            self._rest += len(data)
+            if self.conn.their_state is not h11.SEND_BODY:
+                self._stop_watching_rest()
+            elif self._rest > REST_BYTES:
+                self.transport.abort()
         self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        """Bounds what a client may go on sending of a body that is answered already."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._stop_watching_rest()
+            self._rest_deadline = self.loop.call_later(REST_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_watching()
+        self._stop_watching_rest()
 
     def _watch_headers(self) -> None:
         """Sets the deadline while a request's headers are incomplete, and lifts it after that."""
@@ -287,3 +306,9 @@ class _Connection(H11Protocol):
         if self._headers_deadline is not None:
             self._headers_deadline.cancel()
             self._headers_deadline = None
+
+    def _stop_watching_rest(self) -> None:
+        self._rest = 0
+        if self._rest_deadline is not None:
+            self._rest_deadline.cancel()
+            self._rest_deadline = None

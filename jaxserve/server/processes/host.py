@@ -22,6 +22,7 @@ from jaxserve.config.deployment import Server
 from jaxserve.engine.request import FinishReason
 from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.arguments import TOKEN_VARIABLE
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Refusal, check_unused
 from jaxserve.server.access import Access, check_bind
@@ -267,6 +268,12 @@ def state_of(engine: TokenEngine) -> frames.State:
     return frames.State(engine.status, engine.last_turn, engine.load(), failure)
 
 
+def _environment(metrics_folder: str) -> dict[str, str]:
+    """The environment of a face's process, without the secret that workers show each other."""
+    kept = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    return kept | {"PROMETHEUS_MULTIPROC_DIR": metrics_folder}
+
+
 class _Process:
     """One face's process, with a thread that reads from it and one that writes to it.
 
@@ -291,7 +298,7 @@ class _Process:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "jaxserve.server.processes.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": host.start_frame().metrics_folder},
+                env=_environment(host.start_frame().metrics_folder),
                 stdin=subprocess.DEVNULL,
             )
         self._channel = Channel(ours, frames.ToEngine)

@@ -1,9 +1,11 @@
 """POST /v1/completions, as bodies and events on the wire."""
 
+import time
+
 import httpx
 import pytest
 
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import SamplingParams, TokenOutput
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.letters import ids_of
 
@@ -369,6 +371,30 @@ def test_a_failed_engine_is_the_last_event_of_a_stream(
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert refused.json()["error"]["message"] == "the engine failed; request a2"
     assert "error=process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text
+
+
+def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
+    rig: HttpRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "jaxserve.http")
+    rig.engine.allowed = 3
+    fields = {"prompt": "a", "stream": True, "request_id": "a1"}
+    why = "domain worker 10.0.0.7:9100 is gone; it has lost 4 workers (fleet.attempts = 3)"
+    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
+        lines = call.iter_lines()
+        assert "choices" in next(lines)
+        ((name, running),) = rig.engine._running.items()
+        deadline = time.monotonic() + 5
+        while running.sent < 3 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        running.on_output(
+            TokenOutput(request_id=name, finish_reason="error", error=why, unavailable=True)
+        )
+        rest = [line for line in lines if line]
+    shown = why.replace("10.0.0.7:9100", "…")
+    message = f"no worker is left ({shown}); 3 tokens of its answer are lost; request a1"
+    assert f'"message":"{message}"' in rest[-1]
+    assert f"error={why}" in caplog.text
 
 
 def test_choices_that_cannot_all_be_had_are_all_given_up(rig: HttpRig) -> None:

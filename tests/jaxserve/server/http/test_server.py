@@ -1,5 +1,6 @@
 """A server's own life: ports, draining, clients that go, stall or never speak."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -44,6 +45,11 @@ def test_health_over_a_life() -> None:
     assert client.get("/health").json() == {"status": "ready"}
     engine.problems = ["domain worker 1: silent for 1.6 s"]
     assert client.get("/health").json() == {"status": "ready", "problems": engine.problems}
+    engine.problems = [
+        "worker 10.0.0.7:9100: [fd00::1]:99 and host-a.b:9101 refuse (fleet.x, 1.6 s)"
+    ]
+    shown = ["worker …: … and … refuse (fleet.x, 1.6 s)"]
+    assert client.get("/health").json()["problems"] == shown
     life.refuse()
     response = client.get("/ready")
     assert response.status_code == 503
@@ -282,6 +288,36 @@ def test_a_body_that_is_no_http_is_answered_once(
     assert answer.count(b"HTTP/1.1") == 1
     assert rig.client.get("/health").status_code == 200
     assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
+
+
+def test_a_body_that_is_too_large_gets_its_answer(rig: HttpRig) -> None:
+    """While the client still sends; its connection goes on after that."""
+    client = raw(rig)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for _ in range(2):
+        client.sendall(head + b"Content-Length: 5242880\r\n\r\n")
+        client.sendall(b"x" * 5242880)
+        answer = client.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"the body has more than 4194304 bytes" in answer
+    client.close()
+
+
+@pytest.mark.parametrize("limit", ["REST_SECONDS", "REST_BYTES"])
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch, limit: str) -> None:
+    monkeypatch.setattr(server, limit, 0.3)
+    rig = HttpRig()
+    client = raw(rig)
+    client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
+    assert b" 404 " in client.recv(4096)
+    start = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() - start < SECONDS:
+            client.sendall(b"x" * 100)
+            time.sleep(0.01)
+    assert time.monotonic() - start < SECONDS / 2
+    client.close()
+    rig.close()
 
 
 def ended(client: socket.socket) -> bool:
