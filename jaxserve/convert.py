@@ -1,5 +1,6 @@
 """`python -m jaxserve.convert SRC DST [--weights fp8|int8|int4|bf16]`: a Hugging Face folder
-becomes a checkpoint of Orbax arrays, which every layout restores from; `--verify DST` checks one.
+becomes a checkpoint of Orbax arrays, which every layout restores from. `--verify DST` checks one,
+or the weight files of any other folder.
 `--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7), and
 so does `int4`, for FFNs alone. `--int8-products DST --calibrate TEXT` measures which layers bear
 attention in INT8, and writes the list that `attention.int8_products: auto` reads.
@@ -107,7 +108,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="entry of config.json that means nothing",
     )
-    made.add_argument("--verify", metavar="DST", help="check a converted checkpoint")
+    made.add_argument(
+        "--verify",
+        metavar="DST",
+        help="check a converted checkpoint, or the weight files of another folder",
+    )
     made.add_argument(
         "--int8-products",
         metavar="DST",

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from jaxserve.checkpoint.tensors import read_once
+from jaxserve.checkpoint.fingerprint import forget_revisions
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
@@ -70,7 +70,6 @@ class LLM:
       ConfigError, CheckpointError: the message names the field or the files.
     """
 
-    @read_once()
     def __init__(
         self,
         deployment: str | Path | Deployment,
@@ -78,6 +77,7 @@ class LLM:
         *,
         recorder: Recorder | None = None,
     ):
+        forget_revisions()  # of a folder that may have been replaced since another LLM read it
         if not isinstance(deployment, Deployment):
             sizing = Sizing()
             deployment = load_deployment(deployment, overrides, choose=sizing)

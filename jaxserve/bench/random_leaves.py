@@ -25,20 +25,19 @@ class RandomLeaves:
         """What asks no running worker: itself."""
         return self
 
-    def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
-    ) -> list[jax.Array]:
-        """Normal values of the modules' own scale."""
-        return self._arrays(self._values(template), shardings)
+    def check(self) -> None:
+        """Nothing can be damaged."""
 
-    def stacks(
+    def leaves(
         self,
         template: Template,
-        tables: Sequence[Sources],
+        sources: Sources | Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> list[jax.Array]:
-        """Random leaves of several blocks of one kind, stacked."""
-        blocks = [self._values(template) for _ in tables]
+        """Normal values of the modules' own scale; those of several blocks are stacked."""
+        if isinstance(sources, dict):
+            return self._arrays(self._values(template), shardings)
+        blocks = [self._values(template) for _ in sources]
         return self._arrays([np.stack(leaf) for leaf in zip(*blocks, strict=True)], shardings)
 
     def _values(self, template: Template) -> list[np.ndarray]:

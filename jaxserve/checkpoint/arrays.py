@@ -7,6 +7,7 @@ Called by the checkpoints (`hf.py`, `store.py`), which know how to read a shard.
 import abc
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -136,35 +137,36 @@ class Blocks(abc.ABC):
 
     Attributes:
       on_read: called with the number of bytes of every read, from any thread.
+      checks: work that ends when what was read is known to be what was written once.
     """
 
     def __init__(self) -> None:
         self.on_read: Callable[[int], None] = lambda size: None
+        self.checks: list[Future[None]] = []
+
+    def check(self) -> None:
+        """Called when everything is loaded; waits for the checks.
+
+        Raises:
+          CheckpointError: an array is damaged.
+        """
+        while self.checks:
+            self.checks.pop().result()
 
     def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[Sharding]
-    ) -> Iterator[jax.Array]:
-        """The leaves of one block, one at a time; each shard is read separately."""
-        return self._all(template, [sources], shardings, None)
-
-    def stacks(
-        self, template: Template, tables: Sequence[Sources], shardings: Sequence[Sharding]
-    ) -> Iterator[jax.Array]:
-        """The leaves of several blocks of one kind, stacked along a new first axis.
-
-        Args:
-          tables: the sources of each block.
-          shardings: the shardings of the stacked arrays.
-        """
-        return self._all(template, tables, shardings, len(tables))
-
-    def _all(
         self,
         template: Template,
-        tables: Sequence[Sources],
+        sources: Sources | Sequence[Sources],
         shardings: Sequence[Sharding],
-        layers: int | None,
     ) -> Iterator[jax.Array]:
+        """The leaves of one block, one at a time; each shard is read separately.
+
+        Args:
+          sources: of the block; or of several blocks of one kind, whose leaves are stacked along a
+            new first axis.
+          shardings: of the arrays that are made, stacked ones included.
+        """
+        tables, layers = ([sources], None) if isinstance(sources, dict) else (sources, len(sources))
         return self.block(template, wanted_leaves(template, shardings, layers), tables)
 
     @abc.abstractmethod
@@ -313,30 +315,33 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
     return jax.jit(quantise, out_shardings=(values.sharding, scales.sharding))
 
 
-def _quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """`quantiser`, whatever the entries."""
-    return quantiser(values._replace(entries=None), scales._replace(entries=None))
-
-
-def quantised_here(
-    values: Leaf, scales: Leaf, floats: DTypeLike, plain: Callable[[int | None, Leaf], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Quantises a matrix on the devices, returning values and scales. A stack is quantised layer by
-    layer, so that at most one layer exists as floats.
+def quantised_here[Block](
+    leaves: Sequence[Leaf],
+    floats: DTypeLike,
+    blocks: Sequence[Block],
+    plain: Callable[[Sequence[Block], Leaf], jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Quantises a matrix on the devices. A stack is quantised layer by layer, so that at most one
+    layer exists as floats.
 
     Args:
+      leaves: its values and scales, and maybe zero points, which are 0.
       floats: dtype of the matrix before quantisation.
-      plain: makes the float matrix of this layer of a stack, or (None) of the only block.
+      blocks: the one that the matrix is of, or those of the stack.
+      plain: makes the float matrix of one of these.
     """
+    values, scales = (leaf._replace(entries=None) for leaf in leaves[:2])
+    others = tuple(map(zeroed, leaves[2:]))
+    wanted = leaves[0].of(floats)
     if values.layers is None:
-        return _quantiser(values, scales)(plain(None, values.of(floats)))
-    quantise = _quantiser(values.of_one_layer(), scales.of_one_layer())
+        return *quantiser(values, scales)(plain(blocks, wanted)), *others
+    quantise = quantiser(values.of_one_layer(), scales.of_one_layer())
     of_values, of_scales = zeroed(values), zeroed(scales)
-    for index in range(values.layers):
-        layer = quantise(plain(index, values.of(floats).of_one_layer()))
+    for index, block in enumerate(blocks):
+        layer = quantise(plain([block], wanted.of_one_layer()))
         of_values, of_scales = fill(of_values, layer[0], index), fill(of_scales, layer[1], index)
         jax.block_until_ready((of_values, of_scales))
-    return of_values, of_scales
+    return of_values, of_scales, *others
 
 
 def zeroed(leaf: Leaf) -> jax.Array:

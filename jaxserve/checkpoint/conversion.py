@@ -10,9 +10,12 @@ routed experts of a layer. With a calibration (`jaxserve/calibration/`) both blo
 made together, and nothing is read while they are.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +28,7 @@ import numpy as np
 
 from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
-from jaxserve.checkpoint.fingerprint import fingerprint
+from jaxserve.checkpoint.fingerprint import Revision, file_hash
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import (
@@ -43,15 +46,17 @@ from jaxserve.checkpoint.manifest import (
 )
 from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.stored_array import open_array, read_array
+from jaxserve.checkpoint.stored_array import check_array, open_array, read_array
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates, weight_format
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import local_folder
+from jaxserve.storage.mirror import local_folder, weight_files
 from pallas_kernels.quantize import in_bytes
+
+logger = logging.getLogger(__name__)
 
 TargetFormat = Literal["bf16", "fp8", "int8", "int4"]
 
@@ -131,6 +136,7 @@ def convert(
         if weights not in ("int8", "int4") or calibration.target != own:
             raise ValueError(f"a calibration for {calibration.target}, the weights are {weights}")
     source, target = local_folder(source), Path(target)
+    revision = Revision(source)
     config, names = _read(source, ignored, 0, weights, group)
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
@@ -146,7 +152,7 @@ def convert(
     stored = config.stored if wanted == "auto" else weight_format(wanted, config, "experts")
     conversion = Conversion(
         FORMAT,
-        fingerprint(source),
+        revision.digest,
         stored,
         dtype,
         digest,
@@ -154,23 +160,30 @@ def convert(
         plain_parts=tuple(sorted(config.plain_parts)) if wanted == "auto" else (),
     )
     model = _model(source, config, names, dtype, wanted)
-    _prepare(target, conversion)
-    if (target / MANIFEST).exists():
-        blocks = len(blocks_of(names))
-        on_block(blocks, blocks, "complete already")
-        return
-    if calibration is None:
-        records = _convert_blocks(model, checkpoint, target, on_block)
-    else:
-        floats = _model(source, config, names, dtype, dtype)
-        made = _Calibrated(model, floats, checkpoint, target, calibration)
-        records = made.convert(on_block)
-    files = {}
-    for path in _copied(source):
-        files[path.name] = _digest(Path(shutil.copyfile(path, target / path.name)))
-    tree = json.loads((source / "config.json").read_text())
-    write_record(target / MANIFEST, Manifest(conversion, tree, files, records))
-    (target / CONVERSION).unlink(missing_ok=True)
+    with _alone(target):
+        _prepare(target, conversion)
+        files = {path.name: _digest(path) for path in _copied(source)}
+        known = None
+        if (target / MANIFEST).exists():
+            known = read_record(target / MANIFEST, Manifest).files
+        if known == files and not list(_changed(target, files)):
+            blocks = len(blocks_of(names))
+            on_block(blocks, blocks, "complete already")
+            return
+        if calibration is None:
+            records = _convert_blocks(model, checkpoint, target, on_block)
+        else:
+            floats = _model(source, config, names, dtype, dtype)
+            made = _Calibrated(model, floats, checkpoint, target, calibration)
+            records = made.convert(on_block)
+        for name in files:
+            shutil.copyfile(source / name, target / name)
+        if problems := list(_changed(target, files)):
+            raise CheckpointError(f"{source}: while it was converted, {'; '.join(problems)}")
+        tree = json.loads((source / "config.json").read_text())
+        revision.check()
+        write_record(target / MANIFEST, Manifest(conversion, tree, files, records))
+        (target / CONVERSION).unlink(missing_ok=True)
 
 
 def _read(
@@ -222,18 +235,41 @@ def _model(
     return _Model(config, names, ModelTemplates(config, deployment, meshes), meshes)
 
 
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Keeps other conversions away from the target, on file systems that lock folders.
+
+    Raises:
+      CheckpointError: another process converts to it.
+    """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is there, and not of a conversion")
+    target.mkdir(parents=True, exist_ok=True)
+    folder = os.open(target, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{target}: another process is converting to it") from None
+        except OSError as error:
+            logger.warning("%s cannot be locked: %s; convert to it once at a time", target, error)
+        yield
+    finally:
+        os.close(folder)
+
+
 def _prepare(target: Path, conversion: Conversion) -> None:
     """Creates the folder, or checks that it belongs to the same conversion."""
     if (target / MANIFEST).exists():
         known: Conversion | None = read_record(target / MANIFEST, Manifest).conversion
     elif (target / CONVERSION).exists():
         known = read_record(target / CONVERSION, Conversion)
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+    elif any(target.iterdir()):
         raise CheckpointError(f"{target} is there, and not of a conversion")
     else:
         known = None
     if known is None:
-        (target / BLOCKS).mkdir(parents=True)
+        (target / BLOCKS).mkdir()
         write_record(target / CONVERSION, conversion)
         return
     different = [
@@ -397,14 +433,12 @@ def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
         for leaf, entry in record.items():
             try:
                 array = open_array(folder / BLOCKS / name / leaf, entry.int4)
-                values = read_array(array)
+                if array.shape != entry.shape or str(array.dtype) != entry.dtype:
+                    yield f"{name}: {leaf} is {array.dtype}{list(array.shape)}"
+                else:
+                    check_array(array, entry.checksum)
             except CheckpointError as error:
                 yield f"{name}: {leaf}: {error}"
-                continue
-            if values.shape != entry.shape or str(values.dtype) != entry.dtype:
-                yield f"{name}: {leaf} is {values.dtype}{list(values.shape)}"
-            elif (found := checksum(values)) != entry.checksum:
-                yield f"{name}: {leaf} has the checksum {found}, and should have {entry.checksum}"
 
 
 def _changed(folder: Path, files: dict[str, str]) -> Iterator[str]:
@@ -424,20 +458,34 @@ def _digest(path: Path) -> str:
 def verify(
     folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
 ) -> list[str]:
-    """Reads a whole converted checkpoint and returns the problems found.
+    """Reads a whole folder and returns the problems found: arrays of a converted checkpoint that do
+    not have their checksums, or other weight files that do not have the SHA-256 that the Hub's
+    cache names them by, or that this host saw first while nobody wrote to them.
 
     Raises:
-      CheckpointError: it has no manifest.
+      CheckpointError: the folder has no weights.
     """
     folder = local_folder(folder)
     manifest = read_manifest(folder)
     if manifest is None:
-        raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
+        return list(_damaged_files(folder, on_block))
     problems = list(_changed(folder, manifest.files))
     for done, (name, record) in enumerate(manifest.blocks.items()):
         problems += _damaged(folder, {name: record})
         on_block(done + 1, len(manifest.blocks), name)
     return problems
+
+
+def _damaged_files(folder: Path, on_block: Callable[[int, int, str], None]) -> Iterator[str]:
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointError(f"{folder}: neither {MANIFEST} nor weight files")
+    for done, path in enumerate(files):
+        try:
+            file_hash(path, anew=True)
+        except CheckpointError as error:
+            yield str(error)
+        on_block(done + 1, len(files), path.name)
 
 
 def _copied(source: Path) -> list[Path]:

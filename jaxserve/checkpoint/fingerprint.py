@@ -1,55 +1,163 @@
-"""Which weights a model folder has: a digest that is cheap enough to be taken at every start.
+"""Which weights a model folder has: a digest of every byte, and of the moment when it was taken.
 
 Two runtimes that compute together, or one after the other for the same request, must have the same
 weights, and equal configurations do not say so. Called where workers introduce themselves, and by a
 conversion that resumes. Knows neither JAX nor models.
+
+A process looks at a folder once, before it loads (`revision`). It hashes the files while it loads
+and announces that digest for as long as it lives. Checkpoints that it opens later must be the ones
+that it looked at, and each read compares its file (`storage/files.py`): a folder that is replaced
+meanwhile is an error, never a new name for old weights.
 """
 
-import functools
+import contextlib
 import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
-from jaxserve.checkpoint.manifest import MANIFEST
-from jaxserve.checkpoint.tensors import header_and_end
-from jaxserve.storage.files import open_file
-from jaxserve.storage.mirror import local_folder, weight_files
+from jaxserve.errors import CheckpointError
+from jaxserve.storage.files import LocalFile, open_file, replaced, stamp
+from jaxserve.storage.mirror import MANIFEST, cache_folder, local_folder, weight_files
 
-_SAMPLES, _FILE_SAMPLES, _SAMPLE_BYTES = 512, 64, 4096
-"""Samples of a folder (two of a file at least), most of a file, and their size: each may be a
-request."""
-
-
-def fingerprint(folder: Path) -> str:
-    """A digest of a folder's config.json and of the size, header and samples of every weight
-    file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    files = weight_files(folder)
-    samples = min(_FILE_SAMPLES, max(_SAMPLES // max(len(files), 1), 2))
-    for path in files:
-        with open_file(path) as file:
-            header, size = header_and_end(file)
-            digest.update(f"{path.name} {size}".encode() + header)
-            last = max(size - _SAMPLE_BYTES, 0)
-            starts = [last * sample // (samples - 1) for sample in range(samples)]
-            for part in file.read([(at, min(at + _SAMPLE_BYTES, size)) for at in starts]):
-                digest.update(part)
-    return digest.hexdigest()
+_AT_ONCE = threading.Semaphore(4)
+"""Pieces of work of `begin` that run at a time."""
+_SETTLED_NS = 2_000_000_000
+"""A file may be written twice at the same time of its clock. A hash that was taken sooner after the
+file's time is not used again."""
 
 
-def weights_digest(folder: str) -> str:
-    """Sixteen hexadecimal digits of a model folder's weights: of a converted one its manifest,
-    which has the checksum of every array, otherwise its fingerprint."""
-    path = local_folder(folder)
-    files = [*weight_files(path), path / "config.json", path / MANIFEST]
-    found = [(file.name, file.stat()) for file in files if file.is_file()]
-    return _digest(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+class Revision:
+    """The weights of a model folder as they are at this moment.
+
+    Args:
+      folder: on this host, or a mirror.
+
+    Attributes:
+      model: digest of its config.json.
+    """
+
+    def __init__(self, folder: Path):
+        manifest, files = folder / MANIFEST, weight_files(folder)
+        self._folder = folder
+        others = [*folder.glob("*config.json"), *folder.glob("tokenizer*")]
+        self._paths = [manifest, *files, *others]
+        self._stamp = stamp(*self._paths)
+        self.model = model_digest(folder)
+        # A manifest has the checksum of every array, and beside it are no such files.
+        known = manifest.read_bytes() if manifest.is_file() else self.model.encode()
+        self._digest = hashlib.sha256(known)
+        self._hashes = [(path.name, begin(file_hash, path)) for path in files]
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits; waits until all files are hashed.
+
+        A converted checkpoint is named by its manifest, a folder in a bucket by the generations of
+        its files.
+
+        Raises:
+          CheckpointError: a file cannot be read, was replaced meanwhile, or is damaged.
+        """
+        digest = self._digest.copy()
+        for name, found in self._hashes:
+            digest.update(f" {name} {found.result()}".encode())
+        return digest.hexdigest()[:16]
+
+    def check(self) -> None:
+        """Refuses a folder that is not any more the one that was looked at.
+
+        Raises:
+          CheckpointError: a file was replaced, or is gone.
+        """
+        if stamp(*self._paths) != self._stamp:
+            raise replaced(self._folder)
 
 
-@functools.lru_cache(maxsize=8)
-def _digest(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """The files are there for the cache: what has changed is read again."""
-    if not (folder / "config.json").is_file():
-        return "no config.json"
-    if (folder / MANIFEST).is_file():
-        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
-    return fingerprint(folder)[:16]
+def model_digest(folder: Path) -> str:
+    """A digest of a model's config.json."""
+    config = folder / "config.json"
+    text = config.read_bytes() if config.is_file() else b""
+    return hashlib.blake2s(text, digest_size=8).hexdigest()
+
+
+_revisions: dict[Path, Revision] = {}
+
+
+def revision(folder: str | Path) -> Revision:
+    """The weights of a folder as they were when this process first asked."""
+    path = local_folder(folder).absolute()
+    if path not in _revisions:
+        _revisions[path] = Revision(path)
+    return _revisions[path]
+
+
+def weights_digest(folder: str | Path) -> str:
+    """The digest of `revision`."""
+    return revision(folder).digest
+
+
+def check_revision(folder: Path) -> None:
+    """Refuses a folder that was replaced since this process first asked for its revision, if it
+    did; raises as `Revision.check`."""
+    if known := _revisions.get(folder.absolute()):
+        known.check()
+
+
+def forget_revisions() -> None:
+    """Lets this process look again: for one that announces nothing and may load another model."""
+    _revisions.clear()
+
+
+def begin[T](work: Callable[[Path], T], path: Path) -> Future[T]:
+    """Starts work on a file or folder beside the caller. A process that ends does not wait for
+    it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        with _AT_ONCE:
+            try:
+                future.set_result(work(path))
+            except Exception as error:
+                future.set_exception(error)
+
+    threading.Thread(target=run, name="jaxserve-hash", daemon=True).start()
+    return future
+
+
+def file_hash(path: Path, *, anew: bool = False) -> str:
+    """The SHA-256 of a file, which is computed once for each version of it; of a file in a bucket
+    its generation.
+
+    Args:
+      anew: read the file even if its hash is known.
+
+    Raises:
+      CheckpointError: it cannot be read, is written to meanwhile, or does not have the hash that it
+        had, or that the Hub's cache names it by.
+    """
+    known, note = "", None
+    with open_file(path) as file:
+        if not isinstance(file, LocalFile):
+            return file.generation
+        with contextlib.suppress(OSError, CheckpointError):
+            key = f"{path.absolute()} {file.version}"
+            note = cache_folder("hashes") / hashlib.sha256(key.encode()).hexdigest()
+            if note.stat().st_mtime_ns - file.version.mtime_ns > _SETTLED_NS:
+                known = note.read_text()
+        if known and not anew:
+            return known
+        with open(file.descriptor, "rb", closefd=False) as whole:
+            found = hashlib.file_digest(whole, "sha256").hexdigest()
+    known = next(iter(re.findall("^[0-9a-f]{64}$", path.resolve().name)), known)
+    if known not in ("", found):
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, and was {known}")
+    with contextlib.suppress(OSError):
+        if note is not None:
+            new = note.with_name(f"{note.name}.{os.getpid()}")
+            new.write_text(found)
+            new.replace(note)
+    return found

@@ -27,8 +27,8 @@ from jaxserve.checkpoint.arrays import (
     make_leaves,
     quantised_here,
     refuse,
-    zeroed,
 )
+from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
@@ -69,6 +69,7 @@ class HFCheckpoint(Blocks):
         self.size = sum(tensor.nbytes for tensor in listing.tensors.values())
         self._tensors, problems = _joined(listing, names, _packing(here))
         refuse(folder, problems + _problems(listing, self._tensors, names))
+        check_revision(here)
 
     @property
     def storage(self) -> Self:
@@ -107,49 +108,45 @@ class HFCheckpoint(Blocks):
         return self._array(sources, leaf, self._tensors, [self._grids(s) for s in sources])
 
     def _quantised(
-        self, sources: Sequence[Source], values: Leaf, scales: Leaf, zeros: Leaf | None = None
+        self, sources: Sequence[Source], values: Leaf, scales: Leaf, *zeros: Leaf
     ) -> tuple[jax.Array, ...]:
         """Values and scales of a quantised matrix, as stored in the files or quantised here, and
         zero points where there is a leaf for them."""
         block = block_of(values, scales)
-        if values.dtype == jnp.int4:
-            return self._int4(sources, block[1], values, scales, zeros)
-        kinds = {self._tensors[name].kind for source in sources for name in source.all_names}
+        tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
+        kinds = {tensor.kind for tensor in tensors.values()}
         reshaped = any(source.reshapes for source in sources)
-        if kinds == {FP8} and block != (1, 0) and not reshaped:
+        if values.dtype == jnp.int4:
+            if stored := self._int4(sources, tensors, block[1], values, scales, *zeros):
+                return stored
+        elif kinds == {FP8} and block != (1, 0) and not reshaped:
             kept = self._array(sources, values, self._tensors)
             return kept, self._scales(sources, scales, block)
-        if block == (1, 0) and (tables := self._channels(sources, values.dtype)):
+        elif block == (1, 0) and (tables := self._channels(sources, values.dtype)):
             of_values, of_scales = tables
             columns = [
                 s._replace(shapes=tuple((shape[0], 1) for shape in s.shapes)) for s in sources
             ]
             kept = self._array(sources, values, of_values)
             return kept, self._array(columns, scales, of_scales, empty=1.0)
-        return quantised_here(
-            values,
-            scales,
-            jnp.bfloat16 if kinds == {"BF16"} else jnp.float32,
-            lambda index, leaf: self._plain(sources if index is None else [sources[index]], leaf),
-        )
+        # All other kinds of numbers would lose bits in BF16.
+        floats = jnp.bfloat16 if kinds == {"BF16"} else jnp.float32
+        return quantised_here((values, scales, *zeros), floats, sources, self._plain)
 
     def _int4(
-        self, sources: Sequence[Source], group: int, values: Leaf, scales: Leaf, zeros: Leaf | None
+        self,
+        sources: Sequence[Source],
+        tensors: Tensors,
+        group: int,
+        values: Leaf,
+        scales: Leaf,
+        *zeros: Leaf,
     ) -> tuple[jax.Array, ...]:
-        """The leaves of an INT4 matrix."""
-        tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
+        """The leaves of a matrix that the files have in INT4; empty: it is another one."""
         packed = {n: t for n, t in tensors.items() if isinstance(t, PackedTensor)}
         kept = {n: t for n, t in packed.items() if t.packing.is_int4(t.shape[1], group)}
         if not kept:
-            made = quantised_here(
-                values,
-                scales,
-                jnp.float32 if packed else jnp.bfloat16,
-                lambda index, leaf: self._plain(
-                    sources if index is None else [sources[index]], leaf
-                ),
-            )
-            return made if zeros is None else (*made, zeroed(zeros))
+            return ()
         if len(kept) < len(tensors) or any(source.view or source.more for source in sources):
             raise CheckpointError(
                 f"{next(iter(kept.values())).path}: {next(iter(tensors))} and others are one "
@@ -166,10 +163,8 @@ class HFCheckpoint(Blocks):
             self._array(sources, values, codes),
             self._array(grids, scales, of_scales, empty=1.0),
         )
-        if zeros is None:
-            return leaves
         of_zeros: Tensors = {name: tensor.part("zeros", group) for name, tensor in kept.items()}
-        return (*leaves, self._array(grids, zeros, of_zeros))
+        return (*leaves, *(self._array(grids, leaf, of_zeros) for leaf in zeros))
 
     def _channels(
         self, sources: Sequence[Source], dtype: jnp.dtype

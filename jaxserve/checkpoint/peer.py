@@ -27,7 +27,7 @@ from jaxserve.checkpoint.arrays import (
     make_array,
     make_leaves,
 )
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision, weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.regions import Ranges, leaf_shape
@@ -80,11 +80,9 @@ def open_weights(
     def storage() -> Checkpoint:
         return open_checkpoint(deployment.model, names)
 
+    if deployment.weights.address:
+        revision(deployment.model)  # which this worker will say that it has
     if not deployment.weights.peers:
-        return storage()
-    if jax.process_count() > 1:
-        # What is quantised here is so by all processes together: none may go another way.
-        logger.warning("weights: from storage: weights.peers is for workers of one process")
         return storage()
     hello = weights_hello(deployment.model)
     return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
@@ -223,6 +221,7 @@ class PeerCheckpoint(Blocks):
         """The folder; raises CheckpointError where it cannot be read."""
         if self._storage is None:
             self._storage = self._open()
+            self._storage.checks = self.checks
         self._storage.on_read = self.on_read
         return self._storage
 

@@ -103,13 +103,14 @@ def read_regions(regions: Sequence[Region], on_read: Counter) -> None:
     """Reads all regions into their targets, which must not overlap.
 
     Raises:
-      CheckpointError: a file is gone or shorter than it was.
+      CheckpointError: a file is gone, or is not the one any more whose header was read.
     """
     with contextlib.ExitStack() as stack:
         files: dict[Path, LocalFile | RemoteFile] = {}
         for region in regions:
-            if region.tensor.path not in files:
-                files[region.tensor.path] = stack.enter_context(open_file(region.tensor.path))
+            path, version = region.tensor.path, region.tensor.version
+            if path not in files:
+                files[path] = stack.enter_context(open_file(path, version))
         near = {path: file for path, file in files.items() if isinstance(file, LocalFile)}
         far = {path: file for path, file in files.items() if isinstance(file, RemoteFile)}
         tasks = list(_tasks([region for region in regions if region.tensor.path in near]))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxserve.calibration import forward
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import Int8Products
@@ -35,7 +35,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import INT8_PRODUCTS
+from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
 
 PAGE = 16
 Layers = frozenset[int]
@@ -85,6 +85,7 @@ def measure(
     Raises:
       ConfigError, CheckpointError: the model cannot be read.
     """
+    revision = Revision(local_folder(folder))
     model = _Model(folder, sequences, ignored)
     count = model.config.layers
 
@@ -106,7 +107,8 @@ def measure(
         "together": chosen and chosen._asdict(),
     }
     layers = chosen.layers if chosen else []
-    found = Int8Products(weights_digest(str(folder)), layers, measured)
+    revision.check()
+    found = Int8Products(revision.digest, layers, measured)
     write_record(Path(folder) / INT8_PRODUCTS, found)
     return alone, chosen
 

@@ -2,8 +2,9 @@
 
 `convert.py` writes them; `open_checkpoint` opens a converted or a Hugging Face folder. Arrays are
 stored unsharded and unpadded: each device's part is read from the chunks that it overlaps
-(`stored_array.py`), and the padding that a layout adds is zero. Checksums cover whole arrays:
-`convert --verify` checks them; loading, which may read only a part of each, does not.
+(`stored_array.py`), and the padding that a layout adds is zero. Checksums cover whole arrays. They
+are checked beside loading, unless the folder is in a bucket or several processes read a part each:
+then `convert --verify` alone does.
 """
 
 import functools
@@ -31,6 +32,7 @@ from jaxserve.checkpoint.arrays import (
     refuse,
     zeroed,
 )
+from jaxserve.checkpoint.fingerprint import begin, check_revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
@@ -41,12 +43,13 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
 )
 from jaxserve.checkpoint.reading import aligned_empty
-from jaxserve.checkpoint.regions import Ranges, scale_block
+from jaxserve.checkpoint.regions import Ranges
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.stored_array import (
     ReadableArray,
     StoredArray,
     array_with_parts,
+    check_array,
     open_array,
     read_array,
 )
@@ -54,7 +57,8 @@ from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
-from jaxserve.storage.mirror import local_folder, weight_files
+from jaxserve.storage.files import open_file, replaced, stamp
+from jaxserve.storage.mirror import local_folder, origin_of, weight_files
 from pallas_kernels.input_major import in_tiles
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
@@ -100,12 +104,28 @@ class StoreCheckpoint(Blocks):
     def __init__(self, folder: str | Path, names: CheckpointNames):
         here = local_folder(folder)
         super().__init__()
-        manifest = read_manifest(here)
+        before, manifest = stamp(here / MANIFEST), read_manifest(here)
         if manifest is None:
             raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
         self._arrays, problems = open_blocks(here, manifest, names)
         refuse(folder, problems)
         self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
+        self._folder, self._manifest = here, manifest
+        self._stamps = {name: self._stamp(name) for name in self._arrays}
+        # A runtime of several processes reads parts of arrays; checksums are of whole ones.
+        whole = jax.process_count() == 1 and origin_of(here) is None
+        self._unverified = set(self._arrays if whole else ())
+        if stamp(here / MANIFEST) != before:
+            raise replaced(folder)
+        check_revision(here)
+
+    def _verify(self, block: Path) -> None:
+        for leaf, known in self._manifest.blocks[block.name].items():
+            check_array(self._arrays[block.name][leaf], known.checksum)
+
+    def _stamp(self, block: str) -> str:
+        """The version of a block's files on this host."""
+        return stamp(self._folder / MANIFEST, self._folder / BLOCKS / block)
 
     @property
     def storage(self) -> Self:
@@ -121,16 +141,22 @@ class StoreCheckpoint(Blocks):
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
         """Some or all leaves of one block, or of several stacked ones."""
-        blocks = [
-            _with_parts(self._arrays[self._blocks[block_key(sources)]], template)
-            for sources in tables
-        ]
-        return make_leaves(
+        names = [self._blocks[block_key(sources)] for sources in tables]
+        for name in self._unverified & set(names):
+            self._unverified.remove(name)
+            self.checks.append(begin(self._verify, self._folder / BLOCKS / name))
+        blocks = [_with_parts(self._arrays[name], template) for name in names]
+        yield from make_leaves(
             leaves,
             tables[0].keys(),
             lambda name, leaf: self._plain(blocks, name, leaf),
             lambda name, *pair: self._quantised(blocks, name, *pair),
         )
+        with open_file(self._folder / MANIFEST) as manifest:
+            manifest.read([(0, 1)])  # in a bucket, another version is refused here
+        for name in names:
+            if self._stamp(name) != self._stamps[name]:
+                raise replaced(f"{self._folder}: {name}")
 
     def _plain(
         self, blocks: Sequence[dict[str, ReadableArray]], name: str, leaf: Leaf
@@ -149,7 +175,7 @@ class StoreCheckpoint(Blocks):
     def _multiplied(self, block: dict[str, ReadableArray], name: str, leaf: Leaf) -> jax.Array:
         parts = [part for kind in QUANTISED_PARTS if (part := block.get(f"{name}.{kind}"))]
         values, *grids = parts
-        sizes = _stored_block(values, grids[0])
+        sizes = block_of(values, grids[0])
         *outer, d_out, d_in = leaf.shape
         columns = -(-d_in // sizes[1]) if sizes[1] else 1
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
@@ -167,33 +193,30 @@ class StoreCheckpoint(Blocks):
         name: str,
         values: Leaf,
         scales: Leaf,
-        zeros: Leaf | None = None,
+        *zeros: Leaf,
     ) -> tuple[jax.Array, ...]:
         """Values and scales of a quantised matrix, as stored or quantised here, and zero points
         where there is a leaf for them."""
+        floats = np.dtype(np.float32)
         if f"{name}.values" in blocks[0]:
             of_values = [block[f"{name}.values"] for block in blocks]
             of_scales = [block[f"{name}.scales"] for block in blocks]
             places = _scale_places(of_values[0], of_scales[0], values, scales)
             if places is not None and of_values[0].dtype == values.dtype:
                 stored = self._array(of_values, values)
-                made = (stored, self._scales(of_scales, scales, places))
-                if zeros is None:
-                    return made
-                of_zeros = [block[f"{name}.zeros"] for block in blocks]
-                return (*made, self._scales(of_zeros, zeros, places, empty=0))
-            floats: np.dtype = np.dtype(np.float32)
+                made = [stored, self._scales(of_scales, scales, places)]
+                for leaf in zeros:
+                    of_zeros = [block[f"{name}.zeros"] for block in blocks]
+                    made.append(self._scales(of_zeros, leaf, places, empty=0))
+                return tuple(made)
         else:
             floats = blocks[0][name].dtype
-        quantised = quantised_here(
-            values,
-            scales,
+        return quantised_here(
+            (values, scales, *zeros),
             floats,
-            lambda index, leaf: self._plain(
-                blocks if index is None else [blocks[index]], name, leaf
-            ),
+            blocks,
+            lambda some, leaf: self._plain(some, name, leaf),
         )
-        return quantised if zeros is None else (*quantised, zeroed(zeros))
 
     def _array(self, arrays: Sequence[ReadableArray], leaf: Leaf) -> jax.Array:
         def make(parts: list[Ranges]) -> list[np.ndarray]:
@@ -251,14 +274,6 @@ def _base(leaf: str) -> str:
     return base if part in QUANTISED_PARTS else leaf
 
 
-def _stored_block(values: ReadableArray, scales: ReadableArray) -> tuple[int, int]:
-    """(block_out, block_in) that share a scale; (1, 0): one scale per row."""
-    (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
-    if columns == 1 and rows == d_out:
-        return 1, 0
-    return scale_block(d_out, rows), scale_block(d_in, columns)
-
-
 def _scale_places(
     values: ReadableArray, scales: ReadableArray, wanted: Leaf, wanted_scales: Leaf
 ) -> tuple[np.ndarray, np.ndarray] | None:
@@ -266,7 +281,7 @@ def _scale_places(
     several stored ones."""
     places = []
     sizes = zip(
-        _stored_block(values, scales),
+        block_of(values, scales),
         block_of(wanted, wanted_scales),
         values.shape[-2:],
         strict=True,

@@ -3,6 +3,8 @@
 Called by `store.py` and `conversion.py`. Knows neither JAX nor models.
 """
 
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,6 +190,56 @@ def read_array(array: ReadableArray) -> np.ndarray:
     Raises:
       CheckpointError: a file is missing or damaged.
     """
-    target = aligned_empty(array.shape, array.dtype)
-    array.read_into(tuple((0, size) for size in array.shape), target)
+    return _part(array, tuple((0, size) for size in array.shape))
+
+
+def _part(array: ReadableArray, ranges: Ranges) -> np.ndarray:
+    target = aligned_empty([stop - start for start, stop in ranges], array.dtype)
+    array.read_into(ranges, target)
     return target
+
+
+_ROW = 4096
+_STEP_BYTES = 32 * _ROW * 8
+
+
+def checksum_of(parts: Iterable[np.ndarray]) -> str:
+    """A checksum of the bytes of an array's consecutive parts, which takes a fifth of the time of
+    `zlib.crc32`.
+
+    The bytes are read as little-endian 64-bit words in rows of 4096, zero-padded. The result is the
+    CRC-32 of the column sums followed by that of the row sums (both modulo 2^64), in hexadecimal.
+    It detects any changed word and any two swapped words.
+    """
+    columns, of_rows, rest = np.zeros(_ROW, np.uint64), 0, np.zeros(0, np.uint8)
+
+    def add(data: np.ndarray) -> None:
+        nonlocal of_rows
+        rows = data.view("<u8").reshape(-1, _ROW)
+        np.add(columns, rows.sum(axis=0, dtype=np.uint64), out=columns)
+        of_rows = zlib.crc32(rows.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes(), of_rows)
+
+    for values in parts:
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        data = np.concatenate([rest, data]) if rest.size else data
+        last = data.size - data.size % (_ROW * 8)
+        for start in range(0, last, _STEP_BYTES):
+            add(data[start : min(start + _STEP_BYTES, last)])
+        rest = data[last:]
+    if rest.size:
+        add(np.concatenate([rest, np.zeros(-rest.size % (_ROW * 8), np.uint8)]))
+    return f"{zlib.crc32(columns.astype('<u8').tobytes()):08x}{of_rows:08x}"
+
+
+def check_array(array: StoredArray, known: str) -> None:
+    """Compares an array with its checksum. Of a stack of matrices one is in memory at a time.
+
+    Raises:
+      CheckpointError: it cannot be read, or is another one.
+    """
+    ranges = tuple((0, size) for size in array.shape)
+    stack = array.shape[0] if len(array.shape) > 2 else 0
+    parts = [((entry, entry + 1), *ranges[1:]) for entry in range(stack)] or [ranges]
+    found = checksum_of(_part(array, part) for part in parts)
+    if found != known:
+        raise CheckpointError(f"{array.path} has the checksum {found}, and should have {known}")

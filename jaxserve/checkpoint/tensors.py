@@ -5,12 +5,11 @@ are parsed here because the safetensors library does not expose byte offsets, wh
 needs.
 """
 
-import contextlib
+import functools
 import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.files import StoredFile, open_file
+from jaxserve.storage.files import LocalFile, RemoteFile, Version, open_file, stamp
 from jaxserve.storage.mirror import weight_files
 
 INDEX = "model.safetensors.index.json"
@@ -75,6 +74,8 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
+    version: Version | None = None
+    """Version of the file on disk that has this header; None: of one in a bucket."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -89,50 +90,26 @@ class Listing(NamedTuple):
     """The tensors of a folder, and the problems of its index."""
 
     tensors: dict[str, Tensor]
-    files: list[Path]
     problems: list[str]
     """Contradictions between the index and the files, and tensors that several files have."""
     lost: set[str]
     """Tensors that the index places in a missing file."""
 
 
-_kept: ContextVar[dict[Path, Listing] | None] = ContextVar("listings that are kept", default=None)
-
-
-def keep_headers() -> None:
-    """What is read of headers from here on is kept until a `read_once` ends: for who asks before
-    the model is opened."""
-    _kept.set({})
-
-
-@contextlib.contextmanager
-def read_once() -> Iterator[None]:
-    """Context, or a function's decorator, in which a folder's headers are read once, for who asks
-    several things of files that stay as they are; at its end nothing is kept."""
-    if _kept.get() is None:
-        keep_headers()
-    try:
-        yield
-    finally:
-        _kept.set(None)
-
-
 def list_tensors(folder: Path) -> Listing:
     """Reads the headers of a folder's files: those that its index names, or all if it has none.
+    They are read once, as long as the files stay as they are.
 
     Raises:
       CheckpointError: there is no file, a file is truncated or not in safetensors format, or the
         index is malformed.
     """
-    kept = _kept.get()
-    if kept is None:
-        return _listed(folder)
-    if folder not in kept:
-        kept[folder] = _listed(folder)
-    return kept[folder]
+    return listed(folder, stamp(folder / INDEX, *weight_files(folder)))
 
 
-def _listed(folder: Path) -> Listing:
+@functools.lru_cache(maxsize=1)
+def listed(folder: Path, version: str) -> Listing:
+    """As `list_tensors`; `version` tells the cache whether the files are the same."""
     index = _index(folder)
     names = {path.name for path in weight_files(folder)}
     wanted = set(index.values()) if index else names
@@ -157,7 +134,7 @@ def _listed(folder: Path) -> Listing:
     elsewhere = sorted(name for name, file in index.items() if places.get(name, file) != file)
     problems += [f"{name} is in {places[name]}; {INDEX} says {index[name]}" for name in elsewhere]
     lost = {name for name, file in index.items() if file in gone}
-    return Listing(tensors, files, problems, lost)
+    return Listing(tensors, problems, lost)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -194,40 +171,22 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         with open_file(path) as file:
             name = file.name
-            header = read_header_bytes(file)
-            tensors, end = _entries(path, header)
+            header = _header(file)
+            tensors, end = _entries(path, header, file.version)
             file.check_end(end)
             return tensors
     except (ValueError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{name}: truncated or no safetensors: {error}") from None
 
 
-def read_header_bytes(file: StoredFile) -> bytes:
-    """The JSON text at the start of a file.
-
-    Raises:
-      CheckpointError: the file is shorter.
-      ValueError: it would be larger than the largest header.
-    """
+def _header(file: LocalFile | RemoteFile) -> bytes:
+    """The JSON text at the start of a file; ValueError if it would be larger than the largest."""
     (first,) = file.read([(0, 8)])
     length = int.from_bytes(first, "little")
     if length > LARGEST_HEADER:
         raise ValueError(f"a header of {length} bytes")
     (header,) = file.read([(8, 8 + length)])
     return header
-
-
-def header_and_end(file: StoredFile) -> tuple[bytes, int]:
-    """A file's header, and how many bytes the file has by it.
-
-    Raises:
-      CheckpointError: it is truncated, or no safetensors file.
-    """
-    try:
-        header = read_header_bytes(file)
-        return header, _entries(Path(file.name), header)[1]
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name}: truncated or no safetensors: {error}") from None
 
 
 def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]:
@@ -244,7 +203,7 @@ def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]
         yield from pool.map(tensors_of, files)
 
 
-def _entries(path: Path, header: bytes) -> tuple[dict[str, Tensor], int]:
+def _entries(path: Path, header: bytes, version: Version | None) -> tuple[dict[str, Tensor], int]:
     """The tensors of a header, and where the last one ends; ValueError if an entry is wrong.
 
     Names that are there twice in other places leave a gap; in the same place, the last one counts,
@@ -263,7 +222,7 @@ def _entries(path: Path, header: bytes) -> tuple[dict[str, Tensor], int]:
             raise ValueError(f"{name}: dtype {kind!r} is not known")
         if end - begin != math.prod(shape) * _ITEM_BYTES[kind]:
             raise ValueError(f"{name}: {kind}{[*shape]} in the bytes {begin} to {end}")
-        tensors[name] = Tensor(path, kind, shape, start + begin)
+        tensors[name] = Tensor(path, kind, shape, start + begin, version)
         places.append((begin, end, name))
     at = 0
     for begin, end, name in sorted(places):

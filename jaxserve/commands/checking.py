@@ -10,7 +10,6 @@ import time
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
-from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
@@ -24,7 +23,6 @@ from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 
 
-@read_once()
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names, 2
     if the weight files are not those of the model.

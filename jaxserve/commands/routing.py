@@ -5,12 +5,13 @@ import logging
 import time
 from collections.abc import Mapping
 
+from jaxserve.checkpoint.fingerprint import model_digest
 from jaxserve.commands.life import LOOK_SECONDS, Life, admin_face, network_faces
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.membership import model_digest
 from jaxserve.fleet.router import RouterEngine
+from jaxserve.storage.mirror import local_folder
 
 WAITING_SECONDS = 30.0
 """Between two lines that say which workers are not there yet."""
@@ -32,7 +33,8 @@ class Routing(Life):
             raise ConfigError("fleet.domains: empty; a router needs the addresses of its workers")
         port = network_faces(deployment, options.insecure_bind, options.log_format)
         super().__init__(deployment, port, admin_face(deployment))
-        self._router = RouterEngine(deployment, process.token, model_digest(deployment.model))
+        model = model_digest(local_folder(deployment.model))
+        self._router = RouterEngine(deployment, process.token, model)
 
     def _live(self, addresses: Mapping[str, str]) -> None:
         self._router.start()

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 import jaxserve
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import Revision, revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
-from jaxserve.fleet.membership import model_digest
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.fleet.worker_port import WorkerEngine, WorkerPort
@@ -93,12 +92,16 @@ def worker_port(
     token: str,
     on_become: Callable[[bool, str], None] | None,
 ) -> WorkerPort:
-    """The port of a worker; arguments and errors as of `WorkerPort`."""
-    model = deployment.model
+    """The port of a worker; arguments and errors as of `WorkerPort`. It names the weights and end
+    tokens that the model's folder has now, before anything is loaded."""
+    model, weights = deployment.model, revision(deployment.model)
+    ends = sorted(read_special_tokens(model).eos)
 
     @functools.cache
     def compiler(vocab: int) -> GrammarCompiler:
-        return GrammarCompiler(Tokenizer.from_folder(model), vocab)
+        made = GrammarCompiler(Tokenizer.from_folder(model), vocab)
+        weights.check()
+        return made
 
     def restore(grammar: GrammarOf, vocab: int) -> Any:
         return compiler(vocab).restored(grammar.serialised, grammar.begins_after)
@@ -106,7 +109,7 @@ def worker_port(
     return WorkerPort(
         part.address,
         token,
-        functools.partial(worker_facts, deployment, part, on_become is not None),
+        functools.partial(worker_facts, deployment, part, on_become is not None, weights, ends),
         restore,
         part.fleet.fleet.resume_seconds,
         on_become,
@@ -141,9 +144,20 @@ def follow_pages(
 
 
 def worker_facts(
-    deployment: Deployment, part: WorkerPart, can_become: bool, engine: WorkerEngine
+    deployment: Deployment,
+    part: WorkerPart,
+    can_become: bool,
+    weights: Revision,
+    ends: list[int],
+    engine: WorkerEngine,
 ) -> WorkerFacts:
-    """Facts that routers need of an engine, and whether its process can change its role."""
+    """Facts that routers need of an engine.
+
+    Args:
+      can_become: its process can change its role.
+      weights: that it has loaded.
+      ends: end tokens of its model.
+    """
     role = part.role
     info = dict(engine.model_info())
     limits = deployment.scheduler
@@ -151,17 +165,17 @@ def worker_facts(
     return WorkerFacts(
         name=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
         role=role,
-        model=model_digest(deployment.model),
+        model=weights.model,
         slots=groups * deployment.lanes * limits.slots,
         groups=groups,
         pages=deployment.cache.pages,
         page_size=deployment.cache.page_size,
         max_length=limits.max_length,
         vocab=info["vocab_size"],
-        eos_token_ids=sorted(read_special_tokens(deployment.model).eos),
+        eos_token_ids=ends,
         info=info,
         instance=secrets.token_hex(4),
-        weights=weights_digest(deployment.model),
+        weights=weights.digest,
         version=jaxserve.__version__,
         can_stand_in=can_become and role == "prefill",
         stands_in=part.stands_in,

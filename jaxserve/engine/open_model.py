@@ -7,7 +7,6 @@ import jax
 from jaxserve.checkpoint.int8_products import read_model, with_int8_products
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
-from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Role, Submeshes
@@ -29,7 +28,6 @@ class OpenModel(NamedTuple):
     source: LeafSource
 
 
-@read_once()
 def open_model(
     deployment: Deployment,
     *,

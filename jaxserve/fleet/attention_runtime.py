@@ -8,7 +8,6 @@ from collections.abc import Callable
 import jax
 
 from jaxserve.checkpoint.store import open_folder
-from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Engine
@@ -46,7 +45,6 @@ class PullEnd:
         return lambda: (receive(lane),)
 
 
-@read_once()
 def open_attention(
     deployment: Deployment,
     token: str,

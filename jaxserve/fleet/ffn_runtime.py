@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxserve.checkpoint.peer import open_weights
-from jaxserve.checkpoint.tensors import read_once
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.fleet import bootstrap, expert_answers
@@ -78,7 +77,6 @@ def answer_messages(
     return 0
 
 
-@read_once()
 def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServer, "FFNMessages"]:
     """A warm ffn worker, and the server that answers messages at the address; `start` it.
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import msgspec
 
 import jaxserve
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.control import Identity
-from jaxserve.storage.mirror import local_folder
 
 
 class ProcessShare(msgspec.Struct, frozen=True):
@@ -91,7 +91,12 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
 
 
 def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
-    """This process's description of itself when it joins (see `control.refusal`)."""
+    """This process's description of itself when it joins (see `control.refusal`); waits until the
+    model's weights are hashed.
+
+    Raises:
+      CheckpointError: they cannot be read.
+    """
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
     return Identity(
@@ -113,8 +118,9 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
 def deployment_facts(deployment: Deployment) -> dict[str, str]:
     """Everything that all processes must agree on, one dotted key a value.
 
-    The model counts by what its config.json says, not by the path, which may differ from host to
-    host; the addresses of the network faces concern the leader alone.
+    The model counts by what its config.json says and by the digest of its weights, not by the
+    path, which may differ from host to host; the addresses of the network faces concern the leader
+    alone.
     """
     facts: dict[str, str] = {}
 
@@ -127,14 +133,7 @@ def deployment_facts(deployment: Deployment) -> dict[str, str]:
 
     tree = msgspec.to_builtins(deployment)
     del tree["server"]
-    tree["model"] = model_digest(deployment.model)
+    own = revision(deployment.model)
+    tree["model"] = own.model
     flatten(tree, "")
-    return facts
-
-
-def model_digest(folder: str) -> str:
-    """Digest of a model's config.json."""
-    config = local_folder(folder) / "config.json"
-    if not config.is_file():
-        return "no config.json"
-    return hashlib.blake2s(config.read_bytes(), digest_size=8).hexdigest()
+    return facts | {"weights": own.digest}

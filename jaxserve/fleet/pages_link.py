@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
-from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.engine import Engine
@@ -154,10 +153,10 @@ def follow_pages(
 
 def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> Hello:
     """What an end of the pages link says of itself."""
-    programs = transfer.programs
+    programs, known = transfer.programs, deployment_facts(deployment)
     facts = {
-        "model": deployment_facts(deployment)["model"],
-        "weights": weights_digest(deployment.model),
+        "model": known["model"],
+        "weights": known["weights"],
         "layers": str(programs.layers),
         "kv_heads": str(programs.kv_heads),
         "widths": str(list(programs.widths)),

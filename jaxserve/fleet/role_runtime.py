@@ -1,6 +1,7 @@
-"""What the runtimes of single roles begin with (`link.transport: pull`): model, mesh and hello.
+"""The beginning of a runtime of a single role (`link.transport: pull`): model, mesh and hello.
 
-Each sees its own devices alone. `attention_runtime.py` and `ffn_runtime.py` go on from here.
+Each runtime sees its own devices alone. `attention_runtime.py` and `ffn_runtime.py` go on from
+here.
 """
 
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
@@ -24,7 +25,7 @@ from jaxserve.roles.host_memory import check_memory
 from jaxserve.roles.program_cache import use_compilation_cache
 from pallas_kernels.coverage import refuse_fallbacks
 
-AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model")
+AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model", "weights")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
 
 
@@ -36,18 +37,28 @@ class RoleRuntime(NamedTuple):
     templates: ModelTemplates
     mesh: Mesh
     contract: Contract
-    hello: Hello
+    deployment: Deployment
+    role: Role
 
     @classmethod
     def of(
         cls, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
     ) -> "RoleRuntime":
-        """Of a model that is known already, on this runtime's devices."""
+        """The runtime for a model that is known already, on this runtime's devices."""
         mesh = role_mesh(deployment, role)
         config = placed(config, mesh)
         templates = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
         contract = Contract.of(config, deployment)
-        return cls(config, names, templates, mesh, contract, _hello(deployment, contract, role))
+        return cls(config, names, templates, mesh, contract, deployment, role)
+
+    @property
+    def hello(self) -> Hello:
+        """The introduction of this end of the link; waits until the weights are hashed."""
+        known = deployment_facts(self.deployment)
+        facts = {key: known[key] for key in AGREED}
+        facts |= {f"contract.{name}": str(value) for name, value in self.contract.facts().items()}
+        versions = {"jax": jax.__version__, "platform": jax.default_backend()}
+        return make_hello(self.role, facts, versions=versions)
 
 
 def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
@@ -56,6 +67,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     Raises:
       ConfigError, CheckpointError: it does not, or is not readable.
     """
+    revision(deployment.model)
     use_compilation_cache()
     refuse_fallbacks(deployment.strict_kernels)
     config, names = read_model(deployment)
@@ -65,15 +77,6 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     return runtime
 
 
-def _hello(deployment: Deployment, contract: Contract, role: Role) -> Hello:
-    known = deployment_facts(deployment)
-    facts = {key: known[key] for key in AGREED}
-    facts["weights"] = weights_digest(deployment.model)
-    facts |= {f"contract.{name}": str(value) for name, value in contract.facts().items()}
-    versions = {"jax": jax.__version__, "platform": jax.default_backend()}
-    return make_hello(role, facts, versions=versions)
-
-
 def deadlines_of(deployment: Deployment) -> Deadlines:
-    """Of the link's waits."""
+    """The deadlines of the link's waits."""
     return Deadlines(answer=deployment.cluster.step_seconds, absent=deployment.link.absent_seconds)

@@ -44,12 +44,10 @@ class Sizing:
         """See `Choose`. Chooses nothing where processes share the deployment, or where its model is
         unreadable; loading the model reports that."""
         from jaxserve.checkpoint.int8_products import read_model
-        from jaxserve.checkpoint.tensors import keep_headers
         from jaxserve.roles.sizing import choose_sizes
 
         if written.issuperset(AUTO_KEYS) or is_shared(deployment):
             return {}
-        keep_headers()  # opening the model needs them again
         try:
             config, _ = read_model(deployment)
         except CheckpointError:

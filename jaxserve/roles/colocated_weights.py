@@ -100,4 +100,4 @@ def _stack(
 ) -> Leaves:
     """The layers' leaves along a new first axis."""
     specs = [PartitionSpec(None, *spec) for spec in template.specs(rules)]
-    return tuple(source.stacks(template, layers, [cached_sharding(mesh, s) for s in specs]))
+    return tuple(source.leaves(template, layers, [cached_sharding(mesh, s) for s in specs]))

@@ -38,18 +38,17 @@ class LeafSource(Protocol):
         ...
 
     def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
-    ) -> Iterable[jax.Array]:
-        """One block's leaves on their devices, made one by one."""
-        ...
-
-    def stacks(
         self,
         template: Template,
-        tables: Sequence[Sources],
+        sources: Sources | Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterable[jax.Array]:
-        """The leaves of several blocks of one kind, behind each other in a new first axis."""
+        """One block's leaves on their devices, made one by one; or those of several blocks of one
+        kind, behind each other in a new first axis."""
+        ...
+
+    def check(self) -> None:
+        """Called when everything is loaded; raises CheckpointError where that was damaged."""
         ...
 
 
@@ -78,7 +77,7 @@ class _CountedLeaves:
 
     def __init__(self, source: LeafSource, progress: Progress):
         self._source, self._progress = source, progress
-        self.on_read, self.size = source.on_read, source.size
+        self.on_read, self.size, self.check = source.on_read, source.size, source.check
 
     @property
     def storage(self) -> LeafSource:
@@ -86,21 +85,14 @@ class _CountedLeaves:
         return self._source.storage
 
     def leaves(
-        self, template: Template, sources: Sources, shardings: Sequence[jax.sharding.Sharding]
+        self,
+        template: Template,
+        sources: Sources | Sequence[Sources],
+        shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
         """The source's leaves."""
         yield from self._source.leaves(template, sources, shardings)
-        self._progress.advance()
-
-    def stacks(
-        self,
-        template: Template,
-        tables: Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """The source's stacks."""
-        yield from self._source.stacks(template, tables, shardings)
-        self._progress.advance(len(tables))
+        self._progress.advance(1 if isinstance(sources, dict) else len(sources))
 
 
 @contextlib.contextmanager
@@ -110,6 +102,7 @@ def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
     with Progress("load", blocks, total_bytes=source.size, process=process) as progress:
         source.on_read = lambda size: progress.advance(0, size=size)
         yield _CountedLeaves(source, progress)
+    source.check()
 
 
 def load_leaves(

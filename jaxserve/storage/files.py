@@ -1,52 +1,47 @@
 """Weight files by their paths: on disk, or behind a mirror's in a bucket.
 
-Called by the readers of `checkpoint/`, which do not know where a file is.
+Called by the readers of `checkpoint/`, which do not know where a file is. A reader that comes back
+to a file says which version it saw before: bytes of another version are never returned.
 """
 
 import contextlib
 import functools
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import Bucket, Span, kvstore
 from jaxserve.storage.mirror import origin_of
 
 
-class StoredFile(Protocol):
-    """A file that is open for reading.
+class Version(NamedTuple):
+    """Tells a file on disk from its successor, or from itself once somebody has written to it."""
 
-    Attributes:
-      name: what errors call it.
-      remote: whether a read is a request over a network.
-    """
+    inode: int
+    size: int
+    mtime_ns: int
 
-    name: str
-    remote: bool
+    @classmethod
+    def of(cls, status: os.stat_result) -> "Version":
+        """The version with this result of `stat`."""
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
-    def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes from each start to its stop.
 
-        Raises:
-          CheckpointError: the file is shorter, or was replaced.
-        """
-        ...
-
-    def check_end(self, end: int) -> None:
-        """Refuses a file that does not end there.
-
-        Raises:
-          CheckpointError: it ends elsewhere.
-        """
-        ...
+def replaced(name: object) -> CheckpointError:
+    """The error for a file that is not the one that this process saw first."""
+    return CheckpointError(f"{name} was replaced by another version since this process started")
 
 
 class LocalFile:
-    """A file on disk; `descriptor` may be read at any place by several threads."""
+    """A file on disk; `descriptor` may be read at any place by several threads.
 
-    remote = False
+    Attributes:
+      name: what errors call it.
+      version: of the file that was opened; None: the mirror knows it.
+    """
 
     def __init__(self, path: Path):
         self.name = str(path)
@@ -54,9 +49,14 @@ class LocalFile:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        self.version = Version.of(os.fstat(self.descriptor))
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `StoredFile`."""
+        """The bytes from each start to its stop.
+
+        Raises:
+          CheckpointError: the file is shorter, or was replaced.
+        """
         parts = []
         for start, stop in spans:
             try:
@@ -71,59 +71,82 @@ class LocalFile:
         return parts
 
     def check_end(self, end: int) -> None:
-        """See `StoredFile`."""
-        size = os.fstat(self.descriptor).st_size
+        """Refuses a file that does not end there.
+
+        Raises:
+          CheckpointError: it ends elsewhere.
+        """
+        size = self.version.size
         if size != end:
             raise CheckpointError(f"{self.name} has {size} bytes, and its header says {end}")
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
 
 class RemoteFile:
-    """A file in a bucket, of the version that its mirror has seen."""
+    """A file in a bucket, of the version that its mirror has seen; attributes as of `LocalFile`."""
 
-    remote = True
+    version = None
 
     def __init__(self, bucket: Bucket, name: str, generation: str):
         self.name = f"{bucket.url}/{name}"
-        self._bucket, self._key, self._generation = bucket, name, generation
+        self._bucket, self._key, self.generation = bucket, name, generation
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See `StoredFile`."""
+        """See `LocalFile`."""
         asked = [Span(self._key, start, stop) for start, stop in spans]
         parts = []
         for part, span in zip(self._bucket.read(asked), asked, strict=True):
-            if part is None or part.generation != self._generation:
-                what = "is gone" if part is None else "was replaced by another version"
-                raise CheckpointError(f"{self.name} {what} since this process started")
+            if part is None:
+                raise CheckpointError(f"{self.name} is gone since this process started")
+            if part.generation != self.generation:
+                raise replaced(self.name)
             if len(part.data) != (span.stop or 0) - span.start:
                 raise CheckpointError(f"{self.name} ends at byte {span.start + len(part.data)}")
             parts.append(part.data)
         return parts
 
     def check_end(self, end: int) -> None:
-        """See `StoredFile`. Sizes are not told, so its last byte is asked for; what may be behind
-        it is not looked at."""
+        """See `LocalFile`. Sizes are not told, so its last byte is asked for; what may be behind it
+        is not looked at."""
         self.read([(end - 1, end)])
 
 
 @contextlib.contextmanager
-def open_file(path: Path) -> Iterator[LocalFile | RemoteFile]:
+def open_file(path: Path, version: Version | None = None) -> Iterator[LocalFile | RemoteFile]:
     """The file for the time of the block.
 
+    Args:
+      version: that a file on disk must have; None: any, as long as it stays the same meanwhile.
+        Those of files in buckets are known to their mirror.
+
     Raises:
-      CheckpointError: it cannot be opened.
+      CheckpointError: it cannot be opened, or was replaced or written to before the block ended.
     """
     origin = origin_of(path.parent)
-    if origin is not None and path.name in origin.weights:
-        yield RemoteFile(bucket_of(origin.url), path.name, origin.weights[path.name])
+    if origin is not None and path.name in origin.versions:
+        yield RemoteFile(bucket_of(origin.url), path.name, origin.versions[path.name])
         return
     file = LocalFile(path)
     try:
+        if version not in (None, file.version):
+            raise replaced(path)
         yield file
+        # Whoever writes in place while others read would otherwise give them some of both.
+        if Version.of(os.fstat(file.descriptor)) != file.version:
+            raise replaced(path)
     finally:
-        file.close()
+        os.close(file.descriptor)
+
+
+def stamp(*paths: Path) -> str:
+    """A digest of the versions of these files, and of all files below these folders, on this host.
+    A file that is missing is left out."""
+    digest = hashlib.blake2s()
+    for path in paths:
+        below = [f"{root}/{file}" for root, _, files in os.walk(path) for file in files]
+        for name in sorted(below) or [str(path)]:
+            with contextlib.suppress(OSError):
+                digest.update(f"{name} {Version.of(os.stat(name))}".encode())
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -36,11 +36,12 @@ class Origin(msgspec.Struct, frozen=True):
 
     Attributes:
       url: of the folder.
-      weights: name → version of the weight files that were not copied.
+      versions: name → generation, of the weight files, which were not copied, or of the manifest of
+        a converted checkpoint.
     """
 
     url: str
-    weights: dict[str, str]
+    versions: dict[str, str]
 
 
 def local_folder(folder: str | Path) -> Path:
@@ -55,16 +56,19 @@ def local_folder(folder: str | Path) -> Path:
 @functools.cache
 def _mirrored(url: str) -> Path:
     bucket = Bucket(url)
-    files, weights, converted = _converted(bucket), {}, True
-    if files is None:
+    files = _converted(bucket)
+    converted = files is not None
+    if files is not None:
+        seen = {MANIFEST: files[MANIFEST]}
+    else:
         names = [name for name in bucket.names() if "/" not in name]
         copied = [name for name in names if any(fnmatch.fnmatch(name, p) for p in SMALL)]
-        files, converted = _read(bucket, [Span(name) for name in copied]), False
+        files = _read(bucket, [Span(name) for name in copied])
         heads = [name for name in names if fnmatch.fnmatch(name, WEIGHTS)]
-        weights = _read(bucket, [Span(name, 0, _HEAD) for name in heads])
+        seen = _read(bucket, [Span(name, 0, _HEAD) for name in heads])
         if not names:
             raise CheckpointError(f"no model at {bucket.url}: there is nothing")
-    origin = Origin(bucket.url, {name: part.generation for name, part in weights.items()})
+    origin = Origin(bucket.url, {name: part.generation for name, part in seen.items()})
     contents = {name: part.data for name, part in files.items()}
     contents[ORIGIN] = msgspec.json.encode(origin)
     return _written(bucket.url, contents, converted)
@@ -102,7 +106,7 @@ def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
     digest = hashlib.sha256()
     for name, data in sorted(contents.items()):
         digest.update(f"{name} {len(data)} ".encode() + data)
-    root = _cache()
+    root = cache_folder("models")
     folder = root / f"{Path(url).name}-{digest.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
@@ -127,18 +131,22 @@ def user_cache() -> Path:
     return given if given.is_absolute() else Path.home() / ".cache"
 
 
-def _cache() -> Path:
-    """Folder of this user's mirrors: in the user's cache, or below /tmp where that is read-only."""
+def cache_folder(name: str) -> Path:
+    """A folder of this user's: in the cache, or below /tmp where that cannot be written to.
+
+    Raises:
+      CheckpointError: neither can be.
+    """
     home = user_cache()
     last = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
-    for root in (home / "jaxserve" / "models", last / "models"):
+    for root in (home / "jaxserve" / name, last / name):
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
         if root.stat().st_uid == os.getuid() and os.access(root, os.W_OK):
             return root
-    raise CheckpointError(f"no folder for a model's small files: {home} and {last} are not ours")
+    raise CheckpointError(f"no folder for {name}: {home} and {last} are not ours")
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,5 +162,5 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; of a mirror, where they would be."""
     origin = origin_of(folder)
     if origin is not None:
-        return sorted(folder / name for name in origin.weights)
+        return sorted(folder / name for name in origin.versions if name != MANIFEST)
     return sorted(folder.glob(WEIGHTS))

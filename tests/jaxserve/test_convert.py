@@ -219,7 +219,7 @@ def test_no_model(tmp_path, capsys):
     assert convert.main([str(tmp_path / "none"), str(tmp_path / "target")]) == 2
     assert "convert: no model at" in capsys.readouterr().err
     assert convert.main(["--verify", str(tmp_path)]) == 2
-    assert "not a converted checkpoint" in capsys.readouterr().err
+    assert "neither manifest.json nor weight files" in capsys.readouterr().err
 
 
 def test_a_process_that_is_killed_and_started_again(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.conversion import convert, verify
-from jaxserve.checkpoint.fingerprint import fingerprint
+from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
 from jaxserve.checkpoint.store import open_checkpoint
@@ -64,7 +64,7 @@ def test_what_is_written(source, target):
     assert list(manifest["blocks"]) == BLOCK_NAMES
     assert manifest["conversion"] == {
         "format": 2,
-        "source": fingerprint(source),
+        "source": Revision(source).digest,
         "weights": "plain",
         "dtype": "float32",
     }
@@ -171,8 +171,9 @@ class TestComplete:
         first, *others = verify(target)
         assert first == "config.json was changed"
         assert len(others) == 3
-        assert others[0].startswith("head: norm has the checksum ")
-        assert others[1].startswith("layers.2.ffn: experts.down has the checksum ")
+        assert others[0].startswith(f"head: norm: {target}/blocks/head/norm has the checksum ")
+        assert others[1].startswith("layers.2.ffn: experts.down: ")
+        assert "experts.down has the checksum " in others[1]
         assert others[2].startswith("layers.3.ffn: dense.up: ")
 
     def test_again(self, source, target):
@@ -180,6 +181,15 @@ class TestComplete:
         before = (target / MANIFEST).stat().st_mtime_ns
         assert notes_of(source, target) == ["complete already"]
         assert (target / MANIFEST).stat().st_mtime_ns == before
+
+    def test_with_another_chat_template(self, source, target, tmp_path):
+        convert(source, target)
+        changed = shutil.copytree(source, tmp_path / "changed")
+        (changed / "chat_template.jinja").write_text("{{ messages }}")
+        assert notes_of(changed, target)[-1].endswith(" is there")
+        assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert verify(target) == []
+        assert notes_of(changed, target) == ["complete already"]
 
     def test_of_another_source(self, source, target, tmp_path):
         convert(source, target)
@@ -191,6 +201,15 @@ class TestComplete:
         convert(source, target)
         with pytest.raises(CheckpointError, match="is converted already"):
             convert(target, tmp_path / "third")
+
+
+def test_two_at_a_time(source, target):
+    def convert_again(done, blocks, note):
+        with pytest.raises(CheckpointError, match="target: another process is converting to it"):
+            convert(source, target)
+
+    convert(source, target, on_block=convert_again)
+    assert notes_of(source, target) == ["complete already"]
 
 
 def test_a_target_that_is_something_else(source, target):

@@ -4,17 +4,20 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.checkpoint.arrays import block_of
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
+from pallas_kernels.quantize.api import quantize_weight
 from tests.jaxserve import layouts
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -141,6 +144,9 @@ class TestDtypes:
         np.testing.assert_array_equal(all_leaves(folder)[0], tensors[name].astype(np.float32))
 
 
+REPLACED = "was replaced by another version since this process started"
+
+
 class TestReading:
     def test_says_how_much_it_read(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
@@ -158,8 +164,11 @@ class TestReading:
         assert sizes == [64 * 4, 160 * 64 * 4]
         assert checkpoint.size == 1_035_264
 
-    @pytest.mark.parametrize("change", ["gone", "shorter"])
-    def test_a_file_that_changes_meanwhile(self, change, tmp_path):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [("gone", "cannot be read: No such"), ("shorter", REPLACED), ("another", REPLACED)],
+    )
+    def test_a_file_that_changes_meanwhile(self, change, message, tmp_path):
         folder = write_tiny_step3(tmp_path)
         _, names = read_config(folder)
         deployment = layouts.deployment(folder, {})
@@ -167,11 +176,33 @@ class TestReading:
         checkpoint, path = HFCheckpoint(folder, names), folder / "model.safetensors"
         if change == "gone":
             path.unlink()
-        else:
+        elif change == "shorter":
             path.write_bytes(path.read_bytes()[:5000])
+        else:  # of the same size, with the same names at the same places
+            write_tiny_step3(tmp_path / "other", seed=1)
+            (tmp_path / "other" / path.name).replace(path)
         sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
-        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: "):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors {message}"):
             list(checkpoint.leaves(templates.head, names.head, [sharding] * 2))
+
+
+def test_int4_of_fp32_is_not_rounded_before(tmp_path):
+    """Scales are as exact as the files' numbers."""
+    folder = write_tiny_step3(tmp_path)
+    config, names = read_config(folder)
+    deployment = layouts.deployment(folder, {"ffn.weights": "int4"})
+    template = ModelTemplates(config, deployment, Submeshes(deployment)).ffn["dense"]
+    sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
+    shardings = [sharding] * len(template.leaves)
+    leaves = HFCheckpoint(folder, names).leaves(template, names.ffn[0], shardings)
+    found = dict(zip(template.names, leaves, strict=True))
+    stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    values, scales = found["dense.up.values"], found["dense.up.scales"]
+    wanted = quantize_weight(jnp.asarray(stored), "int4", block_of(values, scales))
+    np.testing.assert_array_equal(np.asarray(scales), np.asarray(wanted.scales))
+    np.testing.assert_array_equal(
+        np.asarray(values).astype(np.int8), np.asarray(wanted.values).astype(np.int8)
+    )
 
 
 def edit_config(folder, **entries):

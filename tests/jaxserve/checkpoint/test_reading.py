@@ -115,11 +115,11 @@ def test_memory_is_aligned_as_jax_wants_it():
     assert aligned_empty((0, 3), np.dtype(np.float16)).shape == (0, 3)
 
 
-def test_a_file_that_ends_early(tmp_path):
+def test_a_file_that_was_cut(tmp_path):
     tensor = stored(tmp_path, random((64, 64), np.float32))
     content = tensor.path.read_bytes()
     tensor.path.write_bytes(content[:-8])
     target = np.zeros((64, 64), np.float32)
-    message = f"a.safetensors cannot be read: it ends at byte {len(content) - 8}"
+    message = "a.safetensors was replaced by another version since this process started"
     with pytest.raises(CheckpointError, match=message):
         read_regions([Region(tensor, 0, 64, 64, 64, target)], lambda size: None)

@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -206,3 +209,45 @@ class TestProblems:
         assert isinstance(open_checkpoint(folder, names), HFCheckpoint)
         with pytest.raises(CheckpointError, match="not a converted checkpoint"):
             StoreCheckpoint(folder, names)
+
+
+class TestWhileLoading:
+    def opened(self, folder):
+        config, names = read_config(folder)
+        deployment = layouts.deployment(folder, {})
+        templates = ModelTemplates(config, deployment, Submeshes(deployment))
+        return StoreCheckpoint(folder, names), templates.head, names.head
+
+    def read(self, checkpoint, template, sources):
+        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
+        return list(checkpoint.leaves(template, sources, [sharding] * len(template.leaves)))
+
+    def test_a_flipped_bit(self, folders, tmp_path):
+        folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
+        path = next(p for p in (folder / BLOCKS / "head" / "norm" / "c").rglob("*") if p.is_file())
+        content = bytearray(path.read_bytes())
+        content[50] ^= 1
+        path.write_bytes(content)
+        checkpoint, template, sources = self.opened(folder)
+        self.read(checkpoint, template, sources)
+        with pytest.raises(CheckpointError, match=r"head/norm has the checksum .* and should have"):
+            checkpoint.check()
+
+    @pytest.mark.parametrize("replaced", ["chunk", "folder", "manifest"])
+    def test_another_revision(self, folders, tmp_path, replaced):
+        """Of the same shapes: without a comparison its numbers would be taken for the model's."""
+        folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
+        checkpoint, template, sources = self.opened(folder)
+        before = self.read(checkpoint, template, sources)
+        if replaced == "folder":
+            folder.rename(tmp_path / "old")
+            shutil.copytree(tmp_path / "old", folder)
+        else:
+            path = folder / MANIFEST
+            if replaced == "chunk":
+                chunks = (folder / BLOCKS / "head" / "norm" / "c").rglob("*")
+                path = next(p for p in chunks if p.is_file())
+            path.write_bytes(path.read_bytes())
+        with pytest.raises(CheckpointError, match="head was replaced by another version since"):
+            self.read(checkpoint, template, sources)
+        assert len(before) == len(template.leaves)

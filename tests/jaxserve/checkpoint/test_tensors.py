@@ -11,6 +11,7 @@ from safetensors.numpy import load, save_file
 
 from jaxserve.checkpoint.tensors import INDEX, Tensor, list_tensors, read_header
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.files import Version
 
 
 def write(path, tree, data=b"", *, length=None):
@@ -47,7 +48,8 @@ class TestHeader:
     def test_by_hand(self, tmp_path):
         header = json.dumps({"a": entry()}).encode()
         path = write(tmp_path / "a.safetensors", header, bytes(8))
-        assert read_header(path) == {"a": Tensor(path, "F32", (2,), 8 + len(header))}
+        version = Version.of(path.stat())
+        assert read_header(path) == {"a": Tensor(path, "F32", (2,), 8 + len(header), version)}
 
     def test_empty_and_scalar_tensors(self, tmp_path):
         tree = {"none": entry(shape=(0, 3), offsets=(0, 0)), "one": entry(shape=(), offsets=(0, 4))}
@@ -136,7 +138,7 @@ class TestFolder:
     def test_with_an_index_only_its_files_count(self, tmp_path):
         files = {"1.safetensors": "a", "copy.safetensors": "a"}
         listing = list_tensors(self.folder(tmp_path, files, {"a": "1.safetensors"}))
-        assert listing.files == [tmp_path / "1.safetensors"]
+        assert listing.tensors["a"].path == tmp_path / "1.safetensors"
         assert listing.problems == []
 
     def test_what_files_and_index_say_differently(self, tmp_path):

@@ -5,15 +5,18 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxserve
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Server
+from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import (
     ProcessShare,
     deployment_facts,
     identity,
     process_shares,
 )
+from tests.reference.tiny_step3 import write_tiny_step3
 
 
 def deployment(
@@ -137,3 +140,38 @@ def test_processes_of_roles_are_as_the_file_says(tmp_path):
     assert [(share.attention, share.ffn) for share in shares] == [(4, 0), (0, 2), (0, 2), (0, 2)]
     with pytest.raises(ConfigError, match=r"ffn.processes 3 = 4, but --processes is 3"):
         process_shares(deployment, 3)
+
+
+def test_a_follower_with_other_weights_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    """A fine-tune on one host; a copy in another folder is the same model."""
+    folders = {}
+    for name, seed in (("leader", 0), ("copy", 0), ("other", 1)):
+        folders[name] = write_tiny_step3(tmp_path / name, seed=seed)
+    cluster = Cluster(start_seconds=10, step_seconds=1.0, heartbeat_seconds=0.5)
+    deployments = {name: load_deployment(folder) for name, folder in folders.items()}
+    leader = Leader(
+        identity(0, 2, deployments["leader"]),
+        address="127.0.0.1:0",
+        token="secret",
+        cluster=cluster,
+        on_failure=print,
+    )
+    leader.start()
+
+    def follower(name: str) -> Follower:
+        return Follower(
+            identity(1, 2, deployments[name]),
+            address=leader.address,
+            token="secret",
+            cluster=cluster,
+            on_failure=print,
+        )
+
+    other = follower("other")
+    differ = r"weights = [0-9a-f]{16} on process 1, [0-9a-f]{16} on the leader"
+    with pytest.raises(ConfigError, match=rf"on the leader: {differ}$"):
+        other.register()
+    same = follower("copy")
+    same.register()
+    for end in (other, same, leader):
+        end.close(timeout=0.1)
