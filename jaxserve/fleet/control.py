@@ -1,8 +1,9 @@
 """The messages between the leader and its followers.
 
-One gRPC stream a follower, in both directions, and beside it a tree of connections for what comes
-with every step and is the same for all (`broadcast.py`). Every message is msgpack of one of the
-structs below, so no schema has to be compiled and nothing is ever unpickled. `leader.py` and
+Each follower has one gRPC stream, in both directions. Beside the streams a tree of connections
+carries the messages that come with every step and are the same for all (`broadcast.py`). Every
+message is msgpack of one of the structs below, so no schema has to be compiled and nothing is ever
+unpickled. `leader.py` and
 `follower.py` are the two ends; the engine on the leader and the driver on a follower see
 `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
 
@@ -90,11 +91,11 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
     identity: Identity
     port: int = 0
-    """On which it hands on what it receives from the tree."""
+    """Port on which it hands on the messages of the tree."""
 
 
 class Subscribed(msgspec.Struct, frozen=True, tag=True):
-    """A follower hears what is for all, from where `Accepted` sent it."""
+    """A follower receives the broadcast, from where `Accepted` sent it."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -102,12 +103,12 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A follower is alive, and how far it is."""
+    """A follower is alive and has come this far."""
 
     completed: int
     """Number of the last boundary whose work is done; -1 before the first."""
     ready: bool
-    """Whether it is warm."""
+    """True once it is warm."""
     position: Position | None = None
     progress: int = 0
     """Grows as long as the follower loads or compiles (`progress.advances`)."""
@@ -145,9 +146,9 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     next_number: int
     """Number that the next boundary will carry."""
     source: str = ""
-    """`host:port` from which the follower gets what is for all; without a host: the leader's."""
+    """`host:port` from which the follower gets the broadcast; without a host: the leader's."""
     source_name: str = "the leader"
-    """Whose that is."""
+    """Name of the process at `source`."""
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):

@@ -3,8 +3,8 @@
 Created by `bootstrap.joined` on every process but 0; `following.follow` iterates `boundaries()` and
 reports what the devices have completed. A thread of this module sends the heartbeats and watches
 the leader, so a driver that is stuck in a device call is still seen, and still ends when the leader
-is gone. Another hands on to the processes below this one what is for all (`broadcast.py`). Knows
-nothing of requests or device arrays.
+is gone. Another hands the broadcast on to the processes below this one (`broadcast.py`), and a
+third answers the leader's questions. Knows nothing of requests or device arrays.
 """
 
 import logging
@@ -52,18 +52,18 @@ from jaxserve.progress import advances
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 3.0
-"""For the leader to say who is to blame where what is for all does not come any more."""
+"""How long the leader has to name the process to blame when the broadcast has stopped."""
 
 
 class Follower:
     """This process's connection to the leader: registers, and receives the leader's boundaries.
 
     Args:
-      identity: of this process.
+      identity: Identity of this process.
       address: `host:port` of the leader's control plane.
-      token: the secret of the deployment.
-      cluster: deadlines.
-      on_failure: called once, from a thread of this object, when the leader is gone, has failed or
+      token: Secret of the deployment.
+      cluster: Deadlines.
+      on_failure: Called once, from a thread of this object, when the leader is gone, has failed or
         sent something invalid. The driver may be stuck in a device call by then, so this is where
         the process is ended (`bootstrap.abandon`).
     """
@@ -81,11 +81,11 @@ class Follower:
         self.address = address
         self.failure: EngineFailedError | None = None
         self.last_turn = time.monotonic()
-        """When (`time.monotonic`) the loop over boundaries last came round."""
+        """Time (`time.monotonic`) when the loop over boundaries last came round."""
         self.position: Callable[[], Position | None] = lambda: None
-        """Where the driver is; called by the heartbeat thread, so it must be quick."""
+        """Returns where the driver is; called by the heartbeat thread, so it must be quick."""
         self.progress: Callable[[], int] = advances
-        """Changes while this process loads or compiles; likewise."""
+        """Returns a number that changes while this process loads or compiles; quick, too."""
         self._token = token
         self._cluster = cluster
         self._on_failure = on_failure
@@ -106,15 +106,15 @@ class Follower:
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
         self._verdict = threading.Event()
-        """Whether this process has failed or leaves."""
+        """Set when this process has failed or leaves."""
         self._refusal = ""
         self._closed = False
-        """Whether this process is leaving: from now on the stream may end."""
+        """True once this process is leaving: from then on the stream may end."""
         self._broadcaster = Broadcaster(token)
         self._subscription: Subscription | None = None
         self._source, self._source_name = "", ""
         self._heard = 0.0
-        """When the last message for all came."""
+        """Time of the last broadcast message."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
@@ -125,8 +125,8 @@ class Follower:
 
         Raises:
           ConfigError: the leader refuses this process, and says why.
-          EngineFailedError: no leader answered in time, or the process that is to hand on what is
-            for all did not.
+          EngineFailedError: no leader answered in time, or the process that should hand the
+            broadcast on did not.
         """
         attach: Any = self._channel.stream_stream(PATH)
         host, _ = split_address(self.address, "--control")
@@ -276,7 +276,7 @@ class Follower:
         self._accepted.set()
 
     def _hear(self) -> None:
-        """Hands on and takes what is for all, until the leader shuts down."""
+        """Hands on and takes the broadcast, until the leader shuts down."""
         assert self._subscription is not None
         problem = "its connection closed"
         try:
@@ -298,7 +298,7 @@ class Follower:
         self._unheard(f"plans from {self._source_name}: {problem}")
 
     def _unheard(self, problem: str) -> None:
-        """Gives up, but not before the leader could say which process is behind it."""
+        """Gives up, once the leader has had time to say which process is behind it."""
         if self.failure is not None or self._closed:
             return
         self.fail(problem)
@@ -306,7 +306,7 @@ class Follower:
             self._failed(f"{self.identity}: {problem}")
 
     def _stream_error(self) -> str:
-        """What the end of the call means; a refusal is kept for `register`."""
+        """Says why the call has ended; keeps a refusal for `register`."""
         code, details = self._call.code(), self._call.details()
         if not self._accepted.is_set() and code in (
             grpc.StatusCode.UNAUTHENTICATED,
@@ -389,7 +389,7 @@ class Follower:
 
     @property
     def _allowed(self) -> float:
-        """Seconds of silence."""
+        """Seconds for which the leader may be silent."""
         cluster = self._cluster
         return cluster.heartbeat_seconds * 2 if self._ready else cluster.start_seconds
 

@@ -1,4 +1,4 @@
-"""What the leader knows of each follower, and which of them is to blame for a failure.
+"""The leader's view of each follower, and the decision which follower is to blame for a failure.
 
 Called by `leader.py`, which receives the messages and holds the lock. Plain state and decisions:
 no threads, no sockets, and the time is an argument.
@@ -30,7 +30,7 @@ class FollowerState:
     def __init__(self, identity: Identity, now: float, address: str = ""):
         self.identity = identity
         self.address = address
-        """`host:port` on which it hands on what is for all."""
+        """`host:port` on which it hands the broadcast on."""
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Encoded messages for this follower; None closes its stream."""
         self.position: Position | None = None
@@ -39,7 +39,7 @@ class FollowerState:
         self.progress = 0
         """As its last heartbeat gave it."""
         self.subscribed = False
-        """Whether it hears what is for all."""
+        """True once it receives the broadcast."""
         self.compiled = False
         self.ready = False
         self.leaving = False
@@ -47,16 +47,16 @@ class FollowerState:
         self.closed = False
         """Whether its stream has ended."""
         self.lost = ""
-        """How the connection ended, if that was unexpected."""
+        """Reason of an unexpected end of the connection."""
         self.error = ""
-        """What it reported."""
+        """Error that the follower reported."""
         self.error_at = 0.0
         self.message_at = now
-        """When its last message came."""
+        """Time of its last message."""
         self.advanced_at = now
-        """When it last had nothing to do or completed a boundary."""
+        """Time when it last had nothing to do or completed a boundary."""
         self.suspect = False
-        """Whether it was said that it is silent."""
+        """True while the log says that it is silent."""
         self.collected = Collected(0, b"")
         """Its answer to the latest question that it has answered."""
 
@@ -66,7 +66,7 @@ class FollowerState:
         return self.error or self.lost
 
     def received(self, message: object, now: float) -> None:
-        """Takes what a message says into account."""
+        """Takes a message into account."""
         self.message_at = now
         match message:
             case Heartbeat(completed, ready, position, progress):
@@ -87,8 +87,8 @@ class FollowerState:
                 self.leaving = True
 
     def doubt(self, now: float, seconds: float) -> str:
-        """What is to be said when it becomes suspect, after so many seconds of silence, and when it
-        is not any more; otherwise empty."""
+        """Returns the words to log when the follower becomes suspect, after these seconds of
+        silence, and when it is well again; otherwise an empty text."""
         silent = now - self.message_at
         suspect = self.ready and not self.closed and silent > seconds
         if suspect is self.suspect:
@@ -99,7 +99,7 @@ class FollowerState:
         return "" if self.closed else f"{self.identity}: well again"
 
     def describe(self, problem: str = "") -> str:
-        """The follower, what is wrong with it, and where it was seen last."""
+        """Names the follower, its problem, and the place where it was seen last."""
         seen = f"last seen in {self.position}" if self.position else "no step seen yet"
         return f"{self.identity}: {problem or self.problem}; {seen}"
 
@@ -112,7 +112,7 @@ def find_failure(
     cluster: Cluster,
     step_error: str = "",
 ) -> str:
-    """Which follower is to blame, in words; empty while all are well or it is too early to tell.
+    """Says which follower is to blame; empty while all are well or it is too early to tell.
 
     The death of one process breaks the transfers and collectives of the others, and the errors
     that they report may be here before its own connection is seen to close. So, in this order:
@@ -121,7 +121,7 @@ def find_failure(
 
     Args:
       last: number of the last boundary that was broadcast.
-      step_error: of the leader's own step, which comes first where only errors are reported.
+      step_error: Error of the leader's own step; comes first where only errors are reported.
     """
     followers = list(followers)
     for follower in followers:

@@ -1,10 +1,10 @@
-"""The leader's end of the control plane: step plans out, heartbeats in, failures named.
+"""The leader's end of the control plane: sends step plans, takes heartbeats, names failures.
 
 Created by `bootstrap.joined` on process 0. The engine calls `broadcast` once a boundary, which
 costs it one encoding and a system call for each process directly below this one (`broadcast.py`);
-threads of this module do what is said to one follower, receive and watch.
-Who is to blame for a failure is decided in `follower_state.py`. Knows nothing of requests or device
-arrays, and never waits without a deadline.
+threads of this module write to single followers, receive and watch. `follower_state.py` decides
+which follower is to blame for a failure. Knows nothing of requests or device arrays, and never
+waits without a deadline.
 """
 
 import hmac
@@ -49,7 +49,7 @@ from jaxserve.fleet.follower_state import FollowerState, find_failure
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
-"""How often threads that wait look at the time."""
+"""Interval in which waiting threads look at the time."""
 
 
 class Leader:
@@ -96,9 +96,9 @@ class Leader:
         self._asking = threading.Lock()
         """Held while a question waits for its answers."""
         self._step_error = ""
-        """Of this process itself (`explain`)."""
+        """Error of this process's own step (`explain`)."""
         self._closing = False
-        """Whether `Shutdown` was sent: from now on, followers may leave."""
+        """True once `Shutdown` was sent: from then on followers may leave."""
         self._closed = False
         self._broadcaster = Broadcaster(token)
         self._broadcast_port = 0
@@ -135,8 +135,8 @@ class Leader:
         self._watcher.start()
 
     def wait_registered(self, timeout: float | None = None) -> None:
-        """Waits until every follower has joined (`cluster.start_seconds` unless told otherwise) and
-        hears what is for all.
+        """Waits until every follower has joined and receives the broadcast, by default for
+        `cluster.start_seconds`.
 
         Raises:
           EngineFailedError: some did not, or one that had joined is gone. Names them.
@@ -195,10 +195,10 @@ class Leader:
         return {process: answer.data for process, answer in answers.items()}
 
     def find_cause(self, error: str, timeout: float = 3.0) -> EngineFailedError | None:
-        """The failure of a follower behind an error on this process, if there is one.
+        """Returns the failure of a follower behind an error on this process, or None.
 
         A transfer breaks a moment before its peer is missed, so this waits up to `timeout` seconds
-        for it to show. Where followers report errors, too, but none is gone, all of them are
+        for it to show. Where followers report errors, too, but none is gone, all errors are
         named, this process's own first.
         """
         with self._changed:
@@ -207,12 +207,12 @@ class Leader:
         return self.failure
 
     def explain(self, error: EngineFailedError, timeout: float = 3.0) -> EngineFailedError:
-        """What `find_cause` finds, or the error with what every follower was doing."""
+        """Returns the failure that `find_cause` finds, or the error with every follower's place."""
         cause = self.find_cause(str(error), timeout)
         return cause or EngineFailedError(f"{error}; {self.describe()}")
 
     def describe(self) -> str:
-        """Where every follower is, for an error about a step that is late."""
+        """Says where every follower is, for an error about a step that is late."""
         with self._changed:
             return "; ".join(
                 f"{follower.identity}: {follower.position or 'no step seen yet'}, boundary "
@@ -261,8 +261,8 @@ class Leader:
         *,
         extend: bool = False,
     ) -> None:
-        """Waits until `done` is true of every follower; with `extend`, progress of those of which
-        it is not begins the time anew. Raises as `wait_registered`."""
+        """Waits until `done` is true of every follower; raises as `wait_registered`. With `extend`
+        the time begins anew at each progress of a follower that is not done."""
         limit = self._cluster.start_seconds if timeout is None else timeout
         clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))
         began = clock.now
@@ -294,7 +294,7 @@ class Leader:
             raise EngineFailedError(f"{names}: {what} within {limit:g} s{since}{refused}")
 
     def _missing(self, done: Callable[[FollowerState], bool]) -> dict[int, FollowerState | None]:
-        """Followers of which `done` is not (yet) true, by process; None: not registered."""
+        """Returns the followers for which `done` is false, by process; None: not registered."""
         everyone = range(1, self.identity.processes)
         found = {process: self._followers.get(process) for process in everyone}
         return {process: each for process, each in found.items() if each is None or not done(each)}
@@ -346,7 +346,7 @@ class Leader:
         return follower, ""
 
     def _accepted(self, host: str) -> Accepted:
-        """The answer to the next follower, on that host."""
+        """Returns the answer to the next follower, on that host."""
         followers = [*self._followers.values()]
         hosts = [follower.identity.host for follower in followers]
         parent = parent_of(host, self.identity.host, hosts)
@@ -414,7 +414,7 @@ class Leader:
                 self._on_failure(self.failure)
 
     def _find_failure(self, now: float) -> bool:
-        """Looks for the first failure; whether there is one now. Call it with the lock held."""
+        """Looks for the first failure and returns whether one is there. Needs the lock."""
         if self._closing or self.failure is not None:
             return False
         text = find_failure(
@@ -431,7 +431,8 @@ class Leader:
 
 
 def _address(peer: str, port: int) -> str:
-    """Where a peer of gRPC's (`ipv4:10.0.0.2:5000`, `ipv6:%5B::1%5D:5000`) has that port."""
+    """Returns the address of a port on the host of a gRPC peer (`ipv4:10.0.0.2:5000`,
+    `ipv6:%5B::1%5D:5000`)."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0]
     return f"{'127.0.0.1' if is_loopback(host) else host}:{port}"
 
