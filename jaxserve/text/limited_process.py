@@ -23,7 +23,7 @@ from jaxserve.text import limited_worker
 from jaxserve.text.limited_worker import CPU_SECONDS, STACK_BYTES, TOO_MUCH_MEMORY
 
 ANSWER_SECONDS = 20.0
-"""The longest that an answer takes by the clock, on a machine that is very busy."""
+"""The longest wait for a turn, and then for an answer, by the clock on a very busy machine."""
 
 LIMITS = {
     -signal.SIGKILL: f"it took longer than {ANSWER_SECONDS:g} s",
@@ -62,21 +62,29 @@ class LimitedProcess:
         """The answer to a request.
 
         Raises:
-          LimitError: the work exceeded a limit; the process is replaced.
+          LimitError: the work exceeded a limit, and the process is replaced. Or earlier work took
+            too long.
         """
         message = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            try:
-                if self._end is None:
-                    self._start()
-                self._peer.sendall(message)
-                if (answer := self._answers.readline()).endswith(b"\n"):
-                    return json.loads(answer)
-                reason = "its process ended"
-            except OSError as error:
-                reason = f"its process does not answer: {error}"
-            code = self._end and self._end()
-            self._end = None
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):
+            raise LimitError(f"it waited more than {ANSWER_SECONDS:g} s for its turn")
+        try:
+            return self._answer(message)
+        finally:
+            self._lock.release()
+
+    def _answer(self, message: bytes) -> Any:
+        try:
+            if self._end is None:
+                self._start()
+            self._peer.sendall(message)
+            if (answer := self._answers.readline()).endswith(b"\n"):
+                return json.loads(answer)
+            reason = "its process ended"
+        except OSError as error:
+            reason = f"its process does not answer: {error}"
+        code = self._end and self._end()
+        self._end = None
         logger.warning("%s is replaced: %s (%s)", self._name, reason, code)
         raise LimitError(LIMITS.get(code, reason))
 

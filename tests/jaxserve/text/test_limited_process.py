@@ -62,3 +62,15 @@ def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
 
 def test_a_process_does_not_see_the_environment(process: LimitedProcess) -> None:
     assert process.ask({"kind": ""})["environment"] == {"LC_ALL": "C.UTF-8"}
+
+
+def test_nobody_waits_for_ever_for_a_turn(
+    process: LimitedProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.ask({"kind": ""})
+    with process._lock:  # another thread's turn
+        monkeypatch.setattr(limited_process, "ANSWER_SECONDS", 0.01)
+        with pytest.raises(LimitError, match=r"^it waited more than 0.01 s for its turn$"):
+            process.ask({"kind": ""})
+    monkeypatch.undo()
+    assert process.ask({"kind": ""})["pid"]
