@@ -293,6 +293,14 @@ class FrontEnd:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenising, function, *arguments)
 
+    async def with_scores(
+        self, output: GenerationOutput, write: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        """Writes an answer; on another thread where it has a long prompt's log-probabilities."""
+        if len(output.prompt_logprobs or ()) < SHORT_PROMPT:
+            return write(*arguments)
+        return await self.in_thread(write, *arguments)
+
     async def encode(
         self, prompt: str | list[int], field: str = "prompt", **options: Any
     ) -> list[int]:

@@ -19,6 +19,7 @@ import jaxserve
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import EngineFailedError, InvalidRequestError
+from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc
 from jaxserve.server.access import prefix_salt
@@ -64,11 +65,14 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         ):
             output = await source.take()
             response.finish.CopyFrom(_finish_info(output))
-            response.request_id = output.request_id
+            response.request_id = request.request_id
             response.text = output.text
             response.token_ids.extend(output.token_ids)
             response.logprobs.extend(_logprobs(output.logprobs))
-            response.prompt_logprobs.extend(_prompt_logprobs(output, source.job))
+            scores = functools.partial(_prompt_logprobs, output, source.job)
+            await self._front_end.with_scores(
+                output, lambda: response.prompt_logprobs.extend(scores())
+            )
         return response
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -89,14 +93,14 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
                 await context.write(message)
                 message = pb.GenerateStreamResponse()
                 output = await source.next_output()
-            _add_delta(message, output, source.job)
+            await self._front_end.with_scores(output, _add_delta, message, output, source.job)
             while output.finish_reason is None:
                 if message.ByteSize():
                     await context.write(message)
                 source.generation.consumed(len(output.token_ids))
                 message = pb.GenerateStreamResponse()
                 output = await source.next_output()
-                _add_delta(message, output, source.job)
+                await self._front_end.with_scores(output, _add_delta, message, output, source.job)
             try:
                 message.finish.CopyFrom(_finish_info(source.check(output)))
             finally:  # tokens that came before an abnormal end
@@ -115,7 +119,7 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends a running request of the same tenant."""
         async with self._answering(request, context):
-            if not await self._front_end.abort(request.request_id, tenant.get()):
+            if not await self._front_end.abort(_name(request.request_id), tenant.get()):
                 raise StatusError(
                     grpc.StatusCode.NOT_FOUND, f"no request {request.request_id!r} is running"
                 )
@@ -173,10 +177,17 @@ class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
         if remaining is not None and remaining <= 0:
             raise DeadlineError("the deadline has passed")
         deadline = None if remaining is None else time.monotonic() + remaining
-        jobs, names = [Job(0, token_ids, params)], [request.request_id]
+        jobs, names = [Job(0, token_ids, params)], [_name(request.request_id)]
         running = self._front_end.running(jobs, names, deadline, stream=stream, owner=tenant.get())
         async with running as (source,):
             yield source
+
+
+def _name(request_id: str) -> str:
+    """The id of a client's request among those of all tenants; never that of one with a key."""
+    owner = tenant.get()
+    name = f"{owner}.{request_id}" if owner else request_id
+    return f"-{name}" if has_key(name) else name
 
 
 def _finish_info(output: GenerationOutput) -> pb.FinishInfo:

@@ -191,15 +191,13 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def checked_request_id(request_id: str) -> str:
-    """Returns it.
+def checked_request_id(request_id: str, most: int = MAX_REQUEST_ID_CHARACTERS) -> str:
+    """Returns a request id.
 
     Raises:
-      InvalidRequestError: it is not 1 to 128 printable ASCII characters.
+      InvalidRequestError: it is not 1 to `most` printable ASCII characters.
     """
     printable = request_id.isascii() and request_id.isprintable()
-    if not printable or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
-        raise InvalidRequestError(
-            "request_id", f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters"
-        )
+    if not printable or not 1 <= len(request_id) <= most:
+        raise InvalidRequestError("request_id", f"must be 1 to {most} printable ASCII characters")
     return request_id

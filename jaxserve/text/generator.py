@@ -16,7 +16,12 @@ from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.engine.request_checks import checked_ids
 from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
-from jaxserve.text.generation import Generation, checked_request_id, new_request_id
+from jaxserve.text.generation import (
+    MAX_REQUEST_ID_CHARACTERS,
+    Generation,
+    checked_request_id,
+    new_request_id,
+)
 from jaxserve.text.grammars import Grammars
 from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.output import GenerationOutput, joined
@@ -180,7 +185,7 @@ class TextGenerator:
           params: how to generate; validated here.
           on_text: called with every output in order, on the generator's thread; must return at
             once. May be called before `submit` returns.
-          request_id: at most 128 printable ASCII characters, unique among the live requests; None:
+          request_id: at most 256 printable ASCII characters, unique among the live requests; None:
             a random one.
           deadline: seconds of `time.monotonic` at which the engine cancels the request.
           max_pending_tokens: end the request ("cancelled") when so many tokens were generated and
@@ -193,7 +198,11 @@ class TextGenerator:
         """
         self.check(params)
         token_ids = self.encode(prompt)
-        request_id = new_request_id() if request_id is None else checked_request_id(request_id)
+        # A face may have put its tenant's name before the client's id.
+        most = 2 * MAX_REQUEST_ID_CHARACTERS
+        request_id = checked_request_id(
+            new_request_id() if request_id is None else request_id, most
+        )
         generation = Generation(
             self,
             request_id,

@@ -69,7 +69,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         if request.stream:
             await _stream(exchange, answer, sources)
         else:
-            chat = await answer.gather(sources)
+            chat = await answer.gather(service, sources)
     exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
     exchange.log |= {"completion_tokens": count.usage().completion_tokens}
     if chat is None:
@@ -236,7 +236,7 @@ class _Answer:
         echoed = request.echo and last.get("role") == "assistant"
         self._echo = str(last.get("content") or "") if echoed else ""
 
-    async def gather(self, sources: Sequence[Source]) -> Chat:
+    async def gather(self, service: Service, sources: Sequence[Source]) -> Chat:
         """Waits for every answer."""
         choices, scores = [], None
         for source in sources:
@@ -244,7 +244,9 @@ class _Answer:
             self._count.add(source, output)
             choices.append(self._choice(source, output))
             if self._request.prompt_logprobs is not None and scores is None:
-                scores = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
+                scores = await service.with_scores(
+                    output, prompt_logprobs, self._tokenizer, output.prompt_logprobs
+                )
         return Chat(
             id=self._chunk.id,
             created=self._chunk.created,

@@ -41,9 +41,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     answer = _Answer(request, completion, count, service.ready().tokenizer)
     async with service.answering(exchange, jobs, stream=bool(request.stream)) as sources:
         if request.stream:
-            await _stream(exchange, answer, sources)
+            await _stream(service, exchange, answer, sources)
         else:
-            await answer.gather(sources)
+            await answer.gather(service, sources)
     exchange.log |= {"prompt_tokens": count.usage().prompt_tokens}
     exchange.log |= {"completion_tokens": count.usage().completion_tokens}
     if request.stream:
@@ -135,22 +135,22 @@ class _Answer:
         self._tokenizer = tokenizer
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
-    async def gather(self, sources: Sequence[Source]) -> None:
+    async def gather(self, service: Service, sources: Sequence[Source]) -> None:
         """Waits for every choice and puts it into the completion."""
         for source in sources:
             output = await source.take()
-            self._add(source, output)
-            self._completion.choices.append(self._choice(source, output, first=True))
+            self.add(source, output)
+            choice = await service.with_scores(output, self._choice, source, output, True)
+            self._completion.choices.append(choice)
         self._completion.usage = self._count.usage()
 
-    def _add(self, source: Source, output: GenerationOutput) -> None:
+    def add(self, source: Source, output: GenerationOutput) -> None:
         if self._request.max_tokens == 0:
             output = msgspec.structs.replace(output, token_ids=[])
         self._count.add(source, output)
 
     def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
-        """A chunk with the new tokens of a choice."""
-        self._add(source, output)
+        """A chunk with the new tokens of a choice, which `add` has counted; from any thread."""
         return self._encode([self._choice(source, output, first)])
 
     def last_chunk(self) -> bytes | None:
@@ -167,8 +167,7 @@ class _Answer:
         return self._request.stream_options or StreamOptions()
 
     def _encode(self, choices: list[CompletionChoice]) -> bytes:
-        completion = self._completion
-        completion.choices = choices
+        completion = msgspec.structs.replace(self._completion, choices=choices)
         if self._options.include_usage:
             every = self._options.continuous_usage_stats
             completion.usage = self._count.usage() if every else None
@@ -216,7 +215,9 @@ class _Answer:
         return prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
 
-async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
+async def _stream(
+    service: Service, exchange: Exchange, answer: _Answer, sources: Sequence[Source]
+) -> None:
     """Streams the outputs of all choices."""
     await exchange.start_events()
 
@@ -224,7 +225,9 @@ async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]
         first = True
         async for output in source.outputs():
             if first or output.text or output.token_ids or output.finish_reason is not None:
-                await exchange.event(answer.chunk(source, output, first))
+                answer.add(source, output)
+                chunk = answer.chunk, source, output, first
+                await exchange.event(await service.with_scores(output, *chunk))
             first = False
 
     await together([one(source) for source in sources])

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.config.deployment import Server
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
 from jaxserve.server.grpc import GrpcServer
@@ -144,6 +145,22 @@ class TestKeysOfRpcs:
             request = health_pb2.HealthCheckRequest()
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def test_ids_of_tenants_do_not_meet(self, locked: Both) -> None:
+        locked.engine.allowed = 1
+        with grpc.insecure_channel(locked.grpc_address) as channel:
+            stub = InferenceStub(channel)
+            request = pb.GenerateRequest(text="hi", request_id="key-" + "a" * 124)
+            calls = []
+            for key in (ALICE, BOB):
+                calls.append(stub.GenerateStream(request, metadata=bearer(key), timeout=SECONDS))
+                assert next(calls[-1]).prompt.request_id == request.request_id
+            assert locked.engine.running == 2
+            assert not any(map(has_key, locked.engine._running))
+            for call in calls:
+                call.cancel()
+        assert locked.engine.wait_until_idle()
+        locked.engine.allowed = None
 
     def test_tenants_do_not_share_prefixes(self, locked: Both) -> None:
         with grpc.insecure_channel(locked.grpc_address) as channel:
