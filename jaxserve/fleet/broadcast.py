@@ -8,24 +8,30 @@ Knows nothing of the meaning of messages.
 """
 
 import contextlib
-import logging
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jaxserve.fleet.addresses import is_ip, is_loopback
-from jaxserve.link.channel import AuthenticationError, accept, cut_off, dial, framed, take_frames
-
-logger = logging.getLogger(__name__)
+from jaxserve.link.channel import (
+    AuthenticationError,
+    Channel,
+    cut_off,
+    dial,
+    framed,
+    take_frames,
+)
+from jaxserve.link.listener import Listener
 
 HOSTS_EACH = 8
 """To so many other hosts one process hands on."""
 LOOK_SECONDS = 0.5
 """How often a subscriber to whom nothing comes looks at the time."""
 _HELLO_SECONDS = 10.0
+MOST_HELLOS = 64
+"""Subscribers that are being taken at a time."""
 _MESSAGE_BYTES = 256 << 20
 """Cap of a message; a plan takes kilobytes."""
 _READ_BYTES = 1 << 18
@@ -65,10 +71,11 @@ class Broadcaster:
     """
 
     def __init__(self, token: str):
-        self._token = token
         self._lock = threading.Lock()
         self._closed = False
-        self._listener: socket.socket | None = None
+        self._listener = Listener(
+            "broadcast", token, self._admit, most=MOST_HELLOS, seconds=_HELLO_SECONDS
+        )
         self._waiting: dict[socket.socket, deque[memoryview]] = {}
         """Connection → frames for which its buffer has no room."""
 
@@ -78,9 +85,9 @@ class Broadcaster:
         Raises:
           OSError: the host is none of this machine's.
         """
-        self._listener = _listening(host)
-        threading.Thread(target=self._accept, name="broadcast-accept", daemon=True).start()
-        return int(self._listener.getsockname()[1])
+        listening = _listening(host)
+        self._listener.start(listening)
+        return int(listening.getsockname()[1])
 
     def send(self, message: bytes) -> None:
         """Sends to all; waits for nobody."""
@@ -100,35 +107,14 @@ class Broadcaster:
             self._closed = True
             connections = [*self._waiting]
             self._waiting.clear()
-        if self._listener is not None:
-            _shut(self._listener)
+        self._listener.close(LOOK_SECONDS)
         for connection in connections:
             _shut(connection)
             connection.close()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with self._listener:
-            while not self._closed:
-                try:
-                    connection, (peer, *_) = self._listener.accept()
-                except OSError:  # of one connection, or all that there may be, or this is closed
-                    time.sleep(0.05)
-                    continue
-                hello = threading.Thread(target=self._admit, args=(connection, peer), daemon=True)
-                try:
-                    hello.start()
-                except RuntimeError:  # no thread is left
-                    connection.close()
-
-    def _admit(self, connection: socket.socket, peer: str) -> None:
-        """Takes a subscriber that knows the token, and says so by an empty message."""
-        try:
-            subscriber = accept(connection, self._token, _HELLO_SECONDS).detach()
-        except (AuthenticationError, OSError, EOFError) as error:
-            why = f"{error}" or "it closed the connection"
-            logger.warning("refused a subscriber from %s: %s", peer, why)
-            return
+    def _admit(self, channel: Channel) -> None:
+        """Takes a subscriber, and says so by an empty message."""
+        subscriber = channel.detach()
         subscriber.setblocking(False)
         with self._lock:
             if self._closed:

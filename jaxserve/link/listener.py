@@ -1,6 +1,6 @@
 """A listening socket whose connections are authenticated and served, each on a thread of its own.
 
-Used by the servers of links and by a worker's port for routers. They say what becomes of a
+Used by the servers of links, a worker's port for routers and broadcasts. They say what becomes of a
 connection; this module keeps them reachable: strangers cannot fill the server up, and no error of
 one connection ends the thread that accepts.
 """
