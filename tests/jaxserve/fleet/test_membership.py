@@ -1,3 +1,7 @@
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -8,6 +12,7 @@ import jaxserve
 from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import (
@@ -175,3 +180,33 @@ def test_a_follower_with_other_weights_of_the_same_shape_is_refused(tmp_path: Pa
     same.register()
     for end in (other, same, leader):
         end.close(timeout=0.1)
+
+
+@pytest.mark.multihost
+def test_two_processes_with_different_weights_of_the_same_shape(tmp_path: Path) -> None:
+    folders = [write_tiny_step3(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    ports = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    environment = os.environ | {"JAXSERVE_CLUSTER_TOKEN": "a secret of a test"}
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jaxserve.serve", "--model", str(folder)),
+                *("--set", "attention.dp=1", "--set", "ffn.ep=1"),
+                *("--processes", "2", "--process-id", str(process)),
+                *("--coordinator", ports[0], "--control", ports[1]),
+            ],
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for process, folder in enumerate(folders)
+    ]
+    try:
+        _, said = processes[1].communicate(timeout=100)
+        assert re.search(r"refused by the leader .*: weights = \w+ on process 1, \w+ on the", said)
+        assert processes[1].returncode == 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
