@@ -29,6 +29,13 @@ def advances() -> int:
     return _advances
 
 
+def advanced() -> None:
+    """Counts an advance of an activity that is not shown."""
+    global _advances
+    with _advances_lock:
+        _advances += 1
+
+
 class Progress:
     """Counts one activity and shows it; a context manager, usable from several threads.
 
@@ -72,9 +79,7 @@ class Progress:
 
     def advance(self, count: int = 1, *, size: int = 0, note: str = "") -> None:
         """Counts `count` more items of `size` bytes together; `note` names the latest."""
-        global _advances
-        with _advances_lock:
-            _advances += 1
+        advanced()
         with self._lock:
             self._count += count
             self._bytes += size

@@ -20,11 +20,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
+from jaxserve.progress import advanced
 from jaxserve.storage.files import LocalFile, open_file, replaced, stamp
 from jaxserve.storage.mirror import MANIFEST, cache_folder, local_folder, weight_files
 
 _AT_ONCE = threading.Semaphore(4)
 """Pieces of work of `begin` that run at a time."""
+_PIECE = 1 << 24
+"""Bytes that are hashed between two signs of progress."""
 _SETTLED_NS = 2_000_000_000
 """A file may be written twice at the same time of its clock. A hash that was taken sooner after the
 file's time is not used again."""
@@ -150,8 +153,12 @@ def file_hash(path: Path, *, anew: bool = False) -> str:
                 known = note.read_text()
         if known and not anew:
             return known
-        with open(file.descriptor, "rb", closefd=False) as whole:
-            found = hashlib.file_digest(whole, "sha256").hexdigest()
+        whole = hashlib.sha256()
+        with open(file.descriptor, "rb", closefd=False) as content:
+            while piece := content.read(_PIECE):
+                whole.update(piece)
+                advanced()
+        found = whole.hexdigest()
     known = next(iter(re.findall("^[0-9a-f]{64}$", path.resolve().name)), known)
     if known not in ("", found):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, and was {known}")

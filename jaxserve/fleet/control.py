@@ -27,7 +27,7 @@ SERVICE = "jaxserve.fleet.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 8
+PROTOCOL = 9
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -100,6 +100,9 @@ class Subscribed(msgspec.Struct, frozen=True, tag=True):
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
     """A follower has loaded and compiled everything, and waits for `WarmUp`."""
+
+    weights: str = ""
+    """Digest of the weights that it has loaded; known only once all files are hashed."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

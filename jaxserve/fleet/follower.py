@@ -158,15 +158,18 @@ class Follower:
         threading.Thread(target=self._answer, name="control-answer", daemon=True).start()
         self._outbox.put(encode(Subscribed()))
 
-    def wait_warm_up(self) -> None:
+    def wait_warm_up(self, weights: str = "") -> None:
         """Tells the leader that everything is loaded and compiled, and waits for all others.
 
         Waits as long as the leader is alive.
 
+        Args:
+          weights: Digest of the weights that this process has loaded.
+
         Raises:
           EngineFailedError: the leader is gone, or another process failed.
         """
-        self._outbox.put(encode(Compiled()))
+        self._outbox.put(encode(Compiled(weights)))
         while not self._warm_up_begun.wait(self._cluster.heartbeat_seconds):
             pass  # the watcher ends this wait when the leader is late
         if self.failure is not None:

@@ -41,6 +41,8 @@ class FollowerState:
         self.subscribed = False
         """True once it receives the broadcast."""
         self.compiled = False
+        self.weights = ""
+        """Digest of its weights, once it has compiled."""
         self.ready = False
         self.leaving = False
         """Whether it announced that it leaves."""
@@ -76,8 +78,8 @@ class FollowerState:
                 self.ready = self.ready or ready
             case Subscribed():
                 self.subscribed = True
-            case Compiled():
-                self.compiled = True
+            case Compiled(weights):
+                self.compiled, self.weights = True, weights
             case Collected():
                 self.collected = message
             case Failure(text, position) if not self.error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.runtime import BuildRuntime, warm_up
 from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
@@ -48,7 +49,7 @@ def follow(
       ConfigError, CheckpointError: this process cannot load its part.
     """
     runtime = build(deployment, observer=recorder)
-    follower.wait_warm_up()
+    follower.wait_warm_up(weights_digest(deployment.model))
     warm_up(runtime)
     driver = runtime.driver
     accesses = pages(driver)

@@ -143,15 +143,28 @@ class Leader:
         """
         self._wait(lambda follower: follower.subscribed, "did not register", timeout)
 
-    def begin_warm_up(self, timeout: float | None = None) -> None:
-        """Waits until every follower has loaded and compiled, and lets all of them warm up; errors
-        as `wait_registered`.
+    def begin_warm_up(self, weights: str = "", timeout: float | None = None) -> None:
+        """Waits until every follower has loaded and compiled, and lets all of them warm up.
 
-        A transfer waits only so long for its other end, and compiling takes what it takes. So the
-        deadline counts from the last progress (bytes loaded, programs compiled) that a follower
-        reported.
+        A transfer waits for its other end for a limited time, and compiling may take longer. So the
+        deadline counts from the last progress (bytes loaded or hashed, programs compiled) that a
+        follower reported.
+
+        Args:
+          weights: Digest of the weights that this process has loaded. Compared here and not when
+            processes join, because hashing a large folder takes as long as loading it.
+          timeout: Seconds; None: `cluster.start_seconds`.
+
+        Raises:
+          ConfigError: A follower has loaded other weights.
+          EngineFailedError: As `wait_registered`.
         """
         self._wait(lambda follower: follower.compiled, "did not compile", timeout, extend=True)
+        for process, follower in self._followers.items():
+            if follower.weights != weights:
+                raise ConfigError(
+                    f"weights = {follower.weights} on process {process}, {weights} on the leader"
+                )
         for follower in self._followers.values():
             follower.outbox.put(encode(WarmUp()))
 

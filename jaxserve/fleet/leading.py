@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.make_engine import warm_engine
@@ -57,7 +58,7 @@ def lead(
         observer=observer,
         broadcast=broadcast,
         explain=leader.explain,
-        meet=leader.begin_warm_up,
+        meet=lambda: leader.begin_warm_up(weights_digest(deployment.model)),
         collect=lambda timeout: collect_measured(leader, timeout),
         counts=lambda number, timeout: collect_counts(leader, number, timeout),
         prepare=prepare,

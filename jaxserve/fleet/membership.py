@@ -91,11 +91,12 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
 
 
 def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
-    """This process's description of itself when it joins (see `control.refusal`); waits until the
-    model's weights are hashed.
+    """Describes this process when it joins (see `control.refusal`).
+
+    The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
 
     Raises:
-      CheckpointError: they cannot be read.
+      CheckpointError: The model folder cannot be read.
     """
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
@@ -116,11 +117,10 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
 
 
 def deployment_facts(deployment: Deployment) -> dict[str, str]:
-    """Everything that all processes must agree on, one dotted key a value.
+    """Returns everything that all processes must agree on when they join, one dotted key a value.
 
-    The model counts by what its config.json says and by the digest of its weights, not by the
-    path, which may differ from host to host; the addresses of the network faces concern the leader
-    alone.
+    The model counts by the digest of its config.json, not by its path, which may differ from host
+    to host. The addresses of the network faces concern the leader alone.
     """
     facts: dict[str, str] = {}
 
@@ -133,7 +133,6 @@ def deployment_facts(deployment: Deployment) -> dict[str, str]:
 
     tree = msgspec.to_builtins(deployment)
     del tree["server"]
-    own = revision(deployment.model)
-    tree["model"] = own.model
+    tree["model"] = revision(deployment.model).model
     flatten(tree, "")
-    return facts | {"weights": own.digest}
+    return facts

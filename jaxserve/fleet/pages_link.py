@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.engine import Engine
@@ -156,7 +157,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
     programs, known = transfer.programs, deployment_facts(deployment)
     facts = {
         "model": known["model"],
-        "weights": known["weights"],
+        "weights": weights_digest(deployment.model),
         "layers": str(programs.layers),
         "kv_heads": str(programs.kv_heads),
         "widths": str(list(programs.widths)),

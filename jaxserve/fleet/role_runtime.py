@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.fingerprint import revision
+from jaxserve.checkpoint.fingerprint import revision, weights_digest
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
@@ -55,6 +55,7 @@ class RoleRuntime(NamedTuple):
     def hello(self) -> Hello:
         """The introduction of this end of the link; waits until the weights are hashed."""
         known = deployment_facts(self.deployment)
+        known["weights"] = weights_digest(self.deployment.model)
         facts = {key: known[key] for key in AGREED}
         facts |= {f"contract.{name}": str(value) for name, value in self.contract.facts().items()}
         versions = {"jax": jax.__version__, "platform": jax.default_backend()}

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.checkpoint.fingerprint import Revision, forget_revisions
+from jaxserve.checkpoint.fingerprint import Revision, forget_revisions, weights_digest
 from jaxserve.checkpoint.peer import weights_hello
 from jaxserve.commands.worker_part import WorkerPart, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.fleet.membership import deployment_facts
 from jaxserve.fleet.open import open_engine
 from jaxserve.fleet.worker_port import WorkerPort
 from tests.jaxserve import layouts
@@ -52,7 +51,7 @@ def test_a_folder_that_is_replaced_after_loading(deployment: Deployment, port: W
         assert port.facts is not None
         assert port.facts.weights == loaded
         assert weights_hello(deployment.model).facts["revision"] == loaded
-        assert deployment_facts(deployment)["weights"] == loaded
+        assert weights_digest(deployment.model) == loaded
         assert Revision(Path(deployment.model)).digest != loaded
 
 

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxserve
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
@@ -147,39 +149,37 @@ def test_processes_of_roles_are_as_the_file_says(tmp_path):
         process_shares(deployment, 3)
 
 
-def test_a_follower_with_other_weights_of_the_same_shape_is_refused(tmp_path: Path) -> None:
-    """A fine-tune on one host; a copy in another folder is the same model."""
-    folders = {}
-    for name, seed in (("leader", 0), ("copy", 0), ("other", 1)):
-        folders[name] = write_tiny_step3(tmp_path / name, seed=seed)
+@pytest.mark.parametrize("name", ["copy", "other"])
+def test_followers_have_the_weights_of_the_leader(tmp_path: Path, name: str) -> None:
+    """A copy in another folder is the same model; a fine-tune of the same shape is refused."""
+    folders = {
+        "leader": write_tiny_step3(tmp_path / "leader", seed=0),
+        "follower": write_tiny_step3(tmp_path / name, seed=name == "other"),
+    }
+    leads, follows = (identity(n, 2, load_deployment(f)) for n, f in enumerate(folders.values()))
+    assert leads.digest == follows.digest
+    own, theirs = (weights_digest(folder) for folder in folders.values())
     cluster = Cluster(start_seconds=10, step_seconds=1.0, heartbeat_seconds=0.5)
-    deployments = {name: load_deployment(folder) for name, folder in folders.items()}
-    leader = Leader(
-        identity(0, 2, deployments["leader"]),
-        address="127.0.0.1:0",
-        token="secret",
-        cluster=cluster,
-        on_failure=print,
-    )
+    ends = {"token": "secret", "cluster": cluster, "on_failure": print}
+    leader = Leader(leads, address="127.0.0.1:0", **ends)
     leader.start()
-
-    def follower(name: str) -> Follower:
-        return Follower(
-            identity(1, 2, deployments[name]),
-            address=leader.address,
-            token="secret",
-            cluster=cluster,
-            on_failure=print,
-        )
-
-    other = follower("other")
-    differ = r"weights = [0-9a-f]{16} on process 1, [0-9a-f]{16} on the leader"
-    with pytest.raises(ConfigError, match=rf"on the leader: {differ}$"):
-        other.register()
-    same = follower("copy")
-    same.register()
-    for end in (other, same, leader):
-        end.close(timeout=0.1)
+    follower = Follower(follows, address=leader.address, **ends)
+    follower.register()
+    waits = ThreadPoolExecutor(1).submit(follower.wait_warm_up, theirs)
+    try:
+        if name == "copy":
+            leader.begin_warm_up(own)
+            waits.result(10)
+            return
+        differ = f"weights = {theirs} on process 1, {own} on the leader"
+        with pytest.raises(ConfigError, match=f"^{differ}$"):
+            leader.begin_warm_up(own)
+        leader.close(failure=differ, timeout=1.0)
+        with pytest.raises(EngineFailedError, match=differ):
+            waits.result(10)
+    finally:
+        for end in (follower, leader):
+            end.close(timeout=0.1)
 
 
 @pytest.mark.multihost
@@ -203,9 +203,11 @@ def test_two_processes_with_different_weights_of_the_same_shape(tmp_path: Path) 
         for process, folder in enumerate(folders)
     ]
     try:
-        _, said = processes[1].communicate(timeout=100)
-        assert re.search(r"refused by the leader .*: weights = \w+ on process 1, \w+ on the", said)
-        assert processes[1].returncode == 2
+        said = [process.communicate(timeout=100)[1] for process in processes]
+        for text in said:
+            assert re.search(r"weights = \w{16} on process 1, \w{16} on the leader", text)
+        assert processes[0].returncode == 2
+        assert processes[1].returncode
     finally:
         for process in processes:
             process.kill()
