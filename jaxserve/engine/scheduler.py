@@ -160,6 +160,7 @@ class Scheduler:
             token_budget=token_budget,
             prefill_tokens=prefill_tokens or token_budget,
             policy=self.draft_policy,
+            modules=modules,
             ahead=ahead,
             preempt=self._preempt,
         )

@@ -28,6 +28,7 @@ class StepComposer:
       token_budget: most tokens a DP group and step.
       prefill_tokens: most prefill tokens a DP group and step beside decoding.
       policy: whether the next steps have drafts; None: no step has.
+      modules: Prediction modules that propose drafts; 0: they are looked up.
       ahead: cache entries behind those of a step that drafts are written to.
       preempt: takes its pages from a running sequence, as soon as no step of it is in flight.
     """
@@ -40,12 +41,13 @@ class StepComposer:
         token_budget: int,
         prefill_tokens: int,
         policy: DraftPolicy | None,
+        modules: int,
         ahead: int,
         preempt: Callable[[Sequence], None],
     ):
         self._groups, self._slots = groups, slots
         self._token_budget, self._prefill_tokens = token_budget, prefill_tokens
-        self._policy, self._ahead = policy, ahead
+        self._policy, self._modules, self._ahead = policy, modules, ahead
         self._preempt = preempt
 
     def give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
@@ -78,14 +80,19 @@ class StepComposer:
     def drafts(
         self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray
     ) -> np.ndarray | None:
-        """How many drafts of every row the step verifies; None: none, and it is not followed by any
-        either, so nothing need be proposed.
+        """Returns the number of drafts that the step verifies in every row.
 
-        Pages for them are taken from those that nobody is owed.
+        None: it verifies none and proposes none for the next step. Prediction modules take part in
+        every step that prefills, even where the policy wants no drafts: pages of prompts are
+        published, and later sequences draft from the modules' entries there.
+        Pages for drafts are taken from those that no stalled sequence waits for.
         """
         policy, prefills = self._policy, bool(prefilling.any())
         rows = int(decoding.sum() + prefilling.sum())
-        if policy is None or not rows or not (most := policy.choose(rows, prefills=prefills)):
+        if policy is None or not rows:
+            return None
+        most = policy.choose(rows, prefills=prefills)
+        if not most and not (prefills and self._modules):
             return None
         drafts = slots.drafts(decoding, most)
         if prefills:

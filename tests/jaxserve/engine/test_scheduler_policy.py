@@ -6,7 +6,7 @@ import pytest
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import InvalidRequestError
-from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.layout import NO_TOKEN, REJECTED
 from jaxserve.roles.step_plan import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     in_pool,
@@ -369,3 +369,22 @@ def test_too_many_ids_to_keep_away():
     with pytest.raises(InvalidRequestError, match="min_tokens: 90 ids would end the request"):
         scheduler.check(ends)
     scheduler.check(make_request("b", [1]))
+
+
+@pytest.mark.parametrize(("modules", "proposes"), [(1, [True, True, False]), (0, [False] * 3)])
+def test_prediction_modules_see_every_chunk_of_a_prompt(modules, proposes):
+    """Even where the policy wants no drafts: later sequences draft from published entries."""
+    scheduler = make_scheduler(
+        drafts=1, modules=modules, automatic_drafts=True, token_budget=6, token_buckets=[3, 6]
+    )
+    scheduler.draft_policy.choose = lambda *_, **__: 0
+    scheduler.add(make_request("a", [1] * 8))
+    plans = []
+    for _ in range(3):
+        plans.append(scheduler.plan(0))
+        drafted = np.full((1, 3, 2), 5, np.int32)
+        drafted[..., 1] = REJECTED
+        taken = drafted if plans[-1].bucket.drafts else drafted[..., 0]
+        scheduler.complete(plans[-1], StepResult(taken, {}, {}))
+    assert [plan.plan.proposes for plan in plans] == proposes
+    assert [sum(map(int, plan.plan.token_counts)) for plan in plans] == [6, 2, 1]
