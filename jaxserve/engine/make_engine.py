@@ -8,6 +8,7 @@ from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Engine, Explain
+from jaxserve.engine.first_token import start_checked
 from jaxserve.engine.runtime import BuildRuntime, Runtime, warm_up
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import Broadcast, Driver
@@ -52,7 +53,7 @@ def warm_engine(
     )
     prepare(engine)
     if broadcast is None:
-        engine.start()
+        start_checked(engine)
     return engine
 
 

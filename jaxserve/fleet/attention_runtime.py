@@ -11,6 +11,7 @@ from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.first_token import start_checked
 from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.expert_control import RemoteExperts
@@ -70,7 +71,7 @@ def open_attention(
     engine = make_engine(runtime, experts=experts, eos_token_ids=ends)
     engine.find_problems = lambda: client.problems
     prepare(engine)
-    engine.start()
+    start_checked(engine)
     return engine, client
 
 

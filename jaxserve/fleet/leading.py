@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.first_token import start_checked
 from jaxserve.engine.make_engine import warm_engine
 from jaxserve.engine.runtime import BuildRuntime
 from jaxserve.errors import EngineFailedError
@@ -64,7 +65,7 @@ def lead(
         prepare=prepare,
     )
     leader.wait_ready()
-    engine.start()
+    start_checked(engine)
     return engine
 
 
