@@ -89,10 +89,8 @@ class StepComposer:
         """
         policy, prefills = self._policy, bool(prefilling.any())
         rows = int(decoding.sum() + prefilling.sum())
-        if policy is None or not rows:
-            return None
-        most = policy.choose(rows, prefills=prefills)
-        if not most and not (prefills and self._modules):
+        most = policy.choose(rows, prefills=prefills) if policy is not None and rows else 0
+        if policy is None or not (most or (prefills and self._modules)):
             return None
         drafts = slots.drafts(decoding, most)
         if prefills:

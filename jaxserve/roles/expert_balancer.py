@@ -43,6 +43,8 @@ from jaxserve.roles.expert_view import ExpertView
 logger = logging.getLogger(__name__)
 
 READ_SECONDS = 5.0
+END_SECONDS = 2.0
+"""How long closing waits for the thread, which may be reading counts."""
 LOOK_SECONDS = 2.0
 """How often counts are read, at most, while an operator looks at them."""
 SLICES = 10
@@ -136,11 +138,16 @@ class ExpertBalancer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and gives up moves that are still to come."""
+        """Ends the thread and gives up moves that are still to come.
+
+        Waits a moment for the thread: it refers to the weights, which the caller wants to free.
+        """
         with self._changed:
             self._closed = True
             self._drop_rounds()
             self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(END_SECONDS)
 
     def due(self) -> Sequence[Action]:
         """Returns the actions to carry out now, before anything else is enqueued; quick."""
