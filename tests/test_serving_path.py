@@ -33,14 +33,14 @@ PARTS = {
 one; the only process of a runtime, which may have its weights from running workers; a runtime of
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
-    "leader, colocated": 15_400,
-    "leader, attention and ffn": 16_250,
-    "follower, attention and ffn": 12_550,
-    "alone, colocated": 15_700,
-    "alone, attention and ffn": 16_550,
-    "attention": 14_450,
-    "ffn": 12_750,
-    "router": 5_200,
+    "leader, colocated": 15_100,
+    "leader, attention and ffn": 15_900,
+    "follower, attention and ffn": 12_100,
+    "alone, colocated": 15_250,
+    "alone, attention and ffn": 16_050,
+    "attention": 14_000,
+    "ffn": 12_500,
+    "router": 3_500,
     "serve": 28_350,
 }
 
