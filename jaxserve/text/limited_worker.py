@@ -25,6 +25,9 @@ TOO_MUCH_MEMORY = f"it took more than {MEMORY_BYTES >> 20} MiB"
 
 def main() -> int:
     """Serves the socket at standard input until it is closed."""
+    # A thread of the server may have blocked or ignored signals: its children inherit that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the server ends this process
     answer = runpy.run_path(sys.argv[1])["answer"]
     for kind, most in (

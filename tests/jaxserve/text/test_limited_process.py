@@ -1,6 +1,7 @@
 """A process that meets a limit is replaced, and the error names the limit."""
 
 import os
+import signal
 import types
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
     with pytest.raises(LimitError, match=r"^it took longer than 20 s$"):
         LimitedProcess(process._task, "other tests").ask({"kind": "sleep"})
     assert descriptors() == before
+
+
+def test_limits_hold_whatever_signals_the_caller_blocks(process: LimitedProcess) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF, signal.SIGABRT})
+    handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        for kind in ("SIGPROF", "SIGABRT"):
+            with pytest.raises(LimitError, match=r"^it took more than"):
+                process.ask({"kind": kind})
+    finally:
+        signal.signal(signal.SIGPROF, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_process_does_not_see_the_environment(process: LimitedProcess) -> None:
