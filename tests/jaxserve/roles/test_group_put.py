@@ -20,7 +20,7 @@ def put(request, monkeypatch):
         monkeypatch.setattr(group_put, "fast_put", lambda: None)
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("dp", "tp"))
     scheduler = SimpleNamespace(page_buckets=[16])
-    deployment = SimpleNamespace(scheduler=scheduler, lanes=2)
+    deployment = SimpleNamespace(scheduler=scheduler, lanes=2, modules=0)
     programs = NonCallableMagicMock(TokenPrograms)
     programs.configure_mock(mesh=mesh, groups=4, slots=3, deployment=deployment)
     return GroupPut(programs)

@@ -253,9 +253,9 @@ def test_a_bad_prompt_reaches_no_engine(
     assert engine.prompts == []
 
 
-@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "ä"])
+@pytest.mark.parametrize("request_id", ["", "x" * 257, "a\nb", "ä"])
 def test_a_bad_request_id(generator: TextGenerator, request_id: str) -> None:
-    with pytest.raises(InvalidRequestError, match="request_id: must be 1 to 128 printable"):
+    with pytest.raises(InvalidRequestError, match="request_id: must be 1 to 256 printable"):
         generator.submit("hi", SamplingParams(), Consumer(), request_id=request_id)
 
 

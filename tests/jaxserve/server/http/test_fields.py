@@ -221,6 +221,7 @@ def test_the_models_template_does_not_wait_for_those_of_requests() -> None:
     rig = HttpRig(request_templates=True)
     messages = [{"role": "user", "content": "hi"}]
     path = "/v1/chat/completions"
+    rig.client.timeout = 60  # two seconds of processor time take longer on a busy machine
     with ThreadPoolExecutor(1) as pool:
         hostile = pool.submit(rig.refused, path, messages=messages, chat_template=endless)
         answered = 0
