@@ -116,18 +116,22 @@ def forget_revisions() -> None:
 
 
 def begin[T](work: Callable[[Path], T], path: Path) -> Future[T]:
-    """Starts work on a file or folder beside the caller. A process that ends does not wait for
-    it."""
+    """Starts work on a file or folder beside the caller.
+
+    A process that ends waits for the piece under way: the interpreter may abort around a daemon
+    thread that is inside native code. Pieces that wait are not begun any more.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         with _AT_ONCE:
             try:
-                future.set_result(work(path))
+                if threading.main_thread().is_alive():
+                    future.set_result(work(path))
             except Exception as error:
                 future.set_exception(error)
 
-    threading.Thread(target=run, name="jaxserve-hash", daemon=True).start()
+    threading.Thread(target=run, name="jaxserve-hash").start()
     return future
 
 
@@ -156,6 +160,8 @@ def file_hash(path: Path, *, anew: bool = False) -> str:
         whole = hashlib.sha256()
         with open(file.descriptor, "rb", closefd=False) as content:
             while piece := content.read(_PIECE):
+                if not threading.main_thread().is_alive():
+                    raise CheckpointError(f"{path}: the process ends")
                 whole.update(piece)
                 advanced()
         found = whole.hexdigest()

@@ -258,9 +258,8 @@ class DPGroup:
         owned = [*map(_own_pages, residents), *(one.own for one in held)]
         if self.cache is not None:
             owned.append(self.cache.page_ids())
-            self.cache.check_integrity(
-                [*(one.prefix for one in residents), *(one.prefix for one in held)]
-            )
+            paths = [one.prefix for one in residents] + [one.prefix for one in held]
+            self.cache.check_integrity(paths)
         self.pool.check_integrity(owned)
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))

@@ -33,21 +33,18 @@ def start_checked(engine: Engine) -> None:
     if output.engine_failed:
         raise EngineFailedError(output.error or "the engine failed at its first token")
     if output.error is not None:
-        names = [block.name for block in engine.driver.held() if not _is_finite(block)]
-        found = ", ".join(names) or "no block of this process"
+        found = ", ".join(block.name for block in engine.driver.held() if not _is_finite(block))
         engine.close()
         raise CheckpointError(
-            f"{engine.deployment.model}: logits are not finite; NaN or Inf in {found}"
+            f"{engine.deployment.model}: logits are not finite, nor are {found or 'other parts'}"
         )
 
 
 def _is_finite(block: HeldBlock) -> bool:
-    leaves = block.leaves()
+    floats = [leaf for leaf in block.leaves() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if block.entry is not None:
-        leaves = tuple(leaf[block.entry] for leaf in leaves)
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    parts = [shard.data for leaf in floats for shard in leaf.addressable_shards]
-    return all(bool(_all_finite(part)) for part in parts)
+        floats = [leaf[block.entry] for leaf in floats]
+    return all(_all_finite(shard.data) for leaf in floats for shard in leaf.addressable_shards)
 
 
 @jax.jit

@@ -43,8 +43,6 @@ from jaxserve.roles.expert_view import ExpertView
 logger = logging.getLogger(__name__)
 
 READ_SECONDS = 5.0
-END_SECONDS = 2.0
-"""How long closing waits for the thread, which may be reading counts."""
 LOOK_SECONDS = 2.0
 """How often counts are read, at most, while an operator looks at them."""
 SLICES = 10
@@ -147,7 +145,7 @@ class ExpertBalancer:
             self._drop_rounds()
             self._changed.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(END_SECONDS)
+            self._thread.join(LOOK_SECONDS)
 
     def due(self) -> Sequence[Action]:
         """Returns the actions to carry out now, before anything else is enqueued; quick."""

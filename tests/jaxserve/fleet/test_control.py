@@ -52,7 +52,7 @@ def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
         ({"process_id": 0}, "process id 0 is not among the followers of 2 processes: 1 to 1"),
         ({"process_id": 2}, "process id 2 is not among the followers of 2 processes: 1 to 1"),
         ({"processes": 3}, "--processes 3 on process 1, 2 on the leader"),
-        ({"protocol": 99}, "control protocol 99 on process 1, 8 on the leader"),
+        ({"protocol": 99}, "control protocol 99 on process 1, 9 on the leader"),
         (
             {"versions": {"jax": "0.11.2"}},
             "versions differ: jax = 0.11.2 on process 1, 0.12 on the leader",
