@@ -5,20 +5,20 @@ Plain Python and NumPy: it may not know JAX, devices, text or time. Its step pla
 workers see.
 
 The policy:
-1. Requests are admitted in the order in which they are due. One that does not fit yet holds the
-   others back. A request is due some seconds after it arrived, so much earlier or later for
-   every step of its priority, and never after its deadline. So urgent ones come first, and no
-   request is overtaken by more than what arrives in a bounded time.
+1. Requests are admitted in the order in which they are due. A request that does not fit yet holds
+   later ones back. It is due some seconds after its arrival, earlier or later by a fixed time for
+   every step of its priority, and never after its deadline. Urgent requests come first, and only
+   requests that arrive within a bounded time can overtake another.
 2. A sequence is admitted when a DP group has a free slot, and pages for its tokens and one more,
-   with a page to spare for every resident sequence (the watermark). Pages that the prefix cache
-   has are taken from there. Of several groups the cheapest takes it (`admission.py`), there the
-   emptiest lane, or for a sequence with a grammar the one with the fewest of them.
+   with a page to spare for every resident sequence (the watermark). Pages in the prefix cache are
+   shared. The cheapest group takes the sequence (`admission.py`), and there the emptiest lane; a
+   sequence with a grammar goes to the lane with the fewest grammars.
 3. A step holds one token of every decoding sequence, then prefill chunks, the first due first, as
-   far as the token budget goes, and no more than `prefill_tokens` of them beside decoding.
+   far as the token budget goes, and at most `prefill_tokens` prefill tokens beside decoding.
    Prompt pages are allocated at admission, so only decoding can run out of pages.
 4. A decoding sequence that needs a page where none is left preempts the last due of its group,
    maybe itself. The preempted sequence goes back to the queue by its rank, and later recomputes
-   what was evicted of its cache meanwhile.
+   the entries that were evicted meanwhile.
 5. A step in flight is never disturbed: a preempted, ended or cancelled sequence keeps its slot and
    pages until its steps are complete, and a sequence that needs them misses a step rather than
    preempt another. Pages that are freed go to the first due of those that missed a step.
@@ -29,8 +29,8 @@ The policy:
 7. Pages are published to the prefix cache when their step is complete.
 So the first due sequence of a group always advances, and every request ends.
 
-What a step costs on the host: NumPy over the lane's rows (`lane_slots.py`), and Python only for
-what changes: admissions, ends, new pages, prefill chunks, preemptions, and rows with options.
+Cost of a step on the host: NumPy over the lane's rows (`lane_slots.py`), and Python only for
+changes: admissions, ends, new pages, prefill chunks, preemptions, and rows with options.
 """
 
 from collections import Counter, abc, deque

@@ -1,9 +1,9 @@
-"""Pages of a mesh over several processes, read and written for a hand-off by all of them.
+"""Reads and writes pages of a mesh over several processes for a hand-off.
 
-A pages link has one end a worker, in the process that leads. What is read is brought together there
-by the mesh's own collectives, and what arrives there is spread by them; so every process takes part
-in every piece, at the same place between the same steps (`actions.py`). The link, and whoever is at
-its other end, know nothing of this.
+A pages link has one end a worker, in the leading process. The mesh's own collectives bring pieces
+together there to be sent, and spread pieces that arrive there. Every process therefore takes part
+in every piece, at the same place between the same steps (`actions.py`). The link and its other end
+do not know this.
 """
 
 from collections.abc import Sequence
