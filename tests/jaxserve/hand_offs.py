@@ -5,7 +5,6 @@ Used by the tests of the hand-off. The two share the process's devices, not thei
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.pages import PagesSource
 from tests.jaxserve.layouts import Collector
+from tests.jaxserve.waiting import until
 
 PIECES = (32, 64)
 TOKEN = "a secret"
@@ -127,14 +127,6 @@ def hand_over(
     for prompt, held in zip(prompts, waiting, strict=True):
         collector.submit(engine, prompt, params, source=change(held.wait()))
     return [output.token_ids for output in collector.wait(120).values()]
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Waits for something that happens on other threads."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.01)
 
 
 def at_rest(engine: Engine) -> None:

@@ -27,7 +27,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.link.pages import PagesSource
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
-from tests.jaxserve.hand_offs import attach, limits, until
+from tests.jaxserve.hand_offs import attach, limits
+from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.unoptimised

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.moving import move_at_random
+from tests.jaxserve.waiting import until
 
 pytestmark = pytest.mark.unoptimised
 
@@ -49,7 +49,7 @@ def test_tokens_are_the_same_through_all_reconfigurations(layout, times, tiny_mo
         expected = layouts.generate(engine, PROMPTS, PARAMS)
         move_at_random(engine, PROMPTS, PARAMS, expected, times)
         balancer = engine.experts
-        wait_until(lambda: not balancer.view().moving)
+        until(lambda: not balancer.view().moving)
         assert readers.end() > times
         assert layouts.generate(engine, PROMPTS, PARAMS) == expected
         assert engine.driver.slots.placements == balancer.placements
@@ -91,10 +91,3 @@ class Readers:
             if self._held.read(*self._parts[number]).tobytes() != self._expected[number]:
                 self._wrong.append(self._parts[number])
             self._reads += 1
-
-
-def wait_until(done, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)

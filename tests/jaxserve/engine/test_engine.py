@@ -17,6 +17,7 @@ from jaxserve.errors import (
 )
 from tests.jaxserve.engine.fake_driver import fake_engine
 from tests.jaxserve.layouts import Collector, Output, idle
+from tests.jaxserve.waiting import until
 
 LONG = SamplingParams(max_tokens=40)
 
@@ -53,13 +54,6 @@ def make():
     for engine, driver in engines:
         driver.gate.set()
         engine.close()
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.002)
 
 
 class TestRequests:

@@ -36,10 +36,10 @@ from tests.jaxserve.hand_offs import (
     limits,
     open_worker,
     prefill,
-    until,
     workers,
 )
 from tests.jaxserve.layouts import Collector
+from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_sizes import VOCAB
 from tests.reference.tiny_step3 import write_tiny_step3

@@ -35,9 +35,9 @@ from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.generator import TextGenerator
 from tests.jaxserve import layouts
-from tests.jaxserve.link.toy_server import wait_until
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.jaxserve.text.letters import LETTERS
+from tests.jaxserve.waiting import until
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -179,7 +179,7 @@ def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expec
     layouts.idle(survivor.engine)
     after = survivor.link.counters
     assert (after.failures, after.resends) == (before.failures, before.resends) == (0, 0)
-    wait_until(lambda: len(server.domains) == 3)
+    until(lambda: len(server.domains) == 3)
 
 
 def test_experts_move_between_messages(domains, server, expected):
@@ -188,7 +188,7 @@ def test_experts_move_between_messages(domains, server, expected):
     sizes = work.experts.facts.sizes
     work.experts.start()
     work.move_experts(server.between_messages)
-    wait_until(lambda: work.experts._got == 1)
+    until(lambda: work.experts._got == 1)
     engine = domains["one lane"].engine
     while done < 20:
         collector = layouts.Collector()
@@ -205,7 +205,7 @@ def test_experts_move_between_messages(domains, server, expected):
     with work.experts._changed:
         work.experts._wanted += 1
     work.move_experts(server.between_messages)
-    wait_until(lambda: work.experts._got == 2)
+    until(lambda: work.experts._got == 2)
     tokens = sum(sum(ranks) for ranks in work.experts.view().loads.values())
     rows = len(PROMPTS) * (GREEDY.max_tokens - 1)  # and what of prompts was not in the cache
     assert tokens >= rows * layouts.SIZES.moe_top_k * 2  # layers
@@ -260,7 +260,7 @@ def post_a_rebalance(work, server, domain):
     generator = TextGenerator(engine, LETTERS)
     face.operate(generator, Metrics("tiny"), lambda: None)
     crowd(work, server)
-    wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+    until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
     generate(engine, GREEDY)
     url, before = f"http://{address}/experts/rebalance", work.experts.view()
 
@@ -273,7 +273,7 @@ def post_a_rebalance(work, server, domain):
         assert (proposed.status_code, work.experts.view().moving) == (200, 0)
         begun = post().json()
         assert begun["moves"] == proposed.json()["moves"] > 0
-        wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+        until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
         after = work.experts.view()
         assert (after.epoch, after.moves) == (before.epoch + 1, before.moves + begun["moves"])
         assert post(dry_run="yes").status_code == 400
@@ -284,7 +284,7 @@ def post_a_rebalance(work, server, domain):
 
 def crowd(work, server):
     """The busiest experts get to one rank."""
-    wait_until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
+    until(lambda: not (work.move_experts(server.between_messages) or moving(work)))
     sizes, targets = work.experts.facts.sizes, {}
     for layer, tokens in work.experts.view().expert_tokens.items():
         busiest = sorted(range(sizes.experts), key=lambda expert: -tokens[expert])

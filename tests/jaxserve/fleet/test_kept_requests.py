@@ -9,7 +9,8 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id, seed_of_key
 from tests.jaxserve.fleet.fake_worker import FakeWorker, FakeWorkerEngine, expected
-from tests.jaxserve.fleet.test_router import LONG, Results, Rig, until
+from tests.jaxserve.fleet.test_router import LONG, Results, Rig
+from tests.jaxserve.waiting import until
 
 NAME = keyed_id("tenant", "a key", b"asked") + ".0"
 OTHER = keyed_id("tenant", "a key", b"something else") + ".0"

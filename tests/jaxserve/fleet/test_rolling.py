@@ -7,7 +7,8 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from tests.jaxserve.fleet.fake_worker import FakeWorker, expected
-from tests.jaxserve.fleet.test_router import LONG, Rig, rig, until
+from tests.jaxserve.fleet.test_router import LONG, Rig, rig
+from tests.jaxserve.waiting import until
 
 
 def with_weights(role, weights):

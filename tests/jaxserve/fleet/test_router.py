@@ -22,6 +22,7 @@ from tests.jaxserve.fleet.fake_worker import (
     FakeWorkerEngine,
     expected,
 )
+from tests.jaxserve.waiting import until
 
 SECONDS = 20
 LONG = list(range(10, 40))
@@ -93,13 +94,6 @@ class Rig:
         assert not coordinator._attempts
         for worker in coordinator.placement.workers.values():
             assert (worker.requests, worker.work, worker.promised) == ({}, 0.0, 0)
-
-
-def until(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

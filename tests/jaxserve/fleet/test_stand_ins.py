@@ -14,7 +14,8 @@ from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.stand_ins import StandIns
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import FakeWorker, expected
-from tests.jaxserve.fleet.test_router import LONG, rig, until
+from tests.jaxserve.fleet.test_router import LONG, rig
+from tests.jaxserve.waiting import until
 
 VALUES: dict[str, Any] = {
     "mode": "colocated",

@@ -32,13 +32,7 @@ from tests.jaxserve.link.toy_holder import (
     toy_server,
     toy_source,
 )
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.005)
+from tests.jaxserve.waiting import until
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ from tests.jaxserve.link.toy_server import (
     in_use,
     kind_of,
     nursery,
-    wait_until,
 )
+from tests.jaxserve.waiting import until
 
 pytestmark = pytest.mark.multihost
 
@@ -156,7 +156,7 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
             connection = weakref.ref(link.peers[0].connection)
             link.peers[0].connection.fail("here")
             exchange(link, 4)
-            wait_until(lambda: connection() is None)
+            until(lambda: connection() is None)
     finally:
         gc.enable()
 
@@ -238,7 +238,7 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
 
 def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
     with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
-        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         started.sort(key=lambda server: server.address != in_use(link))
         first, second = started
         begin = time.monotonic()
@@ -265,17 +265,17 @@ def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on
     with toys.servers({}) as [server], client(server) as link:
         doomed = ToyClient(toys, server)
         try:
-            wait_until(joined)
+            until(joined)
             doomed.send_signal(signal.SIGSTOP)
             rounds(link, 0, 3)
-            wait_until(forgotten)
+            until(forgotten)
             doomed.send_signal(signal.SIGCONT)
-            wait_until(joined)
+            until(joined)
             rounds(link, 10, 3)
         finally:
             doomed.kill()
         rounds(link, 20, 3)
-        wait_until(forgotten)
+        until(forgotten)
         exchange(link, 30)
         assert link.counters.failures == 0
 
@@ -283,7 +283,7 @@ def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on
 def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> None:
     options = {"stuck_layer": 1}, {}
     with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
-        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         if in_use(link) != started[0].address:
             link.peers[1].connection.fail("moved by the test")
         for number in (1, 2, 5):
@@ -316,7 +316,7 @@ def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
 
 def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
     with toys.servers({}, {}) as started, client(*started) as link:
-        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         started.sort(key=lambda server: server.address != in_use(link))
         first, second = started
         for lane in range(LANES):
@@ -329,7 +329,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         assert link.counters.failures == 1
         assert link.counters.reconnects == 0
         first.start()
-        wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         # The one in use stops, and is given up as soon as it is suspected.
         second.send_signal(signal.SIGSTOP)
         rounds(link, 200, 2)
@@ -343,9 +343,9 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
         exchange(link, 0)
         server.send_signal(signal.SIGSTOP)
         link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
-        wait_until(lambda: link.peers[0].state is not PeerState.UP)
+        until(lambda: link.peers[0].state is not PeerState.UP)
         assert link.problems[0].startswith("ffn worker 0: silent for ")
-        wait_until(lambda: link.peers[0].state is not PeerState.SUSPECT)
+        until(lambda: link.peers[0].state is not PeerState.SUSPECT)
         server.send_signal(signal.SIGCONT)
         check(link, 1)
         assert link.counters.resends == 1

@@ -16,7 +16,8 @@ import pytest
 
 from jaxserve.link.peer import PeerState
 from tests.jaxserve.link.test_pull import KIND, LANES, ROWS, client, on_mesh, values
-from tests.jaxserve.link.toy_server import in_use, nursery, wait_until
+from tests.jaxserve.link.toy_server import in_use, nursery
+from tests.jaxserve.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost]
 
@@ -56,7 +57,7 @@ class Load:
     def wait_for_answer(self) -> None:
         """Until an answer arrives to what is sent from now on."""
         before = len(self.times)
-        wait_until(lambda: len(self.times) > before + 2 * LANES or self.error is not None)
+        until(lambda: len(self.times) > before + 2 * LANES or self.error is not None)
         assert self.error is None
 
     def end(self) -> None:
@@ -133,9 +134,9 @@ def test_standby() -> None:
         before = resources()
         by_address = {server.address: server for server in started}
         for _ in range(KILLS):
-            wait_until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+            until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
             time.sleep(generator.uniform(0.0, 0.2))
-            wait_until(lambda: in_use(link) is not None)
+            until(lambda: in_use(link) is not None)
             server = by_address[in_use(link)]
             killed = time.monotonic()
             server.end(signal.SIGKILL)

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from jaxserve.link.turns import Turns
-from tests.jaxserve.link.toy_server import wait_until
+from tests.jaxserve.waiting import until
 
 SECONDS = 30.0
 
@@ -22,13 +22,13 @@ def test_a_busy_domain_lets_the_others_in_after_each_message():
             with turns.take(name):
                 ran.append(name)
                 others = sum(ran.count(n) < messages[n] for n in messages if n != name)
-                wait_until(lambda others=others: turns.waiting == others)
+                until(lambda others=others: turns.waiting == others)
 
     with turns.take("first"):
         threads = [threading.Thread(target=run, args=(name,)) for name in messages]
         for number, thread in enumerate(threads, 1):
             thread.start()
-            wait_until(lambda number=number: turns.waiting == number)
+            until(lambda number=number: turns.waiting == number)
     for thread in threads:
         thread.join(SECONDS)
     assert "".join(ran) == "abcabaaaa"
@@ -47,7 +47,7 @@ def test_whoever_had_a_turn_longest_ago_is_next():
         threads = [threading.Thread(target=once, args=(name,)) for name in "bcaxn"]
         for number, thread in enumerate(threads, 1):
             thread.start()
-            wait_until(lambda number=number: turns.waiting == number)
+            until(lambda number=number: turns.waiting == number)
     for thread in threads:
         thread.join(SECONDS)
     assert "".join(ran) == "abcb" + "nacbx"

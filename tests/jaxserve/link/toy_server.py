@@ -14,9 +14,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.jaxserve.waiting import until
 
 DEVICES = 2
 ROWS, WORDS = 4, 32
@@ -34,13 +36,6 @@ PATIENCE = 60.0
 def kind_of(pieces: int, words: int) -> str:
     """What the toy's messages are called, and tell of themselves; a piece has `ROWS` rows."""
     return f"{pieces}x{words}"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.01)
 
 
 def in_use(link: Any) -> str | None:
@@ -65,7 +60,7 @@ class ToyServer:
 
     def ready(self) -> "ToyServer":
         """Waits until it serves."""
-        wait_until((self._folder / "address").exists)
+        until((self._folder / "address").exists)
         self.address = (self._folder / "address").read_text()
         self.options["address"] = self.address
         return self

@@ -8,6 +8,7 @@ import pytest
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.letters import ids_of
+from tests.jaxserve.waiting import until
 
 
 def test_a_completion(rig: HttpRig) -> None:
@@ -370,7 +371,7 @@ def test_a_failed_engine_is_the_last_event_of_a_stream(
     refused = rig.complete(request_id="a2")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert refused.json()["error"]["message"] == "the engine failed; request a2"
-    assert "error=process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text
+    until(lambda: "error=process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text)
 
 
 def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
@@ -394,7 +395,8 @@ def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
     shown = why.replace("10.0.0.7:9100", "…")
     message = f"no worker is left ({shown}); 3 tokens of its answer are lost; request a1"
     assert f'"message":"{message}"' in rest[-1]
-    assert f"error={why}" in caplog.text
+    # The server writes the line once the client has the last byte.
+    until(lambda: f"error={why}" in caplog.text)
 
 
 def test_choices_that_cannot_all_be_had_are_all_given_up(rig: HttpRig) -> None:

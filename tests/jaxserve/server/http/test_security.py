@@ -16,7 +16,8 @@ from jaxserve.server import access as access_module
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.server import HttpServer
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
-from tests.jaxserve.server.http.test_server import raw, wait_for
+from tests.jaxserve.server.http.test_server import raw
+from tests.jaxserve.waiting import until
 
 KEY, OTHER = "key-of-alice-0123456789", "key-of-bob-0123456789"
 PATHS = [
@@ -274,7 +275,7 @@ def test_clients_do_not_write_lines_into_the_log(
     with caplog.at_level("INFO", "jaxserve.http"):
         shared.client.get("/x%0Aready%1b[2J" + "y" * 1000)
         # The line is written after the answer.
-        wait_for(lambda: "jaxserve.http" in [record.name for record in caplog.records])
+        until(lambda: "jaxserve.http" in [record.name for record in caplog.records])
     (record,) = [record for record in caplog.records if record.name == "jaxserve.http"]
     assert "path=/x\\nready\\x1b[2Jyyy" in record.getMessage()
     assert record.getMessage().isprintable()

@@ -1,6 +1,7 @@
 """A server's own life: ports, draining, clients that go, stall or never speak."""
 
 import contextlib
+import http.client
 import os
 import socket
 import threading
@@ -19,15 +20,9 @@ from jaxserve.text.vocabulary import TokenizersVocabulary
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.waiting import until
 
 STREAM = {"prompt": "hi", "stream": True}
-
-
-def wait_for(condition, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_health_over_a_life() -> None:
@@ -130,7 +125,7 @@ def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkey
         assert rig.client.get("/health").status_code == 200
     assert rig.engine.wait_until_idle()
     rig.engine.allowed = None
-    wait_for(lambda: rig.complete().status_code == 200)
+    until(lambda: rig.complete().status_code == 200)
 
 
 def test_a_draining_engine_is_unavailable(rig: HttpRig) -> None:
@@ -183,12 +178,12 @@ def test_a_client_that_vanishes_returns_the_pages(rig: HttpRig, stream: bool, re
     rig.engine.allowed = 3
     client = raw(rig)
     client.sendall(request_bytes({"prompt": "hi", "stream": stream, "n": 2}))
-    wait_for(lambda: rig.engine.running == 2)
+    until(lambda: rig.engine.running == 2)
     if reset:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     client.close()
     assert rig.engine.wait_until_idle()
-    wait_for(lambda: rig.generator.live == 0)
+    until(lambda: rig.generator.live == 0)
     rig.engine.allowed = None
     assert rig.complete().status_code == 200  # nobody else noticed
 
@@ -198,7 +193,7 @@ def test_a_thousand_vanishing_clients_leave_nothing_behind(rig: HttpRig) -> None
     rig.complete()
     rig.engine.allowed = 1
     state = rig.server._server.server_state
-    wait_for(lambda: len(state.tasks) == 0)
+    until(lambda: len(state.tasks) == 0)
     before = descriptors()
     body = request_bytes(STREAM)
     for number in range(1000):
@@ -209,9 +204,9 @@ def test_a_thousand_vanishing_clients_leave_nothing_behind(rig: HttpRig) -> None
             assert client.recv(15) == b"HTTP/1.1 200 OK"
         client.close()
     assert rig.engine.wait_until_idle(SECONDS)
-    wait_for(lambda: rig.generator.live == 0)
-    wait_for(lambda: len(state.tasks) == 0 and len(state.connections) <= 1)
-    wait_for(lambda: descriptors() <= before)
+    until(lambda: rig.generator.live == 0)
+    until(lambda: len(state.tasks) == 0 and len(state.connections) <= 1)
+    until(lambda: descriptors() <= before)
     rig.engine.allowed = None
     assert rig.complete().json()["choices"][0]["text"] == "one two three"
 
@@ -243,7 +238,7 @@ def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
     assert client.recv(15) == b"HTTP/1.1 200 OK"
     assert rig.engine.wait_until_idle(SECONDS)
     state = rig.server._server.server_state
-    wait_for(lambda: not state.connections and not state.tasks)
+    until(lambda: not state.connections and not state.tasks)
     assert rig.generator.live == 0
     client.close()
     rig.close()
@@ -292,15 +287,15 @@ def test_a_body_that_is_no_http_is_answered_once(
 
 def test_a_body_that_is_too_large_gets_its_answer(rig: HttpRig) -> None:
     """While the client still sends; its connection goes on after that."""
-    client = raw(rig)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    for _ in range(2):
-        client.sendall(head + b"Content-Length: 5242880\r\n\r\n")
-        client.sendall(b"x" * 5242880)
-        answer = client.recv(4096)
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b"the body has more than 4194304 bytes" in answer
-    client.close()
+    with raw(rig) as client:
+        for _ in range(2):
+            client.sendall(head + b"Content-Length: 5242880\r\n\r\n")
+            client.sendall(b"x" * 5242880)
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert response.status == 413
+            assert b"the body has more than 4194304 bytes" in response.read()
 
 
 @pytest.mark.parametrize("limit", ["REST_SECONDS", "REST_BYTES"])

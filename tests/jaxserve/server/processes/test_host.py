@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxserve.server.processes.host import FaceProcesses
 from tests.jaxserve.server.http.rig import events
 from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
 from tests.jaxserve.text.letters import ids_of, raw_letters
+from tests.jaxserve.waiting import until
 
 SECONDS = 30
 SERVER = Server(grpc_port=0, http_port=0, processes=2)
@@ -80,15 +80,6 @@ def rig(shared: Rig) -> Iterator[Rig]:
     assert shared.engine.wait_until_idle(SECONDS)
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """What is true in the end."""
-    deadline = time.monotonic() + SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
 def streams(rig: Rig, channel: grpc.Channel, **fields: Any) -> Any:
     return InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi", **fields))
 
@@ -142,7 +133,7 @@ def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig: Rig) -> None:
             InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=0.3)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert rig.engine.wait_until_idle(SECONDS)
-    wait_for(lambda: rig.faces.live_ids() == [])
+    until(lambda: rig.faces.live_ids() == [])
 
 
 def test_requests_of_all_processes_have_one_set_of_ids(rig: Rig) -> None:
@@ -174,7 +165,7 @@ def test_metrics_are_of_all_processes(rig: Rig) -> None:
         lines = rig.get("/metrics").text.splitlines()
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
-    wait_for(lambda: rig.faces.live_ids() == [])  # those that were aborted have been counted
+    until(lambda: rig.faces.live_ids() == [])  # those that were aborted have been counted
     before = count()
     for _ in range(8):
         assert rig.complete().status_code == 200
@@ -182,7 +173,7 @@ def test_metrics_are_of_all_processes(rig: Rig) -> None:
     assert rig.faces.metrics.generated == count()
     assert 'jaxserve:num_requests_waiting{model_name="fake"} 2.0' in rig.get("/metrics").text
     # One answer: the next may come from the other process, which has measured nothing yet.
-    measured = wait_for(lambda: rig.get("/pipeline").json()["measured"])
+    measured = until(lambda: rig.get("/pipeline").json()["measured"])
     assert (measured["bubble"], len(measured["timeline"])) == (0.25, 24)
 
 
@@ -201,7 +192,7 @@ def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(
             list(call)
     assert rig.engine.wait_until_idle(SECONDS)
     rig.engine.allowed = None
-    wait_for(lambda: victim.pid not in rig.pids())
+    until(lambda: victim.pid not in rig.pids())
     assert len(rig.pids() - before) == 1
     for process in rig.faces._processes:
         process.wait_opened()
@@ -246,7 +237,7 @@ def test_draining_lets_streams_finish(folder: Path) -> None:
         lines = call.iter_lines()
         assert "choices" in next(lines)
         rig.faces.refuse()
-        wait_for(lambda: rig.complete().status_code == 503)
+        until(lambda: rig.complete().status_code == 503)
         rig.engine.allowed = None
         assert rig.engine.drain(SECONDS)
         rig.close()
