@@ -1,16 +1,16 @@
 """`python -m jaxserve.chaos --config FILE --minutes M --seed S`: faults under load with known
-answers. With `--requests N` nothing is broken: N requests are asked and their answers compared.
+answers. With `--requests N` it causes no fault: it asks N requests and compares their answers.
 
-Starts a fleet with `launch/local.py`, whose supervisor starts again what dies. Exit code 0: no
-wrong token, no hang, nothing lost, noticed and back in time; 1: something missed its limit; 2: a
-wrong option.
+Starts a fleet with `launch/local.py`, whose supervisor starts dead processes again. Exit code 0: no
+wrong token, no hang, no lost request, every fault noticed and recovered from in time; 1: something
+missed its limit; 2: a wrong option.
 """
 
 import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 
 from jaxserve.bench.report import Report, conclude, describe_machine, table, this_machine
@@ -25,10 +25,12 @@ from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.addresses import free_port
 
 ROLES = ("router", "prefill", "domain", "attention", "ffn", "follower", "face", "pages")
+POSITIVE = ("minutes", "kills", "clients", "questions", "processes", "calm", "requests", "together")
+"""Options whose numbers must be more than 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a storm and prints what it has shown; the exit code."""
+    """Runs a storm and prints its figures. Returns the exit code."""
     made = parser()
     options = made.parse_args(arguments)
     kinds = options.faults.split(",")
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error("--systems, --resets: expected 0 or more")
     if options.resets and not options.requests:
         made.error("--resets: only with --requests")
-    for name in ("minutes", "kills", "clients", "questions", "processes", "calm", "requests"):
+    for name in POSITIVE:
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             made.error(f"--{name} {getattr(options, name):g}: expected more than 0")
     if options.config is None and options.model is None:
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Builds the parser of the options."""
     made = argparse.ArgumentParser(
         prog="python -m jaxserve.chaos",
         description="Faults on purpose in a fleet on this host, under load with known answers.",
@@ -78,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kills", type=int, metavar="N", help="faults at most (any number)")
     made.add_argument("--seed", type=int, default=0, help="of faults and load (%(default)s)")
     made.add_argument("--faults", default="kill", metavar="KIND,…", help=f"of {', '.join(KINDS)}")
+    made.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that each fault befalls at the same moment (%(default)s)",
+    )
     made.add_argument(
         "--only", default="", metavar="ROLE,…", help=f"whose processes, of {', '.join(ROLES)} (all)"
     )
@@ -125,13 +134,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def check_victims(only: Sequence[str], there: Collection[str]) -> None:
-    """Raises ConfigError if a role is asked for that no process has."""
+def check_victims(only: Sequence[str], there: Mapping[str, Sized], together: int) -> None:
+    """Raises ConfigError if `only` names a role that no process has, or if its roles have fewer
+    than `together` processes."""
     if absent := [role for role in only if role not in there]:
         raise ConfigError(
             f"--only {','.join(absent)}: no such process here, but {', '.join(sorted(there))}; "
             "followers need --processes 2, faces server.processes"
         )
+    if (count := sum(len(there[role]) for role in only or there)) < together:
+        raise ConfigError(f"--together {together}: the roles to choose from have {count} processes")
 
 
 def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str]) -> Found:
@@ -148,6 +160,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
     plan = Plan(
         seed=options.seed,
         kinds=kinds,
+        together=options.together,
         only=only,
         minutes=minutes,
         most=options.kills or 10**9,
@@ -166,7 +179,7 @@ def _storm(options: argparse.Namespace, kinds: Sequence[str], only: Sequence[str
         try:
             running.wait(lambda: bool(running.processes), START_SECONDS, "a first process")
             running.wait(running.whole, START_SECONDS, "the start of all processes")
-            check_victims(only, running.roles())
+            check_victims(only, running.roles(), plan.together)
             storm = Storm(running, plan, asked, known, admin)
             found = asyncio.run(storm.judge() if plan.requests else storm.run())
         finally:

@@ -1,6 +1,6 @@
-"""Results of a storm, by kind of fault and role, and their limits.
+"""Results of a storm, by kind of fault and roles, and their limits.
 
-Used by `storm.py` and `__main__.py`. Pure: takes records and times, gives measures.
+Used by `storm.py` and `__main__.py`. Pure: turns records and times into measures.
 """
 
 import itertools
@@ -15,21 +15,24 @@ from jaxserve.chaos.load import Record
 from jaxserve.chaos.resources import Life, held
 
 NOTICE_SECONDS, BACK_SECONDS, P99_RATIO = 2.0, 10.0, 2.0
+TOGETHER_BACK_SECONDS, TOGETHER_READY_SECONDS = 15.0, 30.0
+"""Limits of faults of several processes: clients' longest wait; time until all are ready again."""
 NOTICED = frozenset({"kill", "stop", "drop"})
-"""Kinds of faults that another process has to notice; the others only have to be borne."""
+"""Kinds of faults that another process has to notice; the others only have to be survived."""
 RECONNECT_SECONDS = 5.0
 """How long a gRPC channel repeats its last error although a server listens again: until its next
 attempt, which takes long on a machine that is busy with starts."""
 FEW = 100
-"""The fewest gaps that have a p99."""
+"""Fewest gaps for which a p99 is computed."""
 
 
 class Event(msgspec.Struct, kw_only=True):
     """A fault that happened. Times are seconds of `time.perf_counter`.
 
     Attributes:
-      kind, role, victim, seconds, how, size: as in `schedule.Fault`.
-      name: name of the process.
+      kind, seconds, how, size: as in `schedule.Fault`.
+      roles: roles of the victims.
+      name: names of the victims.
       at: when it began.
       until: when everything was ready again.
       noticed: seconds until another process reported it; None: none did.
@@ -38,8 +41,7 @@ class Event(msgspec.Struct, kw_only=True):
     """
 
     kind: str
-    role: str
-    victim: int
+    roles: tuple[str, ...]
     seconds: float
     how: str
     size: float
@@ -52,22 +54,21 @@ class Event(msgspec.Struct, kw_only=True):
 
     @property
     def closes_streams(self) -> bool:
-        """Whether it took along what clients were connected to."""
-        return self.kind == "kill" and self.role in ("router", "face")
+        """True if the fault killed a process that clients were connected to."""
+        return self.kind == "kill" and not {"router", "face"}.isdisjoint(self.roles)
 
     @property
     def to_be_noticed(self) -> bool:
-        """Whether another process has to notice it. A pause below the limit need not be seen,
-        only a service manager sees a router or a face, and only a fetch uses a pages link."""
-        if self.role == "pages":
-            return False
-        if self.role in ("router", "face"):
-            return self.kind == "kill"
-        return self.kind in NOTICED and (self.kind == "kill" or self.seconds > NOTICE_SECONDS)
+        """True if another process has to notice the fault. A pause below the limit need not be
+        seen, only a service manager sees a router or a face, and only a fetch uses a pages link."""
+        if self.kind == "kill":
+            return True
+        seen = {"router", "face", "pages"}.isdisjoint(self.roles)
+        return seen and self.kind in NOTICED and self.seconds > NOTICE_SECONDS
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """Everything that a storm has found out.
+    """Findings of a storm.
 
     Attributes:
       events: faults, in their order.
@@ -96,8 +97,8 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 def back(event: Event, until: float, records: Sequence[Record]) -> float:
-    """Seconds of the longest wait for a token, of any request, that was going on at or began after
-    the fault, counted from it, up to the next fault; 0: nobody asked."""
+    """Returns the longest wait for a token, in seconds, of any request between the fault and the
+    next one. Only the part of a wait within that time counts. 0: no request waited."""
     longest = 0.0
     for record in records:
         if record.finish < event.at or record.wanted > until or record.end == "cancelled":
@@ -109,14 +110,15 @@ def back(event: Event, until: float, records: Sequence[Record]) -> float:
 
 
 def waits(record: Record) -> Iterator[tuple[float, float]]:
-    """From event to event of a request: the wish for it, its tokens."""
+    """Yields the begin and the end of each wait of a request: for its first token, for the next."""
     return itertools.pairwise([record.wanted, *record.arrivals])
 
 
 def gaps(
     records: Sequence[Record], begin: float, end: float, without: Collection[int] = ()
 ) -> list[float]:
-    """Seconds between tokens in that time, of all requests but some and those that were cut."""
+    """Returns the seconds between tokens from `begin` to `end`. Leaves out the requests named in
+    `without` and those whose connection was cut."""
     return [
         later - earlier
         for record in records
@@ -130,7 +132,7 @@ def gaps(
 
 
 def undisturbed(found: Found) -> list[float]:
-    """Seconds between tokens while nothing was wrong: at the beginning, and before each fault."""
+    """Returns the seconds between tokens at the calm beginning and in the pauses before faults."""
     pauses = [(event.until, later.at) for event, later in itertools.pairwise(found.events)]
     return [gap for begin, end in [found.calm, *pauses] for gap in gaps(found.records, begin, end)]
 
@@ -140,15 +142,15 @@ def _p99(found: Sequence[float]) -> float | None:
 
 
 def trouble(record: Record) -> float:
-    """When a request that did not end well met what it met."""
+    """Returns when trouble began for a request that did not end well."""
     if record.end in ("hung", ""):
-        return max([record.start, *record.arrivals]) + 1.0  # a fault breaks off what goes on
+        return max([record.start, *record.arrivals]) + 1.0  # the fault came after its last token
     return record.finish
 
 
 def lost(record: Record, events: Sequence[Event]) -> bool:
-    """Whether a request got neither an answer nor an error that says why, and not because its own
-    connection ended in a process that was killed."""
+    """Tells whether a request got neither an answer nor an error that says why. A request whose
+    own connection ended in a killed process is not lost."""
     if record.end not in ("absent", "cut"):
         return False
     return not any(
@@ -160,13 +162,14 @@ def lost(record: Record, events: Sequence[Event]) -> bool:
 
 
 def parts(found: Found) -> list[Part]:
-    """A part for all faults of a kind and a role, one for everything, one for what is held."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Returns a part for each kind and group of roles, one for all requests, one for resources."""
+    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for number, event in enumerate(found.events):
-        groups.setdefault((event.kind, event.role), []).append(number)
+        groups.setdefault((event.kind, event.roles), []).append(number)
     calm = _p99(undisturbed(found))
     result = [
-        _part(found, kind, role, numbers, calm) for (kind, role), numbers in sorted(groups.items())
+        _part(found, kind, roles, numbers, calm)
+        for (kind, roles), numbers in sorted(groups.items())
     ]
     result.append(_everything(found))
     if found.before:
@@ -174,8 +177,10 @@ def parts(found: Found) -> list[Part]:
     return result
 
 
-def _part(found: Found, kind: str, role: str, numbers: Sequence[int], calm: float | None) -> Part:
-    events = found.events
+def _part(
+    found: Found, kind: str, roles: Sequence[str], numbers: Sequence[int], calm: float | None
+) -> Part:
+    events, together = found.events, len(roles) > 1
     ends = [*(event.at for event in events[1:]), float("inf")]
     own = [(events[n], ends[n]) for n in numbers]
     backs = [back(event, end, found.records) for event, end in own]
@@ -190,8 +195,18 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int], calm: floa
         ]
     measures += [
         Measure("longest wait for a token, median", statistics.median(backs), "s"),
-        Measure("longest wait for a token, longest", max(backs), "s", BACK_SECONDS),
-        Measure("all processes ready again, longest", max(whole), "s"),
+        Measure(
+            "longest wait for a token, longest",
+            max(backs),
+            "s",
+            TOGETHER_BACK_SECONDS if together else BACK_SECONDS,
+        ),
+        Measure(
+            "all processes ready again, longest",
+            max(whole),
+            "s",
+            TOGETHER_READY_SECONDS if together else None,
+        ),
     ]
     others = [
         gap
@@ -201,7 +216,7 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int], calm: floa
     ]
     during = _p99(others)
     if during is not None and calm:
-        limit = P99_RATIO if has_others(kind, role) else None
+        limit = P99_RATIO if has_others(kind, roles) else None
         title = "p99 between tokens of other requests ÷ undisturbed"
         measures.append(Measure(title, during / calm, "x", limit))
     for name, bad in _bad(found).items():
@@ -211,18 +226,21 @@ def _part(found: Found, kind: str, role: str, numbers: Sequence[int], calm: floa
     for event in seen:
         words[event.by or "nobody"] = words.get(event.by or "nobody", 0) + 1
     notes = [f"noticed by: {by} ({count})" for by, count in sorted(words.items())[:4]]
-    return Part(f"{kind} {role}", f"{kind}, {role}", measures, notes, {"back": backs})
+    victims = "+".join(roles)
+    details = {"back": backs, "ready": whole}
+    return Part(f"{kind} {victims}", f"{kind}, {victims}", measures, notes, details)
 
 
-def has_others(kind: str, role: str) -> bool:
-    """Whether there are requests that such a fault must not touch, and that are told apart."""
+def has_others(kind: str, roles: Sequence[str]) -> bool:
+    """Tells whether some requests must go on as before the fault. All requests need the router and
+    the ffn worker, and the loss of several processes slows all requests."""
     if kind in NOTICED:
-        return role not in ("router", "ffn")  # all requests need them
+        return len(roles) == 1 and roles[0] not in ("router", "ffn")
     return kind in ("disk", "clock")
 
 
 def _bad(found: Found) -> dict[str, list[Record]]:
-    """Requests of which there must be none."""
+    """Returns the requests that count as failures, by name of the measure."""
     ends = {"wrong": ("wrong",), "hung": ("hung", ""), "failed, with a reason": ("failed",)}
     bad = {name: [r for r in found.records if r.end in of] for name, of in ends.items()}
     bad["lost without a word"] = [record for record in found.records if lost(record, found.events)]

@@ -1,6 +1,6 @@
-"""What goes wrong when: a seeded sequence of faults.
+"""Seeded sequence of faults.
 
-Used by `storm.py`, which carries them out one after the other; the tests draw from it, too. Pure.
+Used by `storm.py`, which carries the faults out one after the other, and by tests. Pure.
 """
 
 import itertools
@@ -11,15 +11,15 @@ from typing import NamedTuple
 KINDS = ("kill", "end", "stop", "slow", "drop", "delay", "corrupt", "disk", "clock")
 """kill: SIGKILL. end: SIGTERM, the planned end of a worker. stop: SIGSTOP for seconds. slow:
 stopped most of the time for seconds. drop: the links to a worker are cut, or carry nothing, for
-seconds. delay: what they carry comes later. corrupt: some of the bytes on the pages link of a
-prefill worker come with a bit changed. disk: no file of the process grows for seconds, as on a full
-disk. clock: the wall clock jumps."""
+seconds. delay: the links to a worker carry everything later. corrupt: some of the bytes on the
+pages link of a prefill worker arrive with a bit changed. disk: no file of the process grows for
+seconds, as on a full disk. clock: the wall clock jumps."""
 LINK_KINDS: Mapping[str, Sequence[str]] = {"drop": (), "delay": (), "corrupt": ("pages",)}
-"""Kinds that disturb what is linked, of these roles alone; empty: of all. Other links have no
-checksums but TCP's."""
+"""Kinds that disturb links → the only roles whose links they disturb; empty: all linked roles.
+Links other than `pages` have no checksums but TCP's."""
 
 NEVER_ENDED = ("router", "face", "pages")
-"""Roles without a planned end in a storm: with the router's the deployment ends."""
+"""Roles without a planned end in a storm: the deployment ends with its router."""
 
 SECONDS: Mapping[str, tuple[float, float]] = {
     "kill": (0.0, 0.0),
@@ -32,31 +32,30 @@ SECONDS: Mapping[str, tuple[float, float]] = {
     "disk": (2.0, 6.0),
     "clock": (2.0, 6.0),
 }
-"""How long a fault lasts: the shortest, the longest."""
+"""Shortest and longest duration of a fault, by kind."""
 PAUSE = (0.5, 2.0)
-"""Of undisturbed running before a fault, once everything is back from the last one."""
+"""Shortest and longest undisturbed time, in seconds, between full recovery and the next fault."""
 WAYS_OF_A_DROP = ("cut", "stall", "truncate")
 JUMPS = (-3600.0, 3600.0)
 
 
 class Fault(NamedTuple):
-    """One fault.
+    """One fault, of one process or of several at the same moment.
 
     Attributes:
       number: 0, 1, …
-      kind: of `KINDS`.
-      role, victim: which process; the victim is the how manieth of the role.
+      kind: one of `KINDS`.
+      victims: role and index among the processes of the role, for each process that it befalls.
       pause: seconds to wait before it.
       seconds: how long it lasts.
-      how: of a drop, one of `WAYS_OF_A_DROP`.
-      size: of a delay, seconds each way; of a slow process, the part of the time in which it
-        stands; of a corrupt link, the part of what it carries; of a jump of the clock, seconds.
+      how: one of `WAYS_OF_A_DROP` for a drop, else empty.
+      size: delay: seconds each way. slow: the part of the time in which the process stands.
+        corrupt: the part of the bytes that is changed. clock: seconds that the clock jumps.
     """
 
     number: int
     kind: str
-    role: str
-    victim: int
+    victims: tuple[tuple[str, int], ...]
     pause: float
     seconds: float
     how: str = ""
@@ -64,25 +63,35 @@ class Fault(NamedTuple):
 
 
 def draw(
-    seed: int, kinds: Sequence[str], victims: Mapping[str, int], linked: Sequence[str]
+    seed: int,
+    kinds: Sequence[str],
+    victims: Mapping[str, int],
+    linked: Sequence[str],
+    together: int = 1,
 ) -> Iterator[Fault]:
-    """An endless sequence. Every pair of a kind and a role comes equally often: in each round once,
-    in another order.
+    """Yields faults without end. Each round has every possible pair of a kind and a group of roles
+    once, in a new order.
 
     Args:
-      seed: the same one gives the same faults.
-      kinds: of `KINDS`.
-      victims: role → processes of it.
+      seed: the same seed gives the same faults.
+      kinds: kinds to draw, out of `KINDS`.
+      victims: role → number of its processes.
       linked: roles with a link that can be disturbed.
+      together: number of different processes that each fault befalls.
     """
     random_ = random.Random(seed)
-    pairs = [(kind, role) for kind in kinds for role in victims if _befalls(kind, role, linked)]
+    pairs = [
+        (kind, roles)
+        for kind in kinds
+        for roles in itertools.combinations_with_replacement(victims, together)
+        if all(_befalls(kind, role, linked) for role in roles)
+        and all(roles.count(role) <= victims[role] for role in roles)
+    ]
     numbers = itertools.count()
-    turns = dict.fromkeys(victims, 0)
+    turns = {role: itertools.count(1) for role in victims}
     while pairs:
         random_.shuffle(pairs)
-        for kind, role in pairs:
-            turns[role] += 1
+        for kind, roles in pairs:
             size = {
                 "delay": random_.uniform(0.02, 0.2),
                 "slow": random_.uniform(0.5, 0.9),
@@ -92,8 +101,7 @@ def draw(
             yield Fault(
                 next(numbers),
                 kind,
-                role,
-                turns[role] % victims[role],
+                tuple((role, next(turns[role]) % victims[role]) for role in roles),
                 random_.uniform(*PAUSE),
                 random_.uniform(*SECONDS[kind]),
                 random_.choice(WAYS_OF_A_DROP) if kind == "drop" else "",
@@ -102,7 +110,7 @@ def draw(
 
 
 def _befalls(kind: str, role: str, linked: Sequence[str]) -> bool:
-    """Whether such a fault of such a role is possible."""
+    """Tells whether a fault of this kind can befall a process of this role."""
     if kind == "end":
         return role not in NEVER_ENDED
     if kind not in LINK_KINDS:

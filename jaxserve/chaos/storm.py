@@ -1,7 +1,7 @@
-"""A storm: a deployment under load, one fault after the other, and the results.
+"""Puts a deployment under load, causes one fault after the other, and collects the results.
 
-Called by `__main__.py`. `schedule.py` says what goes wrong, `faults.py` does it, `load.py` asks and
-compares, `figures.py` judges.
+Called by `__main__.py`. `schedule.py` draws the faults, `faults.py` causes them, `load.py` asks
+and compares, `figures.py` judges.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from jaxserve.chaos.schedule import Fault, draw
 
 START_SECONDS = 600.0
 COME_BACK_SECONDS = 300.0
-"""After which a process that was to be started again counts as one that did not come back."""
+"""Time limit for the recovery from a fault; then its processes count as not come back."""
 SETTLE_SECONDS = 2.0
-"""After the last request, before what is left is counted."""
+"""Pause after the last request, before leftovers are counted."""
 LOOK_SECONDS = 0.1
 HEALTH_SECONDS = 2.0
 
@@ -43,12 +43,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       seed: seed of everything that is drawn.
       kinds: kinds of faults.
-      only: roles whose processes are the victims; empty: all.
+      together: number of processes that each fault befalls at the same moment.
+      only: roles of the victims; empty: all roles.
       minutes: time after which no further fault begins.
-      most: number of faults at most.
+      most: greatest number of faults.
       clients: clients that ask at the same time.
       calm: seconds of undisturbed load at the beginning.
-      requests: requests after which the load ends; nothing goes wrong then. 0: a storm.
+      requests: requests after which the load ends, without any fault; 0: a storm of faults.
       resets: resets of all prefix caches, evenly spread over the requests.
       cancelled: part of the requests that clients cancel.
       faces: faces that clients use in turn.
@@ -56,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     kinds: Sequence[str]
+    together: int = 1
     only: Sequence[str] = ()
     minutes: float = 1.0
     most: int = 10**9
@@ -68,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Storm:
-    """One run against a deployment that is whole.
+    """One run against a deployment whose processes are all ready.
 
     Args:
       deployment: started with `--apart` where links are to be disturbed.
@@ -104,8 +106,8 @@ class Storm:
         self._over = asyncio.Event()
 
     async def run(self) -> Found:
-        """Everything, from the first question to what is left. SIGINT and SIGTERM end the faults;
-        what was found up to then is kept."""
+        """Runs the storm, from the first question to the count of leftovers. SIGINT and SIGTERM
+        end the faults; the findings up to then are kept."""
         await self._load.every_question()
         if bad := [record for record in self._load.records if record.end != "right"]:
             raise BenchError(
@@ -143,7 +145,7 @@ class Storm:
 
     async def judge(self) -> Found:
         """Asks `Plan.requests` requests, resets the prefix caches meanwhile, and breaks nothing.
-        SIGINT and SIGTERM end it early; what was found up to then is kept."""
+        SIGINT and SIGTERM end it early; the findings up to then are kept."""
 
         def stop() -> None:
             self._load.stopping = True
@@ -183,7 +185,7 @@ class Storm:
 
     @contextlib.asynccontextmanager
     async def _loaded(self) -> AsyncIterator[None]:
-        """Clients ask for as long as the block takes, and have their answers when it is left."""
+        """Has clients ask during the block. When the block ends, waits for their answers."""
         clients = asyncio.create_task(self._load.run(self._plan.clients))
         try:
             yield
@@ -201,51 +203,59 @@ class Storm:
         linked = [
             role for role, found in roles.items() if found[0].dialled in self._deployment.proxies
         ]
-        for fault in draw(self._plan.seed, self._plan.kinds, victims, linked):
-            over = time.perf_counter() - begin > 60.0 * self._plan.minutes or self._over.is_set()
-            if over or fault.number >= self._plan.most:
+        plan = self._plan
+        for fault in draw(plan.seed, plan.kinds, victims, linked, plan.together):
+            over = time.perf_counter() - begin > 60.0 * plan.minutes or self._over.is_set()
+            if over or fault.number >= plan.most:
                 return
             await asyncio.sleep(fault.pause)
-            there = self._deployment.roles().get(fault.role, [])
-            if fault.victim < len(there):  # else it did not come back
-                await self._one(fault, there[fault.victim])
+            there = self._deployment.roles()
+            # A process that did not come back cannot be a victim.
+            if all(index < len(there.get(role, [])) for role, index in fault.victims):
+                await self._one(fault, [there[role][index] for role, index in fault.victims])
 
-    async def _one(self, fault: Fault, victim: Process) -> None:
+    async def _one(self, fault: Fault, victims: Sequence[Process]) -> None:
+        names = " and ".join(victim.name for victim in victims)
         event = Event(
             kind=fault.kind,
-            role=fault.role,
-            victim=fault.victim,
+            roles=tuple(role for role, _ in fault.victims),
             seconds=fault.seconds,
             how=fault.how,
             size=fault.size,
-            name=victim.name,
+            name=names,
             at=time.perf_counter(),
         )
         self.events.append(event)
         since = time.monotonic()
-        watching = asyncio.create_task(asyncio.to_thread(self._watch_health, event, victim))
-        with happening(fault, victim, self._deployment):
+        watching = asyncio.create_task(asyncio.to_thread(self._watch_health, event))
+        # Counted before the fault: the launcher may start a victim again at once.
+        starts = [
+            victim.starts + (fault.kind in ("kill", "end") and victim.role != "face")
+            for victim in victims
+        ]
+        with contextlib.ExitStack() as faults:
+            for victim in victims:
+                faults.enter_context(happening(fault, victim, self._deployment))
             await asyncio.sleep(fault.seconds)
         deadline = time.monotonic() + COME_BACK_SECONDS
-        starts = victim.starts + (fault.kind in ("kill", "end") and victim.role != "face")
         while not (
             self._deployment.whole()
             and len(self._deployment.faces()) == self._faces
-            and victim.starts >= starts
+            and all(victim.starts >= count for victim, count in zip(victims, starts, strict=True))
             and await asyncio.to_thread(problems, self._http) == []
         ):
             if time.monotonic() > deadline:
-                self._late.append(f"{victim.name} after {fault.kind}: {self._absent()}")
+                self._late.append(f"{names} after {fault.kind}: {self._absent()}")
                 break
             if not self._deployment.alive:
                 raise BenchError(f"the deployment has ended\n{self._deployment.last_words()}")
             await asyncio.sleep(LOOK_SECONDS)
         event.until = time.perf_counter()
         await watching
-        self._read_lines(event, victim, since)
+        self._read_lines(event, victims, since)
         seen = "nobody" if event.noticed is None else f"{event.by} after {event.noticed:.2f} s"
         whole = event.until - event.at - event.seconds
-        what = " ".join([event.kind, *event.how.split(), event.name])
+        what = " ".join([event.kind, *event.how.split(), names])
         clock = time.strftime("%H:%M:%S")
         print(f"{clock} {what}: noticed by {seen}, whole {whole:.1f} s after its end", flush=True)
 
@@ -253,29 +263,32 @@ class Storm:
         absent = [each.name for each in self._deployment.processes.values() if not each.whole]
         return ", ".join(absent) or f"{problems(self._http)}"
 
-    def _watch_health(self, event: Event, victim: Process) -> None:
-        """Asks /health until it names a problem, or nobody will any more."""
+    def _watch_health(self, event: Event) -> None:
+        """Asks /health until it names a problem, the fault is over, or the time for it is up."""
         while not event.until and time.perf_counter() - event.at < HEALTH_SECONDS * 5:
             if problems(self._http):
                 event.noticed, event.by = time.perf_counter() - event.at, "/health"
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _read_lines(self, event: Event, victim: Process, since: float) -> None:
-        """Who said first that something is wrong, other than the victim, and who lost what."""
+    def _read_lines(self, event: Event, victims: Sequence[Process], since: float) -> None:
+        """Reads from the logs which process other than the victims first reported the fault, and
+        which requests lost their worker."""
         lines = [line for line in list(self._deployment.lines) if line.at >= since]
-        told = next((line for line in lines if self._tells(line, victim)), None)
+        told = next((line for line in lines if self._tells(line, victims)), None)
         if told is not None and (event.noticed is None or told.at - since < event.noticed):
             event.noticed, event.by = told.at - since, self._who(told)
         for line in lines:
             if "go on elsewhere" in line.text or "is suspect" in line.text:
                 event.touched += [int(number) for number in _TOUCHED.findall(line.text)]
 
-    def _tells(self, line: Line, victim: Process) -> bool:
+    def _tells(self, line: Line, victims: Sequence[Process]) -> bool:
         if line.process < 0:
-            # A service manager's word counts where nobody else could have one.
-            return victim.role == "router" and f"process {victim.number} " in line.text
-        return line.process != victim.number and bool(_LEVEL.search(line.text))
+            # Only the service manager can report the death of a router.
+            routers = [victim for victim in victims if victim.role == "router"]
+            return any(f"process {router.number} " in line.text for router in routers)
+        others = line.process not in {victim.number for victim in victims}
+        return others and bool(_LEVEL.search(line.text))
 
     def _who(self, line: Line) -> str:
         if line.process < 0:
@@ -284,13 +297,13 @@ class Storm:
 
 
 def problems(http: str) -> list[str] | None:
-    """Problems that /health reports; None: it does not answer."""
+    """Returns the problems that /health reports; None: no answer."""
     found = _get(http, "/health")
     return None if found is None else found.get("problems", [])
 
 
 def what_is_left(http: str) -> str:
-    """Names of the counts that are not zero although no client asks any more."""
+    """Names the counts that are not zero although no client asks any more."""
     load = (_get(http, "/pipeline") or {"load": {"running": "unknown"}})["load"]
     left = {name: load.get(name) for name in ("running", "waiting", "prompts", "held")}
     for worker in load.get("workers", []):

@@ -6,8 +6,9 @@ from jaxserve.chaos.load import Record, how_it_failed
 
 
 def event(at=10.0, until=14.0, kind="kill", role="domain", **changed):
-    values = {"victim": 0, "seconds": 0.0, "how": "", "size": 0.0, "name": role, "noticed": 0.3}
-    return Event(kind=kind, role=role, at=at, until=until, **(values | changed))
+    roles = tuple(role.split("+"))
+    values = {"seconds": 0.0, "how": "", "size": 0.0, "name": role, "noticed": 0.3}
+    return Event(kind=kind, roles=roles, at=at, until=until, **(values | changed))
 
 
 def record(number, start, arrivals, end="right", **changed):
@@ -86,7 +87,8 @@ def test_p99_of_other_requests():
     assert round(ratio("kill", "domain").value, 2) == 3.0
     judged = [("kill", "domain"), ("stop", "follower"), ("drop", "prefill"), ("clock", "router")]
     assert [ratio(*each).met for each in judged] == [False] * 4
-    assert [ratio(*each).met for each in [("kill", "ffn"), ("slow", "domain")]] == [None] * 2
+    spared = [("kill", "ffn"), ("slow", "domain"), ("kill", "domain+prefill")]
+    assert [ratio(*each).met for each in spared] == [None] * 3
 
 
 def test_bad_ends_belong_to_the_fault_that_they_met():
@@ -111,6 +113,7 @@ def test_a_request_is_lost_unless_its_own_connection_was_killed():
     assert lost(cut, [event(role="domain")])
     assert lost(cut, [event(role="router", at=20.0, until=30.0)])
     assert not lost(cut, [event(role="router")])
+    assert not lost(cut, [event(role="face+ffn")])
     assert not lost(record(0, 11.0, [12.0], "failed"), [])
 
 
@@ -145,6 +148,23 @@ def test_limits():
         "all: processes that did not come back",
         "all: kinds of state left at the end",
     ]
+
+
+def test_limits_of_processes_that_die_together():
+    def judged(arrival, until, role="domain+ffn"):
+        found = Found(
+            events=[event(role=role, at=10.0, until=until)],
+            records=[record(0, 9.0, [9.5, arrival])],
+            calm=(0.0, 5.0),
+        )
+        return missed(parts(found))
+
+    assert judged(24.9, 39.9) == []
+    assert judged(25.1, 40.1) == [
+        "kill domain+ffn: longest wait for a token, longest",
+        "kill domain+ffn: all processes ready again, longest",
+    ]
+    assert judged(24.9, 40.1, "ffn") == ["kill ffn: longest wait for a token, longest"]
 
 
 def test_a_short_pause_need_not_be_noticed():

@@ -19,6 +19,7 @@ from jaxserve.errors import ConfigError
         (["--config", "configs/demo-fleet.yaml", "--cancelled", "1.5"], "--cancelled 1.5"),
         (["--config", "configs/demo-fleet.yaml", "--resets", "2"], "only with --requests"),
         (["--config", "configs/demo-fleet.yaml", "--requests", "0"], "--requests 0"),
+        (["--config", "configs/demo-fleet.yaml", "--together", "0"], "--together 0"),
     ],
 )
 def test_wrong_options(arguments, said, capsys):
@@ -34,11 +35,16 @@ def test_a_file_that_is_not_there(capsys):
 
 
 def test_victims_that_are_not_there():
-    check_victims(["prefill"], {"prefill": [], "router": []})
+    there = {"router": "r", "prefill": "p", "domain": "dd"}
+    check_victims(["prefill"], there, 1)
+    check_victims(["domain"], there, 2)
+    check_victims([], there, 4)
     with pytest.raises(
-        ConfigError, match="--only follower: no such process here, but prefill, rou"
+        ConfigError, match="--only follower: no such process here, but domain, prefill, rou"
     ):
-        check_victims(["prefill", "follower"], {"router": [], "prefill": []})
+        check_victims(["prefill", "follower"], there, 1)
+    with pytest.raises(ConfigError, match="--together 3: the roles to choose from have 2 proce"):
+        check_victims(["prefill", "router"], there, 3)
 
 
 def test_a_launcher_that_ends_is_not_waited_for(tmp_path):
