@@ -1,7 +1,9 @@
 # Everything sets up what it needs: `make serve` and `make test` are all a newcomer has to know.
 #
 #   make serve    serve the demo model on simulated CPU devices    (CONFIG=..., SET="lanes=3 ...")
-#   make test     run the tests
+#   make test     run the tests                                    (TESTS=...)
+#   make nightly  the rest: longer tests, all again with annotations checked, the matrix of layouts
+#   make golden   write the files of tests/golden anew; review the diff
 #   make check    formatter, linter, type checker, layer rules
 #   make format   format and mend what the linter can mend
 #   make fuzz     random deployments and requests                  (DRAWS=60 SEED=10)
@@ -43,12 +45,17 @@ CPU := JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
   --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Markers of the tests that need nothing but time.
+NIGHTLY := nightly and not (gpu or gpu_aot or hf or matrix)
+# Every function checks its arguments and its result against their annotations (tests/typechecker.py).
+CHECKED := --jaxtyping-packages=jaxserve,pallas_kernels,tests.typechecker.check
+
 # Packages come in the versions of requirements/, and only if their hashes are those.
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --requirement requirements/build.txt
 OWN := $(PIP) install --no-deps --no-build-isolation --editable .
 
-.PHONY: help serve prepare test check format fuzz matrix vllm bench lock clean
+.PHONY: help serve prepare test nightly golden check format fuzz matrix vllm bench lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -99,6 +106,18 @@ prepare: $(VENV)/.installed-all $(GRPCURL) $(SCHEMAS)
 
 test: prepare
 	$(PYTEST) $(TESTS)
+
+# Prints how many tests each part has before it runs them; a part that fails does not end the others.
+nightly: prepare
+	@failed=0; \
+	$(BIN)/python -m pytest --collect-only -qq -m "$(NIGHTLY)" $(TESTS) | tail -1; \
+	$(PYTEST) -m "$(NIGHTLY)" $(CHECKED) $(TESTS) || failed=1; \
+	echo 'Now what make test runs, with annotations checked'; \
+	$(PYTEST) $(CHECKED) $(TESTS) || failed=1; \
+	$(MAKE) matrix || failed=1; exit $$failed
+
+golden: prepare
+	WRITE_GOLDEN=1 $(PYTEST) $(or $(TESTS),$(shell grep -rl 'golden\.check' tests --include='test_*.py'))
 
 # All four run, so that one round shows everything.
 check: $(VENV)/.installed-all

@@ -1,8 +1,8 @@
 """What every test runs under: simulated CPU devices, a compile cache, strict dtypes.
 
 No accelerator is touched: JAX is told so before anything imports it. Warnings are errors
-(`filterwarnings` in pyproject.toml), and the functions of both packages are checked against their
-annotations (`--jaxtyping-packages`, `typechecker.py`).
+(`filterwarnings` in pyproject.toml). `make nightly` also checks the functions of both packages
+against their annotations (`--jaxtyping-packages`, `typechecker.py`).
 """
 
 import os
@@ -12,7 +12,6 @@ from typing import Any
 
 import hypothesis
 
-import tests.typechecker  # noqa: F401  (the import hook finds it by its name, already loaded)
 from tests import garbage
 
 SIMULATED_DEVICES = 8
@@ -77,6 +76,11 @@ _may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
 _exempted = pytest.StashKey[Path]()
 """The file before whose first test all was exempted from garbage collection."""
 garbage.take_over()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("jaxtyping_packages", None):
+        import tests.typechecker  # noqa: F401  (jaxtyping's import hook finds it loaded)
 
 
 def pytest_sessionstart() -> None:

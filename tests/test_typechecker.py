@@ -13,6 +13,8 @@ from jaxserve.engine.pages import PageAllocator
 from pallas_kernels.quantize import quantize_weight
 from tests.typechecker import _checked, _may_have_shapes, check
 
+pytestmark = pytest.mark.nightly  # annotations are checked there
+
 type Rows = Float[Array, "rows columns"]
 
 

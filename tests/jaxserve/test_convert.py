@@ -79,7 +79,7 @@ def test_fp8_blocks_answer_as_the_original(tmp_path):
     assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == tokens(folder, LAYOUTS["1A1F"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_int4_groups_answer_as_the_original(tmp_path):
     """AWQ's, with zero points, cut over four devices."""
     awq, pack = PACKED["awq"]
@@ -90,7 +90,7 @@ def test_int4_groups_answer_as_the_original(tmp_path):
     assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_floats_become_int4_there_and_here(tmp_path, tiny_model):
     """A conversion rounds FFNs as loading does, and leaves attention alone."""
     options = [str(tiny_model), str(tmp_path / "int4"), "--weights", "int4"]

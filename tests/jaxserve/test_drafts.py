@@ -99,7 +99,7 @@ def expected(colocated_runtime):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "3A2F")) for case in CASES]
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "3A2F")) for case in CASES]
 )
 def test_the_same_tokens_as_without(case, tiny_model, expected):
     greedy, sampled, with_options = expected

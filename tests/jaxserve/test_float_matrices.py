@@ -36,7 +36,7 @@ def answers(folder: Path, overrides: dict[str, Any]) -> list[Any]:
     "layout",
     [
         layouts.COLOCATED | {"attention.tp": 2},
-        pytest.param({"attention.dp": 2, "ffn.ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"attention.dp": 2, "ffn.ep": 2}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

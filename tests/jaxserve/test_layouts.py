@@ -114,7 +114,7 @@ def test_preempted_requests_give_the_same_tokens(
 
 
 # On two meshes every block runs that the colocated step has.
-@pytest.mark.parametrize("mode", [pytest.param("colocated", marks=pytest.mark.slow), "afd"])
+@pytest.mark.parametrize("mode", [pytest.param("colocated", marks=pytest.mark.nightly), "afd"])
 def test_bfloat16_runs(mode, tiny_model, reference):
     """Other roundings, other tokens, but the texts begin alike."""
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)

@@ -23,7 +23,7 @@ SECONDS = 240
 
 # Two domains, below, have the same processes, lanes, exchange and transport.
 SPANNING = [
-    pytest.param(3, Case("2A1F", 2, "gather", "device_put"), marks=pytest.mark.slow),
+    pytest.param(3, Case("2A1F", 2, "gather", "device_put"), marks=pytest.mark.nightly),
 ]
 
 MEASURED = Case("3A2F", 3, "gather", "device_put")
@@ -113,7 +113,7 @@ BOTH_ROLES = [
 """Devices of either role, and the rest."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multihost
 @pytest.mark.parametrize(("attention", "ffn", "case"), BOTH_ROLES, ids=str)
 def test_hosts_with_parts_of_both_roles_give_the_colocated_tokens(

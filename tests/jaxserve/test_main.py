@@ -83,7 +83,7 @@ def test_a_deployment_by_name_is_the_one_that_comes_with_the_package(tmp_path, m
     assert load_deployment("demo").model == str(tmp_path / "demo")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_works_without_the_repository(tmp_path):
     tree = tmp_path / "tree"
     left_out = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unoptimised
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = layouts.PROMPTS[:8]
-RECONFIGURATIONS = [8, pytest.param(25, marks=pytest.mark.slow)]
+RECONFIGURATIONS = [8, pytest.param(25, marks=pytest.mark.nightly)]
 """Of each layout."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Logits and tokens are the reference implementation's, for every model of the catalogue.
 
 The reference is transformers: its results lie in `tests/reference/golden/`, and `pytest -m hf` runs
-it again where it is installed, on random variations too; `pytest -m slow` compares those with NumPy
+it again where it is installed, on random variations too; `-m nightly` compares those with NumPy
 models. FP32: logits to 1e-4, greedy tokens equal. Step-3, which transformers does not have, is
 compared in `test_model.py`.
 """
@@ -65,7 +65,7 @@ AFD: dict[str, dict[str, Any]] = {
 }
 """2A2F for every family; those with biases on devices that must not add them twice."""
 IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
-"""`test_families_layouts.py` has these on other devices, so only `-m slow` looks at them here."""
+"""`test_families_layouts.py` has these on other devices; here only `-m nightly` looks at them."""
 
 SHOWN_BY_ANOTHER = {
     "deepseek_v3_all_moe",  # deepseek_v3, and which layers by every_other
@@ -86,7 +86,7 @@ SHOWN_BY_ANOTHER = {
     "qwen3_window_transformers5",  # qwen3_window, qwen3_transformers5
 }
 """Models with nothing that the models named beside them have not: they cost a compilation each, so
-only `pytest -m slow` looks at them."""
+only `pytest -m nightly` looks at them."""
 
 RANDOM_MODELS = 16
 
@@ -162,7 +162,7 @@ def check_everything(runtime: Runtime, expected: Expected) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] if name in SHOWN_BY_ANOTHER else [])
+        pytest.param(name, marks=[pytest.mark.nightly] if name in SHOWN_BY_ANOTHER else [])
         for name in CATALOGUE
     ],
 )
@@ -195,14 +195,14 @@ def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_OTHER_LAYOUTS)) for name in AFD],
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in IN_OTHER_LAYOUTS)) for name in AFD],
 )
 def test_greedy_on_two_meshes(name: str, tmp_path: Path):
     folder = CATALOGUE[name].write(tmp_path, shards=2)
     assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["2A4F", "3A2F"])
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
@@ -211,7 +211,7 @@ def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
     assert llm_tokens(folder, overrides) == Expected.golden(name).tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
 def test_random_variation(seed: int, tmp_path: Path):
     runtime = load(random_model(seed), tmp_path, COLOCATED)

@@ -42,7 +42,7 @@ def test_tiles():
     [
         *((1, 130), (2, 3), (32, 8), (33, 130), (70, 3), (70, 8)),
         *(
-            pytest.param(count, d_in, marks=pytest.mark.slow)
+            pytest.param(count, d_in, marks=pytest.mark.nightly)
             for count, d_in in (
                 *((1, 3), (1, 8), (2, 8), (2, 130), (32, 3), (32, 130)),
                 *((33, 3), (33, 8), (70, 130)),

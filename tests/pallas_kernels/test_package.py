@@ -41,7 +41,7 @@ def test_metadata():
     assert own["project"]["version"] == whole["project"]["version"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_wheel_works_without_jaxserve(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(KERNELS, source, ignore=shutil.ignore_patterns("__pycache__"))

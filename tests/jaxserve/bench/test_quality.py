@@ -64,7 +64,7 @@ def test_formats_are_overrides():
     assert products.overrides["attention.int8_products"] == [0, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_command(tmp_path, capsys):
     assert main(["quality", "--quick", "--json", str(tmp_path / "report.json")]) in (0, 1)
     assert "int8 × int8 × int8: bits a byte" in capsys.readouterr().out

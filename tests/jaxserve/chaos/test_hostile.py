@@ -11,7 +11,7 @@ from tests.jaxserve.server.http.rig import HttpRig
 
 
 @pytest.mark.parametrize(
-    "number", [4, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "number", [4, pytest.param(500, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 )
 def test_a_server_survives_hostile_requests(
     number: int, capsys: pytest.CaptureFixture[str]

@@ -68,7 +68,7 @@ def test_a_router_and_a_domain_are_killed(tiny_model, tmp_path):
     assert found["kill router"]["faults"] == found["kill domain"]["faults"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_that_share_system_prompts(tiny_model, tmp_path):
     overrides = {"domains": 2, "prefill.workers": 1, "prefill.cache": {"page_size": 16}}
     options = ("--requests", "400", "--systems", "4", "--questions", "60", "--resets", "4")
@@ -78,7 +78,7 @@ def test_requests_that_share_system_prompts(tiny_model, tmp_path):
     assert found["all"]["tokens handed over by prefill workers"] > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(LONG_SECONDS + 100)
 def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_path):
     overrides = {"domains": 2, "prefill.workers": 1, "attention.dp": 2}

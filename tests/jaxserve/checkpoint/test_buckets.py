@@ -41,7 +41,7 @@ def converted(folder, tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.nightly)])
 def test_the_folder_s_weights(scheme, folder, objects):
     objects.upload(folder, "step3")
     url, overrides = f"{scheme}://models/step3", LAYOUTS["2A3F"] | {"dtype": "float32"}
@@ -54,7 +54,7 @@ def test_the_folder_s_weights(scheme, folder, objects):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
-@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.nightly)])
 def test_a_converted_one_s(scheme, converted, objects):
     objects.upload(converted, "a/b/int8")
     url, overrides = f"{scheme}://models/a/b/int8", LAYOUTS["2A4F"]
@@ -65,7 +65,7 @@ def test_a_converted_one_s(scheme, converted, objects):
     assert verify(url) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_a_bucket_to_a_converted_folder(folder, converted, objects, tmp_path):
     objects.upload(folder, "step3")
     convert("s3://models/step3", tmp_path / "int8", "int8")

@@ -104,7 +104,7 @@ def test_who_does_not_end_is_ended(monkeypatch) -> None:
     assert children[1].returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
     environment = {"JAX_PLATFORMS": "cpu", "JAXSERVE_CLUSTER_TOKEN": "a secret of them all"}
     ports = [free_port() for _ in range(3)]

@@ -603,11 +603,11 @@ class TestDrafts(DraftsMachine.TestCase):
     settings = settings(max_examples=40, stateful_step_count=50)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestDraftsAtLength(DraftsMachine.TestCase):
     settings = settings(max_examples=3000, stateful_step_count=60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
     settings = settings(max_examples=3000, stateful_step_count=60)

@@ -134,7 +134,7 @@ def side_by_side(*calls):
 @pytest.mark.parametrize(
     ("count", "params"),
     [
-        pytest.param(count, params, id=f"{count}-{name}", marks=[] if few else pytest.mark.slow)
+        pytest.param(count, params, id=f"{count}-{name}", marks=[] if few else pytest.mark.nightly)
         for count, params, name, few in (
             (1, GREEDY, "greedy", False),
             (1, SEEDED, "seeded", False),

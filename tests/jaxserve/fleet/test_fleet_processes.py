@@ -169,7 +169,7 @@ def check_shared_prefixes(client, admin, expected):
 
 def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
     greedy, drawn, shared = reference
-    # Pages of other sizes: `engine/test_hand_off.py`, and the slow tests below.
+    # Pages of other sizes: `engine/test_hand_off.py`, and the nightly tests below.
     overrides = {"mode": "colocated", "domains": 2, "prefill.workers": 2}
     overrides |= {"server.admin_port": free_port()}
     with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
@@ -204,7 +204,7 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
         assert client.pipeline()["load"]["replays"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, tmp_path):
     """The domain is killed in the middle of a stream and comes back late: until then the last
     prefill worker is one, on a page size and cache of its own before and after."""
@@ -243,7 +243,7 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, t
         assert "process 2 (prefill worker 1) ended" not in run.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("prefill", "domain"),
     [({"tp": 2}, {"dp": 2}), ({"dp": 2}, {"tp": 2})],
@@ -269,7 +269,7 @@ def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill,
         assert load["replays"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, reference, tmp_path):
     """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
     the domains is killed in the middle of a stream."""

@@ -18,7 +18,7 @@ from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched
 from tests.jaxserve.fleet.test_fleet_processes import write_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.multihost, pytest.mark.unoptimised]
+pytestmark = [pytest.mark.nightly, pytest.mark.multihost, pytest.mark.unoptimised]
 
 REQUESTS = 2000
 CANCELLED = 0.1

@@ -29,7 +29,7 @@ from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, host
 from tests.jaxserve.launch.rendered import files_of, objects
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.multihost,
     pytest.mark.unoptimised,
     pytest.mark.timeout(2000),

@@ -124,8 +124,8 @@ def test_encoded_rows_are_sent_as_they_are(rows):
     [
         (np.float32, 24),
         (ml_dtypes.bfloat16, 128),
-        pytest.param(np.float32, 128, marks=pytest.mark.slow),
-        pytest.param(ml_dtypes.bfloat16, 24, marks=pytest.mark.slow),
+        pytest.param(np.float32, 128, marks=pytest.mark.nightly),
+        pytest.param(ml_dtypes.bfloat16, 24, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("top_k", TOP_K)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.tpu_aot
 ROWS, D_MODEL, TOP_K, D_FF = 2048, 7168, 3, 320
 
 
-@pytest.mark.parametrize("generation", [pytest.param("v6e", marks=pytest.mark.slow), "v7x"])
+@pytest.mark.parametrize("generation", [pytest.param("v6e", marks=pytest.mark.nightly), "v7x"])
 def test_no_message_is_transposed(generation):
     """Neither a whole one nor gathered pieces, nor the rows in BF16 that are made of them.
 

@@ -19,7 +19,7 @@ from tests.jaxserve.link.test_pull import KIND, LANES, ROWS, client, on_mesh, va
 from tests.jaxserve.link.toy_server import in_use, nursery
 from tests.jaxserve.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.multihost]
+pytestmark = [pytest.mark.nightly, pytest.mark.multihost]
 
 KILLS = int(os.environ.get("LINK_KILLS", "100"))
 LONGEST_GAP = 20.0

@@ -34,7 +34,9 @@ def compile_for(*arguments: str, timeout: float = 550) -> tuple[int, dict, str]:
 @pytest.mark.parametrize(
     ("topology", "config", "bucket", "devices"),
     [
-        pytest.param(*("v6e:8x8", "configs/step3-v6e.yaml", "32x32", 32), marks=pytest.mark.slow),
+        pytest.param(
+            *("v6e:8x8", "configs/step3-v6e.yaml", "32x32", 32), marks=pytest.mark.nightly
+        ),
         ("v7x:2x2x4", "configs/step3-v7x.yaml", "128x32", 16),
     ],
 )

@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named(capsys, asked, more, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_devices_and_a_hundred_steps_take_a_minute_of_one_core(tmp_path):
     """3 domains x 248 + 256 devices, 3 lanes of 8 sequences: 17,856 at a time."""
     path = write(tmp_path, "deepseek-v3", dp=248, ep=256, slots=8)

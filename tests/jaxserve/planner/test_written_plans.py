@@ -54,7 +54,7 @@ def test_a_sample(tmp_path, capsys, model, hardware, mode, cache):
     assert check(tmp_path / "plan.yaml", model, hardware, mode, cache, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "int8"])
 @pytest.mark.parametrize("mode", MODES)
@@ -65,7 +65,7 @@ def test_models_by_hardware_by_formats(tmp_path, capsys, model, hardware, mode, 
     check(tmp_path / "plan.yaml", model, hardware, mode, cache, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.tpu_aot
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def change(slots, layer, target, pieces):
     ("overrides", "expected_pieces"),
     [
         (AFD, 1),
-        pytest.param({**AFD, "experts.move_mb_per_step": 0.004}, 4, marks=pytest.mark.slow),
+        pytest.param({**AFD, "experts.move_mb_per_step": 0.004}, 4, marks=pytest.mark.nightly),
         ({**AFD, "ffn.weights": "int8", "experts.move_mb_per_step": 1e-6}, 32),
         ({**AFD, "ffn.weights": "fp8", "experts.move_mb_per_step": 0.001}, 4),
         ({**AFD, "dtype": "bfloat16", "ffn.ep": 5, "ffn.tp": 1}, 1),

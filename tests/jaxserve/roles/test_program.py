@@ -33,11 +33,11 @@ STEPS = [(1, 12), (7, 12), (40, 5), (2, 64)]
 
 
 def steps_by_window():
-    """Every window in one step and every step with one window; `-m slow` has all others."""
+    """Every window in one step and every step with one window; `-m nightly` has all others."""
     for other_rows, page_bucket in STEPS:
         for window in WINDOWS:
             shown = window == 40 or (other_rows, page_bucket) == (40, 5)
-            marks = [] if shown else [pytest.mark.slow]
+            marks = [] if shown else [pytest.mark.nightly]
             yield pytest.param(other_rows, page_bucket, window, marks=marks)
 
 

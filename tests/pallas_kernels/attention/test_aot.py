@@ -40,7 +40,7 @@ SPAN = {
     ),
 }
 """Every model, format, kind of batch and kernel, each with some generation; every generation has a
-decode step, several tokens of a sequence, and a write. `-m slow` has the product."""
+decode step, several tokens of a sequence, and a write. `-m nightly` has the product."""
 
 
 MOST_CYCLES = 60_000
@@ -82,7 +82,7 @@ def test_models_compile(generation):
     compile_in_a_process(generation, SPAN[generation], 500)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("generation", aot.GENERATIONS)
 def test_all_models_compile(generation):

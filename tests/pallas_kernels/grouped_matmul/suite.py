@@ -182,7 +182,7 @@ class RowsInBlocksSuite:
             ("fp8_large_block", jnp.bfloat16),
             ("int8", jnp.bfloat16),
             ("int8_block", jnp.bfloat16),
-            pytest.param("int4_zeros", jnp.bfloat16, marks=pytest.mark.slow),
+            pytest.param("int4_zeros", jnp.bfloat16, marks=pytest.mark.nightly),
             ("int4_small_zeros", jnp.bfloat16),
         ],
     )
@@ -210,7 +210,7 @@ class RowsInBlocksSuite:
         "format",
         # A scale a column, as INT8 here, and as FP8 in the test of one product.
         [
-            *(pytest.param(one, marks=pytest.mark.slow) for one in ("fp8", "int4_small_zeros")),
+            *(pytest.param(one, marks=pytest.mark.nightly) for one in ("fp8", "int4_small_zeros")),
             *("fp8_block", "int8"),
         ],
     )
@@ -261,8 +261,8 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         [
             *((format, jnp.bfloat16) for format in FORMATS if "zeros" not in format),
             *((format, jnp.float32) for format in ("float", "fp8_block", "int8")),
-            pytest.param("int4_zeros", jnp.float32, marks=pytest.mark.slow),
-            pytest.param("int4_small_zeros", jnp.bfloat16, marks=pytest.mark.slow),
+            pytest.param("int4_zeros", jnp.float32, marks=pytest.mark.nightly),
+            pytest.param("int4_small_zeros", jnp.bfloat16, marks=pytest.mark.nightly),
         ],
     )
     def test_matmul(self, format, dtype):
@@ -402,8 +402,8 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         [
             ("float", None),
             # As `test_swiglu` has them; that rows are picked is the same for every format.
-            pytest.param("fp8", None, marks=pytest.mark.slow),
-            pytest.param("int8", None, marks=pytest.mark.slow),
+            pytest.param("fp8", None, marks=pytest.mark.nightly),
+            pytest.param("int8", None, marks=pytest.mark.nightly),
             ("fp8", "fp8"),
         ],
     )

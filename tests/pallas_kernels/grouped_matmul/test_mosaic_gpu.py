@@ -80,8 +80,8 @@ class TestRowParts:
         [
             ("fp8", 64),
             ("fp8_block", 256),
-            pytest.param("fp8", 256, marks=pytest.mark.slow),
-            pytest.param("fp8_block", 64, marks=pytest.mark.slow),
+            pytest.param("fp8", 256, marks=pytest.mark.nightly),
+            pytest.param("fp8_block", 64, marks=pytest.mark.nightly),
         ],
     )
     def test_matmul(self, format, d_out):

@@ -123,8 +123,8 @@ class TestNarrowRows:
             ("int8", 96, 28),
             ("fp8", 128, 128),
             ("fp8", 96, 28),
-            pytest.param("int8", 128, 128, marks=pytest.mark.slow),
-            pytest.param("fp8", 128, 0, marks=pytest.mark.slow),
+            pytest.param("int8", 128, 128, marks=pytest.mark.nightly),
+            pytest.param("fp8", 128, 0, marks=pytest.mark.nightly),
         ],
     )
     def test_their_values_are_multiplied(self, format, d, more):

@@ -106,17 +106,17 @@ def compiled(function, mesh, arguments, specs):
 @pytest.mark.parametrize(
     ("generation", "name", "tokens", "format"),
     [
-        pytest.param("v5e", "step3_2a2f", 2048, "bf16", marks=pytest.mark.slow),
+        pytest.param("v5e", "step3_2a2f", 2048, "bf16", marks=pytest.mark.nightly),
         ("v5e", "qwen3_235b_ep8", 512, "int8"),
-        pytest.param("v6e", "step3_2a2f", 2048, "int8", marks=pytest.mark.slow),
+        pytest.param("v6e", "step3_2a2f", 2048, "int8", marks=pytest.mark.nightly),
         ("v6e", "qwen3_235b", 128, "bf16"),
         ("v6e", "deepseek_v3_ep32", 2048, "fp8_block"),
-        pytest.param("v7x", "step3_2a2f_shared", 2048, "fp8", marks=pytest.mark.slow),
+        pytest.param("v7x", "step3_2a2f_shared", 2048, "fp8", marks=pytest.mark.nightly),
         ("v7x", "step3", 8192, "bf16"),
-        pytest.param("v7x", "deepseek_v3", 512, "fp8_block", marks=pytest.mark.slow),
+        pytest.param("v7x", "deepseek_v3", 512, "fp8_block", marks=pytest.mark.nightly),
         ("v7x", "qwen3_235b_ep8", 2048, "fp8_bits"),
-        pytest.param("v7x", "qwen3_235b_ep8", 512, "int8", marks=pytest.mark.slow),
-        pytest.param("v6e", "qwen3_235b_ep8", 512, "int4", marks=pytest.mark.slow),
+        pytest.param("v7x", "qwen3_235b_ep8", 512, "int8", marks=pytest.mark.nightly),
+        pytest.param("v6e", "qwen3_235b_ep8", 512, "int4", marks=pytest.mark.nightly),
     ],
 )
 def test_swiglu_of_a_model(generation, name, tokens, format):
@@ -132,7 +132,7 @@ def test_swiglu_of_a_model(generation, name, tokens, format):
     assert program.memory_analysis().temp_size_in_bytes < 2 * rows + 2**24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("generation", "format"), [("v5e", "int4"), ("v6e", "int4_zeros"), ("v7x", "int4_zeros")]
 )
@@ -155,7 +155,7 @@ def test_int4_is_read_as_half_a_byte(generation, format):
         ("v6e", "int8", "int8"),
         ("v7x", "fp8_block", "fp8"),
         *(
-            pytest.param(*case, "int8", marks=pytest.mark.slow)
+            pytest.param(*case, "int8", marks=pytest.mark.nightly)
             for case in (("v5e", "int4"), ("v6e", "int4_zeros"), ("v7x", "int4_zeros"))
         ),
     ],
@@ -186,7 +186,7 @@ def test_rows_as_they_are():
     assert program.memory_analysis().temp_size_in_bytes < 2**24
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("generation", aot.GENERATIONS)
 def test_all_cases_compile(generation):
@@ -248,13 +248,13 @@ def test_one_weight_for_all_rows(d_out, d_in):
 @pytest.mark.parametrize(
     ("generation", "name", "format", "tokens", "sorted_by_xla"),
     [
-        pytest.param("v5e", "step3_2a2f", "int8", 512, False, marks=pytest.mark.slow),
+        pytest.param("v5e", "step3_2a2f", "int8", 512, False, marks=pytest.mark.nightly),
         ("v6e", "step3_2a2f", "int8", 512, False),
-        pytest.param("v6e", "step3_2a2f", "bf16", 2048, False, marks=pytest.mark.slow),
-        pytest.param("v6e", "qwen3_235b_ep8", "int4_zeros", 64, False, marks=pytest.mark.slow),
-        pytest.param("v6e", "deepseek_v3_ep32", "int8", 2048, True, marks=pytest.mark.slow),
-        pytest.param("v6e", "step3_2a2f", "int8", 8, False, marks=pytest.mark.slow),
-        pytest.param("v7x", "step3_2a2f", "fp8_bits", 2048, False, marks=pytest.mark.slow),
+        pytest.param("v6e", "step3_2a2f", "bf16", 2048, False, marks=pytest.mark.nightly),
+        pytest.param("v6e", "qwen3_235b_ep8", "int4_zeros", 64, False, marks=pytest.mark.nightly),
+        pytest.param("v6e", "deepseek_v3_ep32", "int8", 2048, True, marks=pytest.mark.nightly),
+        pytest.param("v6e", "step3_2a2f", "int8", 8, False, marks=pytest.mark.nightly),
+        pytest.param("v7x", "step3_2a2f", "fp8_bits", 2048, False, marks=pytest.mark.nightly),
         ("v7x", "deepseek_v3_ep32", "fp8_block", 2048, False),
     ],
 )
