@@ -20,7 +20,8 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    if folder := config.getoption("--reach"):
+    folder = config.getoption("--reach")
+    if folder and not (config.option.numprocesses and not hasattr(config, "workerinput")):
         config.pluginmanager.register(Reach(folder))
 
 
@@ -52,6 +53,7 @@ class Reach:
         self.seconds[self.file] += time.monotonic() - self.started
 
     def pytest_sessionfinish(self) -> None:
+        sys.monitoring.free_tool_id(TOOL)
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, seconds in self.seconds.items():
             entry = {"file": file, "seconds": seconds, "reaches": sorted(self.reached[file])}
