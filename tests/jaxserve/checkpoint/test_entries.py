@@ -1,7 +1,6 @@
 """Reading of entries in general; what the families make of theirs is in their own tests."""
 
 import math
-import re
 import string
 from typing import Any
 
@@ -46,29 +45,25 @@ class TestKinds:
         assert entries.problems == []
 
     @pytest.mark.parametrize(
-        ("method", "value", "message"),
+        ("method", "values", "wanted"),
         [
-            ("size", 0, "name = 0 is not a whole number from 1"),
-            ("size", 7.0, "name = 7.0 is not a whole number from 1"),
-            ("size", True, "name = True is not a whole number from 1"),
-            ("size", "7", "name = '7' is not a whole number from 1"),
-            ("size", None, "name is missing"),
-            ("number", 0, "name = 0 is not a number above 0"),
-            ("number", -1.5, "name = -1.5 is not a number above 0"),
-            ("number", math.inf, "name = inf is not a number above 0"),
-            ("number", math.nan, "name = nan is not a number above 0"),
-            ("number", False, "name = False is not a number above 0"),
-            ("number", [1.0], "name = [1.0] is not a number above 0"),
-            ("flag", 1, "name = 1 is not true or false"),
-            ("flag", "true", "name = 'true' is not true or false"),
-            ("section", [], "name = [] is not an object"),
-            ("section", "x" * 100, f"name = '{'x' * 76}... is not an object"),
+            ("size", [0, 7.0, True, "7"], "a whole number from 1"),
+            ("number", [0, -1.5, math.inf, math.nan, False, [1.0]], "a number above 0"),
+            ("flag", [1, "true"], "true or false"),
+            ("section", [[], 3], "an object"),
         ],
     )
-    def test_problems(self, method: str, value: Any, message: str):
-        entries = Entries({"name": value})
-        getattr(entries, method)("name")
-        assert entries.problems == [message]
+    def test_problems(self, method: str, values: list[Any], wanted: str):
+        for value in values:
+            entries = Entries({"name": value})
+            getattr(entries, method)("name")
+            assert entries.problems == [f"name = {value!r} is not {wanted}"]
+
+    def test_missing_and_long_values(self):
+        entries = Entries({"none": None, "long": "x" * 100})
+        entries.size("none")
+        entries.section("long")
+        assert entries.problems == ["none is missing", f"long = '{'x' * 76}... is not an object"]
 
     def test_several_spellings(self):
         entries = Entries({"new": None, "old": 3, "older": 4})
@@ -136,12 +131,11 @@ class TestOnly:
 
 class TestUnread:
     def test_is_refused_by_name(self):
-        entries = Entries({"b": 2, "a": "x", "known": 1})
+        entries = Entries({"b": 2, "a": "x", "c": 3, "known": 1}, ["c"])
         entries.size("known")
         entries.refuse_unread()
-        assert entries.problems == [
-            "a = 'x' is not known, and might change what the model computes",
-            "b = 2 is not known, and might change what the model computes",
+        assert [problem.partition(" is not known")[0] for problem in entries.problems] == [
+            *("a = 'x'", "b = 2")
         ]
 
     @pytest.mark.parametrize("value", [None, False, {}, [], ""])
@@ -154,50 +148,27 @@ class TestUnread:
     def test_what_may_be_a_setting_is_not(self, value: Any):
         entries = Entries({"soft_cap": value})
         entries.refuse_unread()
-        assert entries.problems == [
-            f"soft_cap = {value!r} is not known, and might change what the model computes"
-        ]
-
-    def test_the_user_knows_better(self):
-        entries = Entries({"a": 1, "b": 2, "c": 3}, ["a", "c"])
-        entries.refuse_unread()
-        assert [problem.split()[0] for problem in entries.problems] == ["b"]
+        assert len(entries.problems) == 1
 
     def test_in_sections_too(self):
+        """Harmless names are harmless at the top level alone."""
         tree = {"rope_theta": 1e4, "rope_scaling": {"type": "default", "note": 1, "dtype": "x"}}
         entries = Entries(tree, ["rope_scaling.note", "dtype"])
         entries.rope("head_dim", 8)
-        # Entries that are harmless by their names are so at the top alone.
-        assert entries.problems == [
-            "rope_scaling.dtype = 'x' is not known, and might change what the model computes"
-        ]
+        (problem,) = entries.problems
+        assert problem.startswith("rope_scaling.dtype = 'x' is not known")
 
-    def test_what_says_nothing_of_the_mathematics(self):
-        Entries(dict.fromkeys(HARMLESS, 7)).refuse_unread()
+    def test_harmless_entries(self):
         entries = Entries(dict.fromkeys(HARMLESS, 7))
         entries.refuse_unread()
         assert entries.problems == []
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "attn_logit_softcapping",
-            "dual_chunk_attention_config",
-            "final_logit_softcapping",
-            "head_dim",
-            "hidden_act",
-            "index_topk",
-            "logits_scaling",
-            "quantization_config",
-            "rms_norm_eps",
-            "rope_theta",
-            "sliding_window",
-            "swiglu_limit",
+        mathematics = {
+            *("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"),
+            *("dual_chunk_attention_config", "sliding_window", "head_dim", "hidden_act"),
+            *("index_topk", "quantization_config", "rms_norm_eps", "rope_theta", "swiglu_limit"),
             "tie_word_embeddings",
-        ],
-    )
-    def test_what_says_something(self, name: str):
-        assert name not in HARMLESS
+        }
+        assert not mathematics & HARMLESS
 
     @given(st.text(string.ascii_lowercase + "_", min_size=1).filter(lambda n: n not in HARMLESS))
     def test_any_other_name_is_refused(self, name: str):
@@ -212,11 +183,9 @@ def test_all_problems_in_one_message():
     entries.number("b")
     entries.flag("c")
     entries.refuse_unread()
-    expected = (
-        "config.json: a = 'x' is not a whole number from 1; b = -1 is not a number above 0; "
-        "d = 3 is not known, and might change what the model computes"
-    )
-    with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}$"):
+    with pytest.raises(
+        CheckpointError, match=r"^config\.json: a = 'x' .*; b = -1 .*; d = 3 is not"
+    ):
         entries.raise_problems()
     Entries({}).raise_problems()
 
@@ -291,55 +260,41 @@ class TestRope:
         assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (1.0, 2.0, False)
 
     @pytest.mark.parametrize(
-        ("tree", "problems"),
+        ("section", "problems"),
         [
-            ({}, ["rope_theta is missing"]),
+            ({"rope_parameters": {"rope_theta": -1}}, ["rope_parameters.rope_theta = -1 is not"]),
             (
-                {"rope_parameters": {"rope_theta": -1}},
-                ["rope_parameters.rope_theta = -1 is not a number above 0"],
+                {"rope_scaling": {"type": "yarn"}},
+                ["rope_scaling.factor is", "rope_scaling.original_max_position_embeddings is"],
             ),
-            (
-                {"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
-                [
-                    "rope_scaling.factor is missing",
-                    "rope_scaling.original_max_position_embeddings is missing",
-                ],
-            ),
-            (
-                {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-                [
-                    "rope_scaling = {'type': 'dynamic', 'factor': 2.0} is not supported, only yarn",
-                ],
-            ),
-            (
-                {"rope_theta": 1e4, "rope_scaling": {"rope_type": "longrope"}},
-                ["rope_scaling = {'rope_type': 'longrope'} is not supported, only yarn"],
-            ),
+            ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling = {'type': 'dy"]),
+            ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling = {'rope_type': 'longro"]),
             (
                 {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear"}},
                 ["rope_parameters = {'rope_type': 'linear'} is not supported, only yarn"],
             ),
+            ({"rope_scaling": {"mrope": [2, 3]}}, ["rope_scaling.mrope = [2, 3] is not known"]),
             (
-                {"rope_theta": 1e4, "rope_scaling": {"mrope_section": [2, 3, 3]}},
-                [
-                    "rope_scaling.mrope_section = [2, 3, 3] is not known, and might change what "
-                    "the model computes"
-                ],
-            ),
-            (
-                {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+                {"rope_parameters": {"partial_rotary_factor": 0.5}},
                 ["rope_parameters.partial_rotary_factor = 0.5 is not supported, only 1.0 or 1"],
             ),
             (
-                {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **YARN, "mscale": "1"}},
+                {"rope_scaling": {"type": "yarn", **YARN, "mscale": "1"}},
                 ["rope_scaling.mscale = '1' is not a number above 0"],
             ),
         ],
     )
-    def test_problems(self, tree: dict[str, Any], problems: list[str]):
-        entries = Entries(tree)
+    def test_problems(self, section: dict[str, Any], problems: list[str]):
+        entries = Entries({"rope_theta": 1e4} | section)
         entries.rope("head_dim", 8)
-        assert entries.problems == problems
+        assert len(entries.problems) == len(problems)
+        for found, start in zip(entries.problems, problems, strict=True):
+            assert found.startswith(start)
+
+    def test_no_theta(self):
+        entries = Entries({})
+        entries.rope("head_dim", 8)
+        assert entries.problems == ["rope_theta is missing"]
 
     def test_odd(self):
         entries = Entries({"rope_theta": 1e4})
@@ -366,29 +321,24 @@ class TestRouter:
             (Router(experts=1, top_k=1), []),
             (Router(experts=8, top_k=0), ["k = 0 of e = 8"]),
             (Router(experts=8, top_k=9), ["k = 9 of e = 8"]),
-            (
-                Router(experts=8, top_k=2, groups=3, top_groups=1),
-                ["n_group = 3 does not cut 8 experts into equal groups of at least 2"],
-            ),
-            (
-                Router(experts=8, top_k=2, groups=8, top_groups=4),
-                ["n_group = 8 does not cut 8 experts into equal groups of at least 2"],
-            ),
+            (Router(experts=8, top_k=2, groups=3), ["n_group = 3 does not cut 8 experts"]),
+            (Router(experts=8, top_k=2, groups=8), ["n_group = 8 does not cut 8 experts"]),
             (
                 Router(experts=8, top_k=2, groups=2, top_groups=3),
-                ["topk_group = 3 of 2 groups of 4 experts cannot hold 2 experts a token"],
+                ["topk_group = 3 of 2 groups of 4 experts"],
             ),
             (
                 Router(experts=8, top_k=2, groups=1, top_groups=2),
-                ["topk_group = 2 of 1 groups of 8 experts cannot hold 2 experts a token"],
+                ["topk_group = 2 of 1 groups of 8 experts"],
             ),
             (
                 Router(experts=8, top_k=5, groups=4, top_groups=2),
-                ["topk_group = 2 of 4 groups of 2 experts cannot hold 5 experts a token"],
+                ["topk_group = 2 of 4 groups of 2 experts cannot hold 5"],
             ),
         ],
     )
     def test_numbers_that_do_not_fit(self, rule: Router, problems: list[str]):
         entries = Entries({})
         assert entries.router(rule, "e", "k") is rule
-        assert entries.problems == problems
+        assert len(entries.problems) == len(problems)
+        assert all(map(str.startswith, entries.problems, problems))

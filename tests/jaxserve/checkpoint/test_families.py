@@ -1,0 +1,166 @@
+"""Tests that all families share: released models, spellings, problems, names of tensors."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxserve.checkpoint.entries import HARMLESS
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.config.model import ModelConfig
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.errors import CheckpointError
+from tests import golden
+from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
+from tests.reference.tiny_step3 import TinyStep3
+
+TINY = [TinyDeepseek(), TinyQwen3(), TinyQwen3(model_type="qwen3_moe"), TinyStep3()]
+NAMES = [tiny.config()["model_type"] for tiny in TINY]
+
+
+def read(tree: dict[str, Any], *ignored: str) -> ModelConfig:
+    return FAMILIES[tree["model_type"]].config(tree, ignored)
+
+
+def names_of(tree: dict[str, Any]) -> CheckpointNames:
+    return FAMILIES[tree["model_type"]].names(read(tree))
+
+
+def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
+    """Every required tensor, with its shape."""
+    shapes = dict(names.unloaded)
+    for sources in (names.embedding, names.head, *names.attention, *names.ffn, *names.predictions):
+        for source in sources.values():
+            shapes |= dict(zip(source.names, source.shapes, strict=True))
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("deepseek-v3", 671.0),
+        ("kimi-k2", 1026.4),
+        ("qwen3-235b-a22b", 235.1),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-32b", 32.8),
+        ("step3", 316.3),
+    ],
+)
+def test_released(name: str, billions: float):
+    """Parameters as published, without those of prediction modules."""
+    config, names = read_config(CONFIGS / "models" / name)
+    tree = msgspec.to_builtins(config, order="deterministic")
+    tree["moe_layers"] = " ".join(map(str, tree["moe_layers"]))
+    golden.check(f"checkpoint/{name}.json", tree)
+    modules = f"model.layers.{config.layers}."
+    own = [shape for tensor, shape in shapes_of(names).items() if not tensor.startswith(modules)]
+    assert round(sum(map(math.prod, own)) / 1e9, 1) == billions
+
+
+def test_entries_of_released_files_that_change_nothing():
+    """DeepSeek-V3, Qwen3 and Step-3, and a file that an old transformers saved."""
+    text = """
+    architectures attention_dropout auto_map aux_loss_alpha bos_token_id eos_token_id ep_size
+    initializer_range model_type pretraining_tp seq_aux torch_dtype transformers_version use_cache
+    output_router_logits router_aux_loss_coef dtype pad_token_id _name_or_path add_cross_attention
+    bad_words_ids chunk_size_feed_forward diversity_penalty do_sample early_stopping id2label
+    encoder_no_repeat_ngram_size is_decoder label2id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences pruned_heads
+    remove_invalid_values repetition_penalty return_dict temperature tf_legacy_loss top_k top_p
+    torchscript typical_p use_bfloat16
+    """
+    assert set(text.split()) <= HARMLESS
+
+
+@pytest.mark.parametrize("yarn", [None, Yarn()], ids=["plain", "yarn"])
+@pytest.mark.parametrize("tiny", TINY[:3], ids=NAMES[:3])
+def test_transformers_5_spells_the_same(tiny: TinyDeepseek | TinyQwen3, yarn: Yarn | None):
+    tiny = type(tiny)(**vars(tiny) | {"yarn": yarn})
+    assert read(tiny.config("transformers 5")) == read(tiny.config())
+
+
+@pytest.mark.parametrize("tiny", TINY, ids=NAMES)
+class TestProblems:
+    def message(self, tiny: Any, **entries: Any) -> str:
+        with pytest.raises(CheckpointError) as error:
+            read(tiny.config() | entries)
+        return str(error.value)
+
+    def test_wrong_entries_are_told_all_at_once(self, tiny: Any):
+        message = self.message(tiny, hidden_size="x", num_attention_heads=None, rms_norm_eps=0)
+        for problem in ("hidden_size = 'x'", "num_attention_heads is missing", "rms_norm_eps = 0"):
+            assert problem in message
+
+    def test_unsupported_entries_are_told_all_at_once(self, tiny: Any):
+        message = self.message(tiny, hidden_act="relu", soft_cap=30)
+        assert "hidden_act = 'relu' is not supported, only 'silu'" in message
+        assert "soft_cap = 30 is not known" in message
+
+    def test_unknown_entries_that_are_off_or_ignored(self, tiny: Any):
+        tree = tiny.config()
+        assert read(tree | {"gate": False, "sinks": None, "hooks": []}) == read(tree)
+        assert read(tree | {"soft_cap": 30}, "soft_cap") == read(tree)
+
+
+SIZES = {
+    "deepseek": TinyDeepseek(),
+    "deepseek query": TinyDeepseek(q_lora_rank=None),
+    "deepseek biases": TinyDeepseek(attention_bias=True),
+    "deepseek both": TinyDeepseek(attention_bias=True, q_lora_rank=None),
+    "deepseek shared": TinyDeepseek(n_shared_experts=2, first_k_dense_replace=0),
+    "deepseek dense": TinyDeepseek(first_k_dense_replace=3),
+    "deepseek every other": TinyDeepseek(moe_layer_freq=2, num_hidden_layers=4),
+    "deepseek mtp": TinyDeepseek(num_nextn_predict_layers=2),
+    "qwen3": TinyQwen3(),
+    "qwen3 biases": TinyQwen3(attention_bias=True),
+    "qwen3 tied": TinyQwen3(tie_word_embeddings=True),
+    "qwen3 moe": TinyQwen3(model_type="qwen3_moe"),
+    "qwen3 some moe": TinyQwen3(
+        model_type="qwen3_moe", decoder_sparse_step=2, mlp_only_layers=(1,)
+    ),
+    "qwen3 moe biases": TinyQwen3(
+        model_type="qwen3_moe", attention_bias=True, num_key_value_heads=1
+    ),
+    "step3": TinyStep3(),
+    "step3 mtp": TinyStep3(mtp=True),
+    "step3 mtp copies": TinyStep3(mtp=True, mtp_repeats_head=True),
+    "step3 dense": TinyStep3(moe_layers=()),
+    "step3 moe": TinyStep3(num_hidden_layers=2, moe_layers=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_tensors_are_those_of_the_file(sizes: Any):
+    """The writer of tiny checkpoints has its own list of their tensors."""
+    names, there = names_of(sizes.config()), sizes.shapes()
+    copies = {name: shape for name, shape in names.optional.items() if name in there}
+    assert shapes_of(names) | copies == there
+
+
+FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (4,) for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "module", "embedding", "others"),
+    [
+        (TinyDeepseek(num_nextn_predict_layers=1), 3, (97, 48), FREQUENCIES),
+        (TinyStep3(mtp=True), 4, (160, 64), {}),
+    ],
+)
+def test_copies_in_a_prediction_module_may_be_there(
+    sizes: Any, module: int, embedding: tuple[int, int], others: dict[str, Any]
+):
+    copies = ("embed_tokens", "shared_head.head")
+    expected = {f"model.layers.{module}.{copy}.weight": embedding for copy in copies}
+    assert names_of(sizes.config()).optional == expected | others
+
+
+@pytest.mark.parametrize("tiny", TINY, ids=NAMES)
+def test_a_tied_head_is_the_embedding(tiny: Any):
+    names = names_of(tiny.config() | {"tie_word_embeddings": True})
+    assert names.head["weight"].names == ("model.embed_tokens.weight",)
+    repeated = {"lm_head.weight": (97, 48)} if isinstance(tiny, TinyQwen3) else {}
+    assert names.optional.items() >= repeated.items()
