@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from scipy.stats import chisquare
 
 from jaxserve.roles import sampling_programs
 from jaxserve.roles.layout import REJECTED, BatchLayout, Bucket
@@ -103,6 +102,8 @@ def step(case: dict, drafts: np.ndarray, seed: int):
 
 @pytest.mark.parametrize("name", CASES)
 def test_probabilities(name, choose):
+    from scipy.stats import chisquare  # imports half of scipy
+
     case, random = CASES[name], np.random.default_rng(11)
     batch, rules = step(case, np.zeros(SLOTS), 0)
     fields = BatchLayout(2 * SLOTS, SLOTS).fields(batch)
