@@ -17,8 +17,8 @@ from jaxserve.model.ffn.traffic import (
     ranks_met,
 )
 from jaxserve.roles.capacity import RoleBytes, gb_text, role_bytes
+from jaxserve.roles.compiler_options import NEEDED
 from jaxserve.roles.parameters import count_parameters
-from jaxserve.roles.ragged_options import NEEDED
 
 
 def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:

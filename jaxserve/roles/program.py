@@ -7,8 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from jaxserve.roles.cuda_graphs import CudaGraphs, compiler_options
-from jaxserve.roles.ragged_options import ragged_options
+from jaxserve.roles.compiler_options import CudaGraphs, compiler_options
 
 Arrays = tuple[Array, ...]
 """Inputs of a program that belong together, as the leaves of a block do; or its results."""
@@ -16,15 +15,6 @@ Arrays = tuple[Array, ...]
 ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
 REPLICATED = PartitionSpec()
-
-_ON_CPU = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-    "xla_cpu_prefer_vector_width": 512,
-}
-"""YNNPACK for products, as XLA:CPU has it anyway, and for nothing else: it would reduce arrays of
-4,096 elements and more, in another order than XLA does fewer, so that a token's norms and softmaxes
-would depend on how many others are in its step. Vectors as wide as the CPU has them: half as many
-instructions in products (`pallas_kernels/input_major.py`)."""
 
 
 class Program(NamedTuple):
@@ -76,10 +66,6 @@ class Program(NamedTuple):
         """Compiles ahead of time for the shapes and shardings of its inputs."""
         lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*self.arguments)
         devices = list(self.mesh.devices.flat)
-        platform = devices[0].platform
-        if platform == "cpu":
-            return lowered.compile(dict(_ON_CPU))
-        options = compiler_options(self.cuda_graphs, platform) or {}
-        if self.ragged:
-            options |= ragged_options(len({one.process_index for one in devices}), platform)
+        between = self.ragged and len({device.process_index for device in devices}) > 1
+        options = compiler_options(devices[0].platform, self.cuda_graphs, between)
         return lowered.compile(options or None)

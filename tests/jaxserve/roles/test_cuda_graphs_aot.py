@@ -84,7 +84,7 @@ COMPILED = [
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]
     assert not BLOCKS_THE_HOST & set(found), found
-    assert "CommandBuffer" not in found  # no address stays: see `cuda_graphs.py`
+    assert "CommandBuffer" not in found  # no address stays: see `compiler_options.py`
     assert len([kind for kind in found if kind in LAUNCHES]) <= most, found
 
 
