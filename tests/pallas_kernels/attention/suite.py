@@ -32,7 +32,9 @@ class Sizes(NamedTuple):
     rope: int = 0
     """Last columns of shared keys that are kept in BF16, in an array of their own."""
     cache: str = "float32"
-    """float32, bfloat16, int8 or fp8 (its bits)."""
+    """float32, bfloat16, int8, fp8 (its bits) or e4m3 (FP8 as such)."""
+    values: str = ""
+    """Format of the values; empty: as the keys."""
     window: int = 0
     products: int = 0
     """Positions whose probabilities share a scale in INT8; 0: products are in floats."""
@@ -54,7 +56,8 @@ def rows_in_format(rng, shape, cache):
         kept = np.asarray(jnp.asarray(rows, cache))
         return kept, None, kept.astype(np.float64)
     flat = jnp.asarray(rows.reshape(-1, shape[-1]))
-    values, scales = (np.asarray(array) for array in quantize_rows(flat, cache))
+    format = "int8" if cache == "int8" else "fp8"
+    values, scales = (np.asarray(array) for array in quantize_rows(flat, format))
     values, scales = values.reshape(shape), scales.reshape(shape[:-1])
     kept = values.view(np.uint8) if cache == "fp8" else values
     return kept, scales, values.astype(np.float64) * scales[..., None]
@@ -105,7 +108,7 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
     table = rng.choice(outside, (sequences, pages_per_sequence))
     shape = (pages_per_sequence * page_size, sizes.kv_heads)
     widths = [sizes.head_dim] if sizes.shared else [sizes.head_dim, sizes.v_width]
-    formats = [sizes.cache, sizes.cache]
+    formats = [sizes.cache, sizes.values or sizes.cache]
     if sizes.rope:
         widths, formats = [sizes.head_dim - sizes.rope, sizes.rope], [sizes.cache, "bfloat16"]
     pages, scales = [None] * len(widths), [None] * len(widths)
@@ -151,13 +154,13 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
             result = attend(query, meanings[0], values, place, sizes, v_scales)
             add(sequence, place, query, result)
         sequence += 1
-    eight_bits = sizes.cache in ("int8", "fp8")
+    quantised = [format in ("int8", "fp8", "e4m3") for format in formats]
     options = {
         "scale": SCALE,
         "window": sizes.window,
         "v_width": sizes.v_width if sizes.shared else 0,
-        "k_scales": jnp.asarray(scales[0]) if eight_bits else None,
-        "v_scales": jnp.asarray(scales[1]) if eight_bits and not sizes.shared else None,
+        "k_scales": jnp.asarray(scales[0]) if quantised[0] else None,
+        "v_scales": jnp.asarray(scales[1]) if quantised[1] and not sizes.shared else None,
         "rope_pages": jnp.asarray(pages[1]) if sizes.rope else None,
         "int8_products": sizes.products > 0,
         "with_lse": True,

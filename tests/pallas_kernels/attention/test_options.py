@@ -1,7 +1,7 @@
-"""`paged_attention` with its options, and `merge`, against a NumPy definition."""
+"""`paged_attention` with its options, and `merge`, against the suite's definition in NumPy."""
 
+import functools
 import inspect
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,195 +11,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.attention import merge, paged_attention, reference, write_rows
-from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.attention import merge, paged_attention
+from tests.pallas_kernels.attention.suite import PADDING, SCALE, Sizes, make_case
 
-PAGE, PAGES_PER_SEQUENCE, TOKENS, SEQUENCES, SCALE = 4, 5, 24, 3, 0.3
-STORAGE = {"float32": np.float32, "fp8": jnp.float8_e4m3fn, "int8": np.int8, "fp8 bits": np.uint8}
-
-
-class Options(NamedTuple):
-    """Of one case."""
-
-    window: int = 0
-    shared: bool = False
-    """Values are the first elements of the keys."""
-    keys: str = "float32"
-    values: str = "float32"
-    q_heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 8
-    v_width: int = 6
+PAGE, PAGES_PER_SEQUENCE, TOKENS = 4, 5, 24
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = Sizes(kv_heads=2, head_dim=8, v_width=6)
+LATENT = SIZES._replace(kv_heads=1, shared=True)
 
 
-class Case(NamedTuple):
-    """The cache of several sequences before a step, and the step."""
-
-    pages: tuple
-    """Keys, values (not if shared), then the scales of those that have them; poisoned."""
-    rows: tuple
-    """What the step writes into each of them."""
-    queries: jax.Array
-    where: tuple
-    output: np.ndarray
-    """What it should give, float64."""
-    lse: np.ndarray
-
-
-def attend_numpy(query, keys, values, last, options):
-    """One token at position `last` over its sequence's keys and values [length, kv_heads, _]."""
-    first = max(0, last - options.window + 1) if options.window else 0
-    visible = slice(first, last + 1)
-    output, lse = np.zeros((options.q_heads, options.v_width)), np.zeros(options.q_heads)
-    for head in range(options.q_heads):
-        kv_head = head // (options.q_heads // options.kv_heads)
-        scores = SCALE * keys[visible, kv_head].astype(np.float64) @ query[head]
-        weights = np.exp(scores - scores.max())
-        output[head] = weights @ values[visible, kv_head] / weights.sum()
-        lse[head] = scores.max() + np.log(weights.sum())
-    return output, lse
-
-
-def stored(rng, length, width, options, format):
-    """Random rows as the cache holds them: what is written, its scales, and what they stand for."""
-    # Always as many, so that few programs are compiled.
-    rows = rng.normal(size=(PAGE * PAGES_PER_SEQUENCE, options.kv_heads, width)).astype(np.float32)
-    if format == "float32":
-        return rows[:length], None, rows[:length]
-    values, scales = quantize_rows(jnp.asarray(rows.reshape(-1, width)), format[:4].rstrip())
-    values = np.asarray(values).reshape(rows.shape)[:length]
-    scales = np.asarray(scales).reshape(rows.shape[:2])[:length]
-    meaning = values.astype(np.float64) * scales[..., None]
-    return values.view(STORAGE[format]), scales, meaning
-
-
-def poison(shape, dtype):
-    """NaN, also as the bits of float8_e4m3fn; INT8 has none, but its scales have."""
-    integers = np.dtype(dtype).kind in "iu"
-    return np.full(shape, 0x7F if integers else np.nan).astype(dtype)
-
-
-def make_case(rng, lengths, new_tokens, options):
-    """Sequences of these lengths, of which the last `new_tokens` are the step's; then padding."""
-    pool = SEQUENCES * PAGES_PER_SEQUENCE + 1
-    free = list(rng.permutation(pool))
-    page_table = rng.integers(0, pool, (SEQUENCES, PAGES_PER_SEQUENCE))
-    parts = [(options.head_dim, options.keys)]
-    if not options.shared:
-        parts.append((options.v_width, options.values))
-    dtypes = [STORAGE[format] for _, format in parts]
-    shapes = [(options.kv_heads, width) for width, _ in parts]
-    scaled = [index for index, (_, format) in enumerate(parts) if format != "float32"]
-    dtypes += [np.float32] * len(scaled)
-    shapes += [(options.kv_heads,)] * len(scaled)
-    pages = [poison((pool, s[0], PAGE, *s[1:]), d) for s, d in zip(shapes, dtypes, strict=True)]
-    rows = [poison((TOKENS, *s), d) for s, d in zip(shapes, dtypes, strict=True)]
-    queries = np.full((TOKENS, options.q_heads, options.head_dim), np.nan, np.float32)
-    output = np.zeros((TOKENS, options.q_heads, options.v_width))
-    lse = np.full((TOKENS, options.q_heads), -np.inf)
-    sequence_of_token, position = np.zeros(TOKENS, int), np.full(TOKENS, -1)
-    token = 0
-    for sequence, (length, new) in enumerate(zip(lengths, new_tokens, strict=True)):
-        stores = [stored(rng, length, width, options, format) for width, format in parts]
-        arrays = [store[0] for store in stores] + [stores[index][1] for index in scaled]
-        meaning = [store[2] for store in stores]
-        values = meaning[0][..., : options.v_width] if options.shared else meaning[1]
-        for place in range(length):
-            if place % PAGE == 0:
-                page_table[sequence, place // PAGE] = free.pop()
-            page = page_table[sequence, place // PAGE]
-            if place < length - new:
-                for array, pool_array in zip(arrays, pages, strict=True):
-                    pool_array[page, :, place % PAGE] = array[place]
-                continue
-            for array, row in zip(arrays, rows, strict=True):
-                row[token] = array[place]
-            queries[token] = rng.normal(size=queries.shape[1:])
-            sequence_of_token[token], position[token] = sequence, place
-            output[token], lse[token] = attend_numpy(
-                queries[token], meaning[0], values, place, options
-            )
-            token += 1
-    where = tuple(jnp.asarray(x, jnp.int32) for x in (page_table, sequence_of_token, position))
-    return Case(
-        tuple(jnp.asarray(x) for x in pages),
-        tuple(jnp.asarray(x) for x in rows),
-        jnp.asarray(queries),
-        where,
-        output,
-        lse,
+def make(sizes, chunks, seed=0):
+    return make_case(
+        sizes, chunks, page_size=PAGE, pages_per_sequence=PAGES_PER_SEQUENCE, seed=seed
     )
 
 
-def write_and_attend(pages, rows, queries, where, options):
-    """The step of a case: (output, lse)."""
-    arrays = list(write_rows(pages, rows, *where))
-    k_pages = arrays.pop(0)
-    v_pages = None if options.shared else arrays.pop(0)
-    k_scales = arrays.pop(0) if options.keys != "float32" else None
-    v_scales = arrays.pop(0) if arrays else None
-    return paged_attention(
-        queries,
-        k_pages,
-        v_pages,
-        *where,
-        scale=SCALE,
-        window=options.window,
-        v_width=options.v_width if options.shared else 0,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        with_lse=True,
-    )
+@functools.cache
+def compiled(sizes):
+    """The call with the options of cases of these sizes, their scales as the last arguments."""
+
+    def attend(*arguments):
+        *arguments, scales = arguments
+        fixed = {"window": sizes.window, "v_width": sizes.v_width if sizes.shared else 0}
+        return paged_attention(*arguments, scale=SCALE, with_lse=True, **fixed, **scales)
+
+    return jax.jit(attend)
 
 
-compiled = jax.jit(write_and_attend, static_argnums=4)
+def run(case, sizes):
+    scales = {name: case.options[name] for name in ("k_scales", "v_scales")}
+    return compiled(sizes)(*case.arguments, scales)
 
 
-def check(case, options, function=compiled):
-    output, lse = function(case.pages, case.rows, case.queries, case.where, options)
-    assert lse.dtype == jnp.float32
+def check(case, sizes):
+    output, lse = run(case, sizes)
     np.testing.assert_allclose(output, case.output, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(lse, case.lse, rtol=1e-4, atol=1e-5)
 
 
-COMBINATIONS = [
-    Options(),
-    Options(window=1),
-    Options(window=PAGE),
-    Options(window=PAGE + 1),
-    Options(window=PAGE + 2),
-    Options(window=3 * PAGE),
-    Options(window=100),
-    Options(shared=True, kv_heads=1),
-    Options(keys="fp8", values="fp8"),
-    Options(keys="int8", values="int8"),
-    Options(keys="fp8", values="float32", window=3),
-    Options(keys="float32", values="int8"),
-    Options(shared=True, keys="int8", kv_heads=1, window=6),
-    Options(shared=True, keys="fp8", v_width=8),
-    Options(keys="fp8 bits", values="fp8 bits"),
-]
-
-
-@pytest.mark.parametrize("options", COMBINATIONS)
-@settings(max_examples=15)
-@given(data=st.data())
-def test_ragged_batches(options, data):
-    """Always three sequences and 24 tokens with padding, so that few programs are compiled."""
-    longest = PAGE * PAGES_PER_SEQUENCE
-    lengths = data.draw(st.lists(st.integers(0, longest), min_size=SEQUENCES, max_size=SEQUENCES))
-    new_tokens = [data.draw(st.integers(0, min(8, length))) for length in lengths]
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    check(make_case(rng, lengths, new_tokens, options), options)
-
-
 @pytest.mark.parametrize(
-    "options", [Options(window=6, keys="int8", values="fp8"), Options(shared=True, keys="fp8")]
+    "sizes",
+    [
+        SIZES,
+        *(SIZES._replace(window=window) for window in (1, PAGE, PAGE + 1, 100)),
+        LATENT,
+        *(SIZES._replace(cache=cache) for cache in ("e4m3", "fp8", "int8")),
+        SIZES._replace(cache="e4m3", values="float32", window=3),
+        SIZES._replace(cache="float32", values="int8"),
+        LATENT._replace(cache="int8", window=6),
+        LATENT._replace(kv_heads=2, cache="e4m3", v_width=8),
+    ],
 )
-def test_blocks_of_tokens_change_nothing(options, monkeypatch):
-    monkeypatch.setattr(reference, "GATHERED_BYTES", 5000)
-    case = make_case(np.random.default_rng(0), [20, 7, 13], [8, 7, 3], options)
-    check(case, options, write_and_attend)
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(1, PAGE * PAGES_PER_SEQUENCE), min_size=3, max_size=3),
+    new=st.lists(st.integers(0, 8), min_size=3, max_size=3),
+    seed=SEEDS,
+)
+def test_ragged_batches(sizes, lengths, new, seed):
+    """Always three sequences and 24 tokens with padding, so that few programs are compiled."""
+    chunks = [(length, min(length, most)) for length, most in zip(lengths, new, strict=True)]
+    padding = TOKENS - sum(count for _, count in chunks)
+    check(make(sizes, [*chunks, *[PADDING] * padding], seed), sizes)
 
 
 def test_window_literal():
@@ -223,54 +96,43 @@ def test_window_literal():
 
 def test_window_reads_its_pages_only():
     """A page that has slid out of the window may be anything, also another sequence's NaNs."""
-    options = Options(window=PAGE)
-    case = make_case(np.random.default_rng(0), [20, 0, 0], [2, 0, 0], options)
-    page_table = np.asarray(case.where[0]).copy()
-    poisoned = [np.asarray(array).copy() for array in case.pages]
-    for array in poisoned:
-        array[page_table[0, :3]] = np.nan
-    pages = tuple(jnp.asarray(array) for array in poisoned)
-    check(case._replace(pages=pages), options)
-
-
-def test_latent_cache_of_deepseek():
-    """Absorbed latent attention: one key of 576 elements, its first 512 are the value."""
-    options = Options(shared=True, q_heads=3, kv_heads=1, head_dim=576, v_width=512)
-    check(make_case(np.random.default_rng(0), [9, 4, 0], [2, 1, 0], options), options)
-
-
-def test_bfloat16_queries_give_bfloat16():
-    options = Options(keys="fp8", values="fp8")
-    case = make_case(np.random.default_rng(0), [9, 4, 0], [2, 1, 0], options)
-    queries = case.queries.astype(jnp.bfloat16)
-    output, lse = compiled(case.pages, case.rows, queries, case.where, options)
-    assert output.dtype == jnp.bfloat16
-    assert lse.dtype == jnp.float32
-    np.testing.assert_allclose(output.astype(jnp.float32), case.output, rtol=0.05, atol=0.05)
+    sizes = SIZES._replace(window=PAGE)
+    case = make(sizes, [(20, 2)])
+    queries, *pages, table, sequence, position = case.arguments
+    pages = [array.at[table[0, :3]].set(jnp.nan) for array in pages]
+    check(case._replace(arguments=(queries, *pages, table, sequence, position)), sizes)
 
 
 def test_inside_shard_map():
     """Two groups with a cache each, the key/value heads on two devices."""
-    options = Options(window=6, keys="int8", values="int8")
-    local = options._replace(q_heads=2, kv_heads=1)
-    cases = [
-        make_case(np.random.default_rng(seed), [9, 6, 0], [3, 1, 0], options) for seed in (1, 2)
-    ]
-    pages, rows, queries, where = jax.tree.map(
-        lambda *parts: jnp.concatenate(parts), *(case[:4] for case in cases)
+    sizes = SIZES._replace(window=6, cache="int8")
+    cases = [make(sizes, [(9, 3), (6, 1)], seed) for seed in (1, 2)]
+    arguments, options = jax.tree.map(
+        lambda *parts: jnp.concatenate(parts),
+        *((case.arguments, (case.options["k_scales"], case.options["v_scales"])) for case in cases),
     )
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
-    heads = PartitionSpec("dp", "tp")
-    sharded = jax.shard_map(
-        lambda *arguments: write_and_attend(*arguments, local),
+    heads, group = PartitionSpec("dp", "tp"), PartitionSpec("dp")
+
+    def attend(arguments, scales):
+        scales = dict(zip(("k_scales", "v_scales"), scales, strict=True))
+        return compiled(sizes).__wrapped__(*arguments, scales)
+
+    mapped = jax.shard_map(
+        attend,
         mesh=mesh,
-        in_specs=(heads, heads, heads, PartitionSpec("dp")),
+        in_specs=((heads, heads, heads, group, group, group), (heads, heads)),
         out_specs=heads,
     )
-    output, lse = jax.jit(sharded)(pages, rows, queries, where)
-    expected = np.concatenate([case.output for case in cases])
-    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(lse, np.concatenate([case.lse for case in cases]), 1e-4, 1e-5)
+    output, lse = jax.jit(mapped)(arguments, options)
+    for found, name in ((output, "output"), (lse, "lse")):
+        expected = np.concatenate([getattr(case, name) for case in cases])
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@jax.jit
+def attend_with_lse(queries, k_pages, v_pages, *where):
+    return paged_attention(queries, k_pages, v_pages, *where, scale=SCALE, with_lse=True)
 
 
 class TestMerge:
@@ -286,22 +148,18 @@ class TestMerge:
         np.testing.assert_array_equal(merge(outputs, lses), [[[7.0]], [[0.0]]])
 
     @settings(max_examples=15)
-    @given(data=st.data())
-    def test_cut_anywhere(self, data):
+    @given(length=st.integers(1, PAGE * PAGES_PER_SEQUENCE), seed=SEEDS, data=st.data())
+    def test_cut_anywhere(self, length, seed, data):
         """The positions before a cut and those after it, as two sequences, merge into all."""
-        lengths = [data.draw(st.integers(1, PAGE * PAGES_PER_SEQUENCE)), 0, 0]
-        options, rng = Options(), np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-        case = make_case(rng, lengths, [1, 0, 0], options)
-        pages = write_rows(case.pages, case.rows, *case.where)
-        table, sequence, position = (np.asarray(array).copy() for array in case.where)
-        last_page = position[0] // PAGE
-        cut = data.draw(st.integers(0, last_page))  # in whole pages
+        case = make(SIZES, [(length, 1), (1, 0)], seed)
+        queries, *pages, table, _, _ = case.arguments
+        cut = data.draw(st.integers(0, (length - 1) // PAGE))  # in whole pages
+        table = np.asarray(table).copy()
         table[1, : PAGES_PER_SEQUENCE - cut] = table[0, cut:]
         parts = []
-        for row, last in ((0, cut * PAGE - 1), (1, position[0] - cut * PAGE)):
-            sequence[0], position[0] = row, last
-            where = (jnp.asarray(table), jnp.asarray(sequence), jnp.asarray(position))
-            parts.append(attend_with_lse(case.queries, *pages, *where))
+        for row, last in ((0, cut * PAGE - 1), (1, length - 1 - cut * PAGE)):
+            where = (jnp.asarray(array, jnp.int32) for array in (table, [row], [last]))
+            parts.append(attend_with_lse(queries, *pages, *where))
         outputs, lses = zip(*parts, strict=True)
         np.testing.assert_allclose(merge(outputs, lses), case.output, rtol=1e-4, atol=1e-5)
 
@@ -321,11 +179,6 @@ class TestMerge:
     def test_bad_calls(self, outputs, lses, message):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(merge)(outputs, lses)
-
-
-@jax.jit
-def attend_with_lse(queries, k_pages, v_pages, *where):
-    return paged_attention(queries, k_pages, v_pages, *where, scale=SCALE, with_lse=True)
 
 
 @pytest.mark.parametrize(
@@ -349,10 +202,18 @@ def attend_with_lse(queries, k_pages, v_pages, *where):
             r"v_scales is float32\(2, 2, 4, 1\), needs float32\(2, 2, 4\)",
         ),
         ({"k_pages": jnp.zeros((2, 2, PAGE, 8), jnp.int32)}, r"k_pages is int32\(2, 2, 4, 8\)"),
+        ({"queries": jnp.zeros((3, 3, 8))}, "3 query heads are not a multiple of 2"),
+        ({"queries": jnp.zeros((3, 4, 7))}, "head_dim 7, k_pages has 8"),
+        ({"queries": jnp.zeros((3, 4, 8), jnp.int32)}, r"int32\(3, 4, 8\)"),
+        ({"v_pages": jnp.zeros((3, 2, PAGE, 6))}, r"\(2, 2, 4\), v_pages has \(3, 2, 4\)"),
+        ({"page_table": jnp.zeros((1, 2), jnp.uint32)}, r"page_table is uint32\(1, 2\)"),
+        ({"page_table": jnp.zeros((1, 0), jnp.int32)}, r"page_table is empty: \(1, 0\)"),
+        ({"rope_pages": jnp.zeros((2, 2, PAGE, 3))}, "there are rope_pages and v_pages"),
+        ({"position": jnp.zeros(4, jnp.int32)}, "position has 4 entries for 3 tokens"),
     ],
 )
 def test_bad_calls(change, message):
-    """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
+    """The errors that users see: `unwrap` removes the check of annotations."""
     good = {
         "queries": jnp.zeros((3, 4, 8)),
         "k_pages": jnp.zeros((2, 2, PAGE, 8)),

@@ -14,7 +14,10 @@ class TestReference(RotatedPartSuite):
     def few_positions(self, monkeypatch):
         monkeypatch.setattr(reference, "PRODUCT_TOKENS", self.products)
 
-    def test_tokens_in_parts(self, monkeypatch):
-        """Two tokens at a time, the last one with padding; more than one block of positions."""
-        monkeypatch.setattr(reference, "GATHERED_BYTES", 2 * 128 * 32 * 4)
-        self.check(self.case(Sizes(), [(9 * self.page_size + 3, 2), (130, 1), (1, 1), (3, 1)]))
+    @pytest.mark.parametrize("tokens", [2, 0])
+    @pytest.mark.parametrize("sizes", [Sizes(), Sizes(shared=True, cache="int8", window=40)])
+    def test_tokens_in_parts(self, sizes, tokens, monkeypatch):
+        """Two tokens at a time, the last one with padding, or not even room for one; more than one
+        block of positions."""
+        monkeypatch.setattr(reference, "GATHERED_BYTES", tokens * 128 * 32 * 4)
+        self.check(self.case(sizes, [(9 * self.page_size + 3, 2), (130, 1), (1, 1), (3, 1)]))
