@@ -12,32 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.step3_numpy import decode, rms_norm, silu, softmax
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """A safetensors file as float64; FP8 weights multiplied by their blocks' scales."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    stored: dict[str, np.ndarray] = {}
-    for name, entry in json.loads(data[8:start]).items():
-        if name == "__metadata__":
-            continue
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        kind = entry["dtype"]
-        read = decode_e4m3(data[begin:end]) if kind == "F8_E4M3" else decode(data[begin:end], kind)
-        stored[name] = read.astype(np.float64).reshape(entry["shape"])
-    return stored
-
-
-def decode_e4m3(data: bytes) -> np.ndarray:
-    """Numbers of one sign, four exponent and three mantissa bits; no infinities (e4m3fn)."""
-    bits = np.frombuffer(data, np.uint8).astype(np.int64)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
-    values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
-    values = np.where(bits & 127 == 127, np.nan, values)
-    return np.where(bits & 128, -values, values)
+from tests.reference.step3_numpy import read_safetensors, rms_norm, silu, softmax
 
 
 def dequantise(tensors: dict[str, np.ndarray], block: list[int]) -> dict[str, np.ndarray]:

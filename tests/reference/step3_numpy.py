@@ -27,7 +27,17 @@ def read_safetensors(path: Path, dtype: type = np.float64) -> dict[str, np.ndarr
 
 
 def decode(data: bytes, dtype: str) -> np.ndarray:
-    """Decode the bytes of a tensor; a bfloat16 is the upper half of a float32."""
+    """Decode the bytes of a tensor; a bfloat16 is the upper half of a float32.
+
+    e4m3fn has one sign, four exponent and three mantissa bits, and no infinities.
+    """
+    if dtype == "F8_E4M3":
+        bits = np.frombuffer(data, np.uint8).astype(np.int64)
+        exponent, mantissa = bits >> 3 & 15, bits & 7
+        normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+        values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+        values = np.where(bits & 127 == 127, np.nan, values)
+        return np.where(bits & 128, -values, values)
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[dtype])

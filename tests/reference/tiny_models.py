@@ -67,11 +67,7 @@ class TinyModel:
             else:
                 tensor = self.sigma * _normal(raw, shape)
             tensors[name] = tensor.astype(np.float32)
-        for name in tensors:  # MTP modules repeat the embedding and the head
-            for copy, original in _MTP_COPIES:
-                if name.startswith("model.layers.") and name.endswith(copy):
-                    tensors[name] = tensors[original].copy()
-        return tensors
+        return with_copies(tensors)
 
     def write(self, folder: str | Path, *, shards: int = 1, dequantised: bool = False) -> Path:
         """Writes config.json, safetensors and a tokenizer.json; returns the folder.
@@ -102,10 +98,16 @@ class TinyModel:
         return hasher.hexdigest()[:16]
 
 
-_MTP_COPIES = (
-    (".embed_tokens.weight", "model.embed_tokens.weight"),
-    (".shared_head.head.weight", "lm_head.weight"),
-)
+def with_copies(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, in which modules of multi-token prediction repeat embedding and head."""
+    for copy, original in (
+        (".embed_tokens.weight", "model.embed_tokens.weight"),
+        (".shared_head.head.weight", "lm_head.weight"),
+    ):
+        for name in tensors:
+            if name.startswith("model.layers.") and name.endswith(copy):
+                tensors[name] = tensors[original].copy()
+    return tensors
 
 
 def _normal(raw: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:

@@ -11,7 +11,8 @@ from typing import Literal
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+from tests.reference.tiny_models import with_copies, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,7 @@ class TinyStep3:
             else:
                 tensor = rng.normal(scale=0.15, size=shape)
             tensors[name] = tensor.astype(np.float32)
-        for name in tensors:  # the MTP module's copies of embedding and head
-            for copy, original in (
-                (".embed_tokens.weight", "model.embed_tokens.weight"),
-                (".shared_head.head.weight", "lm_head.weight"),
-            ):
-                if name.endswith(copy):
-                    tensors[name] = tensors[original].copy()
-        return tensors
+        return with_copies(tensors)
 
 
 def write_tiny_step3(
@@ -197,21 +191,5 @@ def write_tiny_step3(
         tensors["vit_downsampler.weight"] = np.ones((8, 8), np.float32)
     if dtype == "bfloat16":
         tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    _write_safetensors(folder, tensors, shards)
+    write_safetensors(folder, tensors, shards)
     return folder
-
-
-def _write_safetensors(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> None:
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
