@@ -1,15 +1,17 @@
 """One attention layer of a tiny model on simulated devices, fed ragged steps by hand.
 
-For the tests of the attention families: they compare it with `tests/reference/decoder_numpy.py`.
+For the tests of the attention families: they compare it with the NumPy models of
+`tests/reference`, and inherit what every family does.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.families import FAMILIES
@@ -21,8 +23,12 @@ from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
-from tests.reference.decoder_numpy import DecoderNumpy, DeepseekNumpy, Qwen3Numpy
+from tests.reference.decoder_numpy import DeepseekNumpy, Qwen3Numpy
+from tests.reference.step3_numpy import Cache, Step3Numpy
 from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_step3 import TinyStep3
+
+Model = TinyModel | TinyStep3
 
 PAGE_TABLE = [[3, 7, 1], [9, 0, 5], [2, 11, 4]]
 """Three sequences on pages that do not lie in order."""
@@ -40,13 +46,15 @@ def inputs(d_model: int) -> list[np.ndarray]:
     return [rng.normal(size=(length, d_model)).astype(np.float32) for length in LENGTHS]
 
 
-def numpy_attention(model: TinyModel, layer: int = 0) -> list[np.ndarray]:
-    """What the layer gives for the inputs, float64."""
+def numpy_attention(model: Model) -> list[np.ndarray]:
+    """What layer 0 gives for the inputs, float64."""
     tensors = {name: tensor.astype(np.float64) for name, tensor in model.tensors().items()}
     tree = model.config()
-    deepseek = tree["model_type"] in ("deepseek_v3", "kimi_k2")
-    reference: DecoderNumpy = (DeepseekNumpy if deepseek else Qwen3Numpy)(tree, tensors)
-    return [reference.attention(layer, x.astype(np.float64)) for x in inputs(tree["hidden_size"])]
+    rows = [x.astype(np.float64) for x in inputs(tree["hidden_size"])]
+    if isinstance(model, TinyStep3):
+        return [Step3Numpy(tree, tensors).attention(0, x, Cache()) for x in rows]
+    reference = DeepseekNumpy if tree["model_type"] == "deepseek_v3" else Qwen3Numpy
+    return [reference(tree, tensors).attention(0, x) for x in rows]
 
 
 class Options(NamedTuple):
@@ -65,11 +73,10 @@ class Layer:
     """A layer with its cache, which `step` fills.
 
     Attributes:
-      module: of one device, to be looked at.
       pages: the cache's arrays, global.
     """
 
-    def __init__(self, model: TinyModel, options: Options = Options(), layer: int = 0):  # noqa: B008
+    def __init__(self, model: Model, options: Options = Options()):  # noqa: B008
         tree = model.config()
         family = FAMILIES[tree["model_type"]]
         config = family.config(tree, ())
@@ -90,10 +97,10 @@ class Layer:
         self.dtype = jnp.dtype(options.dtype)
         weights: Any = "plain" if " " in options.weights else options.weights
         formats = Formats(self.dtype, weights, shards(self.mesh, ATTENTION_RULES))
-        kind = config.kind(layer)._replace(int8_products=options.int8_products)
+        kind = config.kind(0)._replace(int8_products=options.int8_products)
         self.template = Template(lambda rngs: attention_module(config, kind, formats, rngs))
         self.specs = self.template.specs(ATTENTION_RULES)
-        tensors, sources = model.tensors(), family.names(config).attention[layer]
+        tensors, sources = model.tensors(), family.names(config).attention[0]
         self.leaves = [
             self._put(_leaf(leaf.name, sources, tensors, options.weights), leaf.dtype, spec)
             for leaf, spec in zip(self.template.leaves, self.specs, strict=True)
@@ -103,10 +110,6 @@ class Layer:
         self._page_arrays = page_arrays(config, deployment)
         self._program = self._compiled()
         self.forget()
-
-    @property
-    def module(self) -> Any:
-        return self.template.merge(self.leaves)
 
     def forget(self) -> None:
         """Empties the cache."""
@@ -228,3 +231,68 @@ def check(got: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: 
     largest = max(np.abs(rows).max() for rows in expected)
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * largest)
+
+
+EXACT = 2e-5
+"""FP32 against float64: this part of the largest value."""
+
+
+class FamilySuite:
+    """What the attention of every family does with ragged sequences.
+
+    Attributes:
+      variants: Models by name; "plain" is one of them.
+      cut: Names of the models that are also fed in pieces.
+      in_bfloat16: What BF16 may miss of the largest value.
+    """
+
+    variants: ClassVar[dict[str, Model]]
+    cut: ClassVar[tuple[str, ...]] = ("plain",)
+    in_bfloat16: ClassVar[float] = 0.03
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for argument, names in (("variant", self.variants), ("cut_variant", self.cut)):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, names)
+
+    def layer(self, name: str = "plain", **options: Any) -> Layer:
+        return Layer(self.variants[name], Options(**options))
+
+    @property
+    def x(self) -> list[np.ndarray]:
+        return inputs(self.variants["plain"].config()["hidden_size"])
+
+    def expected(self, name: str = "plain") -> list[np.ndarray]:
+        return numpy_attention(self.variants[name])
+
+    def test_three_sequences_at_once(self, variant: str) -> None:
+        check(whole(self.layer(variant), self.x), self.expected(variant), EXACT)
+
+    def test_in_chunks_and_token_by_token(self, cut_variant: str) -> None:
+        layer = self.layer(cut_variant)
+        for got in (in_pieces(layer, self.x, MIXED_STEPS), token_by_token(layer, self.x)):
+            check(got, self.expected(cut_variant), EXACT)
+
+    def test_padding_writes_no_page(self) -> None:
+        """A step with one token, and two tokens of padding."""
+        layer = self.layer()
+        check(layer.step([(1, 0, self.x[1])]), self.expected()[1:2], EXACT)
+        for pages in layer.pages:
+            assert np.argwhere(~np.isnan(np.asarray(pages)[:, 0, :, 0])).tolist() == [[9, 0]]
+
+    def test_bfloat16(self) -> None:
+        layer = self.layer(dtype="bfloat16")
+        for got in (whole(layer, self.x), token_by_token(layer, self.x)):
+            check(got, self.expected(), self.in_bfloat16)
+        assert {array.dtype.name for array in layer.pages} == {"bfloat16"}
+
+
+class BiasesSuite(FamilySuite):
+    """Families with a variant "biases", whose matrices may be quantised."""
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_fp8_weights_are_the_values_that_they_stand_for(self, tp: int) -> None:
+        """Whatever the devices: a scale an output channel is not cut."""
+        quantised = whole(self.layer("biases", tp=tp, weights="fp8"), self.x)
+        plain = whole(self.layer("biases", weights="fp8 multiplied out"), self.x)
+        check(quantised, plain, EXACT)
