@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 FORMATS = {
     "float": None,
@@ -37,15 +38,18 @@ FORMATS = {
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
 
-def quantised(dtype, shape, block):
-    """Shapes of weights with a scale for each block, without values."""
-    counts = [
+def scale_counts(shape, block):
+    """Blocks along d_out and d_in of weights [groups, d_out, d_in]."""
+    return [
         1 if not size else -(-axis // size) for axis, size in zip(shape[1:], block, strict=True)
     ]
+
+
+def quantised(dtype, shape, block):
+    """Shapes of weights with a scale for each block, without values."""
+    scales = (shape[0], *scale_counts(shape, block))
     return QuantArray(
-        jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct((shape[0], *counts), jnp.float32),
-        block,
+        jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(scales, jnp.float32), block
     )
 
 
@@ -58,33 +62,24 @@ def spread_numpy(scales, block, shape):
     return spread
 
 
-def quantised_row_numpy(x):
-    """One row in INT8 and its scale."""
-    x = x.astype(np.float32)
-    scale = np.abs(x).max() * (np.float32(1) / np.float32(127))
-    scale = np.float32(1) if scale < np.float32(2.0**-100) else scale
-    return np.rint(np.clip(x * (np.float32(1) / scale), -127, 127)).astype(np.float64), scale
-
-
-def quantised_blocks_numpy(x, kind):
-    """One row in 8 bits, with a scale for every 128 columns, multiplied by them again."""
-    largest = 127 if kind == "int8" else 448
-    x, parts = x.astype(np.float32), []
-    for part in np.split(x, range(128, len(x), 128)):
-        scale = np.abs(part).max() * (np.float32(1) / np.float32(largest))
-        scale = np.float32(1) if scale < np.float32(2.0**-100) else scale
-        values = np.clip(part * (np.float32(1) / scale), -largest, largest)
-        values = np.rint(values) if kind == "int8" else values.astype(ml_dtypes.float8_e4m3fn)
-        parts.append(values.astype(np.float64) * scale)
-    return np.concatenate(parts)
+def rounded_numpy(row, kind, columns=128):
+    """One row in 8 bits, with a scale for every so many columns, multiplied by them again."""
+    parts = [
+        quantize_numpy(part, kind) for part in np.split(row, range(columns, len(row), columns))
+    ]
+    return np.concatenate([values.astype(np.float64) * scale for values, scale in parts])
 
 
 class Weight:
-    """Random weights [groups, d_out, d_in] of one format, as JAX has them and as NumPy does."""
+    """Random weights [groups, d_out, d_in] of one format, as JAX has them and as NumPy does.
+
+    Args:
+      format: A name of `FORMATS`, or a dtype and a block.
+    """
 
     def __init__(self, rng, shape, format, dtype, sizes):
         empty = np.asarray(sizes) == 0
-        self.format = FORMATS[format]
+        self.format = FORMATS[format] if isinstance(format, str) else format
         if self.format is None:
             values = rng.normal(size=shape).astype(dtype)
             self.numpy = values.astype(np.float64)
@@ -92,10 +87,7 @@ class Weight:
             self.jax = jnp.asarray(values)
             return
         kind, block = self.format
-        counts = [
-            1 if not size else -(-axis // size) for axis, size in zip(shape[1:], block, strict=True)
-        ]
-        scales = rng.uniform(0.5, 2, (shape[0], *counts)).astype(np.float32)
+        scales = rng.uniform(0.5, 2, (shape[0], *scale_counts(shape, block))).astype(np.float32)
         zeros = None
         if kind == "int8":
             values = rng.integers(-127, 128, shape).astype(np.int8)
@@ -105,11 +97,11 @@ class Weight:
                 zeros = rng.integers(-8, 8, scales.shape).astype(np.int8)
         else:
             values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
-        self.values = values.astype(np.float64)
+        self.numpy = values.astype(np.float64)
         if zeros is not None:
-            self.values -= spread_numpy(zeros, block, shape)
+            self.numpy -= spread_numpy(zeros, block, shape)
             zeros = jnp.asarray(zeros)
-        self.numpy = self.values * spread_numpy(scales, block, shape)
+        self.numpy *= spread_numpy(scales, block, shape)
         scales[empty] = np.nan
         if kind not in ("int8", "int4"):
             values[empty] = np.nan
@@ -118,21 +110,26 @@ class Weight:
             values = jax.lax.bitcast_convert_type(values, jnp.uint8)
         self.jax = QuantArray(values, jnp.asarray(scales), block, zeros)
 
+    def forget(self, column):
+        """Zeros in place of a column of quantised weights."""
+        self.numpy[:, :, column] = 0
+        values = self.jax.values.at[:, :, column].set(0)
+        self.jax = dataclasses.replace(self.jax, values=values)
+
     def product(self, row, group, row_format=None):
         """A row [d_in] times a group's weights."""
         if row_format in ("fp8", "int8"):
-            return quantised_blocks_numpy(row, row_format) @ self.numpy[group].T
-        if row_format is None and self.format is not None and self.format[0] == "int8":
-            row, scale = quantised_row_numpy(row)
-            return row @ self.numpy[group].T * scale
+            row = rounded_numpy(row, row_format)
+        elif row_format is None and self.format is not None and self.format[0] == "int8":
+            row = rounded_numpy(row, "int8", len(row))
         return row.astype(np.float64) @ self.numpy[group].T
 
 
-def fresh(function):
+def fresh(function, **options):
     """A function that JAX has not traced for another target yet."""
 
     def call(*arguments):
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return call
 
@@ -151,6 +148,33 @@ def poisoned_rows(rng, rows, d_in, dtype, sizes):
     return values
 
 
+def swiglu_numpy(rows, sizes, weights, dtype, row_format=None):
+    """Networks of rows; hidden rows are rounded to `dtype`, if they are not to 8 bits."""
+    gate, up, down = weights
+
+    def network(row, group):
+        gated = gate.product(row, group, row_format)
+        # Large sums of INT8 products overflow exp, to an infinity that gives the right zero.
+        with np.errstate(over="ignore"):
+            hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, row_format)
+        hidden = hidden if row_format in ("fp8", "int8") else hidden.astype(dtype)
+        return down.product(hidden, group, row_format)
+
+    return by_group_numpy(rows, sizes, down.numpy.shape[1], network)
+
+
+def assert_near(output, expected, tolerance):
+    """Compares, within `tolerance` of the largest of a row: a hidden value near the middle of two
+    roundings may go to either."""
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.all(np.abs(np.asarray(output, np.float64) - expected) <= tolerance * scale)
+
+
+def kind_of(format):
+    """The 8 bits that rows have beside weights of a format."""
+    return "int8" if format.startswith("int") else "fp8"
+
+
 class RowsInBlocksSuite:
     """Rows in 8 bits, too.
 
@@ -167,11 +191,54 @@ class RowsInBlocksSuite:
     d_out: ClassVar[int] = 256
     d_ff: ClassVar[int] = 256
 
-    def with_row_format(self, function, row_format, *arguments):
-        """The output."""
+    def run(self, function, rows, weights, sizes, **options):
         with use_target(self.target):
-            compiled = jax.jit(fresh(functools.partial(function, row_format=row_format)))
-            return np.asarray(compiled(*arguments), np.float64)
+            compiled = jax.jit(fresh(function, **options))
+            arrays = [weight.jax for weight in weights]
+            output = compiled(jnp.asarray(rows), *arrays, jnp.asarray(sizes, jnp.int32))
+            return np.asarray(output, np.float64)
+
+    def check_matmul(self, format, dtype, row_format=None, factors=1.0, ignored=None):
+        """A group over two tiles, two that share one, an empty one, and padding.
+
+        Args:
+          factors: What the columns of the rows are multiplied by.
+          ignored: A column whose weights are zeros.
+        """
+        rng = np.random.default_rng(0)
+        sizes = [self.rows - 15, 0, 3, 4]
+        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
+        if ignored is not None:
+            weights.forget(ignored)
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) * factors
+        rows = rows.astype(dtype)
+        output = self.run(grouped_matmul, rows, [weights], sizes, row_format=row_format)
+        product = functools.partial(weights.product, row_format=row_format)
+        expected = by_group_numpy(rows, sizes, self.d_out, product)
+        least = TOLERANCE[dtype] * np.abs(expected).max() / 30
+        np.testing.assert_allclose(output, expected, TOLERANCE[dtype], least)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+    def check_swiglu(self, formats, dtype, d_ff, tolerance, row_format=None, factors=(1, 1)):
+        """As networks in NumPy.
+
+        Args:
+          factors: What the rows of the first and of the last group are multiplied by.
+        """
+        rng = np.random.default_rng(0)
+        sizes = [20, 0, self.rows - 30]
+        shapes = [(3, d_ff, self.d_in)] * 2 + [(3, self.d_in, d_ff)]
+        weights = [
+            Weight(rng, shape, format, dtype, sizes)
+            for shape, format in zip(shapes, formats, strict=True)
+        ]
+        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
+        rows[:20] *= factors[0]
+        rows[20:] *= factors[1]
+        rows = rows.astype(dtype)
+        output = self.run(grouped_swiglu, rows, weights, sizes, row_format=row_format)
+        assert_near(output, swiglu_numpy(rows, sizes, weights, dtype, row_format), tolerance)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     @pytest.mark.parametrize(
         ("format", "dtype"),
@@ -188,23 +255,8 @@ class RowsInBlocksSuite:
     )
     def test_matmul_of_rows_in_blocks(self, format, dtype):
         """Rows in 8 bits too, the columns from 128 on a thousand times smaller."""
-        rng = np.random.default_rng(0)
-        sizes = [self.rows - 15, 0, 3, 4]
-        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
-        rows[:, 128:] /= 1000
-        rows = rows.astype(dtype)
-        kind = "int8" if format.startswith("int") else "fp8"
-        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_matmul, kind, *arguments)
-        expected = by_group_numpy(
-            rows, sizes, self.d_out, functools.partial(weights.product, row_format=kind)
-        )
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(
-            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
-        )
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        factors = np.where(np.arange(self.d_in) < 128, 1, 1e-3)
+        self.check_matmul(format, dtype, kind_of(format), factors)
 
     @pytest.mark.parametrize(
         "format",
@@ -215,29 +267,10 @@ class RowsInBlocksSuite:
         ],
     )
     def test_swiglu_of_rows_in_blocks(self, format):
-        """The hidden rows are in 8 bits too; some groups' are a thousand times larger."""
-        rng = np.random.default_rng(0)
-        sizes = [20, 0, self.rows - 30]
-        shapes = [(3, self.d_ff, self.d_in)] * 2 + [(3, self.d_in, self.d_ff)]
-        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 16
-        rows[20:] *= 1000
-        rows = rows.astype(jnp.bfloat16)
-        kind = "int8" if format.startswith("int") else "fp8"
-
-        def expected_row(row, group):
-            gated = gate.product(row, group, kind)
-            with np.errstate(over="ignore"):
-                hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, kind)
-            return down.product(hidden, group, kind)
-
-        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_swiglu, kind, *arguments)
-        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
-        # A hidden value near the middle of two roundings may go to either.
-        scale = np.abs(expected).max(axis=1, keepdims=True)
-        assert np.all(np.abs(output - expected) <= 2e-2 * scale)
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        """The hidden rows are in 8 bits too; a group's are a thousand times larger."""
+        factors = (1 / 16, 1000 / 16)
+        kind = kind_of(format)
+        self.check_swiglu((format,) * 3, jnp.bfloat16, self.d_ff, 2e-2, kind, factors)
 
 
 class GroupedMatmulSuite(RowsInBlocksSuite):
@@ -249,13 +282,6 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
 
     counts: ClassVar[tuple[int, ...]] = (0, 1, 33)
 
-    def matmul(self, rows, weights, sizes):
-        with use_target(self.target):
-            output = jax.jit(fresh(grouped_matmul))(
-                jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
-            )
-            return np.asarray(output, np.float64)
-
     @pytest.mark.parametrize(
         ("format", "dtype"),
         [
@@ -266,18 +292,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ],
     )
     def test_matmul(self, format, dtype):
-        """A group over two tiles, two that share one, an empty one, and padding."""
-        rng = np.random.default_rng(0)
-        sizes = [self.rows - 15, 0, 3, 4]
-        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
-        rows = poisoned_rows(rng, self.rows, self.d_in, dtype, sizes)
-        output = self.matmul(rows, weights, sizes)
-        expected = by_group_numpy(rows, sizes, self.d_out, weights.product)
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(
-            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
-        )
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        self.check_matmul(format, dtype)
 
     def test_all_patterns(self):
         """Every combination of group sizes: of empty groups, of borders within and at tiles."""
@@ -310,34 +325,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ids=str,
     )
     def test_swiglu(self, formats, dtype):
-        rng = np.random.default_rng(0)
-        sizes = [20, 0, self.rows - 30]
-        shapes = [(3, self.d_out, self.d_in)] * 2 + [(3, self.d_in, self.d_out)]
-        gate, up, down = (
-            Weight(rng, shape, format, dtype, sizes)
-            for shape, format in zip(shapes, formats, strict=True)
-        )
-        rows = poisoned_rows(rng, self.rows, self.d_in, dtype, sizes)
-        rows = (rows.astype(np.float32) / 16).astype(dtype)
-
-        def expected_row(row, group):
-            gated = gate.product(row, group)
-            # Large sums of INT8 products overflow exp, to an infinity that gives the right zero.
-            with np.errstate(over="ignore"):
-                hidden = gated / (1 + np.exp(-gated)) * up.product(row, group)
-            return down.product(hidden.astype(dtype), group)
-
-        with use_target(self.target):
-            output = jax.jit(fresh(grouped_swiglu))(
-                jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
-            )
-        output = np.asarray(output, np.float64)
-        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
-        # A hidden value near the middle of two roundings may go to either.
-        tolerance = 2e-2 if dtype == jnp.bfloat16 or "int8" in formats else 1e-4
-        scale = np.abs(expected).max(axis=1, keepdims=True)
-        assert np.all(np.abs(output - expected) <= tolerance * scale)
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        self.check_swiglu(formats, dtype, self.d_out, 2e-2, factors=(1 / 16, 1 / 16))
 
     @pytest.mark.parametrize(
         ("format", "dtype"),
@@ -350,52 +338,16 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
     )
     def test_matmul_of_rows_as_they_are(self, format, dtype):
         """Every row has a large number, whose weights are zeros: INT8 would lose the others."""
-        rng = np.random.default_rng(0)
-        sizes = [self.rows - 15, 0, 3, 4]
-        weights = Weight(rng, (4, self.d_out, self.d_in), format, dtype, sizes)
-        weights.numpy[:, :, 5] = 0
-        values = weights.jax.values.at[:, :, 5].set(0)
-        weights.jax = dataclasses.replace(weights.jax, values=values)
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes)
-        rows[:, 5] *= 1000
-        rows = rows.astype(dtype)
-        arguments = jnp.asarray(rows), weights.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_matmul, "float", *arguments)
-        expected = by_group_numpy(
-            rows, sizes, self.d_out, functools.partial(weights.product, row_format="float")
-        )
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(
-            output, expected, TOLERANCE[dtype], TOLERANCE[dtype] * scale / 30
-        )
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        factors = np.where(np.arange(self.d_in) == 5, 1000, 1)
+        self.check_matmul(format, dtype, "float", factors, ignored=5)
 
     @pytest.mark.parametrize(
         "formats", [("int8",) * 3, ("int8_block", "int8_block", "fp8"), ("int8", "fp8", "int8")]
     )
     def test_swiglu_of_rows_as_they_are(self, formats):
         """The hidden rows are rounded to BF16, and no further."""
-        rng = np.random.default_rng(0)
-        sizes = [20, 0, self.rows - 30]
-        shapes = [(3, self.d_out, self.d_in)] * 2 + [(3, self.d_in, self.d_out)]
-        gate, up, down = (
-            Weight(rng, shape, format, jnp.bfloat16, sizes)
-            for shape, format in zip(shapes, formats, strict=True)
-        )
-        rows = poisoned_rows(rng, self.rows, self.d_in, np.float32, sizes) / 1024
-        rows = rows.astype(jnp.bfloat16)
-
-        def expected_row(row, group):
-            gated = gate.product(row, group, "float")
-            hidden = gated / (1 + np.exp(-gated)) * up.product(row, group, "float")
-            return down.product(hidden.astype(jnp.bfloat16), group, "float")
-
-        arguments = jnp.asarray(rows), gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32)
-        output = self.with_row_format(grouped_swiglu, "float", *arguments)
-        expected = by_group_numpy(rows, sizes, self.d_in, expected_row)
-        scale = np.abs(expected).max(axis=1, keepdims=True)
-        assert np.all(np.abs(output - expected) <= 5e-3 * scale)
-        np.testing.assert_array_equal(output[sum(sizes) :], 0)
+        factors = (1 / 1024, 1 / 1024)
+        self.check_swiglu(formats, jnp.bfloat16, self.d_out, 5e-3, "float", factors)
 
     @pytest.mark.parametrize(
         ("format", "row_format"),
@@ -411,19 +363,15 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         """As of rows that lie in their order; what none picks may be poison."""
         rng = np.random.default_rng(0)
         sizes = [13, 0, 6]
-        shapes = [(3, 128, 128)] * 3
-        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
+        weights = [Weight(rng, (3, 128, 128), format, jnp.bfloat16, sizes) for _ in range(3)]
         rows = (rng.normal(size=(9, 128)) / 16).astype(jnp.bfloat16)
         rows[4] = np.nan
         source = rng.choice([0, 1, 2, 3, 5, 6, 7, 8], 21).astype(np.int32)
-        rest = (gate.jax, up.jax, down.jax, jnp.asarray(sizes, jnp.int32))
-        with use_target(self.target):
-            picked, in_order = (
-                jax.jit(fresh(functools.partial(grouped_swiglu, row_format=row_format, **options)))
-                for options in ({"source": jnp.asarray(source), "zero_padding": False}, {})
-            )
-            output = np.asarray(picked(jnp.asarray(rows), *rest), np.float32)
-            expected = np.asarray(in_order(jnp.asarray(rows[source]), *rest), np.float32)
+        picked = {"source": jnp.asarray(source), "zero_padding": False}
+        output, expected = (
+            self.run(grouped_swiglu, given, weights, sizes, row_format=row_format, **options)
+            for given, options in ((rows, picked), (rows[source], {}))
+        )
         assert np.abs(expected[:19]).min(axis=1).max() > 0
         np.testing.assert_array_equal(output[:19], expected[:19])
 
@@ -441,7 +389,5 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
     def test_no_rows(self):
         rng = np.random.default_rng(0)
         weights = Weight(rng, (2, self.d_out, self.d_in), "float", jnp.float32, [0, 0])
-        assert self.matmul(np.zeros((0, self.d_in), np.float32), weights, [0, 0]).shape == (
-            0,
-            self.d_out,
-        )
+        nothing = np.zeros((0, self.d_in), np.float32)
+        assert self.run(grouped_matmul, nothing, [weights], [0, 0]).shape == (0, self.d_out)

@@ -1,5 +1,7 @@
 """`grouped_matmul` and `grouped_swiglu` against literal expectations and a NumPy definition."""
 
+import copy
+import dataclasses
 import inspect
 
 import jax
@@ -11,136 +13,180 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
+from tests.pallas_kernels.grouped_matmul.suite import (
+    Weight,
+    assert_near,
+    by_group_numpy,
+    poisoned_rows,
+    swiglu_numpy,
+)
+
+# Blocks of 4 x 4 leave a partial block in d_in and in d_out.
+BLOCKS = ("fp8", (4, 4))
+FORMATS = ["float", "fp8", BLOCKS, "int8"]
+ROWS, GROUPS, D_MODEL, D_FF = 48, 4, 6, 9
+SIZES = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)
+SEEDS = st.integers(0, 2**32 - 1)
+
+compiled_matmul = jax.jit(grouped_matmul)
+compiled_swiglu = jax.jit(grouped_swiglu)
 
 
-def grouped_numpy(rows, group_sizes, d_out, function):
-    """Apply `function(rows of a group, group)`; rows of no group give zeros."""
-    rows = np.asarray(rows, np.float64)
-    output, start = np.zeros((rows.shape[0], d_out)), 0
-    for group, size in enumerate(group_sizes):
-        output[start : start + size] = function(rows[start : start + size], group)
-        start += size
-    return output
+def int32(*values):
+    return jnp.asarray(values, jnp.int32)
 
 
-def matmul_numpy(weights):
-    return lambda rows, group: rows @ np.asarray(weights, np.float64)[group].T
-
-
-def swiglu_numpy(gate, up, down):
-    gate, up, down = (np.asarray(weights, np.float64) for weights in (gate, up, down))
-
-    def apply(rows, group):
-        gated = rows @ gate[group].T
-        return (gated / (1 + np.exp(-gated)) * (rows @ up[group].T)) @ down[group].T
-
-    return apply
-
-
-def random_case(rng, rows, groups, d_model=6, d_ff=5):
-    shapes = [(rows, d_model), *[(groups, d_ff, d_model)] * 2, (groups, d_model, d_ff)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-
-
-class TestGroupedMatmul:
-    def test_literal(self):
+class TestLiteral:
+    def test_groups(self):
         rows = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
         weights = jnp.asarray([[[1.0, 0.0]], [[9.0, 9.0]], [[1.0, 10.0]]])
-        output = grouped_matmul(rows, weights, jnp.asarray([1, 0, 2], jnp.int32))
+        output = grouped_matmul(rows, weights, int32(1, 0, 2))
         np.testing.assert_array_equal(output, [[1], [43], [65], [0]])
 
-    @pytest.mark.parametrize(
-        "group_sizes",
-        [[0, 0, 0], [1, 0, 0], [0, 0, 1], [7, 8, 9], [40, 0, 0], [0, 40, 0], [17, 1, 22]],
-    )
-    def test_around_a_block(self, group_sizes):
-        rows, weights, _, _ = random_case(np.random.default_rng(0), 40, 3)
-        output = grouped_matmul(rows, weights, jnp.asarray(group_sizes, jnp.int32))
-        expected = grouped_numpy(rows, group_sizes, 5, matmul_numpy(weights))
-        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-
-    @settings(max_examples=25, deadline=None)
-    @given(
-        group_sizes=st.lists(st.integers(0, 20), min_size=4, max_size=4),
-        seed=st.integers(0, 2**32 - 1),
-    )
-    def test_ragged(self, group_sizes, seed):
-        rows, weights, _, _ = random_case(np.random.default_rng(seed), 80, 4)
-        output = jax.jit(grouped_matmul)(rows, weights, jnp.asarray(group_sizes, jnp.int32))
-        expected = grouped_numpy(rows, group_sizes, 5, matmul_numpy(weights))
-        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-
-    def test_padding_rows_are_not_looked_at(self):
-        rows, weights, _, _ = random_case(np.random.default_rng(0), 9, 2)
-        rows = rows.at[5:].set(jnp.nan)
-        output = grouped_matmul(rows, weights, jnp.asarray([2, 3], jnp.int32))
-        assert np.isfinite(output).all()
-        np.testing.assert_array_equal(output[5:], np.zeros((4, 5)))
-
-    def test_no_rows(self):
-        output = grouped_matmul(jnp.zeros((0, 3)), jnp.zeros((2, 4, 3)), jnp.zeros(2, jnp.int32))
-        assert output.shape == (0, 4)
-
-    def test_bfloat16_accumulates_in_float32(self):
-        """In BF16, 256 + 1 is 256: adding ones one by one would stay there."""
-        rows = jnp.ones((2, 1024), jnp.bfloat16)
-        weights = jnp.ones((1, 3, 1024), jnp.bfloat16)
-        output = grouped_matmul(rows, weights, jnp.asarray([2], jnp.int32))
-        assert output.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(output.astype(jnp.float32), np.full((2, 3), 1024))
-
-    def test_a_row_does_not_depend_on_the_batch(self):
-        rows, weights, _, _ = random_case(np.random.default_rng(0), 32, 2, d_model=256, d_ff=64)
-        alone = grouped_matmul(rows[:1], weights, jnp.asarray([1, 0], jnp.int32))
-        together = grouped_matmul(rows, weights, jnp.asarray([20, 12], jnp.int32))
-        np.testing.assert_array_equal(alone[0], together[0])
-
-
-class TestGroupedSwiglu:
-    def test_literal(self):
+    def test_swiglu(self):
         # silu(0) is 0, and silu of a large number is that number.
         gate = jnp.asarray([[[100.0]], [[0.0]]])
         up, down = jnp.asarray([[[2.0]], [[2.0]]]), jnp.asarray([[[3.0]], [[3.0]]])
-        output = grouped_swiglu(jnp.ones((3, 1)), gate, up, down, jnp.asarray([1, 1], jnp.int32))
+        output = grouped_swiglu(jnp.ones((3, 1)), gate, up, down, int32(1, 1))
         np.testing.assert_array_equal(output, [[600], [0], [0]])
 
-    @settings(max_examples=25, deadline=None)
-    @given(
-        group_sizes=st.lists(st.integers(0, 20), min_size=4, max_size=4),
-        seed=st.integers(0, 2**32 - 1),
-    )
-    def test_ragged(self, group_sizes, seed):
-        rows, gate, up, down = random_case(np.random.default_rng(seed), 80, 4)
-        sizes = jnp.asarray(group_sizes, jnp.int32)
-        output = jax.jit(grouped_swiglu)(rows, gate, up, down, sizes)
-        expected = grouped_numpy(rows, group_sizes, 6, swiglu_numpy(gate, up, down))
-        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
+    def test_bfloat16_accumulates_in_float32(self):
+        """In BF16, 256 + 1 is 256: adding ones one by one would stay there."""
+        weights = jnp.ones((1, 3, 1024), jnp.bfloat16)
+        output = grouped_matmul(jnp.ones((2, 1024), jnp.bfloat16), weights, int32(2))
+        assert output.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(output.astype(jnp.float32), np.full((2, 3), 1024))
 
-    def test_inside_shard_map(self):
-        """Experts on two devices, their inner dimension on two more."""
-        if len(jax.devices()) < 4:
-            pytest.skip("needs 4 devices")
-        mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
-        rows, gate, up, down = random_case(np.random.default_rng(0), 24, 4, d_ff=8)
-        sizes = np.asarray([3, 9, 5, 1], np.int32)
-
-        def local(rows, gate, up, down, sizes):
-            return jax.lax.psum(grouped_swiglu(rows, gate, up, down, sizes), "tp")
-
-        experts, columns = PartitionSpec("ep"), PartitionSpec("ep", None, "tp")
-        rows_of = PartitionSpec("ep", "tp")
-        sharded = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), rows_of, rows_of, columns, experts),
-            out_specs=PartitionSpec("ep"),
+    def test_int8(self):
+        """Each row has its own scale, 1 and 2, and each group its own weights."""
+        rows = jnp.asarray([[127.0, 1.0], [254.0, 4.0], [7.0, 7.0]])
+        weights = QuantArray(
+            jnp.asarray([[[1, 2]], [[3, -1]]], jnp.int8), jnp.asarray([[[1.0]], [[0.5]]]), (1, 0)
         )
-        output = jax.jit(sharded)(rows, gate, up, down, sizes)
-        halves = [
-            grouped_numpy(rows, sizes[half], 6, swiglu_numpy(gate[half], up[half], down[half]))
-            for half in (slice(0, 2), slice(2, 4))
-        ]
-        np.testing.assert_allclose(output, np.concatenate(halves), rtol=1e-4, atol=1e-4)
+        output = grouped_matmul(rows, weights, int32(1, 1))
+        np.testing.assert_array_equal(output, [[129], [379], [0]])
+
+    def test_fp8_blocks(self):
+        weights = QuantArray(
+            jnp.asarray([[[9.0, 9.0]], [[1.0, 2.0]]], jnp.float8_e4m3fn),
+            jnp.asarray([[[1.0, 1.0]], [[10.0, 100.0]]]),
+            (1, 1),
+        )
+        output = grouped_matmul(jnp.asarray([[1.0, 2.0]]), weights, int32(0, 1))
+        np.testing.assert_array_equal(output, [[410]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@settings(max_examples=15)
+@given(sizes=SIZES, seed=SEEDS)
+def test_matmul(format, dtype, sizes, seed):
+    """Ragged and empty groups; what lies past them is poisoned, and gives zeros."""
+    rng = np.random.default_rng(seed)
+    weights = Weight(rng, (GROUPS, D_FF, D_MODEL), format, dtype, sizes)
+    rows = poisoned_rows(rng, ROWS, D_MODEL, dtype, sizes)
+    output = compiled_matmul(jnp.asarray(rows), weights.jax, int32(*sizes))
+    assert output.dtype == dtype
+    expected = by_group_numpy(rows, sizes, D_FF, weights.product)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    least = tolerance * np.abs(expected).max() / 10
+    np.testing.assert_allclose(output.astype(jnp.float32), expected, tolerance, least)
+
+
+@pytest.mark.parametrize(
+    "formats", [*((one, one, one) for one in FORMATS), ("float", "int8", BLOCKS)], ids=str
+)
+@settings(max_examples=15)
+@given(sizes=SIZES, seed=SEEDS)
+def test_swiglu(formats, sizes, seed):
+    rng = np.random.default_rng(seed)
+    shapes = [(GROUPS, D_FF, D_MODEL)] * 2 + [(GROUPS, D_MODEL, D_FF)]
+    weights = [
+        Weight(rng, shape, format, jnp.float32, sizes)
+        for shape, format in zip(shapes, formats, strict=True)
+    ]
+    rows = poisoned_rows(rng, ROWS, D_MODEL, np.float32, sizes)
+    arrays = [weight.jax for weight in weights]
+    output = compiled_swiglu(jnp.asarray(rows), *arrays, int32(*sizes))
+    expected = swiglu_numpy(rows, sizes, weights, np.float32)
+    # INT8 may round a hidden value either way: a step of 127, times several of the largest weights.
+    assert_near(output, expected, 0.1 if formats[2] == "int8" else 1e-3)
+    np.testing.assert_array_equal(output[sum(sizes) :], 0)
+
+
+@pytest.mark.parametrize("format", ["fp8", BLOCKS, "int8"], ids=str)
+def test_a_row_does_not_depend_on_the_batch(format):
+    rng = np.random.default_rng(0)
+    weights = Weight(rng, (2, 32, 64), format, jnp.float32, [1, 1]).jax
+    rows = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
+    alone = grouped_matmul(rows[:1], weights, int32(1, 0))
+    together = grouped_matmul(rows, weights, int32(20, 12))
+    np.testing.assert_array_equal(alone[0], together[0])
+
+
+@pytest.mark.parametrize("format", ["fp8", BLOCKS, "int8"], ids=str)
+def test_values_may_be_bits(format):
+    rng = np.random.default_rng(0)
+    weights = Weight(rng, (2, 8, 16), format, jnp.float32, [1, 1]).jax
+    bits = dataclasses.replace(weights, values=as_bits(weights.values))
+    rows, sizes = jnp.asarray(rng.normal(size=(9, 16)), jnp.float32), int32(4, 3)
+    expected = grouped_matmul(rows, weights, sizes)
+    np.testing.assert_array_equal(grouped_matmul(rows, bits, sizes), expected)
+
+
+def part_of(weight, *where):
+    """Some groups and a part of the matrices of a weight, for NumPy alone."""
+    part = copy.copy(weight)
+    part.numpy = weight.numpy[where]
+    return part
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_inside_shard_map(format):
+    """Experts on two devices, their inner dimension on two more; scales go where values go."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    rng, sizes = np.random.default_rng(0), np.asarray([3, 9, 5, 1], np.int32)
+    shapes = [(4, 16, 8), (4, 16, 8), (4, 8, 16)]
+    weights = [Weight(rng, shape, format, jnp.float32, sizes) for shape in shapes]
+    rows = rng.normal(size=(24, 8)).astype(np.float32)
+    experts, d_out, d_in = (
+        PartitionSpec(*names) for names in (("ep",), ("ep", "tp"), ("ep", None, "tp"))
+    )
+
+    def specs(weight, values, scales):
+        if weight.format is None:
+            return values
+        return QuantArray(values, scales, weight.format[1])
+
+    gate, up, down = weights
+    of_down = d_in if format == BLOCKS else experts
+    sharded = jax.shard_map(
+        lambda *arguments: jax.lax.psum(grouped_swiglu(*arguments), "tp"),
+        mesh=mesh,
+        in_specs=(
+            PartitionSpec(),
+            *(specs(weight, d_out, d_out) for weight in (gate, up)),
+            specs(down, d_in, of_down),
+            experts,
+        ),
+        out_specs=experts,
+    )
+    output = jax.jit(sharded)(rows, *(weight.jax for weight in weights), sizes)
+    for ep in (0, 1):
+        groups, expected = slice(2 * ep, 2 * ep + 2), 0
+        for half in (slice(0, 8), slice(8, 16)):  # hidden rows are quantised by each device
+            expected = expected + swiglu_numpy(
+                rows,
+                sizes[groups],
+                [
+                    part_of(gate, groups, half, slice(None)),
+                    part_of(up, groups, half, slice(None)),
+                    part_of(down, groups, slice(None), half),
+                ],
+                np.float32,
+            )
+        assert_near(output[24 * ep : 24 * ep + 24], expected, 0.1 if format == "int8" else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +198,18 @@ class TestGroupedSwiglu:
         ({"down_weights": jnp.zeros((3, 3, 5))}, r"down_weights .* needs \(2, 'any', 5\)"),
         ({"rows": jnp.zeros((4, 3), jnp.bfloat16)}, "gate_weights is float32, rows is bfloat16"),
         ({"group_sizes": jnp.zeros(2)}, r"group_sizes is float32\(2,\)"),
+        (
+            {"up_weights": QuantArray(jnp.zeros((2, 5, 3), jnp.int8), jnp.ones((2, 5)), (1, 0))},
+            r"up_weights.scales is float32\(2, 5\), .* need float32\(2, 5, 1\)",
+        ),
+        (
+            {"up_weights": QuantArray(jnp.zeros((5, 3), jnp.int8), jnp.ones((5, 1)), (1, 0))},
+            r"up_weights has shape \(5, 3\)",
+        ),
     ],
 )
 def test_bad_calls(change, message):
-    """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
+    """The errors that users see: `unwrap` removes the check of annotations."""
     good = {
         "rows": jnp.zeros((4, 3)),
         "gate_weights": jnp.zeros((2, 5, 3)),
@@ -165,3 +219,106 @@ def test_bad_calls(change, message):
     }
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(grouped_swiglu)(**(good | change))
+
+
+def int8_weight(values, scale):
+    """Of a single group, with one scale for all channels."""
+    values = jnp.asarray([values], jnp.int8)
+    return QuantArray(values, jnp.full((1, values.shape[1], 1), scale), (1, 0))
+
+
+class TestRowFormat:
+    """What `row_format` means; 127 and 448 are the largest values, where scales are to be 1."""
+
+    def test_literal_int8(self):
+        """Two blocks of 128 columns, the second one of two: scales 1 and 2."""
+        row = np.zeros((1, 130), np.float32)
+        row[0, :2], row[0, 128:] = [127, 0.4], [254, 3.2]
+        weights = np.zeros((1, 1, 130), np.int8)
+        weights[0, 0, :2], weights[0, 0, 128:] = [2, 100], [1, 10]
+        weights = QuantArray(jnp.asarray(weights), jnp.full((1, 1, 1), 0.5), (1, 0))
+        sizes = int32(1)
+        output = grouped_matmul(jnp.asarray(row), weights, sizes, row_format="int8")
+        # 0.5 * (127 * 2 + 0 * 100) + 0.5 * 2 * (127 * 1 + 2 * 10)
+        np.testing.assert_array_equal(output, [[127 + 147]])
+
+    def test_literal_fp8(self):
+        """448 and 3.3 (between 3.25 and 3.5, nearer to 3.25), then 896 and 3.3 in a scale of 2."""
+        row = np.zeros((1, 256), np.float32)
+        row[0, :2], row[0, 128:130] = [448, 3.3], [896, 3.3]
+        weights = np.zeros((1, 1, 256), np.float32)
+        weights[0, 0, :2], weights[0, 0, 128:130] = [1, 2], [0.5, 4]
+        values = jnp.asarray(weights).astype(jnp.float8_e4m3fn)
+        weights = QuantArray(values, jnp.asarray([[[1.0, 0.25]]]), (128, 128))
+        sizes = int32(1)
+        output = grouped_matmul(jnp.asarray(row), weights, sizes, row_format="fp8")
+        # 448 + 2 * 3.25, and 0.25 * 2 * (448 * 0.5 + 4 * 1.625): 1.65 is nearest to 1.625
+        np.testing.assert_array_equal(output, [[454.5 + 0.5 * (224 + 6.5)]])
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+    def test_literal_rows_as_they_are(self, dtype):
+        """INT8, and two scales along d_in: rows in INT8 would make 0.25 of 200 a zero."""
+        rows = jnp.asarray([[200, 0.25, 0.5, -2], [1, 2, 3, 4], [7, 7, 7, 7]], dtype)
+        values = jnp.asarray([[[1, 100, -128, 127]], [[3, -1, 2, 0]]], jnp.int8)
+        weights = QuantArray(values, jnp.asarray([[[2.0, 1.0]], [[0.5, 4.0]]]), (1, 2))
+        sizes = int32(1, 1)
+        output = grouped_matmul(rows, weights, sizes, row_format="float")
+        assert output.dtype == dtype
+        # 2 * (200 + 25) + (-64 - 2 * 127), 0.5 * (3 - 2) + 4 * 6, padding
+        np.testing.assert_array_equal(output.astype(jnp.float32), [[132], [24.5], [0]])
+
+    @pytest.mark.parametrize("format", ["fp8", BLOCKS], ids=str)
+    def test_fp8_has_rows_as_they_are_anyway(self, format):
+        rng = np.random.default_rng(0)
+        weights = Weight(rng, (2, 8, 6), format, jnp.float32, [1, 1]).jax
+        rows = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+        expected = grouped_matmul(rows, weights, int32(2, 3))
+        output = grouped_matmul(rows, weights, int32(2, 3), row_format="float")
+        np.testing.assert_array_equal(output, expected)
+
+    def test_literal_swiglu_of_rows_as_they_are(self):
+        """silu(x) is x where it is large, and 128.5 is one of the hidden numbers."""
+
+        rows, sizes = jnp.asarray([[64.0, 0.25]]), int32(1)
+        # gate: 128.5 and 64; up: 1 and 64
+        arguments = int8_weight([[2, 2], [1, 0]], 1.0), int8_weight([[0, 16], [4, 0]], 0.25)
+        down = int8_weight([[1, 0], [4, 1]], 0.5)
+        output = grouped_swiglu(rows, *arguments, down, sizes, row_format="float")
+        np.testing.assert_array_equal(output, [[64.25, 257 + 2048]])
+
+    def test_hidden_rows_are_not_rounded_before(self):
+        """126 / 207 of 127 is 77.3; rounded to BF16, the two hidden values would give 77.8."""
+        rows = jnp.asarray([[127.0, 127.0]], jnp.bfloat16)
+
+        gate, up = int8_weight([[127, 0], [127, 0]], 1e-2), int8_weight([[127, 80], [126, 0]], 1.0)
+        sizes = int32(1)
+        output = grouped_swiglu(
+            rows, gate, up, int8_weight([[0, 1]], 1.0), sizes, row_format="int8"
+        )
+        largest = 127 * 127 * 1e-2 * 127 * 207  # where silu is the number itself
+        np.testing.assert_allclose(output.astype(jnp.float32), [[77 * largest / 127]], rtol=4e-3)
+
+    @pytest.mark.parametrize(
+        ("row_format", "weight", "message"),
+        [
+            ("fp4", ("fp8", (1, 0)), "row_format is 'fp4'"),
+            ("int8", ("fp8", (1, 0)), "weights is float8_e4m3fn"),
+            ("fp8", ("int8", (1, 0)), "weights is int8"),
+            ("fp8", ("fp8", (1, 96)), "blocks of 96 of d_in"),
+            ("fp8", ("int4", (1, 128)), "weights is int4"),
+            ("int8", ("int4", (1, 96)), "blocks of 96 .* multiple of 128, or to divide it"),
+            ("fp8", None, "not in 8 or 4 bits"),
+            ("float", None, "row_format is 'float', weights is float32, not in 8 or 4 bits"),
+            ("bfloat16", ("int8", (1, 0)), "row_format is 'bfloat16', needs None or .*'float'"),
+        ],
+    )
+    def test_what_does_not_fit(self, row_format, weight, message):
+        floats = jnp.ones((2, 8, 256), jnp.float32)
+        weights = floats if weight is None else quantize_weight(floats, weight[0], weight[1])
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(grouped_matmul)(
+                jnp.ones((3, 256), jnp.float32),
+                weights,
+                int32(1, 2),
+                row_format=row_format,
+            )

@@ -68,8 +68,12 @@ FORMS = {
 }
 
 
-class TestRowParts:
+class TestRowParts(RowsInBlocksSuite):
     """A row tile of 96 in two parts; output tiles of three warpgroups, and of two that quantise."""
+
+    target = TARGET
+    rows = 120
+    test_matmul_of_rows_in_blocks = None  # below, with other borders
 
     @pytest.fixture(autouse=True)
     def _some_rows(self, monkeypatch):
@@ -86,20 +90,8 @@ class TestRowParts:
     )
     def test_matmul(self, format, d_out):
         """Borders of groups within a block of 8, of a part and of a tile; one has two tiles."""
-        rng, sizes = np.random.default_rng(0), (7, 0, 48, 97)
-        weights = quantize_weight(jnp.asarray(rng.normal(size=(4, d_out, 256))), format)
-        rows = rng.normal(size=(160, 256)).astype(jnp.bfloat16)
-        rows[sum(sizes) :] = np.nan
-        arguments = jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32)
-        found, expected = (
-            call_under(target, *arguments) for target in (TARGET, Target("reference", "cpu"))
-        )
-        np.testing.assert_allclose(found, expected, 1e-2, 1e-2)
+        expected = agrees_with_the_reference(format, (7, 0, 48, 97), 160, d_out)
         assert np.abs(expected[:152]).max(axis=1).min() > 1
-
-    test_swiglu = RowsInBlocksSuite.test_swiglu_of_rows_in_blocks
-    with_row_format = RowsInBlocksSuite.with_row_format
-    target, rows, d_in, d_ff = TARGET, 120, 256, 256
 
 
 class TestRowsFirst(RowsInBlocksSuite):
@@ -116,16 +108,7 @@ class TestRowsFirst(RowsInBlocksSuite):
     @pytest.mark.parametrize("sizes", [(64, 0, 64), (63, 65, 0), (0, 1, 135), (7, 8, 9), (0, 0, 0)])
     def test_borders(self, sizes):
         """Of groups: at and beside those of the warpgroups' rows, and within a block of 8."""
-        rng = np.random.default_rng(0)
-        weights = quantize_weight(jnp.asarray(rng.normal(size=(3, 192, 256))), "fp8_block")
-        rows = rng.normal(size=(136, 256)).astype(jnp.bfloat16)
-        rows[sum(sizes) :] = np.nan
-        sizes = jnp.asarray(sizes, jnp.int32)
-        found = [
-            call_under(target, jnp.asarray(rows), weights, sizes)
-            for target in (TARGET, Target("reference", "cpu"))
-        ]
-        np.testing.assert_allclose(found[0], found[1], 1e-2, 1e-2)
+        agrees_with_the_reference("fp8_block", sizes, 136, 192)
 
 
 def call_under(target, rows, weights, sizes):
@@ -134,6 +117,20 @@ def call_under(target, rows, weights, sizes):
 
     with use_target(target):
         return np.asarray(jax.jit(call)(), np.float32)
+
+
+def agrees_with_the_reference(format, sizes, rows, d_out):
+    """What the reference gives, after it was compared."""
+    rng = np.random.default_rng(0)
+    weights = quantize_weight(jnp.asarray(rng.normal(size=(len(sizes), d_out, 256))), format)
+    rows = rng.normal(size=(rows, 256)).astype(jnp.bfloat16)
+    rows[sum(sizes) :] = np.nan
+    arguments = jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32)
+    found, expected = (
+        call_under(target, *arguments) for target in (TARGET, Target("reference", "cpu"))
+    )
+    np.testing.assert_allclose(found, expected, 1e-2, 1e-2)
+    return expected
 
 
 def test_a_row_is_the_same_whichever_comes_first(monkeypatch):

@@ -4,15 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from pallas_kernels.target import use_target
-
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-VALUES = {"fp8": ml_dtypes.float8_e4m3fn, "int8": np.int8}
+from tests.pallas_kernels.quantize.definition import VALUES, quantize_numpy
 
 
 def norm_numpy(x, weight, epsilon):
@@ -21,16 +18,6 @@ def norm_numpy(x, weight, epsilon):
     normed = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     normed = normed.astype(x.dtype).astype(np.float32) * weight.astype(np.float32)
     return normed.astype(x.dtype)
-
-
-def quantize_numpy(rows, format):
-    """FP32 products with reciprocals, bit for bit those of `quantize_rows`."""
-    rows = rows.astype(np.float32)
-    largest = np.float32(LARGEST[format])
-    scales = np.max(np.abs(rows), axis=1) * np.float32(1.0 / LARGEST[format])
-    scales = np.where(scales < 2.0**-100, np.float32(1), scales)
-    scaled = np.clip(rows * (np.float32(1) / scales)[:, None], -largest, largest)
-    return (np.rint(scaled) if format == "int8" else scaled).astype(VALUES[format]), scales
 
 
 class NormQuantizeSuite:

@@ -7,7 +7,8 @@ import pytest
 
 from pallas_kernels.norm_quantize import mosaic_gpu
 from pallas_kernels.target import Target
-from tests.pallas_kernels.norm_quantize.suite import NormQuantizeSuite, quantize_numpy
+from tests.pallas_kernels.norm_quantize.suite import NormQuantizeSuite
+from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 TARGET = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
 

@@ -5,7 +5,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,6 +21,7 @@ from pallas_kernels.quantize import (
     sliceable,
 )
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 compiled_quantize_weight = jax.jit(quantize_weight, static_argnums=(1, 2))
 compiled_dequantize_weight = jax.jit(dequantize_weight, static_argnums=1)
@@ -29,7 +29,6 @@ compiled_dequantize_weight = jax.jit(dequantize_weight, static_argnums=1)
 
 def scales_and_values_numpy(w, format, block):
     """The definition, in NumPy: every block by itself. Values and scales, both float32."""
-    largest = np.float32(127 if format == "int8" else 448)
     *batch, d_out, d_in = w.shape
     sizes = [axis if size == 0 else size for axis, size in zip((d_out, d_in), block, strict=True)]
     counts = [-(-d_out // sizes[0]), -(-d_in // sizes[1])]
@@ -42,17 +41,10 @@ def scales_and_values_numpy(w, format, block):
             slice(row * sizes[0], (row + 1) * sizes[0]),
             slice(column * sizes[1], (column + 1) * sizes[1]),
         )
-        weights = w[part].astype(np.float32)
-        # Products with reciprocals and not divisions, as in `quantize_rows`: what a compiler makes
-        # of a division depends on the program around it.
-        scale = np.abs(weights).max() * (np.float32(1) / largest)
-        scale = np.float32(1) if scale < np.float32(2.0**-100) else scale
-        scaled = np.clip(weights * (np.float32(1) / scale), -largest, largest)
-        if format == "int8":
-            values[part] = np.rint(scaled)
-        else:
-            values[part] = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        scales[place] = scale
+        found, scales[place] = quantize_numpy(
+            w[part].ravel(), "int8" if format == "int8" else "fp8"
+        )
+        values[part] = found.astype(np.float32).reshape(w[part].shape)
     return values, scales
 
 

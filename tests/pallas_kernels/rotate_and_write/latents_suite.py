@@ -14,8 +14,8 @@ import pytest
 
 from pallas_kernels.rotate_and_write import norm_and_write
 from pallas_kernels.target import use_target
+from tests.pallas_kernels.quantize.definition import LARGEST
 from tests.pallas_kernels.rotate_and_write.suite import (
-    LARGEST,
     PAGE_SIZE,
     PLACES,
     POOL,

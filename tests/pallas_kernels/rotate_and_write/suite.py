@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import use_target
+from tests.pallas_kernels.quantize.definition import LARGEST
 
 PAGE_SIZE, POOL = 8, 6
 TABLE = np.asarray([[4, 1, POOL, -1], [0, 5, 2, 3]], np.int32)
@@ -22,7 +23,6 @@ POSITIONS = np.asarray([3, 23, 10, 20, -1, 32, 1, 28], np.int32)
 PLACES = {0: (4, 3), 1: (2, 7)}
 """Page and row of each token: of the others the sequence, page, position, position, sequence or
 page is outside, on either side. The nearest place that there is, is another page's."""
-LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
 class Case(NamedTuple):

@@ -14,45 +14,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.model.quant.matmul import matmul
 from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.grouped_matmul.suite import Weight
 
 compiled_matmul = jax.jit(matmul)
 
 # d_out and d_in that are and are not multiples of the blocks.
-CASES = [
-    ("fp8", None),
-    ("fp8", (0, 0)),
-    ("fp8_block", (4, 4)),
-    ("fp8_block", (8, 2)),
-    ("int8", None),
-    ("int8", (4, 2)),
-]
+FORMATS = ["fp8", ("fp8", (0, 0)), ("fp8", (4, 4)), ("fp8", (8, 2)), "int8", ("int8", (4, 2))]
 SHAPES = [(8, 8), (11, 7)]
-
-
-def quantize_rows_numpy(x):
-    """INT8 rows with the products by reciprocals of `quantize_rows`."""
-    rows = x.astype(np.float32)
-    scales = np.abs(rows).max(axis=1) * (np.float32(1) / np.float32(127))
-    scales = np.where(scales < np.float32(2.0**-100), np.float32(1), scales)
-    return np.rint(np.clip(rows * (np.float32(1) / scales)[:, None], -127, 127)), scales
-
-
-def matmul_numpy(x, w: QuantArray):
-    """x [tokens, d_in] by w, in float64: block by block."""
-    values = np.asarray(w.values, np.float64)
-    scales = np.asarray(w.scales, np.float64)
-    d_out, d_in = values.shape
-    rows, columns = (size or axis for size, axis in zip(w.block, (d_out, d_in), strict=True))
-    x_scales = np.ones(len(x))
-    if w.dtype == jnp.int8:
-        x, x_scales = quantize_rows_numpy(x)
-    output = np.zeros((len(x), d_out))
-    for (row, column), scale in np.ndenumerate(scales):
-        outside = slice(row * rows, (row + 1) * rows)
-        inside = slice(column * columns, (column + 1) * columns)
-        sums = x[:, inside].astype(np.float64) @ values[outside, inside].T
-        output[:, outside] += sums * (x_scales[:, None] * scale)
-    return output
 
 
 class TestLiteral:
@@ -97,20 +65,26 @@ class TestLiteral:
         np.testing.assert_array_equal(output, [[4.0]])
 
 
+def drawn(rng, shape, format, dtype=jnp.float32):
+    """A weight [d_out, d_in] without groups, and its product with rows in NumPy."""
+    weight = Weight(rng, (1, *shape), format, dtype, [1])
+    array = jax.tree.map(lambda leaf: leaf[0], weight.jax)
+    return array, lambda rows: np.stack([weight.product(row, 0) for row in rows])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("format", "block"), CASES)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(-20, 20))
-def test_as_numpy(format, block, shape, dtype, seed, size):
+def test_as_numpy(format, shape, dtype, seed, size):
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(5, shape[1])) * 2.0**size).astype(dtype)
     x[0] = 0
-    w = quantize_weight(jnp.asarray(rng.normal(size=shape), jnp.float32), format, block)
-    expected = matmul_numpy(x, w)
-    got = compiled_matmul(jnp.asarray(x), w)
+    w, product = drawn(rng, shape, format)
+    expected, got = product(x), compiled_matmul(jnp.asarray(x), w)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2.0**size * 2e-6)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
@@ -119,12 +93,8 @@ def test_near_the_unquantised_product(format):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 448)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(320, 448)) * 448**-0.5, jnp.float32)
-    quantised = quantize_weight(w, format)
-    np.testing.assert_allclose(
-        matmul(x, quantised), matmul_numpy(np.asarray(x), quantised), 1e-5, 1e-5
-    )
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    error = np.asarray(matmul(x, quantised)) - exact
+    error = np.asarray(matmul(x, quantize_weight(w, format))) - exact
     # The step of e4m3 is at most an eighth of the number, INT8 has 127 steps to the largest one.
     assert np.sqrt(np.mean(error**2)) < {"fp8": 0.035, "fp8_block": 0.035, "int8": 0.015}[format]
 
@@ -133,32 +103,31 @@ def test_near_the_unquantised_product(format):
 def test_values_may_be_bits(format):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 200)), jnp.bfloat16)
-    w = quantize_weight(jnp.asarray(rng.normal(size=(40, 200)), jnp.float32), format)
+    w, _ = drawn(rng, (40, 200), format)
     bits = dataclasses.replace(w, values=as_bits(w.values))
     np.testing.assert_array_equal(matmul(x, bits), matmul(x, w))
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("format", ["fp8", ("fp8", (4, 4)), "int8"], ids=str)
 def test_leading_axes(format):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 2, 4, 10)), jnp.float32)
-    block = (4, 4) if format == "fp8_block" else None
-    w = quantize_weight(jnp.asarray(rng.normal(size=(3, 2, 6, 10)), jnp.float32), format, block)
-    got = matmul(x, w)
-    for place in np.ndindex(3, 2):
-        one = jax.tree.map(lambda leaf, place=place: leaf[place], w)
-        np.testing.assert_allclose(got[place], matmul_numpy(np.asarray(x[place]), one), 1e-5, 1e-5)
+    weight = Weight(rng, (6, 6, 10), format, jnp.float32, [1] * 6)
+    got = matmul(x, jax.tree.map(lambda leaf: leaf.reshape(3, 2, *leaf.shape[1:]), weight.jax))
+    for group, (place, rows) in enumerate(zip(np.ndindex(3, 2), x.reshape(6, 4, 10), strict=True)):
+        expected = [weight.product(row, group) for row in np.asarray(rows)]
+        np.testing.assert_allclose(got[place], expected, 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("format", ["fp8", ("fp8", (2, 4)), "int8"], ids=str)
 def test_inside_shard_map(format):
     """d_out on two devices needs no sum, d_in on two more does; scales go where their values go."""
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("in", "out"))
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(5, 16)), jnp.float32)
-    block = (2, 4) if format == "fp8_block" else None
-    w = quantize_weight(jnp.asarray(rng.normal(size=(12, 16)), jnp.float32), format, block)
-    scale_columns = "in" if format == "fp8_block" else None
+    x = rng.normal(size=(5, 16)).astype(np.float32)
+    weight = Weight(rng, (1, 12, 16), format, jnp.float32, [1])
+    w = jax.tree.map(lambda leaf: leaf[0], weight.jax)
+    scale_columns = "in" if w.block[1] else None
     specs = QuantArray(PartitionSpec("out", "in"), PartitionSpec("out", scale_columns), w.block)
     sharded = jax.shard_map(
         lambda x, w: jax.lax.psum(matmul(x, w), "in"),
@@ -166,14 +135,11 @@ def test_inside_shard_map(format):
         in_specs=(PartitionSpec(None, "in"), specs),
         out_specs=PartitionSpec(None, "out"),
     )
-    halves = []
-    for half in (slice(0, 8), slice(8, 16)):
-        blocks = slice(half.start // 4, half.stop // 4)
-        scales = w.scales[:, blocks] if format == "fp8_block" else w.scales
-        halves.append(
-            matmul_numpy(np.asarray(x[:, half]), QuantArray(w.values[:, half], scales, w.block))
-        )
-    np.testing.assert_allclose(jax.jit(sharded)(x, w), sum(halves), rtol=1e-5, atol=1e-5)
+    whole, expected = weight.numpy, 0
+    for half in (slice(0, 8), slice(8, 16)):  # each device quantises its own columns of rows
+        weight.numpy = whole[:, :, half]
+        expected = expected + np.stack([weight.product(row, 0) for row in x[:, half]])
+    np.testing.assert_allclose(jax.jit(sharded)(x, w), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
