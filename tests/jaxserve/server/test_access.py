@@ -15,16 +15,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
-from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
-from jaxserve.text.generator import TextGenerator
 from tests.jaxserve.server import certificates
-from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import LETTERS, ids_of
+from tests.jaxserve.server.faces import SECONDS, Faces
+from tests.jaxserve.waiting import until
 
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
-SECONDS = 20
 
 
 class TestKeys:
@@ -36,6 +32,7 @@ class TestKeys:
         assert len(tenants) == 2
         assert None not in tenants
         assert keys.tenant("Bearer # ours") is None
+        assert ALICE not in repr(Access(keys)) + repr(vars(keys))
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -95,97 +92,41 @@ def test_certificates_that_do_not_fit(files: Path, fields: dict[str, str], messa
         Access.from_config(Server(**{key: str(files / name) for key, name in fields.items()}))
 
 
-class Both:
-    """Both faces with the same access."""
-
-    def __init__(self, access: Access):
-        self.engine = FakeEngine(ids_of("one two three"))
-        self.generator = TextGenerator(self.engine, LETTERS)
-        self.grpc = GrpcServer(port=0, access=access)
-        self.http = HttpServer(port=0, access=access)
-        self.grpc_address, self.http_address = self.grpc.start(), self.http.start()
-        self.grpc.open(self.generator)
-        self.http.open(self.generator)
-
-    def close(self) -> None:
-        self.grpc.stop(0)
-        self.http.stop(0)
-        self.generator.close()
-        self.engine.close()
-
-
 @pytest.fixture
-def locked() -> Iterator[Both]:
-    both = Both(Access(ApiKeys([ALICE, BOB])))
-    yield both
-    both.close()
+def locked() -> Iterator[Faces]:
+    faces = Faces(Access(ApiKeys([ALICE, BOB])))
+    yield faces
+    faces.close()
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
-class TestKeysOfRpcs:
-    def test_none_and_wrong_ones(self, locked: Both) -> None:
-        with grpc.insecure_channel(locked.grpc_address) as channel:
-            stub = InferenceStub(channel)
-            for metadata in ((), bearer("wrong"), (("authorization", ALICE),)):
-                for call in (
-                    lambda **how: stub.Generate(pb.GenerateRequest(text="hi"), **how),
-                    lambda **how: list(stub.GenerateStream(pb.GenerateRequest(text="hi"), **how)),
-                    lambda **how: stub.GetModelInfo(pb.GetModelInfoRequest(), **how),
-                ):
-                    with pytest.raises(grpc.RpcError) as caught:
-                        call(metadata=metadata, timeout=SECONDS)
-                    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        assert locked.engine.prompts == []
+def test_probes_need_no_key(locked: Faces) -> None:
+    request = health_pb2.HealthCheckRequest()
+    answer = health_pb2_grpc.HealthStub(locked.channel).Check(request, timeout=SECONDS)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def test_probes_need_none(self, locked: Both) -> None:
-        with grpc.insecure_channel(locked.grpc_address) as channel:
-            request = health_pb2.HealthCheckRequest()
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def test_ids_of_tenants_do_not_meet(self, locked: Both) -> None:
-        locked.engine.allowed = 1
-        with grpc.insecure_channel(locked.grpc_address) as channel:
-            stub = InferenceStub(channel)
-            request = pb.GenerateRequest(text="hi", request_id="key-" + "a" * 124)
-            calls = []
-            for key in (ALICE, BOB):
-                calls.append(stub.GenerateStream(request, metadata=bearer(key), timeout=SECONDS))
-                assert next(calls[-1]).prompt.request_id == request.request_id
-            assert locked.engine.running == 2
-            assert not any(map(has_key, locked.engine._running))
-            for call in calls:
-                call.cancel()
-        assert locked.engine.wait_until_idle()
-        locked.engine.allowed = None
-
-    def test_tenants_do_not_share_prefixes(self, locked: Both) -> None:
-        with grpc.insecure_channel(locked.grpc_address) as channel:
-            stub = InferenceStub(channel)
-            for key in (ALICE, BOB):
-                request = pb.GenerateRequest(text="hi")
-                stub.Generate(request, metadata=bearer(key), timeout=SECONDS)
-        salts = [params.cache_salt for params in locked.engine.params]
-        assert len(set(salts)) == 2
-        assert "" not in salts
-
-    def test_only_the_owner_aborts(self, locked: Both) -> None:
-        locked.engine.allowed = 3
-        abort = pb.AbortRequest(request_id="a")
-        with grpc.insecure_channel(locked.grpc_address) as channel:
-            stub = InferenceStub(channel)
-            request = pb.GenerateRequest(text="hi", request_id="a")
-            call = stub.GenerateStream(request, metadata=bearer(ALICE), timeout=SECONDS)
-            next(call)
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Abort(abort, metadata=bearer(BOB), timeout=SECONDS)
-            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-            assert locked.engine.running == 1
-            stub.Abort(abort, metadata=bearer(ALICE), timeout=SECONDS)
-            assert locked.engine.wait_until_idle()
+def test_ids_of_tenants_do_not_meet_and_only_the_owner_aborts(locked: Faces) -> None:
+    locked.engine.allowed = 1
+    request = pb.GenerateRequest(text="hi", request_id="key-" + "a" * 124)
+    calls = []
+    for key in (ALICE, BOB):
+        calls.append(locked.stub.GenerateStream(request, metadata=bearer(key), timeout=SECONDS))
+        assert next(calls[-1]).prompt.request_id == request.request_id
+    assert locked.engine.running == 2
+    assert not any(map(has_key, locked.engine._running))
+    calls[1].cancel()
+    until(lambda: locked.engine.running == 1)
+    abort = pb.AbortRequest(request_id=request.request_id)
+    with pytest.raises(grpc.RpcError) as caught:
+        locked.stub.Abort(abort, metadata=bearer(BOB), timeout=SECONDS)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert locked.engine.running == 1
+    locked.stub.Abort(abort, metadata=bearer(ALICE), timeout=SECONDS)
+    assert locked.engine.wait_until_idle()
 
 
 @pytest.mark.parametrize("mutual", [False, True])
@@ -195,11 +136,11 @@ def test_tls(files: Path, mutual: bool) -> None:
         tls_key=str(files / "server.key"),
         tls_client_ca=str(files / "ca.pem") if mutual else "",
     )
-    both = Both(Access.from_config(config))
+    both = Faces(Access.from_config(config))
     context = ssl.create_default_context(cafile=str(files / "ca.pem"))
     stranger = ssl.create_default_context(cafile=str(files / "ca.pem"))
     context.load_cert_chain(files / "client.pem", files / "client.key")
-    url = f"https://{both.http_address}/v1/completions"
+    url = f"https://{both.address}/v1/completions"
     fields = {"prompt": "hi", "stream": True}
     assert "[DONE]" in httpx.post(url, json=fields, verify=context, timeout=SECONDS).text
     if mutual:

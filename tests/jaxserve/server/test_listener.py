@@ -1,4 +1,4 @@
-"""Sockets to listen on: Unix sockets, and HTTP over one."""
+"""Sockets to listen on: ports, Unix sockets, and HTTP over one."""
 
 import socket
 import stat
@@ -8,8 +8,24 @@ import httpx
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.http.server import HttpServer
 from jaxserve.server.listener import bind_unix
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+
+
+@pytest.mark.parametrize("face", [GrpcServer, HttpServer])
+def test_a_port_in_use_is_a_clear_error(face: type[GrpcServer | HttpServer]) -> None:
+    """Of another program, and of a server like it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"_port: cannot listen on 127.0.0.1:{port}"):
+            face(port=port).start()
+    first = face(port=0)
+    port = int(first.start().rpartition(":")[2])
+    with pytest.raises(ConfigError, match="is it in use"):
+        face(port=port).start()
+    first.stop(0)
 
 
 def test_http_over_a_unix_socket(tmp_path: Path) -> None:

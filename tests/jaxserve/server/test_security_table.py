@@ -6,6 +6,7 @@ and afterwards everybody else is served as before. Finer points of HTTP are in
 """
 
 import ast
+import functools
 import hmac
 import json
 import pickle
@@ -31,73 +32,17 @@ from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.document import document
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS, ENDPOINTS
 from jaxserve.server.http.server import HttpServer
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.text.chat import ChatTemplate
-from jaxserve.text.generator import TextGenerator
 from jaxserve.text.tokenizer import Tokenizer
 from tests.jaxserve import layouts
-from tests.jaxserve.server.http.rig import TEMPLATE
+from tests.jaxserve.server.faces import SECONDS, Faces
 from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.text.letters import ids_of, raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
 OPEN = ("/health", "/ping", "/ready", "/")
 """What needs no key: probes, and the page, which is the same everywhere and asks for one itself."""
-SECONDS = 20
-"""No attack takes longer."""
-
-
-class Faces:
-    """Both of them over one engine."""
-
-    def __init__(self, access: Access | None = None, template: str = TEMPLATE):
-        self.engine = FakeEngine(ids_of("one two three"))
-        self.generator = TextGenerator(self.engine, LETTERS)
-        self._grpc, self._http = (
-            GrpcServer(port=0, access=access),
-            HttpServer(port=0, access=access),
-        )
-        self.channel = grpc.insecure_channel(self._grpc.start())
-        self.address = self._http.start()
-        self._grpc.open(self.generator)
-        self._http.open(self.generator, ChatTemplate({"default": template}))
-        self.stub = InferenceStub(self.channel)
-        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=SECONDS)
-
-    def close(self) -> None:
-        self.client.close()
-        self.channel.close()
-        self._grpc.stop(0)
-        self._http.stop(0)
-        self.generator.close()
-        self.engine.close()
-
-    def refuse(self) -> None:
-        self._grpc.refuse()
-        self._http.refuse()
-
-    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-        fields = {"prompt": "hi", **fields} if path == "/v1/completions" else fields
-        return self.client.post(path, json=fields)
-
-    def http_error(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, str]:
-        """Status and field."""
-        response = self.post(path, **fields)
-        return response.status_code, response.json()["error"]["param"]
-
-    def grpc_error(self, **fields: Any) -> tuple[grpc.StatusCode, str]:
-        """Status and message."""
-        with pytest.raises(grpc.RpcError) as caught:
-            self.stub.Generate(pb.GenerateRequest(**{"text": "hi", **fields}), timeout=SECONDS)
-        return caught.value.code(), caught.value.details()
-
-    def untouched(self) -> bool:
-        """Whether no request has reached the engine, and the next one on both faces does."""
-        before = len(self.engine.prompts)
-        http = self.post().json()["choices"][0]["text"]
-        rpc = self.stub.Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS).text
-        return before == 0 and http == rpc == "one two three"
 
 
 @pytest.fixture
@@ -114,11 +59,14 @@ def locked() -> Iterator[Faces]:
     faces.close()
 
 
-def sources() -> Iterator[tuple[Path, ast.AST]]:
-    """Every module of both packages."""
-    for package in ("jaxserve", "pallas_kernels"):
-        for path in (ROOT / package).rglob("*.py"):
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def sources() -> list[tuple[Path, list[ast.AST]]]:
+    """Every module of both packages, with all of its nodes."""
+    paths = [
+        path for name in ("jaxserve", "pallas_kernels") for path in (ROOT / name).rglob("*.py")
+    ]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    return [(path, list(ast.walk(tree))) for path, tree in zip(paths, trees, strict=True)]
 
 
 # ---------------------------------------------------------- no pickle on any wire or file
@@ -126,8 +74,8 @@ def sources() -> Iterator[tuple[Path, ast.AST]]:
 
 def test_no_pickle_on_any_wire_or_file(faces: Faces) -> None:
     unsafe = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-    for path, tree in sources():
-        for node in ast.walk(tree):
+    for path, nodes in sources():
+        for node in nodes:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not unsafe & {name.partition(".")[0] for name in names}, path
@@ -159,9 +107,11 @@ def test_addresses() -> None:
 def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint in ENDPOINTS:
         path = endpoint.path.replace("{model}", "fake")
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": ALICE}):
-            status = locked.client.request(endpoint.method, path, headers=headers).status_code
-            assert (status == 401) == (path not in OPEN), path
+        for shown in (None, "", "Bearer", "Bearer wrong", f"Basic {ALICE}", ALICE):
+            headers = {} if shown is None else {"Authorization": shown}
+            answer = locked.client.request(endpoint.method, path, headers=headers)
+            assert (answer.status_code == 401) == (path not in OPEN), path
+            assert answer.headers.get("www-authenticate", "Bearer") == "Bearer"
     assert not any(endpoint.public for endpoint in ADMIN_ENDPOINTS)
     service = pb.DESCRIPTOR.services_by_name["Inference"]
     for method in service.methods:
@@ -239,11 +189,11 @@ def test_sizes(faces: Faces) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
         client.sendall(head + b"Content-Length: 100000000\r\n\r\n")
-        assert b"413 " in client.recv(4096)  # before the 100 MB are sent
+        assert b" 413 " in client.makefile("rb").readline()  # before the 100 MB are sent
     with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
         try:
             client.sendall(head + b"X: " + b"y" * 10**6)
-            assert client.recv(4096)[:12] in (b"", b"HTTP/1.1 431")
+            assert client.makefile("rb").readline()[:12] in (b"", b"HTTP/1.1 431")
         except ConnectionError:
             pass
     code, message = faces.grpc_error(text="x" * 5 * 10**6)
@@ -255,13 +205,9 @@ def test_sizes(faces: Faces) -> None:
 # ------ tokenise and compile grammars off the event loop, with limits; the engine never sees them
 
 
-HOSTILE: list[tuple[str, Any]] = [
+HOSTILE: list[tuple[str, Any]] = [  # more in `text/test_structured.py`
     ("regex", "(" * 30_000),
-    ("regex", "x" * 70_000),
-    ("json", {"$ref": "file:///etc/passwd"}),
     ("json", {"$ref": "http://evil.example/x"}),
-    ("json", {"type": "string", "pattern": "("}),
-    ("json", '{"not":' * 5000 + "{}" + "}" * 5000),
     ("grammar", "start: nowhere"),
     ("choice", ["x" * 70_000]),
 ]
@@ -283,7 +229,7 @@ def test_hostile_grammars(faces: Faces, kind: str, source: Any) -> None:
     assert faces.untouched()
 
 
-@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{0,100}){0,100}){0,100}", "(.*a){50}"])
+@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{0,100}){0,100}){0,100}"])
 def test_grammars_that_begin_well(faces: Faces, regex: str) -> None:
     """Where a step takes too much work, that request ends, and says why."""
     start = time.monotonic()
@@ -338,18 +284,16 @@ def test_templates() -> None:
     faces = Faces(template="{% if forever %}" + loop + "{% endif %}x")
     messages = [{"role": "user", "content": "hi"}]
     start = time.monotonic()
-    for path in ("/v1/chat/completions", "/tokenize"):
-        kwargs = {"forever": True}
-        error = faces.http_error(path, messages=messages, chat_template_kwargs=kwargs)
-        assert error == (400, "messages")
+    chat = "/v1/chat/completions"
+    kwargs = {"forever": True}
+    assert faces.http_error(chat, messages=messages, chat_template_kwargs=kwargs) == (
+        400,
+        "messages",
+    )
     assert time.monotonic() - start < SECONDS
     for kwargs in ({"messages": []}, {"bos_token": "x"}, {"__class__": "x"}, {"anything": 1}):
-        status, field = faces.http_error(
-            "/v1/chat/completions", messages=messages, chat_template_kwargs=kwargs
-        )
-        assert (status, field) == (400, f"chat_template_kwargs.{next(iter(kwargs))}")
-    error = faces.http_error("/v1/chat/completions", messages=messages, chat_template="x")
-    assert error == (400, "chat_template")
+        found = faces.http_error(chat, messages=messages, chat_template_kwargs=kwargs)
+        assert found == (400, f"chat_template_kwargs.{next(iter(kwargs))}")
     assert faces.untouched()
     faces.close()
 
@@ -374,8 +318,8 @@ def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(folder).encode("a")
     assert ChatTemplate.from_folder(folder) is None
     assert not marker.exists()
-    for path, tree in sources():
-        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for path, nodes in sources():
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
         names = {call.id for call in calls if isinstance(call, ast.Name)}
         assert not names & {"eval", "exec", "__import__"}, path
         assert "trust_remote_code" not in path.read_text(encoding="utf-8")

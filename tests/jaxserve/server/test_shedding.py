@@ -1,23 +1,15 @@
 """Which requests are refused because they would wait too long, by a clock of the test's own."""
 
 import grpc
-import httpx
 import pytest
 
 from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
-from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http.server import HttpServer
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.shedding import Shedding, shedding, waiting_in
-from jaxserve.text.generator import TextGenerator
-from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import LETTERS, ids_of
+from tests.jaxserve.server.faces import Faces
 
 LIMIT = 15.0
-SECONDS = 20
 
 
 class Queue:
@@ -162,38 +154,25 @@ def test_what_waits(load, waiting):
 
 
 def test_over_both_faces():
-    engine = FakeEngine(ids_of("one two three"))  # whose load says that two requests wait
-    engine.allowed = 0
-    front = Shedding(engine, LIMIT, lambda: 40.0)
+    """The fake engine's load says that two requests wait."""
+    faces = Faces(front=lambda engine: Shedding(engine, LIMIT, lambda: 40.0))
+    faces.engine.allowed = 0
     for now in range(0, 50, 10):
-        front._uptake.taken_up(now, waiting=1)
-    generator = TextGenerator(front, LETTERS)
-    http, rpc = HttpServer(port=0), GrpcServer(port=0)
-    address = http.start()
-    channel = grpc.insecure_channel(rpc.start())
-    http.open(generator)
-    rpc.open(generator)
+        faces.generator.engine._uptake.taken_up(now, waiting=1)
     body = {"prompt": "hi", "stream": True}
     with (
-        httpx.Client(base_url=f"http://{address}", timeout=SECONDS) as client,
-        client.stream("POST", "/v1/completions", json=body),
-        client.stream("POST", "/v1/completions", json=body),
-        channel,
+        faces.client.stream("POST", "/v1/completions", json=body),
+        faces.client.stream("POST", "/v1/completions", json=body),
     ):
-        answer = client.post("/v1/completions", json=body)
+        answer = faces.post()
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
         error = answer.json()["error"]
         assert error["code"] == "overloaded"
         assert "the wait for a first token is estimated at 20.0 s" in error["message"]
-        stub = InferenceStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "estimated at 20.0 s" in caught.value.details()
-        urgent = client.stream("POST", "/v1/completions", json=body | {"priority": -1})
+        code, details = faces.grpc_error()
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "estimated at 20.0 s" in details
+        urgent = faces.client.stream("POST", "/v1/completions", json=body | {"priority": -1})
         with urgent as answer:
             assert answer.status_code == 200
-    for server in (http, rpc):
-        server.stop(0)
-    generator.close()
-    engine.close()
+    faces.close()

@@ -1,5 +1,7 @@
 """A tokenizer small enough to count in one's head: one token a byte."""
 
+from collections.abc import Sequence
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -28,3 +30,14 @@ LETTERS = Tokenizer(
 def ids_of(text: str) -> list[int]:
     """The text's ids, without bos."""
     return LETTERS.encode(text)[1:]
+
+
+class Verbose(Tokenizer):
+    """A tokenizer whose every token is a long text."""
+
+    def __init__(self, text: str):
+        super().__init__(TokenizersVocabulary(raw_letters()))
+        self._text = text
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        return self._text * len(token_ids)

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions, as bodies and events on the wire."""
 
-import pytest
-
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.conversations import TOOLS
@@ -59,15 +57,6 @@ def test_a_stream(rig: HttpRig) -> None:
     ]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 13
-
-
-def test_a_stream_of_several_answers(rig: HttpRig) -> None:
-    chunks = events(rig.chat(stream=True, n=3))
-    texts = ["", "", ""]
-    for chunk in chunks:
-        (choice,) = chunk["choices"]
-        texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == ["one two three"] * 3
 
 
 def test_token_ids(rig: HttpRig) -> None:
@@ -179,38 +168,6 @@ class TestReasoning:
         chunks = events(rig.chat(include_reasoning=False, stream=True))
         assert deltas(chunks, "reasoning_content") == ""
         assert deltas(chunks, "content") == "Yes."
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"messages": []}, "messages", "expected `array` of length >= 1"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
-        ({"messages": ["x"]}, "messages[0]", "expected `object`, got `str`"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-            "'image_url' is not supported",
-        ),
-        ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "no room"),
-        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs = true"),
-        ({"tool_choice": "auto!"}, "tool_choice", "invalid enum value"),
-        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no switch"),
-        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token", "no swi"),
-        ({"function_call": "x"}, "function_call", "invalid enum value"),
-        ({"function_cal": "x"}, "function_cal", "is not known here"),
-    ],
-)
-def test_a_bad_field_is_named(
-    shared: HttpRig, fields: dict[str, object], param: str, message: str
-) -> None:
-    whole = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    error = shared.refused("/v1/chat/completions", **whole)
-    assert error["param"] == param
-    assert message in error["message"]
-    assert shared.engine.prompts == []
 
 
 def test_a_model_without_a_template() -> None:

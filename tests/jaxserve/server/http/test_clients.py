@@ -7,15 +7,12 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from jaxserve.errors import OverloadedError
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
-from tests.jaxserve.text.conversations import TOOLS
 from tests.jaxserve.text.letters import ids_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -59,32 +56,6 @@ def test_streamed_chats(sdk: openai.OpenAI) -> None:
     assert chat.choices[0].finish_reason == "stop"
 
 
-def test_what_an_answer_was_goes_back_as_it_came(sdk: openai.OpenAI, rig: HttpRig) -> None:
-    message = sdk.chat.completions.create(model="fake", messages=MESSAGES).choices[0].message
-    sdk.chat.completions.create(model="fake", messages=[*MESSAGES, message, *MESSAGES])
-    assert rig.engine.prompts[1] == ids_of("[user]hi[assistant]one two three[user]hi[assistant]")
-
-
-def test_tools(sdk: openai.OpenAI, rig: HttpRig) -> None:
-    rig.engine.script = ids_of(CALL)
-    rig.engine.max_length = rig.generator._max_length = 2000
-    chat = sdk.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
-    (call,) = chat.choices[0].message.tool_calls or []
-    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
-    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "x"}')
-    assert chat.choices[0].message.content is None
-
-
-def test_streamed_tools(sdk: openai.OpenAI, rig: HttpRig) -> None:
-    rig.engine.script = ids_of(CALL)
-    rig.engine.max_length = rig.generator._max_length = 2000
-    with sdk.chat.completions.stream(model="fake", messages=MESSAGES, tools=TOOLS) as stream:
-        chat = stream.get_final_completion()
-    (call,) = chat.choices[0].message.tool_calls or []
-    assert call.function.arguments == '{"city": "x"}'
-    assert chat.choices[0].finish_reason == "tool_calls"
-
-
 def test_models(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["fake"]
     assert sdk.models.retrieve("fake").owned_by == "jaxserve"
@@ -106,22 +77,6 @@ def test_errors(sdk: openai.OpenAI, rig: HttpRig) -> None:
     rig.engine.fail("process 1 (ffn) is gone")
     with pytest.raises(openai.APIError, match="the engine failed; request "):
         list(stream)
-
-
-def test_extensions(sdk: openai.OpenAI) -> None:
-    extra = {"min_tokens": 3, "ignore_eos": True, "top_k": 5, "return_token_ids": True}
-    completion = sdk.completions.create(model="fake", prompt="hi", max_tokens=3, extra_body=extra)
-    assert completion.choices[0].model_extra is not None
-    assert completion.choices[0].model_extra["token_ids"] == ids_of("one")
-
-
-def test_closing_a_stream_returns_the_pages(sdk: openai.OpenAI, rig: HttpRig) -> None:
-    rig.engine.allowed = 3
-    stream = sdk.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
-    next(iter(stream))
-    assert rig.engine.running == 1
-    stream.close()
-    assert rig.engine.wait_until_idle()
 
 
 def test_many_streams_of_an_asynchronous_client(rig: HttpRig) -> None:

@@ -84,24 +84,6 @@ def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
     ]
 
 
-def test_what_changes_nothing_is_taken(rig: HttpRig) -> None:
-    neutral = {
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1,
-        "logit_bias": {},
-        "logprobs": None,
-        "best_of": 1,
-        "user": "me",
-        "metadata": {"a": "b"},
-        "store": False,
-        "suffix": None,
-        "priority": 0,
-        "model": "fake",
-    }
-    assert rig.complete(**neutral).status_code == 200
-
-
 def test_a_stop_string(rig: HttpRig) -> None:
     choice = rig.complete(stop="two").json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
@@ -109,14 +91,6 @@ def test_a_stop_string(rig: HttpRig) -> None:
         "stop",
         "two",
     )
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 13])
-def test_a_stop_string_across_chunk_borders(rig: HttpRig, chunk: int) -> None:
-    rig.engine.chunk = chunk
-    rig.engine.pace = 0.04  # each chunk is an event of its own
-    chunks = events(rig.complete(stop=["wo th"], stream=True))
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one t"
 
 
 def test_several_prompts_and_choices(rig: HttpRig) -> None:
@@ -148,11 +122,6 @@ def test_special_tokens_are_spelt_out_if_asked_for(rig: HttpRig) -> None:
     assert rig.complete(**fields).json()["choices"][0]["text"] == "xab"
     choice = rig.complete(**fields, skip_special_tokens=False).json()["choices"][0]
     assert (choice["text"], choice["stop_reason"]) == ("<s>xa", "<s>b")
-
-
-def test_echo_of_token_ids_is_their_text(rig: HttpRig) -> None:
-    choice = rig.complete(prompt=ids_of("abc"), echo=True, max_tokens=3).json()["choices"][0]
-    assert choice["text"] == "abcone"
 
 
 def test_a_stream(rig: HttpRig) -> None:
@@ -228,11 +197,6 @@ class TestLogprobs:
             "text_offset": [0, 1, 2],
         }
 
-    def test_without_rivals(self, rig: HttpRig) -> None:
-        choice = rig.complete(logprobs=0, max_tokens=2).json()["choices"][0]
-        assert choice["logprobs"]["token_logprobs"] == [-0.80, -0.79]
-        assert choice["logprobs"]["top_logprobs"] == [{"o": -0.80}, {"n": -0.79}]
-
     def test_of_an_echo_as_lm_eval_asks_for_it(self, rig: HttpRig) -> None:
         """Token ids in, log-likelihoods of all but the first out, then the one generated token."""
         prompt = ids_of("abc")
@@ -284,66 +248,6 @@ def test_prefixes_are_shared_inside_a_salt(rig: HttpRig) -> None:
     rig.complete()
     rig.complete(cache_salt="x")
     assert [params.cache_salt for params in rig.engine.params] == ["", "/x"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"prompt": ""}, "prompt", "expected `str` of length >= 1"),
-        ({"prompt": []}, "prompt", "expected `array` of length >= 1"),
-        ({"prompt": [[]]}, "prompt", "is empty"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "expected `str` of length >= 1"),
-        ({"prompt": [3, "a"]}, "prompt", "mixes texts, token ids and lists"),
-        ({"prompt": [3, 300]}, "prompt[1]", "token id 300 is not in [0, 299]"),
-        ({"prompt": [-1]}, "prompt[0]", "expected `int` >= 0, got -1"),
-        ({"prompt": "x" * 99}, "prompt", "100 tokens leave no room for an output"),
-        ({"prompt": None}, "prompt", "expected `str | array`, got `null`"),
-        ({"prompt": ["a"] * 65, "n": 2}, "n", "65 prompts and n = 2: at most 128 choices"),
-        ({"max_tokens": 0}, "max_tokens", "0 needs echo = true"),
-        ({"max_tokens": "7"}, "max_tokens", "expected `int | null`, got `str`"),
-        ({"max_tokens": 10**30}, "max_tokens", "got 1"),
-        ({"min_tokens": 17}, "min_tokens", "17 is not in [0, 16] (max_tokens)"),
-        ({"temperature": -1}, "temperature", "expected `float` >= 0.0, got -1"),
-        ({"temperature": 2.5}, "temperature", "expected `float` <= 2.0, got 2.5"),
-        ({"top_p": 0}, "top_p", "expected `float` > 0.0, got 0"),
-        ({"min_p": 2}, "min_p", "expected `float` <= 1.0, got 2"),
-        ({"top_k": -2}, "top_k", "expected `int` >= -1, got -2"),
-        ({"seed": 2**63}, "seed", "expected `int` <= 9223372036854775807"),
-        ({"n": 129}, "n", "expected `int` <= 128, got 129"),
-        ({"n": 0}, "n", "expected `int` >= 1, got 0"),
-        ({"best_of": 2}, "best_of", "2 is not n = 1"),
-        ({"logprobs": 21}, "logprobs", "expected `int` <= 20, got 21"),
-        ({"stop": ""}, "stop", 'expected `str` of length >= 1, got ""'),
-        ({"stop": ["x"] * 17}, "stop", "expected `array` of length <= 16"),
-        ({"stop": ["x" * 257]}, "stop[0]", "expected `str` of length <= 256"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "expected `int` >= 0, got -1"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "expected `float` <= 100.0"),
-        ({"logit_bias": {"5": 1, "x": 1, "y": 2}}, "logit_bias", 'keys, got "x", "y"'),
-        ({"presence_penalty": 3}, "presence_penalty", "expected `float` <= 2.0, got 3"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "expected `float` > 0.0, got 0"),
-        ({"suffix": "x"}, "suffix", "is not supported"),
-        ({"skip_special_tokens": 7}, "skip_special_tokens", "expected `bool | null`, got `int`"),
-        ({"cache_salt": "x" * 257}, "cache_salt", "expected `str` of length <= 200"),
-        ({"request_id": "é"}, "request_id", "must be 1 to 128 printable ASCII"),
-        ({"stream_options": {"x": 1}}, "stream_options.x", "is not known here"),
-        ({"best": 1}, "best", "is not known here"),
-    ],
-)
-def test_a_bad_field_is_named(
-    shared: HttpRig, fields: dict[str, object], param: str, message: str
-) -> None:
-    error = shared.refused(**fields)
-    assert error["param"] == param
-    assert error["message"].startswith(f"{param}: ")
-    assert message in error["message"]
-    assert error["code"] == "invalid_value"
-    assert shared.engine.prompts == []
-
-
-def test_a_missing_prompt(rig: HttpRig) -> None:
-    response = rig.client.post("/v1/completions", json={})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == "prompt: is missing"
 
 
 def test_another_model(rig: HttpRig) -> None:

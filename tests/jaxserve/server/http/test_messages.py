@@ -5,7 +5,6 @@ The SDK takes a second to import, which only a worker that runs these tests shou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -189,25 +188,6 @@ class TestTools:
         assert message.content[0].model_dump()["text"] == "Cold."
         assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
         assert '"name": "weather"' in prompt_of(wide)
-
-    def test_events_of_a_call(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        wide.engine.script = ids_of(f"Wait.{CALL}")
-        body = {"model": "fake", "max_tokens": 500, "messages": HI, "tools": [TOOL]}
-        response = wide.client.post("/v1/messages", json={**body, "stream": True})
-        found = [line.split("\n") for line in response.text.split("\n\n") if line]
-        events = [json.loads(data.removeprefix("data: ")) for _, data in found]
-        assert [name.removeprefix("event: ") for name, _ in found] == [e["type"] for e in events]
-        blocks = [e for e in events if e["type"] == "content_block_start"]
-        assert [(e["index"], e["content_block"]["type"]) for e in blocks] == [
-            (0, "text"),
-            (1, "tool_use"),
-        ]
-        parts = [
-            e["delta"].get("partial_json", "")
-            for e in events
-            if e.get("index") == 1 and e["type"] == "content_block_delta"
-        ]
-        assert json.loads("".join(parts)) == {"city": "x"}
 
     def test_a_call_that_was_cut_off_is_not_in_the_message(
         self, sdk: anthropic.Anthropic, wide: HttpRig

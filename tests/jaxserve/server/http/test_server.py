@@ -6,20 +6,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 
 import httpx
 import pytest
 
-from jaxserve.errors import ConfigError, DrainingError, OverloadedError
+from jaxserve.errors import ConfigError, DrainingError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.vocabulary import TokenizersVocabulary
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
 from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
 
 STREAM = {"prompt": "hi", "stream": True}
@@ -106,13 +103,6 @@ def test_two_requests_of_one_name_do_not_meet(rig: HttpRig) -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert answers == [200, 200, 200]
-
-
-def test_an_overloaded_engine_says_when_to_come_back(rig: HttpRig) -> None:
-    rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
-    response = rig.complete()
-    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
-    assert response.json()["error"]["type"] == "rate_limit_error"
 
 
 def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkeypatch) -> None:
@@ -215,22 +205,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-class _Verbose(Tokenizer):
-    """A tokenizer whose every token is a novel."""
-
-    def __init__(self, text: str):
-        super().__init__(TokenizersVocabulary(raw_letters()))
-        self._text = text
-
-    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        return self._text * len(token_ids)
-
-
 @pytest.mark.parametrize("pending", [20, 10**6])
 def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
     """By the tokens that wait for it, or by the clock once the engine has nothing more."""
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
-    rig = HttpRig(tokenizer=_Verbose("y" * 200_000), max_pending_tokens=pending)
+    rig = HttpRig(tokenizer=Verbose("y" * 200_000), max_pending_tokens=pending)
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
     client = raw(rig)
@@ -337,20 +316,6 @@ def request_bytes(fields: dict[str, object]) -> bytes:
 
 
 # ----------------------------------------------------------------------------------- ports
-
-
-def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"http_port: cannot listen on 127.0.0.1:{port}"):
-            HttpServer(port=port).start()
-
-
-def test_two_servers_do_not_share_a_port(shared: HttpRig) -> None:
-    with pytest.raises(ConfigError, match="is it in use"):
-        HttpServer(port=int(shared.address.rpartition(":")[2])).start()
 
 
 def test_version_6() -> None:
