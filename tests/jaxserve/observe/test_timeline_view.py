@@ -9,6 +9,7 @@ import pytest
 from jaxserve.observe.spans import AFDStage, Span
 from jaxserve.observe.timeline import summarise
 from jaxserve.observe.timeline_view import describe, perfetto, svg, write
+from tests import golden
 
 MS = 1_000_000
 ORIGIN = 1_800_000_000_000_000_000
@@ -42,39 +43,29 @@ def bars(picture: str) -> dict[str, tuple[float, float, str]]:
 
 
 def test_the_words_of_a_summary() -> None:
-    assert describe(summarise(SPANS)) == (
-        "10.0 ms, 2 steps on 2 lanes: attention 90.0% busy, ffn 30.0% busy, bubble 10.0%\n"
-        "  attend        3 spans, median 4.00 ms, p90 4.00 ms, busy 90.0%\n"
-        "  dispatch      1 spans, median 1.00 ms, p90 1.00 ms, busy 10.0%\n"
-        "  ffn           1 spans, median 3.00 ms, p90 3.00 ms, busy 30.0%\n"
-        "  combine       1 spans, median 1.00 ms, p90 1.00 ms, busy 10.0%"
-    )
+    golden.check("observe/summary.txt", describe(summarise(SPANS)) + "\n")
 
 
 def test_the_picture_is_to_scale_and_coloured_by_lane() -> None:
+    """10 ms span 998 pixels from x = 196; neighbours keep a gap of 0.8."""
     found = bars(svg(SPANS, summarise(SPANS)))
-    # The window of 10 ms spans 998 pixels from x = 196; neighbours keep a gap of 0.8.
-    assert found == {
-        "attend, layer 0, lane 0, step 0: 4.00 ms": (196.0, 398.4, "#2f6db3"),
-        "attend, layer 0, lane 1, step 1: 4.00 ms": (595.2, 398.4, "#d97706"),
-        "dispatch, layer 0, lane 0, step 0: 1.00 ms": (595.2, 99.0, "#2f6db3"),
-        "ffn, layer 0, lane 0, step 0: 3.00 ms": (695.0, 298.6, "#2f6db3"),
-        "combine, layer 0, lane 0, step 0: 1.00 ms": (994.4, 99.0, "#2f6db3"),
-        "attend, layer 1, lane 0, step 0: 1.00 ms": (1094.2, 99.0, "#2f6db3"),
-    }
+    assert len(found) == len(SPANS)
+    colours = {0: "#2f6db3", 1: "#d97706"}
+    for span in SPANS:
+        milliseconds = (span.end_ns - span.start_ns) / MS
+        title = f"{span.stage}, layer {span.layer}, lane {span.lane}, step {span.step}: "
+        left, width, colour = found[f"{title}{milliseconds:.2f} ms"]
+        assert left == pytest.approx(196 + 99.8 * (span.start_ns - ORIGIN) / MS, abs=0.05)
+        assert width == pytest.approx(99.8 * milliseconds - 0.8, abs=0.05)
+        assert colour == colours[span.lane]
 
 
 def test_the_picture_says_fractions_lanes_and_times() -> None:
-    words = [
-        text.text
-        for text in ElementTree.fromstring(svg(SPANS, summarise(SPANS))).iter(f"{NAMESPACE}text")
-    ]
-    assert words[:4] == [
-        "2 steps on 2 lanes in 10.0 ms, as measured",
-        "attention 90.0% busy · ffn 30.0% busy · bubble 10.0%",
-        "lane 0",
-        "lane 1",
-    ]
+    picture = ElementTree.fromstring(svg(SPANS, summarise(SPANS)))
+    words = [text.text for text in picture.iter(f"{NAMESPACE}text")]
+    assert words[0] == "2 steps on 2 lanes in 10.0 ms, as measured"
+    assert words[1] == "attention 90.0% busy · ffn 30.0% busy · bubble 10.0%"
+    assert words[2:4] == ["lane 0", "lane 1"]
     assert words[4:16:3] == ["attention", "dispatch ↓", "combine ↑", "ffn"]
     assert words[16:22] == ["0", "2", "4", "6", "8", "10"]
 
@@ -103,13 +94,8 @@ def test_the_perfetto_trace_has_a_row_per_side_and_lane() -> None:
         for event in events
         if event["name"] == "thread_name"
     }
-    assert names == {
-        (1, 0): "lane 0",
-        (1, 1): "lane 1",
-        (2, 0): "lane 0",
-        (3, 0): "lane 0",
-        (4, 0): "lane 0",
-    }
+    used = [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0)]
+    assert names == {(side, lane): f"lane {lane}" for side, lane in used}
     assert [event for event in events if event["ph"] == "X"][3] == {
         "ph": "X",
         "cat": "ffn",
@@ -125,11 +111,9 @@ def test_the_perfetto_trace_has_a_row_per_side_and_lane() -> None:
 def test_the_three_files_are_written(tmp_path: Path) -> None:
     summary = write(tmp_path / "new" / "folder", SPANS)
     folder = tmp_path / "new" / "folder"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "timeline.json",
-        "timeline.perfetto.json",
-        "timeline.svg",
-    ]
+    assert {path.name for path in folder.iterdir()} == {
+        *("timeline.json", "timeline.perfetto.json", "timeline.svg")
+    }
     raw = json.loads((folder / "timeline.json").read_text())
     assert raw["steady"]["attention_busy"] == summary.attention_busy == 0.9
     assert len(raw["spans"]) == 6

@@ -1,7 +1,8 @@
 """When the pipeline is measured, and what becomes of it: a probe and a clock that do as told."""
 
 import threading
-import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import summarise
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.observe.watch import Watch, domain_shares
+from tests.jaxserve.waiting import until
 
 MS = 1_000_000
 
@@ -44,7 +46,7 @@ class FakeProbe:
 
 
 def lane_of_steps(stage, milliseconds, *, offset=0, process=0, steps=5):
-    """Steps of 10 ms, one after the other, of which a stage takes so many."""
+    """Steps of 10 ms, one after the other; the stage takes these milliseconds of each."""
     return [
         Span(
             *(stage, 0, 0, step, 0, (10 * step + offset + milliseconds) * MS, process),
@@ -58,98 +60,98 @@ ATTENTION = Measured(lane_of_steps("attend", 6) + lane_of_steps("combine", 1, of
 FFN = Measured(lane_of_steps("dispatch", 1, offset=6) + lane_of_steps("ffn", 2, offset=7))
 
 
-def measure(watch: Watch, clock: Clock, probe: FakeProbe) -> PipelineView:
-    """Goes through one time of measuring."""
-    watch.look()
-    assert watch.next()
-    while watch.next():
-        pass
-    assert probe.taken.acquire(timeout=10)
-    end = time.monotonic() + 10
-    while watch._processing:  # the view is there when the watch would measure again
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    clock.now += 1000
-    return watch.look()
+class Watched:
+    """A watch of a probe that sees these spans.
+
+    Args:
+      collect: gives what other processes have measured.
+    """
+
+    def __init__(self, measured: Measured, lanes: int = 1, collect=None) -> None:
+        self.clock, self.probe = Clock(), FakeProbe(measured)
+        self.watch = Watch(self.probe, lanes, *([collect] if collect else []), clock=self.clock)
+
+    def sample(self) -> None:
+        """Goes on to the end of a sample that has begun, and until its view is there."""
+        while self.watch.next():
+            pass
+        assert self.probe.taken.acquire(timeout=10)
+        until(lambda: not self.watch._processing)
+
+    def measure(self) -> PipelineView:
+        """Takes one sample; returns its view."""
+        self.watch.look()
+        assert self.watch.next()
+        self.sample()
+        self.clock.now += 1000
+        return self.watch.look()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def watched() -> Iterator[Callable[..., Watched]]:
+    made: list[Watched] = []
+
+    def make(*given: Any) -> Watched:
+        made.append(Watched(*given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.watch.close()
 
 
-def test_nothing_is_measured_unless_somebody_looks(clock: Clock) -> None:
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 1, clock=clock)
+def test_nothing_is_measured_unless_somebody_looks(watched) -> None:
+    one = watched(ATTENTION)
     for _ in range(100):
-        clock.now += 10
-        assert not watch.next()
-    assert probe.turned == []
-    assert watch.look() == PipelineView()
-    clock.now += module.LOOK_SECONDS + 1
-    assert not watch.next()  # it was too long ago
-    watch.close()
+        one.clock.now += 10
+        assert not one.watch.next()
+    assert one.probe.turned == []
+    assert one.watch.look() == PipelineView()
+    one.clock.now += module.LOOK_SECONDS + 1
+    assert not one.watch.next()  # the look was too long ago
 
 
-def test_some_steps_of_each_lane_and_then_a_rest(clock: Clock) -> None:
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 3, clock=clock)
-    watch.look()
-    assert [watch.next() for _ in range(3 * module.STEPS)] == [True] * 3 * module.STEPS
-    clock.now += 2.0  # what it took
-    assert not watch.next()
-    assert probe.turned == [True, False]
-    assert probe.taken.acquire(timeout=10)
-    end = time.monotonic() + 10
-    while watch._processing:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    watch.look()
-    clock.now += 2 * module.REST_FACTOR - 1
-    assert not watch.next()
-    clock.now += 2
-    assert watch.next()
-    watch.close()
+def test_some_steps_of_each_lane_and_then_a_rest(watched) -> None:
+    one = watched(ATTENTION, 3)
+    one.watch.look()
+    assert [one.watch.next() for _ in range(3 * module.STEPS)] == [True] * 3 * module.STEPS
+    one.clock.now += 2.0  # the sample took this long
+    one.sample()
+    assert one.probe.turned == [True, False]
+    one.watch.look()
+    one.clock.now += 2 * module.REST_FACTOR - 1
+    assert not one.watch.next()
+    one.clock.now += 2
+    assert one.watch.next()
 
 
-def test_who_looks_again_and_again_gets_more(clock: Clock) -> None:
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 1, clock=clock)
-    watch.look()
-    assert watch.next()
-    clock.now += 2.0
-    while watch.next():
-        pass
-    assert probe.taken.acquire(timeout=10)
-    end = time.monotonic() + 10
-    while watch._processing:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    clock.now += 2 * module.CLOSE_FACTOR - 1
-    watch.look()
-    assert not watch.next()
-    clock.now += 1
-    assert watch.next()
-    watch.close()
+def test_looking_again_and_again_shortens_the_rest(watched) -> None:
+    one = watched(ATTENTION)
+    one.watch.look()
+    assert one.watch.next()
+    one.clock.now += 2.0
+    one.sample()
+    one.clock.now += 2 * module.CLOSE_FACTOR - 1
+    one.watch.look()
+    assert not one.watch.next()
+    one.clock.now += 1
+    assert one.watch.next()
 
 
-def test_an_idle_engine_ends_it(clock: Clock) -> None:
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 3, clock=clock)
-    watch.idle()
-    assert probe.turned == []
-    watch.look()
-    assert watch.next()
-    watch.idle()
-    assert probe.turned == [True, False]
-    assert probe.taken.acquire(timeout=10)
-    watch.close()
+def test_an_idle_engine_ends_it(watched) -> None:
+    one = watched(ATTENTION, 3)
+    one.watch.idle()
+    assert one.probe.turned == []
+    one.watch.look()
+    assert one.watch.next()
+    one.watch.idle()
+    assert one.probe.turned == [True, False]
+    assert one.probe.taken.acquire(timeout=10)
 
 
-def test_the_figures_of_both_sides(clock: Clock) -> None:
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 1, lambda timeout: [FFN], clock=clock)
-    view = measure(watch, clock, probe)
+def test_the_figures_of_both_sides(watched) -> None:
+    one = watched(ATTENTION, 1, lambda timeout: [FFN])
+    view = one.measure()
     # Steps 1 to 4 begin after the first; the middle of the stretches of three.
     assert view.window_seconds == pytest.approx(0.03)
     assert view.measured_at == pytest.approx(0.04)
@@ -158,79 +160,59 @@ def test_the_figures_of_both_sides(clock: Clock) -> None:
     assert view.transfers["dispatch"] == pytest.approx((3, 0.003))
     assert {span.step for span in view.timeline} == {1, 2, 3}
     assert view.missing == ""
-    again = measure(watch, clock, probe)
-    assert again.transfers["dispatch"] == pytest.approx((6, 0.006))
-    watch.close()
+    assert one.measure().transfers["dispatch"] == pytest.approx((6, 0.006))
 
 
-def test_a_side_that_does_not_answer_is_missing_and_not_idle(clock: Clock) -> None:
+def test_a_side_that_does_not_answer_is_missing_and_not_idle(watched) -> None:
     def collect(timeout: float) -> list[Measured]:
         raise EngineFailedError("process 1 (ffn) did not send 'measured' within 5 s")
 
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 1, collect, clock=clock)
-    view = measure(watch, clock, probe)
+    view = watched(ATTENTION, 1, collect).measure()
     assert view.busy == pytest.approx({"attend": 0.6, "combine": 0.1}, abs=0.4)
     assert set(view.busy) == {"attend", "combine"}
     assert view.bubble is None
     assert view.missing == "process 1 (ffn) did not send 'measured' within 5 s"
-    watch.close()
 
 
-def test_as_many_steps_as_are_sampled_leave_a_steady_window(clock: Clock) -> None:
+def test_as_many_steps_as_are_sampled_leave_a_steady_window(watched) -> None:
     """The first attend waits for steps that were not measured; it is not drawn."""
     attends = lane_of_steps("attend", 6, offset=30, steps=module.STEPS)
     attends[0] = msgspec.structs.replace(attends[0], enqueued_ns=0)
-    probe = FakeProbe(Measured(attends + lane_of_steps("combine", 1, offset=39, steps=4)))
-    watch = Watch(probe, 1, clock=clock)
-    view = measure(watch, clock, probe)
+    view = watched(Measured(attends + lane_of_steps("combine", 1, offset=39, steps=4))).measure()
     assert view.window_seconds == pytest.approx(0.02)
     assert {span.step for span in view.timeline} == {1, 2}
     assert {span.milliseconds for span in view.timeline if span.stage == "attend"} == {6.0}
-    watch.close()
 
 
-def test_colocated_steps(clock: Clock) -> None:
-    probe = FakeProbe(Measured(lane_of_steps("step", 9)))
-    watch = Watch(probe, 1, clock=clock)
-    view = measure(watch, clock, probe)
+def test_colocated_steps(watched) -> None:
+    view = watched(Measured(lane_of_steps("step", 9))).measure()
     assert view.busy == pytest.approx({"step": 0.9})
     assert view.bubble == pytest.approx(0.1)
     assert view.transfers == {}
-    watch.close()
 
 
-def test_too_few_steps_are_no_sample(clock: Clock) -> None:
-    probe = FakeProbe(Measured(lane_of_steps("step", 9, steps=2)))
-    watch = Watch(probe, 1, clock=clock)
-    assert measure(watch, clock, probe).measured_at is None
-    watch.close()
+def test_too_few_steps_are_no_sample(watched) -> None:
+    assert watched(Measured(lane_of_steps("step", 9, steps=2))).measure().measured_at is None
 
 
-def test_the_timeline_has_an_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeline_has_an_end(watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SPANS", 2)
-    probe = FakeProbe(ATTENTION)
-    watch = Watch(probe, 1, clock=clock)
-    view = measure(watch, clock, probe)
+    view = watched(ATTENTION).measure()
     assert len(view.timeline) == 2
     assert view.timeline_cut
-    watch.close()
 
 
-def test_a_mistake_in_the_figures_ends_nothing(clock: Clock) -> None:
-    probe = FakeProbe(Measured([]))
-    watch = Watch(probe, 1, clock=clock)
-    measure(watch, clock, probe)
-    probe.measured = None  # no figures
-    measure(watch, clock, probe)
-    probe.measured = ATTENTION
-    assert measure(watch, clock, probe).transfers == {"combine": Transfers(3, pytest.approx(0.003))}
-    watch.close()
+def test_a_mistake_in_the_figures_ends_nothing(watched) -> None:
+    one = watched(Measured([]))
+    one.measure()
+    one.probe.measured = None  # no figures
+    one.measure()
+    one.probe.measured = ATTENTION
+    assert one.measure().transfers == {"combine": Transfers(3, pytest.approx(0.003))}
 
 
 def test_each_domain_has_its_part():
-    """Lanes 0 and 2 are domain 0's, lane 1 is domain 1's; what is cut by the window counts in
-    part."""
+    """Lanes 0 and 2 are domain 0's, lane 1 is domain 1's; the window cuts some spans."""
 
     def span(stage, lane, step, start, end):
         return Span(stage, lane, 0, step, start * MS, end * MS, 0, start * MS)
