@@ -5,9 +5,6 @@ results, so that they prove nothing. `python -m tests.jaxserve.planner.paper_dep
 comparison, `test_paper_deployments.py` holds it.
 """
 
-import sys
-from typing import NamedTuple
-
 import msgspec
 
 from jaxserve.planner.assumptions import Assumptions, Formats
@@ -22,28 +19,11 @@ from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.text import grid, json_text
+from tests.jaxserve.planner.published import Compared, show
 
 PAGE = 64
 POSITIONS = 163840
 DAY = 86400.0
-
-
-class Compared(NamedTuple):
-    """One published figure and ours."""
-
-    system: str
-    quantity: str
-    published: float
-    planned: float
-    told: str
-    """Inputs, and where they are from."""
-
-    @property
-    def error(self) -> float:
-        """(planned − published) / published."""
-        return self.planned / self.published - 1
-
 
 # DeepSeek-V3/R1 inference system overview, 2025-02: 24 hours from 2025-02-27, 12:00 UTC+8.
 TOKENS_IN, HITS, TOKENS_OUT = 608e9, 0.563, 168e9
@@ -58,8 +38,8 @@ def deepseek() -> list[Compared]:
     """DeepSeek's published day: H800 nodes of 8, prefill EP 32 (4 nodes), decode EP 144 (18)."""
     in_rate, out_rate = TOKENS_IN / DAY, TOKENS_OUT / DAY
     back = in_rate / NODE_IN + out_rate / NODE_OUT
-    # Mean lengths are not published. Of prompts that are so many times as long as outputs, and a
-    # mean context of 4,989 tokens while outputs grow, they follow.
+    # Mean lengths are not published. They follow from the ratio of the sums and from the mean
+    # context of 4,989 tokens while outputs grow.
     output = CONTEXT / (TOKENS_IN / TOKENS_OUT + 0.5)
     demand = Demand(
         rate=out_rate / output,
@@ -199,25 +179,9 @@ def _sizer(
 
 
 def compare() -> list[Compared]:
-    """All of them."""
+    """Returns all comparisons."""
     return [*deepseek(), *xdeepserve()]
 
 
-def main() -> None:
-    """Prints the comparison, for people or (`--json`) for programs."""
-    found = compare()
-    if "--json" in sys.argv:
-        print(json_text([one._asdict() for one in found]))
-        return
-    rows = [["", "", "published", "planned", "error"]]
-    rows += [
-        [one.system, one.quantity, f"{one.published:g}", f"{one.planned:.4g}", f"{one.error:+.1%}"]
-        for one in found
-    ]
-    print(grid(rows))
-    for told in dict.fromkeys((one.system, one.told) for one in found):
-        print(": ".join(told))
-
-
 if __name__ == "__main__":
-    main()
+    show(compare())

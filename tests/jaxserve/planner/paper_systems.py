@@ -1,11 +1,10 @@
-"""Systems that papers measured, simulated: how far off the simulator is, and what went into it.
+"""Simulates systems that papers measured, and says how far off the simulator is.
 
-For every input it says whether it is the paper's or was calibrated (fitted to something that the
-paper measured). `python -m tests.jaxserve.planner.paper_systems [--json]` prints the comparison,
-and `test_paper_systems.py` holds it.
+Every input is said to be the paper's or calibrated (fitted to something that the paper measured).
+`python -m tests.jaxserve.planner.paper_systems [--json]` prints the comparison, and
+`test_paper_systems.py` holds it.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,31 +27,17 @@ from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import Given, StageTimes
-from jaxserve.planner.text import grid, json_text
-
-
-class Compared(NamedTuple):
-    """One number of a paper and ours."""
-
-    system: str
-    quantity: str
-    measured: float
-    simulated: float
-    source: str
-    given: str
-    """Inputs that are the paper's."""
-    calibrated: str
-    """Inputs that were fitted, and to what."""
-
-    @property
-    def error(self) -> float:
-        """(simulated − measured) / measured."""
-        return self.simulated / self.measured - 1
+from tests.jaxserve.planner.published import Compared, show
 
 
 def compare(configs: Path = CONFIGS) -> list[Compared]:
-    """All of them."""
-    return [*_step3(configs), *_xdeepserve_afd(), *_xdeepserve_colocated()]
+    """Returns all comparisons."""
+    return [*step3(configs), *_xdeepserve_afd(), *xdeepserve_colocated()]
+
+
+def _told(source: str, given: str, calibrated: str) -> str:
+    """Which inputs are the paper's, and which were fitted to what."""
+    return f"({source}): the paper's: {given}; calibrated: {calibrated}"
 
 
 _TABLE_9 = (
@@ -77,7 +62,7 @@ class _Step3(NamedTuple):
     """Whether an FFN instance gets only the rows that it needs."""
 
 
-_STEP3 = (
+STEP3 = (
     _Step3("2A2F, 4K, FP8", 2, 2, 128, 4096, "fp8", 4039, "table 8"),
     _Step3("3A2F, 4K, BF16 attention", 3, 2, 84, 4096, "bfloat16", 3321, "table 8"),
     _Step3("4A2F, 8K, FP8", 4, 2, 64, 8192, "fp8", 2643, "table 8"),
@@ -88,10 +73,10 @@ _STEP3 = (
 )
 
 
-def _step3(configs: Path) -> list[Compared]:
+def step3(configs: Path = CONFIGS, cases: Sequence[_Step3] = STEP3) -> list[Compared]:
     """Step-3 §7.3. The upcycled model was not measured: the paper takes 50 ms for granted."""
     found = []
-    for case in _STEP3:
+    for case in cases:
         model = load_model("step3", configs)
         if "upcycled" in case.name:
             model = upcycled(model)
@@ -101,17 +86,10 @@ def _step3(configs: Path) -> list[Compared]:
             f"{case.context} tokens, formats, both directions of the link independent (§7.1); the "
             'paper says "Hopper GPUs", H800 is ours'
         )
-        found.append(
-            Compared(
-                f"Step-3 {case.name}",
-                "tokens/s/GPU",
-                case.measured,
-                _afd_on_h800(model, case, configs).tokens_per_device,
-                f"arXiv 2507.19427, {case.source}",
-                given,
-                _TABLE_9,
-            )
-        )
+        rate = _afd_on_h800(model, case, configs).tokens_per_device
+        told = _told(f"arXiv 2507.19427, {case.source}", given, _TABLE_9)
+        system = f"Step-3 {case.name}"
+        found.append(Compared(system, "tokens/s/GPU", case.measured, rate, told))
     return found
 
 
@@ -169,7 +147,6 @@ def _xdeepserve_afd() -> list[Compared]:
     )
     lengths = Lengths(prompt=256, output=200, longest=512)
     result = _run(deployment, times, lengths, domains=3, tokens_a_step=1.9)
-    assert result.tpot is not None
     given = (
         "attend 0.7 ms (printed as 700 ns), A2E 172, MoE 120, E2A 193 µs, 5 ms of MTP and 2 ms of "
         "scheduler a step of both lanes, 61 layers, acceptance 0.9"
@@ -180,7 +157,7 @@ def _xdeepserve_afd() -> list[Compared]:
         ("iteration ms", 93.0, result.tpot.p50 * 1.9e3),
         ("TPOT ms", 49.0, result.tpot.p50 * 1e3),
     )
-    return [Compared(name, *number, source, given, calibrated) for number in numbers]
+    return [Compared(name, *number, _told(source, given, calibrated)) for number in numbers]
 
 
 ATTEND_SPREAD, FFN_SPREAD = 0.015, 0.23
@@ -190,7 +167,7 @@ STALL_PROBABILITY, STALL_SECONDS, STALL_EXPONENT = 3e-5, 500e-6, 2.0
 dispatch (1231 µs) and combine (2939 µs)."""
 
 
-def _xdeepserve_colocated() -> list[Compared]:
+def xdeepserve_colocated() -> list[Compared]:
     """xDeepServe §7.1 and figure 20: DP288, EP288, 60 sequences a die, one MTP layer."""
     layers = 62  # 61 and the MTP layer
     iteration, attention = 93e-3, 0.218
@@ -217,7 +194,6 @@ def _xdeepserve_colocated() -> list[Compared]:
     )
     lengths = Lengths(prompt=256, output=200, longest=512)
     result = _run(deployment, times, lengths, tokens_a_step=1.9, jitter=jitter)
-    assert result.tpot is not None
     given = (
         "least dispatch 185 and combine 165 µs, 21.8 % attention, 36 % dispatch and combine of "
         "93 ms, 2 ms between steps, 62 layers with MTP, acceptance 0.9"
@@ -238,7 +214,7 @@ def _xdeepserve_colocated() -> list[Compared]:
         ("iteration ms with gap", 95.0, result.tpot.p50 * 1.9e3),
         ("TPOT ms", 50.0, result.tpot.p50 * 1e3),
     )
-    return [Compared(name, *number, source, given, calibrated) for number in numbers]
+    return [Compared(name, *number, _told(source, given, calibrated)) for number in numbers]
 
 
 def _deployment(
@@ -289,32 +265,5 @@ def _run(
     return Simulation(deployment, times, traffic, how).run()[0]
 
 
-def compared_rows(found: Sequence[Compared]) -> list[list[str]]:
-    """A heading and a row a number."""
-    rows = [["", "quantity", "paper", "simulated", "error"]]
-    for one in found:
-        numbers = f"{one.measured:g}", f"{one.simulated:.4g}", f"{one.error:+.1%}"
-        rows.append([one.system, one.quantity, *numbers])
-    return rows
-
-
-def inputs(found: Sequence[Compared]) -> list[str]:
-    """Where the inputs of every system come from."""
-    systems = {one.system: one for one in found}.values()
-    return [
-        f"{one.system} ({one.source}): the paper's: {one.given}; calibrated: {one.calibrated}"
-        for one in systems
-    ]
-
-
-def main() -> None:
-    """Prints the comparison, for people or (`--json`) for programs."""
-    found = compare()
-    if "--json" in sys.argv:
-        print(json_text([{**one._asdict(), "error": one.error} for one in found]))
-    else:
-        print("\n".join([grid(compared_rows(found)), "", *inputs(found)]))
-
-
 if __name__ == "__main__":
-    main()
+    show(compare())
