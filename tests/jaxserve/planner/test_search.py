@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from jaxserve.planner.assumptions import Assumptions, Format, Formats
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
@@ -37,33 +37,14 @@ def afd(dp: int, lanes: int = 3, ep: int = 2, ffn_tp: int = 8, tp: int = 1) -> L
     )
 
 
-class TestStep3:
-    """Step-3, table 8 (measured there): rooflines with the paper's way of moving rows."""
-
-    @pytest.mark.parametrize(
-        ("attention", "batch", "context", "cache", "measured", "predicted"),
-        [
-            (2, 128, 4096, "fp8", 4039, 3841),
-            (4, 64, 8192, "fp8", 2643, 2561),
-            (3, 84, 4096, "bfloat16", 3321, 3067),
-        ],
-    )
-    def test_tokens_a_second_and_gpu_within_8_percent(
-        self, attention: int, batch: int, context: int, cache: Format, measured: int, predicted: int
-    ):
-        search = searcher(context=context, assumed=PAPER, compute="fp8", cache=cache)
-        plan = search.evaluate(afd(8 * attention), batch)
-        assert plan.sequences in (6144, 6048)
-        assert round(plan.tokens_per_device) == predicted
-        assert predicted == pytest.approx(measured, rel=0.08)
-        assert plan.tpot < 0.05  # as the paper reports
-
-    def test_twice_the_context_on_twice_the_attention_is_as_fast(self):
-        plans = [
-            searcher(context=context, assumed=PAPER).evaluate(afd(dp), batch)
-            for dp, batch, context in ((16, 128, 4096), (32, 64, 8192))
-        ]
-        assert plans[0].tpot == pytest.approx(plans[1].tpot, rel=0.01)
+def test_twice_the_context_on_twice_the_attention_is_as_fast():
+    """Step-3, table 8; `test_world.py` has its numbers."""
+    plans = [
+        searcher(context=context, assumed=PAPER).evaluate(afd(dp), batch)
+        for dp, batch, context in ((16, 128, 4096), (32, 64, 8192))
+    ]
+    assert plans[0].tpot == pytest.approx(plans[1].tpot, rel=0.01)
+    assert plans[0].sequences == 6144
 
 
 class TestLayerSeconds:

@@ -5,35 +5,14 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner.world import LARGE, compare, read_measurements, world_summary
-
-ERRORS = {
-    "DeepSeek-V3/R1 online, EP 144": 15,
-    "DeepSeek profile, EP 128, one draft": 4,
-    "SGLang, EP 72": 13,
-    "SGLang, EP 72, without overlap": 24,
-    "SGLang, EP 72, drafts simulated": 11,
-    "vLLM wide EP 32": 68,
-    "vLLM wide EP 72": 53,
-    "vLLM wide EP 96": 55,
-    "xDeepServe colocated, EP 288": -31,
-    "sglang-jax, Qwen3-32B, 16 clients": 17,
-    "sglang-jax, Qwen3-32B, 64 clients": -17,
-    "sglang-jax, Qwen3-30B-A3B, v6e-16": -16,
-    "sglang-jax, Qwen3-30B-A3B, v7x-4": -44,
-    "tpu-inference, Qwen3-32B FP8, v7x-1": 16,
-    "Step-3 2A2F, 4K": -5,
-    "Step-3 3A2F, 4K, BF16 attention": -8,
-    "Step-3 4A2F, 8K": -3,
-    "attention layer, Qwen3-235B, H20, 8K": -4,
-    "attention layer, Qwen3-235B, H20, 32K": -9,
-}
-"""Percent. Nothing was fitted to these."""
+from tests import golden
 
 
 def test_errors_and_their_reasons():
+    """`golden/planner/world.json` has them in percent; most were fitted to nothing."""
     found = {one.measurement.name: one for one in compare()}
-    percent = {name: round(100 * found[name].error) for name in ERRORS}
-    assert percent == ERRORS
+    errors = {name: round(100 * one.error) for name, one in found.items()}
+    golden.check("planner/world.json", errors)
     layers = [one for name, one in found.items() if name.startswith("attention layer")]
     assert len(layers) == 16
     assert max(abs(one.error) for one in layers) <= 0.26
