@@ -21,8 +21,6 @@ from jaxserve.server.http.routes import ENDPOINTS
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import pipeline_view
 
-pytest_plugins = ["schemathesis.pytest.plugin"]
-
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
