@@ -1,5 +1,5 @@
-"""What the processes of a deployment hold: memory, file descriptors, threads; read from `/proc`
-while a storm goes on, and judged at its end.
+"""Memory, file descriptors and threads of a deployment's processes: read from `/proc` during a
+storm, and judged at its end.
 
 Used by `storm.py`, which takes samples, and `figures.py`, which judges them.
 """
@@ -7,7 +7,6 @@ Used by `storm.py`, which takes samples, and `figures.py`, which judges them.
 import contextlib
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,27 +16,26 @@ import msgspec
 from jaxserve.bench.launched import Process
 from jaxserve.bench.report import Measure, Part
 
-EVERY_SECONDS = 5.0
 MATURE_SECONDS = 20.0
-"""Age under which a process still loads; those of less are not compared."""
+"""Age under which a process still loads, and is not compared."""
 NEAR_SECONDS = 15.0
 """Samples of these last seconds up to an age stand for it."""
 MORE_MEMORY, MORE_MEGABYTES = 0.05, 10.0
-"""What a process may have more of: this part of its share (PSS) and these MB, apart from what
-allocators keep."""
+"""Growth that is allowed: this part of a process's memory (PSS) plus these MB, which allocators may
+keep."""
 MORE_FILES, MORE_THREADS = 4, 8
 """Connections that are just being made or ended; threads of pools that grow with use."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What a process holds at a moment.
+    """Memory, files and threads of a process at one moment.
 
     Attributes:
       age: of the process, seconds.
       memory: MB, its share of shared pages (PSS).
       resident: MB, with all shared pages (RSS).
       files: file descriptors.
-      threads: of it.
+      threads: number of threads.
     """
 
     age: float
@@ -48,12 +46,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Life(msgspec.Struct):
-    """A process from its start to its end, whoever has its place afterwards.
+    """One process from its start to its end. A process started in its place has its own life.
 
     Attributes:
       pid: of the process.
       role, name: of `launched.Process`.
-      samples: in their order, while there was load.
+      samples: samples under load, in their order.
     """
 
     pid: int
@@ -62,36 +60,33 @@ class Life(msgspec.Struct):
     samples: list[Sample] = []
 
 
-class Census(threading.Thread):
-    """Takes samples of all processes until it is ended.
+class Census:
+    """Collects samples of all processes.
 
     Args:
-      processes: gives those of now.
+      processes: returns the current processes.
     """
 
     def __init__(self, processes: Callable[[], Iterable[Process]]):
-        super().__init__(name="census", daemon=True)
         self._processes = processes
-        self._over = threading.Event()
         self._lives: dict[int, Life] = {}
         self.loads: list[float] = []
         """Load averages of the machine."""
 
     @property
     def lives(self) -> list[Life]:
-        """In the order of their starts."""
+        """Lives in the order of their first samples."""
         return list(self._lives.values())
 
-    def run(self) -> None:
-        """See `Thread`."""
-        while not self._over.wait(EVERY_SECONDS):
-            self.loads.append(os.getloadavg()[0])
-            for life in self.now():
-                known = self._lives.setdefault(life.pid, Life(life.pid, life.role, life.name))
-                known.samples += life.samples
+    def take(self) -> None:
+        """Adds a sample of each process to its life, and the load average of the machine."""
+        self.loads.append(os.getloadavg()[0])
+        for life in self.now():
+            known = self._lives.setdefault(life.pid, Life(life.pid, life.role, life.name))
+            known.samples += life.samples
 
     def now(self) -> list[Life]:
-        """One sample of each process."""
+        """Returns one sample of each process."""
         found = []
         for process in self._processes():
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -99,14 +94,9 @@ class Census(threading.Thread):
                 found.append(Life(process.pid, process.role, process.name, [taken]))
         return found
 
-    def end(self) -> None:
-        """Takes no more samples."""
-        self._over.set()
-        self.join()
-
 
 def sample(pid: int) -> Sample:
-    """Of a process.
+    """Reads a sample of a process.
 
     Raises:
       OSError, ValueError, KeyError: it has ended.
@@ -131,9 +121,9 @@ def _kilobytes(file: Path) -> dict[str, int]:
 
 
 def held(before: Sequence[Life], after: Sequence[Life], lives: Sequence[Life]) -> Part:
-    """What is held at rest before the first fault and after the last one, by processes that lived
-    on and summed up by role; and by the last process in a place and the first one at the same age,
-    under load."""
+    """Compares samples. At rest, before the first fault and after the last one: of each process
+    that lived on, and sums by role. Under load, at the same age: the first and the last process in
+    a place."""
     measures = []
     for one in before:
         later = [life for life in after if life.pid == one.pid]

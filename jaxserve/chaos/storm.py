@@ -103,6 +103,7 @@ class Storm:
         self.events: list[Event] = []
         self._late: list[str] = []
         self._faces = 0
+        self._census = Census(deployment.all)
         self._over = asyncio.Event()
 
     async def run(self) -> Found:
@@ -119,9 +120,7 @@ class Storm:
             await asyncio.sleep(self._plan.calm)
             calm = begin, time.perf_counter()
         await asyncio.sleep(SETTLE_SECONDS)
-        census = Census(self._deployment.all)
-        before = census.now()
-        census.start()
+        before = self._census.now()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._over.set)
         async with self._loaded():
@@ -129,16 +128,15 @@ class Storm:
                 await self._faults()
             except BenchError as error:
                 self._late.append(f"the storm ended early: {error}")
-        census.end()
         await asyncio.sleep(SETTLE_SECONDS)
         return Found(
             events=self.events,
             records=self._load.records,
             calm=calm,
             before=before,
-            after=census.now(),
-            lives=census.lives,
-            loads=census.loads,
+            after=self._census.now(),
+            lives=self._census.lives,
+            loads=self._census.loads,
             left=await asyncio.to_thread(what_is_left, self._http),
             late=self._late,
         )
@@ -209,6 +207,8 @@ class Storm:
             if over or fault.number >= plan.most:
                 return
             await asyncio.sleep(fault.pause)
+            # All processes are ready: an ffn worker has its connections to all domains.
+            await asyncio.to_thread(self._census.take)
             there = self._deployment.roles()
             # A process that did not come back cannot be a victim.
             if all(index < len(there.get(role, [])) for role, index in fault.victims):

@@ -33,6 +33,19 @@ def test_processes_that_have_ended_are_left_out():
     assert (found.pid, found.role, len(found.samples)) == (os.getpid(), "router", 1)
 
 
+def test_samples_of_a_process_are_one_life():
+    me = Process(0, "router", "router", os.getpid())
+    other = Process(1, "domain", "domain 0", os.getppid())
+    found = iter([[me], [me, other]])
+    census = Census(lambda: next(found))
+    census.take()
+    census.take()
+    assert [(life.name, len(life.samples)) for life in census.lives] == [
+        *(("router", 2), ("domain 0", 1)),
+    ]
+    assert len(census.loads) == 2
+
+
 def test_a_survivor_may_not_grow():
     before = [life(1, one(30))]
     assert missed([held(before, [life(1, one(90, 114, 24, 18))], [])]) == []
