@@ -1,9 +1,8 @@
-"""Loads a folder in a process of its own, and says what that took at most and what stays.
+"""Loads or converts a folder in its own process, and prints how much memory that took.
 
 Run by `test_memory.py` as `python -m tests.jaxserve.checkpoint.loading FOLDER KEY=VALUE…`, or with
-`--convert FOLDER TARGET`.
-The kernel keeps the account: `VmHWM`, the largest resident size since it was reset. That counts all
-that the process has in memory, pages of mapped files too.
+`--convert FOLDER TARGET`. The kernel keeps the account: `VmHWM` is the largest resident size since
+it was reset. It counts all pages in memory, those of mapped files too.
 """
 
 import gc
@@ -13,17 +12,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import yaml
 
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.store import open_checkpoint
-from jaxserve.config.load import load_deployment
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.float_matrices import placed
-from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
-from tests.jaxserve.both_roles import load_both
+from tests.jaxserve.checkpoint.opened import Opened
 
 
 def resident(line: str) -> int:
@@ -35,20 +27,13 @@ def resident(line: str) -> int:
 def main() -> None:
     if sys.argv[1] == "--convert":
         return converting(*sys.argv[2:])
-    folder, *overrides = sys.argv[1:]
-    deployment = load_deployment(folder, overrides)
-    config, names = read_config(folder)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
+    folder, *settings = sys.argv[1:]
+    pairs = [setting.split("=") for setting in settings]
+    overrides = {key: yaml.safe_load(value) for key, value in pairs}
+    opened = Opened(folder, overrides, on_cpus=True)
     before = start()
-    checkpoint = open_checkpoint(folder, names)
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        weights = list(ColocatedWeights(checkpoint, names, programs).flat)
-    else:
-        weights = load_both(checkpoint, names, templates, deployment, meshes).leaves
-    jax.block_until_ready(weights)
-    say(before, sum(s.data.nbytes for leaf in weights for s in leaf.addressable_shards))
+    leaves = jax.block_until_ready(opened.leaves())
+    say(before, sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards))
 
 
 def converting(folder: str, target: str) -> None:
@@ -61,8 +46,8 @@ def converting(folder: str, target: str) -> None:
 
 
 def start() -> int:
-    """Resets the kernel's account; gives what is resident."""
-    jax.block_until_ready(jax.jit(jnp.zeros_like)(jnp.ones(4)))  # the compiler is there already
+    """Resets the kernel's account; returns the resident size."""
+    jax.block_until_ready(jax.jit(jnp.zeros_like)(jnp.ones(4)))  # loads the compiler
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

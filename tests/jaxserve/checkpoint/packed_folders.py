@@ -84,18 +84,14 @@ class Packer:
         }
         return tensors, self.matrix(codes, zeros, scales)
 
-    def compressed(self, base, shape, *, symmetric=True):
+    def compressed(self, base, shape):
         codes, zeros, scales = self.parts(shape)
-        half = 1 << (self.bits - 1)
-        if symmetric:
-            zeros = np.full_like(zeros, half)
+        zeros = np.full_like(zeros, 1 << (self.bits - 1))
         tensors = {
             f"{base}weight_packed": pack_rows(codes, self.bits),
             f"{base}weight_scale": scales,
             f"{base}weight_shape": np.array(shape),
         }
-        if not symmetric:
-            tensors[f"{base}weight_zero_point"] = pack_rows(zeros.T, self.bits).T
         return tensors, self.matrix(codes, zeros, scales)
 
     def channels(self, base, shape, *, dtype=np.int8, one=False):
@@ -107,7 +103,7 @@ class Packer:
         return tensors, values.astype(np.float64) * scales
 
     def block(self, base, shape):
-        """Of FP8, all within one."""
+        """An FP8 block that holds the whole matrix."""
         scale = self.rng.uniform(0.001, 0.003, (1, 1)).astype(np.float32)
         values = self.rng.integers(-127, 128, shape).astype(ml_dtypes.float8_e4m3fn)
         tensors = {f"{base}weight": values, f"{base}weight_scale": scale}
@@ -125,7 +121,7 @@ def without_index(parts, matrix):
 
 
 def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None):
-    """As LLM Compressor writes it."""
+    """The section that LLM Compressor writes."""
     group = {
         "input_activations": inputs,
         "output_activations": None,
@@ -161,7 +157,7 @@ FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_struct
 
 
 def several(*sections: dict[str, Any]) -> dict[str, Any]:
-    """The section of a folder of their groups, each with its format."""
+    """The section of a folder that has the groups of these, each with its format."""
     groups = [each["config_groups"]["group_0"] | {"format": each["format"]} for each in sections]
     named = {f"group_{index}": group for index, group in enumerate(groups)}
     return sections[0] | {"format": "mixed-precision", "config_groups": named}
@@ -185,11 +181,6 @@ def write(folder, section, pack):
 FORMATS = {
     "gptq": (GPTQ, lambda *a: Packer().gptq(*a)),
     "gptq shuffled": (GPTQ, lambda *a: Packer().gptq(*a, shuffled=True)),
-    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda *a: Packer().gptq(*a, plus=0)),
-    "gptq 8 bits": (
-        GPTQ | {"bits": 8, "group_size": -1},
-        lambda *a: Packer(bits=8, group=64).gptq(*a),
-    ),
     "awq": (AWQ, lambda *a: Packer().awq(*a)),
     "auto-round gptq": (
         AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"},
@@ -204,17 +195,9 @@ FORMATS = {
         lambda *a: Packer().awq(*a),
     ),
     "w4a16": (compressed("pack-quantized", W4A16), lambda *a: Packer().compressed(*a)),
-    "w4a16 asymmetric": (
-        compressed("pack-quantized", W4A16 | {"symmetric": False}),
-        lambda *a: Packer().compressed(*a, symmetric=False),
-    ),
     "w8a16": (
         compressed("pack-quantized", W8A16),
         lambda *a: Packer(bits=8, group=64).compressed(*a),
     ),
     "w8a8": (compressed("int-quantized", W8A8, DYNAMIC), lambda *a: Packer().channels(*a)),
-    "fp8 tensor": (
-        compressed("float-quantized", FP8_TENSOR),
-        lambda *a: Packer().channels(*a, dtype=ml_dtypes.float8_e4m3fn, one=True),
-    ),
 }

@@ -2,10 +2,8 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.conversion import convert, verify
@@ -17,11 +15,9 @@ from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.storage.mirror import _mirrored, local_folder
 from jaxserve.text.tokenizer import Tokenizer
-from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.opened import Opened
 from tests.jaxserve.checkpoint.test_store import LAYOUTS, bits, load
 from tests.jaxserve.storage.conftest import objects as objects
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
@@ -122,15 +118,10 @@ def test_replaced_meanwhile(folder, objects):
 def test_a_converted_one_that_is_replaced(converted, objects):
     objects.upload(converted, "int8")
     url = "s3://models/int8"
-    config, names = read_config(url)
-    checkpoint = StoreCheckpoint(url, names)
-    manifest = objects.files["int8/manifest.json"]
-    objects.files["int8/manifest.json"] = manifest + b" "
-    deployment = layouts.deployment(converted, {})
-    templates = ModelTemplates(config, deployment, Submeshes(deployment))
-    sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
+    opened = Opened(url)
+    objects.files["int8/manifest.json"] += b" "
     with pytest.raises(CheckpointError, match=r"manifest\.json was replaced by another version"):
-        list(checkpoint.leaves(templates.head, names.head, [sharding] * len(templates.head.leaves)))
+        list(opened.head())
 
 
 def test_problems_name_the_bucket(folder, objects):

@@ -3,11 +3,10 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.conversion import convert, verify
@@ -23,20 +22,33 @@ BLOCK_NAMES = ["embedding", "head"] + [
 ]
 
 
-@pytest.fixture
-def source(tmp_path):
-    folder = write_tiny_step3(tmp_path / "source", shards=2)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "generation_config.json").write_text("{}")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = write_tiny_step3(tmp_path_factory.mktemp("model") / "source", shards=2)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text("{}")
     (folder / "chat_template.jinja").write_text("hi")
     (folder / "modeling.py").write_text("raise SystemExit")
     return folder
 
 
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    """A whole conversion; tests that change one get a copy."""
+    target, sizes = tmp_path_factory.mktemp("whole") / "target", []
+    convert(source, target, on_read=sizes.append)
+    assert sum(sizes) == sum(np.prod(shape) * 4 for shape in TinyStep3().shapes().values())
+    return target
+
+
 @pytest.fixture
 def target(tmp_path):
     return tmp_path / "target"
+
+
+@pytest.fixture
+def complete(converted, target):
+    return shutil.copytree(converted, target)
 
 
 def notes_of(source, target, *arguments):
@@ -45,72 +57,55 @@ def notes_of(source, target, *arguments):
     return notes
 
 
-def test_what_is_written(source, target):
-    sizes = []
-    convert(source, target, on_read=sizes.append)
-    weights = sum(np.prod(shape) * 4 for shape in TinyStep3().shapes().values())
-    assert sum(sizes) == weights
-    files = {path.name for path in target.iterdir()}
-    assert files == {
-        BLOCKS,
-        MANIFEST,
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "chat_template.jinja",
+def test_what_is_written(source, converted):
+    assert {path.name for path in converted.iterdir()} == {
+        *(BLOCKS, MANIFEST, "config.json", "chat_template.jinja"),
+        *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
     }
-    manifest = json.loads((target / MANIFEST).read_text())
+    manifest = json.loads((converted / MANIFEST).read_text())
     assert list(manifest["blocks"]) == BLOCK_NAMES
-    assert manifest["conversion"] == {
-        "format": 2,
-        "source": Revision(source).digest,
-        "weights": "plain",
-        "dtype": "float32",
-    }
+    made = {"format": 2, "source": Revision(source).digest, "weights": "plain"}
+    assert manifest["conversion"] == made | {"dtype": "float32"}
     assert manifest["config"] == json.loads((source / "config.json").read_text())
     gate = manifest["blocks"]["layers.1.ffn"]["experts.gate"]
     assert gate == {"shape": [8, 32, 64], "dtype": "float32", "checksum": gate["checksum"]}
-    assert verify(target) == []
+    assert verify(converted) == []
 
 
-def test_orbax_reads_it(source, target):
-    convert(source, target)
+def test_orbax_reads_it(source, converted):
+    block, name = "layers.1.ffn", "model.layers.1.moe.gate_proj.weight"
+    leaves = json.loads((converted / MANIFEST).read_text())["blocks"][block]
+    wanted = {leaf: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in leaves}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        block = checkpointer.restore(
-            target / BLOCKS / "layers.1.ffn",
-            args=ocp.args.PyTreeRestore(
-                restore_args={
-                    name: ocp.RestoreArgs(restore_type=np.ndarray)
-                    for name in json.loads((target / BLOCKS / "layers.1.ffn.json").read_text())[
-                        "leaves"
-                    ]
-                }
-            ),
-        )
-    name = "model.layers.1.moe.gate_proj.weight"
-    stored = next(
+        arguments = ocp.args.PyTreeRestore(restore_args=wanted)
+        found = checkpointer.restore(converted / BLOCKS / block, args=arguments)
+    (stored,) = (
         tensors[name] for tensors in map(load_file, source.glob("*.safetensors")) if name in tensors
     )
-    np.testing.assert_array_equal(block["experts.gate"], stored)
+    np.testing.assert_array_equal(found["experts.gate"], stored)
 
 
 class TestInterrupted:
-    @pytest.fixture
-    def half(self, source, target, monkeypatch):
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def interrupted(source, tmp_path_factory):
         """A target whose fourth block could not be written."""
-        write = conversion._write
+        write, target = conversion._write, tmp_path_factory.mktemp("half") / "target"
 
         def fail(folder, name, leaves, records):
             if name == BLOCK_NAMES[3]:
                 raise OSError("no space left on device")
             write(folder, name, leaves, records)
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(conversion, "_write", fail)
             with pytest.raises(OSError, match="no space"):
                 convert(source, target)
         return target
+
+    @pytest.fixture
+    def half(self, interrupted, target):
+        return shutil.copytree(interrupted, target)
 
     def test_is_not_opened(self, half, source):
         assert not (half / MANIFEST).exists()
@@ -137,14 +132,10 @@ class TestInterrupted:
         with pytest.raises(CheckpointError, match=message):
             convert(source, half, "int8")
 
-    def test_refuses_another_source(self, half, source):
-        path = source / "model-00001-of-00002.safetensors"
-        tensors = load_file(path)
-        for tensor in tensors.values():
-            tensor += 1
-        save_file(tensors, path)
+    def test_refuses_another_source(self, half, tmp_path):
+        other = write_tiny_step3(tmp_path / "other", seed=1, shards=2)
         with pytest.raises(CheckpointError, match=r"is of another conversion: source \w+, and not"):
-            convert(source, half)
+            convert(other, half)
 
     def test_leftovers_of_a_block_are_replaced(self, half, source):
         (half / BLOCKS / BLOCK_NAMES[5]).mkdir()
@@ -162,45 +153,40 @@ def damage(folder, block, leaf):
 
 
 class TestComplete:
-    def test_damage_is_named(self, source, target):
-        convert(source, target)
-        damage(target, "layers.2.ffn", "experts.down")
-        damage(target, "head", "norm")
-        (target / BLOCKS / "layers.3.ffn" / "dense.up" / "zarr.json").unlink()
-        (target / "config.json").write_text("{}")
-        first, *others = verify(target)
+    def test_damage_is_named(self, complete):
+        damage(complete, "layers.2.ffn", "experts.down")
+        damage(complete, "head", "norm")
+        (complete / BLOCKS / "layers.3.ffn" / "dense.up" / "zarr.json").unlink()
+        (complete / "config.json").write_text("{}")
+        first, *others = verify(complete)
         assert first == "config.json was changed"
         assert len(others) == 3
-        assert others[0].startswith(f"head: norm: {target}/blocks/head/norm has the checksum ")
+        assert others[0].startswith(f"head: norm: {complete}/blocks/head/norm has the checksum ")
         assert others[1].startswith("layers.2.ffn: experts.down: ")
         assert "experts.down has the checksum " in others[1]
         assert others[2].startswith("layers.3.ffn: dense.up: ")
 
-    def test_again(self, source, target):
-        convert(source, target)
-        before = (target / MANIFEST).stat().st_mtime_ns
-        assert notes_of(source, target) == ["complete already"]
-        assert (target / MANIFEST).stat().st_mtime_ns == before
+    def test_again(self, source, complete):
+        before = (complete / MANIFEST).stat().st_mtime_ns
+        assert notes_of(source, complete) == ["complete already"]
+        assert (complete / MANIFEST).stat().st_mtime_ns == before
 
-    def test_with_another_chat_template(self, source, target, tmp_path):
-        convert(source, target)
+    def test_with_another_chat_template(self, source, complete, tmp_path):
         changed = shutil.copytree(source, tmp_path / "changed")
         (changed / "chat_template.jinja").write_text("{{ messages }}")
-        assert notes_of(changed, target)[-1].endswith(" is there")
-        assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
-        assert verify(target) == []
-        assert notes_of(changed, target) == ["complete already"]
+        assert notes_of(changed, complete)[-1].endswith(" is there")
+        assert (complete / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert verify(complete) == []
+        assert notes_of(changed, complete) == ["complete already"]
 
-    def test_of_another_source(self, source, target, tmp_path):
-        convert(source, target)
+    def test_of_another_source(self, complete, tmp_path):
         other = write_tiny_step3(tmp_path / "other", seed=1)
         with pytest.raises(CheckpointError, match="is of another conversion: source"):
-            convert(other, target)
+            convert(other, complete)
 
-    def test_a_converted_one_is_no_source(self, source, target, tmp_path):
-        convert(source, target)
+    def test_a_converted_one_is_no_source(self, complete, tmp_path):
         with pytest.raises(CheckpointError, match="is converted already"):
-            convert(target, tmp_path / "third")
+            convert(complete, tmp_path / "third")
 
 
 def test_two_at_a_time(source, target):
@@ -209,7 +195,7 @@ def test_two_at_a_time(source, target):
             convert(source, target)
 
     convert(source, target, on_block=convert_again)
-    assert notes_of(source, target) == ["complete already"]
+    assert verify(target) == []
 
 
 def test_a_target_that_is_something_else(source, target):
@@ -242,4 +228,3 @@ def test_dtype_of_what_is_not_quantised(stored, weights, dtype, target, tmp_path
     blocks = json.loads((target / MANIFEST).read_text())["blocks"]
     assert blocks["embedding"]["table"]["dtype"] == dtype
     assert blocks["head"]["weight"]["dtype"] == dtype
-    assert jax.devices()[0].platform == "cpu"

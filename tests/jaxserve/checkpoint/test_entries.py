@@ -225,16 +225,9 @@ class TestRope:
         rope = entries.rope("head_dim", 8)
         entries.refuse_unread()
         assert entries.problems == []
+        magnitude = 0.1 * math.log(4) + 1
         assert rope == Rope(
-            theta=1e4,
-            yarn=Yarn(
-                factor=4.0,
-                original_positions=64,
-                beta_fast=32.0,
-                beta_slow=1.0,
-                truncate=True,
-                magnitude=0.1 * math.log(4) + 1,
-            ),
+            theta=1e4, yarn=Yarn(factor=4.0, original_positions=64, magnitude=magnitude)
         )
 
     @pytest.mark.parametrize(

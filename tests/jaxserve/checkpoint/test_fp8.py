@@ -3,10 +3,8 @@ float files in 8 bits; on one device and cut over several."""
 
 import json
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
-import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -14,13 +12,10 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError
-from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.mesh import ATTENTION_RULES, cached_sharding
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
-from tests.jaxserve import layouts
-from tests.jaxserve.both_roles import load_both
+from tests.jaxserve.checkpoint.opened import Opened
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.tiny_models import TinyDeepseek, TinyModel
 
@@ -66,34 +61,6 @@ def floats():
     return block_quantise(MODEL.tensors(), dequantised=True)
 
 
-def blocks(folder, overrides, *, on_cpus=False):
-    """Every block as {leaf: NumPy array}, and its template."""
-    deployment = layouts.deployment(folder, overrides)
-    config, names = read_config(folder)
-    meshes = Submeshes(deployment)
-    config = msgspec.structs.replace(config, on_cpus=on_cpus)
-    templates = ModelTemplates(config, deployment, meshes)
-    weights = load_both(HFCheckpoint(folder, names), names, templates, deployment, meshes)
-    for layer in range(config.layers):
-        kind = config.kind(layer)
-        for template, leaves in (
-            (templates.attention[kind], weights.attention[layer]),
-            (templates.ffn[kind.ffn], weights.ffn[layer]),
-        ):
-            yield template, dict(zip(template.names, leaves, strict=True))
-
-
-def matrices(template, leaves):
-    """Every quantised matrix of a block as a QuantArray."""
-    block = template.merge([leaves[name] for name in template.names])
-    for name in leaves:
-        if name.endswith(".values"):
-            part = block
-            for attribute in name.split(".")[:-1]:
-                part = getattr(part, attribute)
-            yield name.removesuffix(".values"), part[...]
-
-
 def expected(floats, layer, name):
     """The matrix [out, in] of a leaf, unpadded."""
     prefix = f"model.layers.{layer}."
@@ -120,79 +87,93 @@ def as_uint(array):
     return np.asarray(array).view(np.uint8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+def check_as_whole(matrix, wanted, weights):
+    """Compares a matrix with one that was quantised as a whole."""
+    whole = quantize_weight(jnp.asarray(padded(wanted, matrix.values.shape)), weights)
+    np.testing.assert_array_equal(as_uint(matrix.values), as_uint(whole.values))
+    np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
+
+
+@pytest.mark.parametrize(
+    "layout", ["1A1F", pytest.param("2A2F", marks=pytest.mark.nightly), "2A4F"]
+)
 def test_kept_as_they_are(layout, folder, floats):
-    seen = 0
-    for index, (template, leaves) in enumerate(blocks(folder, layout | {"dtype": "float32"})):
-        for name, matrix in matrices(template, leaves):
-            wanted = expected(floats, index // 2, name)
-            assert matrix.values.dtype == jnp.float8_e4m3fn
-            np.testing.assert_array_equal(
-                np.asarray(dequantize_weight(matrix, jnp.float32)),
-                padded(wanted, matrix.values.shape),
-                err_msg=name,
-            )
-            seen += 1
-    assert seen == 2 * 3 + 3 + 6
+    found = list(Opened(folder, LAYOUTS[layout]).quantised())
+    assert len(found) == 2 * 3 + 3 + 6
+    for layer, name, matrix in found:
+        assert matrix.values.dtype == jnp.float8_e4m3fn
+        wanted = padded(expected(floats, layer, name), matrix.values.shape)
+        kept = np.asarray(dequantize_weight(matrix, jnp.float32))
+        np.testing.assert_array_equal(kept, wanted, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("1A1F", "float32"),
+        pytest.param("2A2F", "bfloat16", marks=pytest.mark.nightly),
+        ("2A4F", "bfloat16"),
+    ],
+)
 def test_multiplied_out(layout, dtype, folder, floats):
     plain = {"dtype": dtype, "attention.weights": dtype, "ffn.weights": dtype}
-    for index, (_, leaves) in enumerate(blocks(folder, layout | plain)):
+    for layer, _, leaves in Opened(folder, LAYOUTS[layout] | plain).blocks():
+        both = floats[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].reshape(4, 48 + 64, 64)
+        split = {"attention.key_up": both[:, :48], "attention.value_up": both[:, 48:]}
         for name, leaf in leaves.items():
             if name.split(".")[0] in ("experts", "dense") or name.endswith(("query_up", ".out")):
-                wanted = padded(expected(floats, index // 2, name), leaf.shape)
+                wanted = padded(expected(floats, layer, name), leaf.shape)
                 assert leaf.dtype == dtype
-                np.testing.assert_array_equal(
-                    np.asarray(leaf), wanted.astype(leaf.dtype), err_msg=name
-                )
-            elif name.endswith(("key_up", "value_up")):
-                prefix = f"model.layers.{index // 2}.self_attn.kv_b_proj.weight"
-                both = floats[prefix].reshape(4, 48 + 64, 64)
-                key, value = both[:, :48], both[:, 48:]
-                wanted = key if name.endswith("key_up") else value
-                np.testing.assert_array_equal(np.asarray(leaf), wanted.astype(leaf.dtype))
+            elif (wanted := split.get(name)) is None:
+                continue
+            given = wanted.astype(leaf.dtype)
+            np.testing.assert_array_equal(np.asarray(leaf), given, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_in_another_format(layout, folder, floats):
-    int8 = {"dtype": "float32", "attention.weights": "int8", "ffn.weights": "int8"}
-    for index, (template, leaves) in enumerate(blocks(folder, layout | int8)):
-        for name, matrix in matrices(template, leaves):
-            wanted = padded(expected(floats, index // 2, name), matrix.values.shape)
-            whole = quantize_weight(jnp.asarray(wanted), "int8")
-            assert matrix.values.dtype == jnp.int8
-            np.testing.assert_array_equal(as_uint(matrix.values), as_uint(whole.values))
-            np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
+@pytest.mark.parametrize(
+    ("layout", "weights", "dequantised"),
+    [
+        ("2A4F", "int8", False),
+        ("1A1F", "int8", True),
+        ("2A4F", "fp8", True),
+        *(
+            pytest.param(*given, marks=pytest.mark.nightly)
+            for given in [("1A1F", "int8", False), ("2A2F", "fp8", True), ("2A4F", "int8", True)]
+        ),
+    ],
+)
+def test_in_another_format(layout, weights, dequantised, floats, tmp_path):
+    """Files with FP8 blocks, or with floats, in 8 bits."""
+    folder = MODEL.write(tmp_path, dequantised=dequantised)
+    formats = {"attention.weights": weights, "ffn.weights": weights}
+    for layer, name, matrix in Opened(folder, LAYOUTS[layout] | formats).quantised():
+        assert (matrix.dtype, matrix.block) == (DTYPES[weights], (1, 0))
+        check_as_whole(matrix, expected(floats, layer, name), weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("weights", ["fp8", "int8"])
-def test_float_files_in_8_bits(layout, weights, floats, tmp_path):
-    folder = MODEL.write(tmp_path, dequantised=True)
-    wanted_format = {"attention.weights": weights, "ffn.weights": weights}
-    for index, (template, leaves) in enumerate(blocks(folder, layout | wanted_format)):
-        for name, matrix in matrices(template, leaves):
-            wanted = padded(expected(floats, index // 2, name), matrix.values.shape)
-            whole = quantize_weight(jnp.asarray(wanted), weights)
-            assert matrix.block == (1, 0)
-            np.testing.assert_array_equal(as_uint(matrix.values), as_uint(whole.values))
-            np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
+TWO_BY_TWO = {"attention.dp": 2, "attention.tp": 2}
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
-@pytest.mark.parametrize("layout", [{}, {"attention.dp": 2, "attention.tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("weights", "layout"),
+    [
+        ("int8", {}),
+        ("auto", TWO_BY_TWO),
+        pytest.param("auto", {}, marks=pytest.mark.nightly),
+        pytest.param("int8", TWO_BY_TWO, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_stacks_are_the_blocks_stacked(weights, layout, folder):
-    overrides = {"attention.weights": weights, "ffn.weights": weights} | layout
-    deployment = layouts.deployment(folder, overrides | {"mode": "colocated"})
-    config, names = read_config(folder)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    checkpoint = HFCheckpoint(folder, names)
-    programs = ColocatedPrograms(templates, deployment, meshes.attention)
-    flat = ColocatedWeights(checkpoint, names, programs).flat
+    formats = {"mode": "colocated", "attention.weights": weights, "ffn.weights": weights}
+    opened = Opened(folder, formats | layout)
+    templates, names, meshes = opened.templates, opened.names, opened.meshes
+    programs = ColocatedPrograms(templates, opened.deployment, meshes.attention)
+    (loaded,) = opened.weights()
+    flat = loaded.flat
     flat = flat[len(templates.embedding.names) + len(templates.head.names) :]
     for kind, start, stop in programs.stacked():
         for template, tables, rules in (
@@ -202,10 +183,9 @@ def test_stacks_are_the_blocks_stacked(weights, layout, folder):
             stacks, flat = flat[: len(template.names)], flat[len(template.names) :]
             shardings = [cached_sharding(meshes.attention, s) for s in template.specs(rules)]
             for layer in range(start, stop):
-                leaves = checkpoint.leaves(template, tables[layer], shardings)
+                leaves = opened.source.leaves(template, tables[layer], shardings)
                 for stack, leaf in zip(stacks, leaves, strict=True):
-                    one = stack[layer - start]
-                    np.testing.assert_array_equal(as_uint(one), as_uint(leaf))
+                    np.testing.assert_array_equal(as_uint(stack[layer - start]), as_uint(leaf))
     assert not flat
 
 
@@ -235,9 +215,8 @@ class TestProblems:
             name = "model.layers.0.self_attn.o_proj.weight"
             tensors[name] = tensors[name].astype(np.float32)
             tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = np.ones((2, 2), np.float32)
-            tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(
-                ml_dtypes.float8_e4m3fn
-            )
+            norm = tensors["model.norm.weight"]
+            tensors["model.norm.weight"] = norm.astype(ml_dtypes.float8_e4m3fn)
 
         folder = MODEL.write(tmp_path)
         assert self.change(folder, change) == (
@@ -254,14 +233,10 @@ class TestProblems:
             if name.endswith("_scale_inv"):
                 tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
         save_file(tensors, folder / "model.safetensors")
-        for index, (template, leaves) in enumerate(blocks(folder, {})):
-            for name, matrix in matrices(template, leaves):
-                if name == "dense.up":
-                    tensor = f"model.layers.{index // 2}.mlp.up_proj.weight_scale_inv"
-                    if tensor in tensors:
-                        np.testing.assert_array_equal(
-                            np.asarray(matrix.scales), tensors[tensor].astype(np.float32)
-                        )
+        for layer, name, matrix in Opened(folder).quantised():
+            scales = tensors.get(f"model.layers.{layer}.mlp.up_proj.weight_scale_inv")
+            if name == "dense.up" and scales is not None:
+                np.testing.assert_array_equal(np.asarray(matrix.scales), scales.astype(np.float32))
 
 
 def test_config_may_say_nothing_of_it(folder, floats, tmp_path):
@@ -271,8 +246,7 @@ def test_config_may_say_nothing_of_it(folder, floats, tmp_path):
     tree = json.loads((other / "config.json").read_text())
     del tree["quantization_config"]
     (other / "config.json").write_text(json.dumps(tree))
-    (_, leaves), *_ = blocks(other, {"dtype": "float32"})
-    np.testing.assert_array_equal(
-        np.asarray(leaves["attention.out"]), expected(floats, 0, "attention.out")
-    )
-    assert jax.block_until_ready(leaves["attention.out"]).dtype == jnp.float32
+    (_, _, leaves), *_ = Opened(other, {"dtype": "float32"}).blocks()
+    found = np.asarray(leaves["attention.out"])
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected(floats, 0, "attention.out"))

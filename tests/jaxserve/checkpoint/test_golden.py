@@ -134,21 +134,13 @@ def test_llm_compressor(name: str, tmp_path: Path) -> None:
             assert packing[:3] == packings[module]
 
 
-FORMATS = "'int-quantized' or 'float-quantized' or 'naive-quantized' or 'pack-quantized'"
-GROUP = "quantization_config.config_groups.group_0"
 REFUSED = {
-    "nvfp4": [f"{GROUP}.format = 'nvfp4-pack-quantized' is not supported, only {FORMATS}"],
-    "mxfp4": [f"{GROUP}.format = 'mxfp4-pack-quantized' is not supported, only {FORMATS}"],
-    "mxfp8": [f"{GROUP}.format = 'mxfp8-quantized' is not supported, only {FORMATS}"],
-    "w3a16": [f"{GROUP}.weights.num_bits = 3 is not supported, only 4 or 8 or 2"],
-    "w4a8": [
-        f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
-        f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
-    ],
-    "w4afp8": [
-        f"{GROUP}.weights.num_bits = 4 is not supported, only 8",
-        f"{GROUP}.weights.strategy = 'group' is not supported, only 'channel' or 'tensor'",
-    ],
+    "nvfp4": ["format = 'nvfp4-pack-quantized' is not"],
+    "mxfp4": ["format = 'mxfp4-pack-quantized' is not"],
+    "mxfp8": ["format = 'mxfp8-quantized' is not"],
+    "w3a16": ["weights.num_bits = 3 is not supported, only 4 or 8 or 2"],
+    "w4a8": ["weights.num_bits = 4 is not", "weights.strategy = 'group' is not"],
+    "w4afp8": ["weights.num_bits = 4 is not", "weights.strategy = 'group' is not"],
 }
 
 
@@ -156,4 +148,6 @@ REFUSED = {
 def test_llm_compressor_refused(name: str) -> None:
     entries = Entries({"quantization_config": golden("llm_compressor", name)[0]})
     stored_format(entries)
-    assert entries.problems == REFUSED[name]
+    assert len(entries.problems) == len(REFUSED[name])
+    for found, start in zip(entries.problems, REFUSED[name], strict=True):
+        assert found.startswith(f"quantization_config.config_groups.group_0.{start}")

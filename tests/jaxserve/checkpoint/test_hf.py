@@ -3,22 +3,18 @@
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxserve.checkpoint.arrays import block_of
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, Submeshes, cached_sharding
-from jaxserve.model.blocks import ModelTemplates
 from pallas_kernels.quantize.api import quantize_weight
-from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.opened import Opened, changed
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 
@@ -29,26 +25,7 @@ def open_folder(folder) -> HFCheckpoint:
 
 def all_leaves(folder, overrides=None):
     """Every leaf of every block, as NumPy."""
-    config, names = read_config(folder)
-    deployment = layouts.deployment(folder, overrides or {})
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    checkpoint = HFCheckpoint(folder, names)
-    blocks = [
-        (templates.embedding, names.embedding, meshes.attention, ATTENTION_RULES),
-        (templates.head, names.head, meshes.attention, ATTENTION_RULES),
-    ]
-    for layer in range(config.layers):
-        kind = config.kind(layer)
-        blocks.append(
-            (templates.attention[kind], names.attention[layer], meshes.attention, ATTENTION_RULES)
-        )
-        blocks.append((templates.ffn[kind.ffn], names.ffn[layer], meshes.ffn, FFN_RULES))
-    leaves = []
-    for template, sources, mesh, rules in blocks:
-        shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
-        leaves += [np.asarray(x) for x in checkpoint.leaves(template, sources, shardings)]
-    return leaves
+    return [np.asarray(leaf) for leaf in Opened(folder, overrides).leaves()]
 
 
 def same(a, b):
@@ -66,8 +43,16 @@ def plain(tmp_path_factory):
 NORM = "model.layers.4.enorm.weight"
 
 
+def without_modules(folder, but=None):
+    """Takes the tensors of the prediction module away, except one."""
+    with changed(folder) as tensors:
+        for name in [name for name in tensors if name.startswith("model.layers.4.")]:
+            if name != but:
+                del tensors[name]
+
+
 class TestForms:
-    """Of the same weights."""
+    """Folders of the same weights."""
 
     @pytest.mark.parametrize(
         "form",
@@ -89,25 +74,24 @@ class TestForms:
 
     def test_mtp_modules_may_be_left_out_as_a_whole(self, tmp_path):
         folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
-        tensors = load_file(folder / "model.safetensors")
-        kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.4.")}
-        save_file(kept | {NORM: tensors[NORM]}, folder / "model.safetensors")
+        without_modules(folder, but=NORM)
         with pytest.raises(CheckpointError, match=r"missing model\.layers\.4\.eh_proj\.weight"):
             open_folder(folder)
-        save_file(kept, folder / "model.safetensors")
+        without_modules(folder)
         assert len(all_leaves(folder)) == 1 + 2 + 2 * (6 + 3) + 2 * (7 + 6)
 
-    def test_a_missing_prediction_module(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("but", "message"),
+        [
+            (None, r"1 problem:\n  no prediction module model\.l"),
+            (NORM, r"missing model\.layers\.4\.eh_proj\.weight"),
+        ],
+    )
+    def test_a_missing_prediction_module(self, but, message, tmp_path):
         folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
-        tensors = load_file(folder / "model.safetensors")
-        kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.4.")}
-        save_file(kept, folder / "model.safetensors")
-        _, names = read_config(folder, modules=1)
-        with pytest.raises(CheckpointError, match=r"1 problem:\n  no prediction module model\.l"):
-            HFCheckpoint(folder, names)
-        save_file(kept | {NORM: tensors[NORM]}, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"missing model\.layers\.4\.eh_proj\.weight"):
-            HFCheckpoint(folder, names)
+        without_modules(folder, but)
+        with pytest.raises(CheckpointError, match=message):
+            HFCheckpoint(folder, read_config(folder, modules=1)[1])
 
     def test_fewer_prediction_modules_than_asked_for(self, tmp_path):
         folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True))
@@ -116,9 +100,8 @@ class TestForms:
 
     def test_tied_head(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        tensors = load_file(folder / "model.safetensors")
-        del tensors["lm_head.weight"]
-        save_file(tensors, folder / "model.safetensors")
+        with changed(folder) as tensors:
+            del tensors["lm_head.weight"]
         edit_config(folder, tie_word_embeddings=True)
         leaves = all_leaves(folder)
         np.testing.assert_array_equal(leaves[2], leaves[0])
@@ -137,11 +120,10 @@ class TestDtypes:
 
     def test_float16(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        tensors = load_file(folder / "model.safetensors")
-        name = "model.embed_tokens.weight"
-        tensors[name] = tensors[name].astype(np.float16)
-        save_file(tensors, folder / "model.safetensors")
-        np.testing.assert_array_equal(all_leaves(folder)[0], tensors[name].astype(np.float32))
+        with changed(folder) as tensors:
+            table = tensors["model.embed_tokens.weight"].astype(np.float16)
+            tensors["model.embed_tokens.weight"] = table
+        np.testing.assert_array_equal(all_leaves(folder)[0], table.astype(np.float32))
 
 
 REPLACED = "was replaced by another version since this process started"
@@ -150,13 +132,10 @@ REPLACED = "was replaced by another version since this process started"
 class TestReading:
     def test_says_how_much_it_read(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        config, names = read_config(folder)
-        deployment = layouts.deployment(folder, {})
-        templates = ModelTemplates(config, deployment, Submeshes(deployment))
-        checkpoint, sizes = HFCheckpoint(folder, names), []
+        opened, sizes = Opened(folder), []
+        checkpoint = opened.source
         checkpoint.on_read = sizes.append
-        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
-        leaves = checkpoint.leaves(templates.head, names.head, [sharding] * 2)
+        leaves = opened.head()
         assert sizes == []  # nothing before it is asked for
         next(leaves)
         assert sizes == [64 * 4]
@@ -170,10 +149,7 @@ class TestReading:
     )
     def test_a_file_that_changes_meanwhile(self, change, message, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        _, names = read_config(folder)
-        deployment = layouts.deployment(folder, {})
-        templates = ModelTemplates(read_config(folder)[0], deployment, Submeshes(deployment))
-        checkpoint, path = HFCheckpoint(folder, names), folder / "model.safetensors"
+        opened, path = Opened(folder), folder / "model.safetensors"
         if change == "gone":
             path.unlink()
         elif change == "shorter":
@@ -181,20 +157,16 @@ class TestReading:
         else:  # of the same size, with the same names at the same places
             write_tiny_step3(tmp_path / "other", seed=1)
             (tmp_path / "other" / path.name).replace(path)
-        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
         with pytest.raises(CheckpointError, match=rf"model\.safetensors {message}"):
-            list(checkpoint.leaves(templates.head, names.head, [sharding] * 2))
+            list(opened.head())
 
 
 def test_int4_of_fp32_is_not_rounded_before(tmp_path):
     """Scales are as exact as the files' numbers."""
     folder = write_tiny_step3(tmp_path)
-    config, names = read_config(folder)
-    deployment = layouts.deployment(folder, {"ffn.weights": "int4"})
-    template = ModelTemplates(config, deployment, Submeshes(deployment)).ffn["dense"]
-    sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
-    shardings = [sharding] * len(template.leaves)
-    leaves = HFCheckpoint(folder, names).leaves(template, names.ffn[0], shardings)
+    opened = Opened(folder, {"ffn.weights": "int4"})
+    template = opened.templates.ffn["dense"]
+    leaves = opened.on_one_device(template, opened.names.ffn[0])
     found = dict(zip(template.names, leaves, strict=True))
     stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     values, scales = found["dense.up.values"], found["dense.up.scales"]
@@ -231,26 +203,14 @@ class TestBadConfig:
             (b"[]", r"config\.json: not an object but list$"),
             (b'"step3_vl"', r"config\.json: not an object but str$"),
             (b"null", r"config\.json: not an object but NoneType$"),
-            (
-                b"{}",
-                r"config\.json: model_type None is not known; known: step3_vl, step3_text, "
-                r"deepseek_v3, kimi_k2, qwen3, qwen3_moe$",
-            ),
-            (b'{"model_type": "llama"}', r"model_type 'llama' is not known; known: step3_vl, st"),
+            (b"{}", r"config\.json: model_type None is not known; known: step3_vl, step3_text, "),
+            (b'{"model_type": "llama"}', r"model_type 'llama' is not known; .* qwen3, qwen3_moe$"),
             (b'{"model_type": ["step3_vl"]}', r"model_type \['step3_vl'\] is not known"),
         ],
     )
     def test_content(self, content, message, tmp_path):
         (tmp_path / "config.json").write_bytes(content)
         assert re.search(message, self.message(tmp_path))
-
-    def test_entries(self, tmp_path):
-        folder = write_tiny_step3(tmp_path)
-        edit_config(folder, vocab_size="x", num_attention_heads=None)
-        assert self.message(folder) == (
-            f"{folder}: config.json: num_attention_heads is missing; vocab_size = 'x' is not a "
-            "whole number from 1"
-        )
 
 
 class TestBadFiles:
@@ -261,13 +221,12 @@ class TestBadFiles:
 
     def test_all_problems_at_once(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        tensors = load_file(folder / "model.safetensors")
-        del tensors["model.norm.weight"], tensors["model.layers.2.moe.gate.weight"]
-        tensors["model.layers.0.self_attn.wq.weight"] = np.zeros((48, 128), np.float32)
-        tensors["model.layers.9.mlp.gate_proj.weight"] = np.zeros(3, np.float32)
-        tensors["rotary.inv_freq"] = np.zeros(16, np.float32)
-        tensors["lm_head.weight"] = np.zeros((160, 64), np.int8)
-        save_file(tensors, folder / "model.safetensors")
+        with changed(folder) as tensors:
+            del tensors["model.norm.weight"], tensors["model.layers.2.moe.gate.weight"]
+            tensors["model.layers.0.self_attn.wq.weight"] = np.zeros((48, 128), np.float32)
+            tensors["model.layers.9.mlp.gate_proj.weight"] = np.zeros(3, np.float32)
+            tensors["rotary.inv_freq"] = np.zeros(16, np.float32)
+            tensors["lm_head.weight"] = np.zeros((160, 64), np.int8)
         assert self.message(folder) == (
             f"{folder}: 6 problems:\n"
             "  missing model.layers.2.moe.gate.weight [8, 64]\n"
@@ -280,19 +239,17 @@ class TestBadFiles:
 
     def test_one_problem(self, tmp_path):
         folder = write_tiny_step3(tmp_path, shards=2)
-        tensors = load_file(folder / "model-00001-of-00002.safetensors")
-        del tensors["model.embed_tokens.weight"]
-        save_file(tensors, folder / "model-00001-of-00002.safetensors")
-        assert self.message(folder) == (
-            f"{folder}: 1 problem:\n  missing model.embed_tokens.weight [160, 64]"
+        with changed(folder, "model-00001-of-00002.safetensors") as tensors:
+            del tensors["model.embed_tokens.weight"]
+        assert self.message(folder).endswith(
+            ": 1 problem:\n  missing model.embed_tokens.weight [160, 64]"
         )
 
     def test_a_missing_shard(self, tmp_path):
         folder = write_tiny_step3(tmp_path, shards=3)
         (folder / "model-00002-of-00003.safetensors").unlink()
-        assert self.message(folder) == (
-            f"{folder}: 1 problem:\n  model-00002-of-00003.safetensors is missing, and "
-            "model.safetensors.index.json names it"
+        assert "1 problem:\n  model-00002-of-00003.safetensors is missing, and model.safe" in (
+            self.message(folder)
         )
 
     def test_a_missing_shard_without_an_index(self, tmp_path):
@@ -320,10 +277,8 @@ class TestBadFiles:
 
     def test_something_else(self, tmp_path):
         folder = write_tiny_step3(tmp_path)
-        (folder / "extra.safetensors").write_text("no tensors in here, just a few words\n")
-        assert "extra.safetensors: truncated or no safetensors" in self.message(folder)
-
-    def test_a_folder_in_place_of_a_file(self, tmp_path):
-        folder = write_tiny_step3(tmp_path)
-        (folder / "extra.safetensors").mkdir()
-        assert "extra.safetensors: truncated or no safetensors" in self.message(folder)
+        (folder / "words.safetensors").write_text("no tensors in here, just a few words\n")
+        (folder / "folder.safetensors").mkdir()
+        message = self.message(folder)
+        for name in ("words", "folder"):
+            assert f"{name}.safetensors: truncated or no safetensors" in message

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import arrays
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -17,6 +17,7 @@ from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
 from pallas_kernels import input_major
+from tests.jaxserve.checkpoint.opened import Opened, changed, matrices
 from tests.jaxserve.checkpoint.packed_folders import (
     DYNAMIC,
     FORMATS,
@@ -32,7 +33,6 @@ from tests.jaxserve.checkpoint.packed_folders import (
     several,
     write,
 )
-from tests.jaxserve.checkpoint.test_fp8 import blocks, matrices
 from tests.jaxserve.roles.test_weights import row_by_row
 
 
@@ -55,10 +55,7 @@ def test_numbers_are_what_the_parts_stand_for(name, inside, tmp_path):
 
 
 PROJECTIONS = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
+    f"attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "out")
 }
 
 
@@ -76,19 +73,22 @@ IN_ORDER = GPTQ | {"desc_act": False}
 CUT = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
 
 
+def is_packed(leaf):
+    return leaf in PROJECTIONS or leaf.startswith("experts.")
+
+
 @pytest.mark.unoptimised
 def test_a_folder_becomes_floats(tmp_path):
-    """Those whose columns have an order of their own."""
+    """Its columns have an order of their own."""
     stand_for = write(tmp_path, *FORMATS["gptq shuffled"])
-    assert read_config(tmp_path)[0].stored == "plain"
-    seen = 0
-    for index, (_, leaves) in enumerate(blocks(tmp_path, CUT)):
-        for name, leaf in leaves.items():
-            if name in PROJECTIONS or name.startswith("experts."):
-                wanted = expected(stand_for, index // 2, name)
-                np.testing.assert_allclose(leaf, wanted, rtol=1e-6, atol=1e-9)
-                seen += 1
-    assert seen == 7 * read_config(tmp_path)[0].layers
+    opened, seen = Opened(tmp_path, CUT), 0
+    assert opened.config.stored == "plain"
+    for layer, _, leaves in opened.blocks():
+        for name in filter(is_packed, leaves):
+            wanted = expected(stand_for, layer, name)
+            np.testing.assert_allclose(leaves[name], wanted, rtol=1e-6, atol=1e-9)
+            seen += 1
+    assert seen == 7 * opened.config.layers
 
 
 @pytest.mark.unoptimised
@@ -98,15 +98,13 @@ def test_floats_in_tiles(name, tmp_path, monkeypatch):
     monkeypatch.setattr(input_major, "TILE", 16)
     monkeypatch.setattr(arrays, "aligned_empty", lambda *a: np.full_like(aligned_empty(*a), np.nan))
     stand_for = write(tmp_path, *FORMATS[name])
-    overrides = {"attention.tp": 2, "ffn.tp": 3, "attention.weights": "float32"}
+    floats = {"attention.weights": "float32", "ffn.weights": "float32"}
+    opened = Opened(tmp_path, floats | {"attention.tp": 2, "ffn.tp": 3}, on_cpus=True)
     seen = 0
-    made = blocks(tmp_path, overrides | {"ffn.weights": "float32"}, on_cpus=True)
-    for index, (_, leaves) in enumerate(made):
-        for leaf, values in leaves.items():
-            if leaf not in PROJECTIONS and not leaf.startswith("experts."):
-                continue
-            rows = row_by_row(values)
-            wanted = expected(stand_for, index // 2, leaf)
+    for layer, _, leaves in opened.blocks():
+        for leaf in filter(is_packed, leaves):
+            rows = row_by_row(leaves[leaf])
+            wanted = expected(stand_for, layer, leaf)
             assert leaf in PROJECTIONS or 66 in rows.shape
             padded = np.zeros(rows.shape, np.float32)
             padded[tuple(slice(size) for size in wanted.shape)] = wanted
@@ -128,15 +126,13 @@ def test_floats_in_tiles(name, tmp_path, monkeypatch):
 def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
     one = section["config_groups"]["group_0"]["weights"]["strategy"] == "tensor"
     stand_for = write(tmp_path, section, lambda *a: Packer().channels(*a, dtype=dtype, one=one))
-    assert read_config(tmp_path)[0].stored == stored
-    seen = 0
-    for index, (template, leaves) in enumerate(blocks(tmp_path, CUT)):
-        for name, found in matrices(template, leaves):
-            assert found.dtype == dtype
-            values = np.asarray(found.values).astype(np.float64) * np.asarray(found.scales)
-            np.testing.assert_allclose(values, expected(stand_for, index // 2, name), rtol=1e-6)
-            seen += 1
-    assert seen == 7 * read_config(tmp_path)[0].layers
+    opened = Opened(tmp_path, CUT)
+    found = list(opened.quantised())
+    assert (opened.config.stored, len(found)) == (stored, 7 * opened.config.layers)
+    for layer, name, matrix in found:
+        assert matrix.dtype == dtype
+        values = np.asarray(matrix.values).astype(np.float64) * np.asarray(matrix.scales)
+        np.testing.assert_allclose(values, expected(stand_for, layer, name), rtol=1e-6)
 
 
 OWN_NUMBERS = {
@@ -161,20 +157,18 @@ def test_parts_with_other_numbers_become_floats(name, tmp_path):
     """Attention keeps its format, experts have another."""
     section, pack = OWN_NUMBERS[name]
     stand_for = write(tmp_path, section, lambda base, *a: pack["self_attn" in base](base, *a))
-    config, _ = read_config(tmp_path)
     kept = "int8" if "int8" in name.split()[0] else "int4"
-    assert (config.stored, config.plain_parts) == (kept, {"experts"})
-    seen = 0
-    for index, (template, leaves) in enumerate(blocks(tmp_path, {})):
-        assert {str(found.dtype) for _, found in matrices(template, leaves)} == (
-            set() if index % 2 else {kept}
-        )
+    opened, seen = Opened(tmp_path), 0
+    assert (opened.config.stored, opened.config.plain_parts) == (kept, {"experts"})
+    for layer, template, leaves in opened.blocks():
+        dtypes = {str(matrix.dtype) for _, matrix in matrices(template, leaves)}
+        assert dtypes == ({kept} if "attention.query.values" in leaves else set())
         for leaf in leaves:
             if leaf.startswith("experts."):
-                wanted = expected(stand_for, index // 2, leaf)
+                wanted = expected(stand_for, layer, leaf)
                 np.testing.assert_allclose(leaves[leaf], wanted, rtol=1e-6, atol=1e-9)
                 seen += 1
-    assert seen == 3 * config.layers
+    assert seen == 3 * opened.config.layers
 
 
 KEPT = {
@@ -191,20 +185,18 @@ def test_four_bits_stay_as_they_are(name, tmp_path):
     """On four devices, each with whole groups; the padding has no weights."""
     section, pack = FORMATS[name]
     stand_for = write(tmp_path, IN_ORDER if name == "gptq" else section, pack)
-    config, _ = read_config(tmp_path)
+    opened = Opened(tmp_path, CUT)
+    config, found = opened.config, list(opened.quantised())
     assert (config.stored, config.int4, config.plain_parts) == ("int4", KEPT[name], frozenset())
-    seen = 0
-    for index, (template, leaves) in enumerate(blocks(tmp_path, CUT)):
-        for leaf, found in matrices(template, leaves):
-            values = np.asarray(found.values).astype(np.float64)
-            assert (found.dtype, found.zeros is None) == ("int4", name == "w4a16")
-            assert np.abs(values).max() > 6
-            if found.zeros is not None:
-                values -= np.repeat(np.asarray(found.zeros, np.float64), found.block[1], -1)
-            values *= np.repeat(np.asarray(found.scales, np.float64), found.block[1], -1)
-            np.testing.assert_allclose(values, expected(stand_for, index // 2, leaf), rtol=1e-6)
-            seen += 1
-    assert seen == 7 * config.layers
+    assert len(found) == 7 * config.layers
+    for layer, leaf, matrix in found:
+        values = np.asarray(matrix.values).astype(np.float64)
+        assert (matrix.dtype, matrix.zeros is None) == ("int4", name == "w4a16")
+        assert np.abs(values).max() > 6
+        if matrix.zeros is not None:
+            values -= np.repeat(np.asarray(matrix.zeros, np.float64), matrix.block[1], -1)
+        values *= np.repeat(np.asarray(matrix.scales, np.float64), matrix.block[1], -1)
+        np.testing.assert_allclose(values, expected(stand_for, layer, leaf), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +205,10 @@ def test_four_bits_stay_as_they_are(name, tmp_path):
 def test_what_becomes_floats_does_not_fit_bf16(name, held, tmp_path):
     """Beside BF16 in everything that the folder leaves out; codes times scales have more bits."""
     write(tmp_path, *FORMATS[name])
-    path = tmp_path / "model.safetensors"
-    tensors = {
-        name: values.astype(ml_dtypes.bfloat16) if values.dtype == np.float32 else values
-        for name, values in load_file(path).items()
-    }
-    save_file(tensors, path)
+    with changed(tmp_path) as tensors:
+        for each, values in tensors.items():
+            if values.dtype == np.float32:
+                tensors[each] = values.astype(ml_dtypes.bfloat16)
     assert read_config(tmp_path)[0].floats == held
 
 
@@ -226,14 +216,13 @@ def test_what_becomes_floats_does_not_fit_bf16(name, held, tmp_path):
 def test_parts_that_are_floats_stay_floats(name, tmp_path):
     """As Kimi K2 Thinking's attention."""
     write(tmp_path, *FORMATS[name])
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for base in sorted({name.rpartition(".")[0] for name in tensors if "self_attn.q_proj" in name}):
-        shape = tensors.pop(f"{base}.weight_shape", (64, SIZES.hidden_size))
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{base}.weight")}
-        tensors[f"{base}.weight"] = np.ones(shape, np.float32)
     assert read_config(tmp_path)[0].plain_parts == frozenset()
-    save_file(tensors, path)
+    with changed(tmp_path) as tensors:
+        for base in {each.rpartition(".")[0] for each in tensors if "self_attn.q_proj" in each}:
+            shape = tensors.get(f"{base}.weight_shape", (64, SIZES.hidden_size))
+            for part in [each for each in tensors if each.startswith(f"{base}.weight")]:
+                del tensors[part]
+            tensors[f"{base}.weight"] = np.ones(shape, np.float32)
     assert read_config(tmp_path)[0].plain_parts == {"attention"}
 
 
@@ -247,7 +236,7 @@ def test_parts_that_are_floats_stay_floats(name, tmp_path):
 def test_what_config_json_does_not_say(pack, message, tmp_path):
     write(tmp_path, IN_ORDER | {"sym": True}, pack)
     with pytest.raises(CheckpointError, match=message):
-        next(blocks(tmp_path, {}))
+        next(Opened(tmp_path).blocks())
 
 
 def test_a_section_in_a_file_of_its_own(tmp_path):
@@ -263,12 +252,10 @@ def test_a_section_in_a_file_of_its_own(tmp_path):
 
 def test_parts_that_are_missing_or_of_another_shape(tmp_path):
     write(tmp_path, GPTQ, FORMATS["gptq"][1])
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
     base = "model.layers.0.self_attn.q_proj."
-    del tensors[f"{base}scales"]
-    tensors[f"{base}qzeros"] = tensors[f"{base}qzeros"][:, 1:].copy()
-    save_file(tensors, path)
+    with changed(tmp_path) as tensors:
+        del tensors[f"{base}scales"]
+        tensors[f"{base}qzeros"] = tensors[f"{base}qzeros"][:, 1:].copy()
     wide = SIZES.num_attention_heads * SIZES.head_dim
     with pytest.raises(CheckpointError) as error:
         HFCheckpoint(tmp_path, read_config(tmp_path)[1])

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 
@@ -20,18 +19,11 @@ from jaxserve.errors import CheckpointError
 from jaxserve.link.weights_client import PIECE_BYTES, PeerError, WeightsPeer, pieces
 from jaxserve.link.weights_frames import HeldArray
 from jaxserve.link.weights_server import WeightsServer
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots
-from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.attention_weights import AttentionWeights
-from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
 from pallas_kernels import input_major
 from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.opened import Opened, leaves_of
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -54,27 +46,12 @@ class Loaded(NamedTuple):
 
 def load(folder, overrides, source=None, *, on_cpus=False) -> Loaded:
     """A worker's weights, with a prediction module, in the order of the leaves."""
-    deployment = layouts.deployment(folder, overrides)
-    config, names = read_config(folder, modules=1)
-    config = msgspec.structs.replace(config, on_cpus=on_cpus)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    source = source or open_checkpoint(folder, names)
-    layers = range(config.all_layers)
-    slots = SimpleNamespace(
-        changing=threading.Lock(), placements=dict.fromkeys(layers, home_slots(templates.slots))
-    )
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        weights = ColocatedWeights(source, names, programs)
-        return Loaded([*weights.flat, *weights.modules], HeldWeights(weights.held(), slots))
-    attention = AttentionWeights(
-        source, names, AttentionPrograms(templates, deployment, meshes.attention)
-    )
-    ffn = FFNWeights(source, names, FFNPrograms(templates, deployment, meshes.ffn))
-    blocks = (attention.embedding, attention.head, *attention.layers, *ffn.layers)
-    leaves = [leaf for block in (*blocks, *attention.predictions) for leaf in block]
-    return Loaded(leaves, HeldWeights([*attention.held(), *ffn.held()], slots))
+    opened = Opened(folder, overrides, modules=1, on_cpus=on_cpus, source=source)
+    weights = opened.weights()
+    homes = dict.fromkeys(range(opened.config.all_layers), home_slots(opened.templates.slots))
+    slots = SimpleNamespace(changing=threading.Lock(), placements=homes)
+    held = [block for each in weights for block in each.held()]
+    return Loaded(leaves_of(weights), HeldWeights(held, slots))
 
 
 @contextlib.contextmanager
@@ -98,10 +75,17 @@ def from_peers(folder, *addresses, modules=0) -> PeerCheckpoint:
     )
 
 
-def check_equal(expected, found):
-    for a, b in zip(expected, found, strict=True):
+def check_from(folder, overrides, *addresses, on_cpus=False) -> dict[str, int]:
+    """Loads from these peers and compares with storage; returns the number of arrays by source."""
+    source, sizes = from_peers(folder, *addresses, modules=1), []
+    source.on_read = sizes.append
+    found = load(folder, overrides, source, on_cpus=on_cpus).leaves
+    source.close()
+    assert sum(sizes) > 0
+    for a, b in zip(load(folder, overrides, on_cpus=on_cpus).leaves, found, strict=True):
         assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    return source.arrays
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +109,7 @@ def test_other_layout(theirs, ours, weights, step3):
     formats = {"attention.weights": weights, "ffn.weights": weights, "dtype": "bfloat16"}
     peer = load(step3, LAYOUTS[theirs] | formats)
     with serving(step3, peer.held) as address:
-        source = from_peers(step3, address, modules=1)
-        sizes = []
-        source.on_read = sizes.append
-        found = load(step3, LAYOUTS[ours] | formats, source)
-        assert source.arrays.keys() == {address}
-        assert sum(sizes) > 0
-        source.close()
-    check_equal(load(step3, LAYOUTS[ours] | formats).leaves, found.leaves)
+        assert check_from(step3, LAYOUTS[ours] | formats, address).keys() == {address}
 
 
 @pytest.mark.parametrize(
@@ -144,15 +121,12 @@ def test_other_layout(theirs, ours, weights, step3):
     ],
 )
 def test_tiles(theirs, tiled, ours, tiled_here, step3, monkeypatch):
-    """Of float matrices on CPUs, of several widths."""
+    """Float matrices on CPUs are tiled, those of several widths."""
     monkeypatch.setattr(input_major, "TILE", 16)
     peer = load(step3, LAYOUTS[theirs], on_cpus=tiled)
     with serving(step3, peer.held) as address:
-        source = from_peers(step3, address, modules=1)
-        found = load(step3, LAYOUTS[ours], source, on_cpus=tiled_here)
-        assert source.arrays.keys() == {address}
-        source.close()
-    check_equal(load(step3, LAYOUTS[ours], on_cpus=tiled_here).leaves, found.leaves)
+        arrays = check_from(step3, LAYOUTS[ours], address, on_cpus=tiled_here)
+        assert arrays.keys() == {address}
 
 
 def test_a_part_of_a_tile(step3, monkeypatch):
@@ -165,50 +139,35 @@ def test_a_part_of_a_tile(step3, monkeypatch):
 
 
 def test_ranks_of_the_shared_expert(tmp_path):
-    """What their slots hold is put together from storage; what they have, others may have."""
+    """Their slots are put together from storage; their other arrays may come from peers."""
     model = write_tiny_step3(tmp_path, TinyStep3(mtp=True, share_expert_dim=32))
     apart, layout = {"ffn.ep": 3, "ffn.shared_ranks": 1}, {"ffn.ep": 2}
-    mixed, plain = load(model, apart), load(model, layout)
-    with serving(model, mixed.held) as one, serving(model, plain.held) as two:
-        source = from_peers(model, two, modules=1)
-        check_equal(mixed.leaves, load(model, apart, source).leaves)
-        source.close()
-        assert source.arrays[two] > source.arrays["storage"] > 0
-        source = from_peers(model, one, modules=1)
-        check_equal(plain.leaves, load(model, layout, source).leaves)
-        source.close()
-        assert source.arrays[one] > source.arrays["storage"] > 0
+    for theirs, ours in ((layout, apart), (apart, layout)):
+        with serving(model, load(model, theirs).held) as address:
+            arrays = check_from(model, ours, address)
+        assert arrays[address] > arrays["storage"] > 0
 
 
 def test_blocks_of_fp8_stay(fp8):
     formats = {"dtype": "bfloat16"}
     peer = load(fp8, LAYOUTS["1A1F"] | formats)
     with serving(fp8, peer.held) as address:
-        source = from_peers(fp8, address, modules=1)
-        found = load(fp8, LAYOUTS["colocated"] | formats, source)
-        assert source.arrays.keys() == {address}
-        check_equal(load(fp8, LAYOUTS["colocated"] | formats).leaves, found.leaves)
-        # Blocks of other sizes are those of storage.
-        found = load(fp8, LAYOUTS["2A4F"] | formats, source)
-        assert source.arrays["storage"] > 0
-        check_equal(load(fp8, LAYOUTS["2A4F"] | formats).leaves, found.leaves)
-        source.close()
+        assert check_from(fp8, LAYOUTS["colocated"] | formats, address).keys() == {address}
+        # Blocks of other sizes come from storage.
+        assert check_from(fp8, LAYOUTS["2A4F"] | formats, address)["storage"] > 0
 
 
 def test_other_formats_come_from_storage(step3):
     peer = load(step3, {"attention.weights": "int8"})
     with serving(step3, peer.held) as address:
-        source = from_peers(step3, address, modules=1)
-        found = load(step3, {"ffn.weights": "int8"}, source)
-        source.close()
-    check_equal(load(step3, {"ffn.weights": "int8"}).leaves, found.leaves)
-    matrices = source.arrays["storage"]
-    assert 0 < matrices < len(found.leaves)
-    assert source.arrays[address] == len(found.leaves) - matrices  # norms, embedding, head, router
+        arrays = check_from(step3, {"ffn.weights": "int8"}, address)
+    # Norms, embedding, head and router are the same in both.
+    assert 0 < arrays["storage"] < sum(arrays.values())
+    assert arrays.keys() == {address, "storage"}
 
 
 class Dying:
-    """Holds weights, and ends its server after so many reads."""
+    """Holds weights, and ends its server after `reads` reads."""
 
     def __init__(self, held: HeldWeights, reads: int):
         self._held, self._left = held, reads
@@ -233,13 +192,10 @@ def test_a_peer_dies(reads, second, step3):
     peer = load(step3, LAYOUTS["2A3F"])
     dying = Dying(peer.held, reads)
     with serving(step3, dying) as first, serving(step3, peer.held) as other:
-        source = from_peers(step3, first, *[other] * second, modules=1)
-        found = load(step3, LAYOUTS["2A4F"], source)
-        source.close()
-    check_equal(load(step3, LAYOUTS["2A4F"]).leaves, found.leaves)
+        arrays = check_from(step3, LAYOUTS["2A4F"], first, *[other] * second)
     rest = other if second else "storage"
-    assert source.arrays.keys() == ({first, rest} if reads > 1 else {rest})
-    assert source.arrays[rest] > 0
+    assert arrays.keys() == ({first, rest} if reads > 1 else {rest})
+    assert arrays[rest] > 0
 
 
 def test_who_is_refused(step3, fp8, tmp_path, caplog):

@@ -11,18 +11,11 @@ import pytest
 
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.checkpoint.stored_array import StoredArray, array_with_parts
 from jaxserve.errors import CheckpointError
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
 from pallas_kernels.quantize.api import dequantize_weight
 from tests.jaxserve import layouts
+from tests.jaxserve.checkpoint.opened import Opened
 from tests.jaxserve.checkpoint.test_fp8 import MODEL
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.tiny_models import TinyModel
@@ -67,18 +60,12 @@ def folders(tmp_path_factory):
 
 def slots_of(folder, overrides, source=None):
     """The routed experts' matrices of a layer as FP32 [slots, ...], by name, and the template."""
-    deployment = layouts.deployment(folder, overrides)
-    config, names = read_config(folder)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    source = source or open_checkpoint(folder, names)
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        leaves = [leaf[LAYER] for leaf in ColocatedWeights(source, names, programs).bank(0)]
+    opened = Opened(folder, overrides, source=source)
+    if opened.deployment.mode == "colocated":
+        leaves = [leaf[LAYER] for leaf in opened.weights()[0].bank(0)]
     else:
-        programs = FFNPrograms(templates, deployment, meshes.ffn)
-        leaves = FFNWeights(source, names, programs).layers[LAYER]
-    template = templates.ffn["moe"]
+        leaves = opened.ffn().layers[LAYER]
+    template = opened.templates.ffn["moe"]
     experts = template.merge(leaves).experts
     found = {}
     for name in ("gate", "up", "down"):

@@ -4,11 +4,9 @@ import itertools
 import json
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -16,13 +14,8 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, MANIFEST
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.errors import CheckpointError
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
-from pallas_kernels.quantize.api import QuantArray, dequantize_weight
-from tests.jaxserve import layouts
-from tests.jaxserve.both_roles import load_both
+from pallas_kernels.quantize.api import dequantize_weight
+from tests.jaxserve.checkpoint.opened import Opened
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -57,20 +50,10 @@ def folders(tmp_path_factory):
 
 
 def load(folder, overrides, modules=0):
-    """Template and leaves of every block, in the order of the weights."""
-    deployment = layouts.deployment(folder, overrides)
-    config, names = read_config(folder, modules=modules)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    checkpoint = open_checkpoint(folder, names)
-    sizes = []
-    checkpoint.on_read = sizes.append
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        weights = ColocatedWeights(checkpoint, names, programs)
-        leaves = [*weights.flat, *weights.modules]
-    else:
-        leaves = load_both(checkpoint, names, templates, deployment, meshes).leaves
+    """All leaves, in the order of the weights; the checkpoint says how much it read."""
+    opened, sizes = Opened(folder, overrides, modules=modules), []
+    opened.source.on_read = sizes.append
+    leaves = opened.leaves()
     assert sum(sizes) > 0
     return leaves
 
@@ -80,12 +63,12 @@ def bits(leaf):
 
 
 def conversions():
-    """All of them, of which ten run by default: every format from either source, every layout with
-    both sources and with three formats, and blocks kept as they are in every layout. The others are
-    behind `-m matrix`."""
+    """The whole product, of which nine run by default: every format from either source, every
+    layout with both sources, and blocks kept as they are in two layouts. The others are behind
+    `-m matrix`."""
     product = itertools.product(enumerate(["step3", "fp8"]), enumerate(KEPT), enumerate(LAYOUTS))
     for (i, source), (j, weights), (k, layout) in product:
-        default = (i + j + k) % 3 == 0 or (source, weights) == ("fp8", None)
+        default = (i + j + k) % 3 == 0 or (source, weights, layout) == ("fp8", None, "2A4F")
         marks = [] if default else [pytest.mark.matrix]
         yield pytest.param(
             source, weights, LAYOUTS[layout], id=f"{source}-{weights}-{layout}", marks=marks
@@ -107,84 +90,58 @@ def test_as_it_was_converted(source, weights, layout, folders):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
-def other_formats():
-    """By default each in one of the two layouts."""
-    pairs = [
-        (None, "fp8"),
-        (None, "int8"),
-        ("int8", "float32"),
-        ("fp8", "float32"),
-        ("fp8", "int8"),
-    ]
-    named = {"2A4F": LAYOUTS["2A4F"], "colocated": {"mode": "colocated"}}
-    for (i, (weights, asked)), (j, name) in itertools.product(enumerate(pairs), enumerate(named)):
-        marks = [pytest.mark.matrix] * ((i + j) % 2)
-        yield pytest.param(weights, asked, named[name], id=f"{weights}-{asked}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("weights", "asked", "layout"), list(other_formats()))
-def test_in_another_format_than_it_was_converted(weights, asked, layout, folders):
-    original, converted = folders("step3", weights)
+@pytest.mark.parametrize("asked", ["fp8", "int8"])
+def test_plain_numbers_are_quantised_while_they_are_loaded(asked, folders):
     formats = {"attention.weights": asked, "ffn.weights": asked, "dtype": "float32"}
-    found = load(converted, layout | formats)
-    if weights is None:  # quantised at once, or on the way
-        expected = load(original, layout | formats)
-        for a, b in zip(expected, found, strict=True):
-            np.testing.assert_array_equal(bits(a), bits(b))
+    layout = LAYOUTS["2A4F"] if asked == "fp8" else {"mode": "colocated"}
+    expected, found = (load(folder, layout | formats) for folder in folders("step3", None))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked"), [("int8", "float32"), ("fp8", "float32"), ("fp8", "int8")]
+)
+def test_in_another_format_than_it_was_converted(weights, asked, folders):
+    _, converted = folders("step3", weights)
+    formats = {"attention.weights": asked, "ffn.weights": asked}
+    kept = {(at, name): matrix for at, name, matrix in Opened(converted).quantised()}
+    assert kept
+    opened = Opened(converted, LAYOUTS["2A4F"] | formats)
+    if asked == "int8":
+        assert {(at, name) for at, name, matrix in opened.quantised() if matrix.dtype == asked} == (
+            kept.keys()
+        )
         return
-    stored = load(converted, layout | {"dtype": "float32"})
-    if asked != "float32":
-        assert [x.dtype for x in found] == [
-            jnp.int8 if x.dtype == jnp.float8_e4m3fn else x.dtype for x in stored
-        ]
-        return
-    matrices = [x for x in found if x.ndim > 1]
-    pairs = [
-        # Templates order the attributes: scales before values.
-        QuantArray(values, scales, (1, 0))
-        for scales, values in itertools.pairwise(stored)
-        if values.dtype in (jnp.int8, jnp.float8_e4m3fn)
-    ]
-    assert pairs
-    multiplied = [np.asarray(dequantize_weight(pair, jnp.float32)) for pair in pairs]
-    for wanted in multiplied:
-        assert any(wanted.shape == x.shape and (np.asarray(x) == wanted).all() for x in matrices)
+    for layer, _, leaves in opened.blocks():
+        for name in leaves:
+            if (matrix := kept.pop((layer, name), None)) is not None:
+                wanted = np.asarray(dequantize_weight(matrix, jnp.float32))
+                np.testing.assert_array_equal(np.asarray(leaves[name]), wanted)
+    assert not kept
 
 
 class TestProblems:
-    def converted(self, tmp_path):
-        target = tmp_path / "converted"
-        convert(write_tiny_step3(tmp_path / "source"), target)
-        return target
+    @pytest.fixture
+    def folder(self, folders, tmp_path):
+        """A converted folder that a test may change."""
+        return shutil.copytree(folders("step3", None)[1], tmp_path / "converted")
 
-    def message(self, folder):
-        with pytest.raises(CheckpointError) as error:
-            open_checkpoint(folder, read_config(folder)[1])
-        return str(error.value)
-
-    def edit(self, folder, change):
+    def test_all_at_once(self, folder):
         path = folder / MANIFEST
         tree = json.loads(path.read_text())
-        change(tree)
+        blocks = tree["blocks"]
+        del blocks["layers.0.ffn"], blocks["layers.1.ffn"]["dense.up"]
+        blocks["layers.9.ffn"] = {}
+        blocks["head"]["norm"]["shape"] = [63]
+        blocks["head"]["weight"]["dtype"] = "int8"
+        blocks["embedding"]["more"] = blocks["embedding"]["table"]
         path.write_text(json.dumps(tree))
-
-    def test_all_at_once(self, tmp_path):
-        folder = self.converted(tmp_path)
-
-        def change(tree):
-            blocks = tree["blocks"]
-            del blocks["layers.0.ffn"]
-            blocks["layers.9.ffn"] = {}
-            blocks["head"]["norm"]["shape"] = [63]
-            blocks["head"]["weight"]["dtype"] = "int8"
-            blocks["embedding"]["more"] = blocks["embedding"]["table"]
-            del blocks["layers.1.ffn"]["dense.up"]
-
-        self.edit(folder, change)
         (folder / BLOCKS / "layers.2.attention" / "input_norm" / "zarr.json").unlink()
-        assert sorted(self.message(folder).splitlines()[1:]) == sorted(
-            f"  {line}"
-            for line in (
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(folder, read_config(folder)[1])
+        assert sorted(line.strip() for line in str(error.value).splitlines()[1:]) == sorted(
+            [
                 "missing block layers.0.ffn",
                 "unexpected block layers.9.ffn",
                 "head: norm is float32 [64], and the manifest says float32 [63]",
@@ -193,11 +150,10 @@ class TestProblems:
                 f"{folder}/blocks/embedding/more: no array: it has no zarr.json",
                 "missing layers.1.ffn: dense.up",
                 f"{folder}/blocks/layers.2.attention/input_norm: no array: it has no zarr.json",
-            )
+            ]
         )
 
-    def test_another_config(self, tmp_path):
-        folder = self.converted(tmp_path)
+    def test_another_config(self, folder):
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5e5}))
         with pytest.raises(CheckpointError, match=r"config\.json is not what manifest\.json says"):
@@ -212,33 +168,23 @@ class TestProblems:
 
 
 class TestWhileLoading:
-    def opened(self, folder):
-        config, names = read_config(folder)
-        deployment = layouts.deployment(folder, {})
-        templates = ModelTemplates(config, deployment, Submeshes(deployment))
-        return StoreCheckpoint(folder, names), templates.head, names.head
-
-    def read(self, checkpoint, template, sources):
-        sharding = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
-        return list(checkpoint.leaves(template, sources, [sharding] * len(template.leaves)))
-
     def test_a_flipped_bit(self, folders, tmp_path):
         folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
         path = next(p for p in (folder / BLOCKS / "head" / "norm" / "c").rglob("*") if p.is_file())
         content = bytearray(path.read_bytes())
         content[50] ^= 1
         path.write_bytes(content)
-        checkpoint, template, sources = self.opened(folder)
-        self.read(checkpoint, template, sources)
+        opened = Opened(folder)
+        list(opened.head())
         with pytest.raises(CheckpointError, match=r"head/norm has the checksum .* and should have"):
-            checkpoint.check()
+            opened.source.check()
 
     @pytest.mark.parametrize("replaced", ["chunk", "folder", "manifest"])
     def test_another_revision(self, folders, tmp_path, replaced):
-        """Of the same shapes: without a comparison its numbers would be taken for the model's."""
+        """Its shapes are the same: only a comparison tells that its numbers are another model's."""
         folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
-        checkpoint, template, sources = self.opened(folder)
-        before = self.read(checkpoint, template, sources)
+        opened = Opened(folder)
+        assert len(list(opened.head())) == 2
         if replaced == "folder":
             folder.rename(tmp_path / "old")
             shutil.copytree(tmp_path / "old", folder)
@@ -249,5 +195,4 @@ class TestWhileLoading:
                 path = next(p for p in chunks if p.is_file())
             path.write_bytes(path.read_bytes())
         with pytest.raises(CheckpointError, match="head was replaced by another version since"):
-            self.read(checkpoint, template, sources)
-        assert len(before) == len(template.leaves)
+            list(opened.head())

@@ -1,6 +1,7 @@
 """Parts of arrays written by Orbax equal NumPy slices; missing and damaged files are errors."""
 
 import json
+import shutil
 
 import hypothesis.strategies as st
 import jax
@@ -76,13 +77,7 @@ def test_no_array(tmp_path):
 
 
 def copy_of(folder, tmp_path, name="matrix"):
-    target = tmp_path / name
-    for path in (folder / name).rglob("*"):
-        if path.is_file():
-            copy = target / path.relative_to(folder / name)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    return target
+    return shutil.copytree(folder / name, tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,7 @@ class TestHeader:
     def test_empty_and_scalar_tensors(self, tmp_path):
         tree = {"none": entry(shape=(0, 3), offsets=(0, 0)), "one": entry(shape=(), offsets=(0, 4))}
         tensors = read_header(write(tmp_path / "a.safetensors", tree, bytes(4)))
-        assert {name: tensor.shape for name, tensor in tensors.items()} == {
-            "none": (0, 3),
-            "one": (),
-        }
+        assert (tensors["none"].shape, tensors["one"].shape) == ((0, 3), ())
 
     @pytest.mark.parametrize(
         ("header", "data", "message"),
@@ -78,11 +75,7 @@ class TestHeader:
             ({"a": entry(shape=(2**62, 4))}, 8, "a: Expected `int` <= .* - at `\\$.shape"),
             ({"a": entry(shape=(2**70, 4))}, 8, "a: .* - at `\\$.shape"),
             ({"a": entry(shape=(2**40, 2**40))}, 8, "in the bytes 0 to 8"),
-            (
-                {"a": entry(offsets=(0, 8, 9))},
-                8,
-                "a: Expected `array` of length 2 - at `\\$.data_offsets",
-            ),
+            ({"a": entry(offsets=(0, 8, 9))}, 8, "a: Expected `array` of length 2 - at `\\$.data"),
             (twice(entry(), entry(offsets=(8, 16))), 16, "a starts at byte 8, and not at 0"),
             ({"a": entry(offsets=(8, 0))}, 8, "in the bytes 8 to 0"),
             ({"a": entry(offsets=(0, 4))}, 8, "in the bytes 0 to 4"),
@@ -143,19 +136,12 @@ class TestFolder:
 
     def test_what_files_and_index_say_differently(self, tmp_path):
         files = {"1.safetensors": "ab", "2.safetensors": "bc", "4.safetensors": "e"}
-        index = {
-            "a": "1.safetensors",
-            "b": "2.safetensors",
-            "c": "1.safetensors",
-            "d": "3.safetensors",
-            "e": "4.safetensors",
-        }
+        index = {name: f"{file}.safetensors" for name, file in zip("abcde", "12134", strict=True)}
         listing = list_tensors(self.folder(tmp_path, files, index))
-        assert listing.problems == [
-            "3.safetensors is missing, and model.safetensors.index.json names it",
-            "b is in 1.safetensors and in 2.safetensors",
-            "c is in 2.safetensors; model.safetensors.index.json says 1.safetensors",
-        ]
+        starts = ["3.safetensors is missing, and", "b is in 1.safetensors and in 2.safetensors"]
+        starts.append("c is in 2.safetensors; model.safetensors.index.json says 1.safetensors")
+        assert len(listing.problems) == 3
+        assert all(map(str.startswith, listing.problems, starts))
         assert listing.lost == {"d"}
 
     def test_every_broken_file_is_named(self, tmp_path):
