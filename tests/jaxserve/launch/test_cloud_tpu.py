@@ -4,9 +4,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from jaxserve.launch.__main__ import main
 from tests.jaxserve.launch.rendered import files_of
 from tests.jaxserve.launch.test_systemd import started
 from tests.jaxserve.launch.tools import judge
@@ -60,18 +57,3 @@ def test_the_script_is_clean(tmp_path: Path) -> None:
     for command in (ONE, TWO):
         (tmp_path / "tpu.sh").write_text(files_of(command)["tpu.sh"])
         judge("shellcheck", tmp_path / "tpu.sh")
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("--config step3-v6e --hardware v6e --target cloud-tpu", "say --model-path"),
-        (ONE.replace("v6e", "v7x"), "v7x is rented on GKE"),
-        ("--config demo-fleet --hardware v6e --target cloud-tpu", "take gke-lws"),
-    ],
-)
-def test_what_is_no_runtime_on_slices_is_refused(
-    command: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command.split()) == 2
-    assert expected in capsys.readouterr().err

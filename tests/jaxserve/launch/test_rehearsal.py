@@ -64,11 +64,10 @@ def answer(url: str) -> str:
 
 def local(text: str, folder: Path) -> str:
     """The same with paths of this machine for those of a container."""
-    return (
-        text.replace("/etc/jaxserve/", f"{folder}/")
-        .replace("/models/", f"{CONFIGS}/")
-        .replace("/run/secrets/jaxserve/", f"{folder}/")
-    )
+    places = {"/etc/jaxserve": folder, "/models": CONFIGS, "/run/secrets/jaxserve": folder}
+    for there, here in places.items():
+        text = text.replace(f"{there}/", f"{here}/")
+    return text
 
 
 def unpack(text: str, folder: Path) -> None:
@@ -103,11 +102,8 @@ def test_leader_worker_set(expected: str, tmp_path: Path) -> None:
         for index, name in enumerate(made.addresses):
             template = group["workerTemplate" if index else "leaderTemplate"]
             (container,) = template["spec"]["containers"]
-            variables = {
-                "LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve",
-                "LWS_GROUP_SIZE": "2",
-                "LWS_WORKER_INDEX": f"{index}",
-            }
+            leader = {"LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve", "LWS_GROUP_SIZE": "2"}
+            variables = leader | {"LWS_WORKER_INDEX": f"{index}"}
             start_container(made, name, container, tmp_path, **variables)
         url = made.wait_ready("jaxserve-0.jaxserve")
         assert answer(url) == expected
@@ -182,10 +178,9 @@ def test_slurm(expected: str, tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     with hosts(["node7", "node8"], tmp_path) as made:
         for name in made.addresses:
-            (tmp_path / f"on-{name}").write_text(
-                f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n'
-            )
-            (tmp_path / f"on-{name}").chmod(0o755)
+            script = tmp_path / f"on-{name}"
+            script.write_text(f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n')
+            script.chmod(0o755)
         environment = surroundings() | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHON": sys.executable,

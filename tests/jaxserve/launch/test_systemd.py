@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import serve
 from jaxserve.fleet.arguments import from_arguments
-from jaxserve.launch.__main__ import main
+from tests import golden
 from tests.jaxserve.launch.rendered import SECRET, deployment_in, files_of
 from tests.jaxserve.launch.tools import judge
 
@@ -33,13 +33,14 @@ def test_a_fleet_is_a_unit_a_role(tmp_path: Path) -> None:
         "deployment.yaml",
         "jaxserve.env",
     }
+    units = [f"### {name}\n{text}" for name, text in sorted(files.items()) if "service" in name]
+    golden.check("launch/units.txt", "\n".join(units))
     router = started(files["jaxserve-router.service"])
     assert (router.role, router.insecure_bind) == ("router", True)
     domain = started(files["jaxserve-domain@.service"], "1")
     assert (domain.role, domain.worker, domain.insecure_bind) == ("attention", 1, False)
     ffn = started(files["jaxserve-ffn@.service"], "127.0.0.1:9300")
     assert (ffn.role, ffn.listen) == ("ffn", "127.0.0.1:9300")
-    assert "enable --now jaxserve-ffn@127.0.0.1:9300.service" in files["jaxserve-ffn@.service"]
     assert deployment_in(files["deployment.yaml"], tmp_path).server.host == "0.0.0.0"
 
 
@@ -64,7 +65,6 @@ def test_keys_are_credentials(tmp_path: Path) -> None:
     assert "LoadCredential=keys:/etc/keys\n" in unit
     assert started(unit).set == ["server.api_keys=%d/keys"]
     assert deployment_in(files["deployment.yaml"], tmp_path).server.api_keys == ""
-    assert "TimeoutStopSec=55\n" in unit
     assert "LimitCORE=0\n" in unit, "a core file would hold the keys"
 
 
@@ -76,18 +76,3 @@ def test_systemd_accepts_the_units(command: str, tmp_path: Path) -> None:
             path = tmp_path / name.replace("@.", "@0.")
             path.write_text(text)
             judge("systemd-analyze", "verify", path)
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("--config step3-v6e --hardware v6e --target systemd", "16 hosts; say --leader HOST"),
-        ("--config step3-prefill --target systemd", "a domain worker of 4 processes"),
-        ("--config demo-fleet --target systemd --set fleet.registry=kubernetes", "give addresses"),
-    ],
-)
-def test_what_hosts_cannot_know_is_refused(
-    command: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command.split()) == 2
-    assert expected in capsys.readouterr().err
