@@ -15,10 +15,11 @@ from jaxserve.planner.deploy_fleet import Fleet, Prediction, decoding, predict
 from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, capacity
 from jaxserve.planner.deploy_spares import Spares
 from jaxserve.planner.hardware import Hardware, load_hardware
-from jaxserve.planner.layouts import Layout, Target
+from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import layout
 from tests.jaxserve.planner.published import Compared, show
 
 PAGE = 64
@@ -53,13 +54,13 @@ def deepseek() -> list[Compared]:
     requests = sizer.requests(demand)
     prefill = max(
         capacity(worker, sizer.steps(worker, demand), requests)
-        for worker in (PrefillWorker(_ep("h800", 32), chunk, h800) for chunk in CHUNKS)
+        for worker in (PrefillWorker(layout("ep", dp=32), chunk, h800) for chunk in CHUNKS)
     )
     node_in = prefill / 4
-    layout = msgspec.structs.replace(_ep("h800", 144), lanes=2)
-    pace = Pace(sizer.searcher, sizer.searcher.calculator, layout, (h800, h800))
+    two = layout("ep", dp=144, lanes=2)
+    pace = Pace(sizer.searcher, sizer.searcher.calculator, two, (h800, h800))
     batch = pace.largest(requests, 256, 1 / SPEED)
-    node_out = 8 * layout.lanes * batch / pace.seconds(requests, batch)
+    node_out = 8 * two.lanes * batch / pace.seconds(requests, batch)
     nodes = in_rate / node_in + out_rate / node_out
     name = "DeepSeek's day, H800"
     given = (
@@ -117,21 +118,21 @@ def xdeepserve() -> list[Compared]:
 
 
 def _unit_on_910c(sizer: Sizer, demand: Demand) -> DecodeUnit:
-    requests, layout = sizer.requests(demand), _ep("910c", 128)
-    pace = Pace(sizer.searcher, sizer.searcher.calculator, layout, (DIE, DIE))
+    requests, unit = sizer.requests(demand), layout("ep", "910c", dp=128)
+    pace = Pace(sizer.searcher, sizer.searcher.calculator, unit, (DIE, DIE))
     slots = pace.largest(requests, 256, 2 * TPOT * ACCEPTED)
     table = tuple((taken, each / ACCEPTED) for taken, each in pace.table(requests, slots))
-    return DecodeUnit(layout, slots, (DIE, DIE), table, ACCEPTED)
+    return DecodeUnit(unit, slots, (DIE, DIE), table, ACCEPTED)
 
 
 def _prefill_on_910c(sizer: Sizer, demand: Demand) -> tuple[float, float]:
     """(mean TTFT of a request by itself in seconds, requests a second that keep the workers busy),
     of the best chunks."""
-    layout = msgspec.structs.replace(_ep("910c", 8), tp=4, ep=32)
+    eight = layout("ep", "910c", dp=8, tp=4, ep=32)
     requests, unit = sizer.requests(demand), _unit_on_910c(sizer, demand)
     ttft, rate = float("inf"), 0.0
     for chunk in CHUNKS:
-        worker = PrefillWorker(layout, chunk, DIE)
+        worker = PrefillWorker(eight, chunk, DIE)
         steps = sizer.steps(worker, demand)
         most = capacity(worker, steps, requests) / float(requests.prompt.mean())
         rate = max(rate, PREFILL_WORKERS * most)
@@ -142,19 +143,6 @@ def _prefill_on_910c(sizer: Sizer, demand: Demand) -> tuple[float, float]:
     return ttft, rate
 
 
-def _ep(name: str, devices: int) -> Layout:
-    return Layout(
-        mode="ep",
-        attention=name,
-        ffn=name,
-        dp=devices,
-        tp=1,
-        ep=devices,
-        ffn_tp=1,
-        lanes=1,
-    )
-
-
 def _sizer(
     hardware: Hardware,
     formats: Formats,
@@ -162,15 +150,8 @@ def _sizer(
     assumed: Assumptions,
     positions: int = POSITIONS,
 ) -> Sizer:
-    asked = Asked(
-        demand=demand,
-        ttft=Level(95.0, 5.0),
-        tpot=Level(95.0, 0.05),
-        positions=positions,
-        page=PAGE,
-        target=Target(tpot=0.05),
-        spares=Spares(),
-    )
+    levels = {"ttft": Level(95.0, 5.0), "tpot": Level(95.0, 0.05), "target": Target(tpot=0.05)}
+    asked = Asked(demand=demand, positions=positions, page=PAGE, spares=Spares(), **levels)
     requests: Requests = demand.requests(asked.longest, PAGE)
     calculator = Calculator(load_model("deepseek-v3"), round(requests.context), formats, assumed)
     hosts = {"h800": hardware, "910c": hardware}

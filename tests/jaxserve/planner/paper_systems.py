@@ -7,18 +7,11 @@ Every input is said to be the paper's or calibrated (fitted to something that th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.config.deployment import (
-    AttentionRole,
-    Cache,
-    Deployment,
-    FFNRole,
-    Link,
-    SchedulerLimits,
-)
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
@@ -106,9 +99,9 @@ def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
     context = case.context
     deployment = _deployment(
         lanes=3,
-        attention=AttentionRole(dp=8 * case.attention, weights="fp8"),
-        ffn=FFNRole(ep=case.ffn, tp=8, weights="fp8"),
-        link=Link(dispatch="fp8", route="broadcast"),
+        attention={"dp": 8 * case.attention, "weights": "fp8"},
+        ffn={"ep": case.ffn, "tp": 8, "weights": "fp8"},
+        link={"dispatch": "fp8", "route": "broadcast"},
         slots=case.batch,
         longest=context + 128,
         cache=case.cache,
@@ -129,13 +122,8 @@ def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
 def _xdeepserve_afd() -> list[Compared]:
     """xDeepServe §7.1: 3 domains × 160 DP groups + 288 experts, the paper's stage times."""
     layers, lanes = 61, 2
-    deployment = _deployment(
-        lanes=lanes,
-        attention=AttentionRole(dp=160),
-        ffn=FFNRole(ep=288),
-        slots=4,
-        longest=512,
-    )
+    roles = {"attention": {"dp": 160}, "ffn": {"ep": 288}}
+    deployment = _deployment(lanes=lanes, slots=4, longest=512, **roles)
     times = Given(
         layers=layers,
         groups=160,
@@ -174,9 +162,7 @@ def xdeepserve_colocated() -> list[Compared]:
     core = attention * iteration / layers
     others = (iteration * (1 - 0.36 - attention)) / layers
     work = 0.14e-3  # the experts' share of the others: 540 rows each at 70 % of the INT8 rate
-    deployment = _deployment(
-        mode="colocated", lanes=1, attention=AttentionRole(dp=288), slots=4, longest=512
-    )
+    deployment = _deployment(mode="colocated", lanes=1, attention={"dp": 288}, slots=4, longest=512)
     times = Given(
         layers=layers,
         groups=288,
@@ -220,35 +206,24 @@ def xdeepserve_colocated() -> list[Compared]:
 def _deployment(
     *,
     lanes: int,
-    attention: AttentionRole,
     slots: int,
     longest: int,
-    ffn: FFNRole | None = None,
-    link: Link | None = None,
+    attention: dict[str, Any],
     cache: str = "auto",
     mode: str = "afd",
+    **roles: dict[str, Any],
 ) -> Deployment:
     page = 64
     pages = -(-longest // page)
+    limits = {"slots": slots, "max_length": longest, "token_budget": slots}
     tree = {
         "model": "",
         "mode": mode,
         "lanes": lanes,
-        "attention": msgspec.to_builtins(attention),
-        "ffn": msgspec.to_builtins(ffn or FFNRole()),
-        "link": msgspec.to_builtins(link or Link()),
-        "cache": msgspec.to_builtins(
-            Cache(page_size=page, pages=lanes * slots * (pages + 2), format=cache)  # type: ignore[arg-type]
-        ),
-        "scheduler": msgspec.to_builtins(
-            SchedulerLimits(
-                slots=slots,
-                max_length=longest,
-                token_budget=slots,
-                token_buckets=[slots],
-                page_buckets=[pages],
-            )
-        ),
+        "attention": attention,
+        "cache": {"page_size": page, "pages": lanes * slots * (pages + 2), "format": cache},
+        "scheduler": limits | {"token_buckets": [slots], "page_buckets": [pages]},
+        **roles,
     }
     return msgspec.convert(tree, Deployment)
 

@@ -1,21 +1,18 @@
-import pytest
+"""Advice where no layout meets a target."""
 
 from jaxserve.planner.advice import why_not
-from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.models import load_model
-from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import calculator, searcher
 
 
 def advice(model: str, hardware: str, context: int, tpot: float, devices: int, **formats) -> str:
-    calculator = Calculator(load_model(model), context, Formats(**formats), Assumptions())
-    named = {hardware: load_hardware(hardware)}
-    target = Target(tpot=tpot, max_devices=devices)
-    found = Searcher(calculator, named, named).search(target)
+    found = searcher(model, hardware, context=context, **formats).search(
+        target := Target(tpot=tpot, max_devices=devices)
+    )
     assert found.plans == []
-    return why_not(calculator, named, named, target, found)
+    named = {hardware: load_hardware(hardware)}
+    return why_not(calculator(model, context, **formats), named, named, target, found)
 
 
 def test_what_does_not_fit_takes_more_devices():
@@ -44,13 +41,8 @@ def test_a_context_too_long():
     assert "a context of " in text
 
 
-@pytest.mark.parametrize("tpot", [0.003])
-def test_the_tpot_that_it_names_can_be_met(tpot):
-    text = advice("qwen3-30b-a3b", "h100", 4096, tpot, 8)
+def test_the_tpot_that_it_names_can_be_met():
+    text = advice("qwen3-30b-a3b", "h100", 4096, 0.003, 8)
     named = float(text.rpartition("a TPOT of ")[2].partition(" ms")[0]) * 1e-3
-    calculator = Calculator(load_model("qwen3-30b-a3b"), 4096, Formats(), Assumptions())
-    hardware = {"h100": load_hardware("h100")}
-    found = Searcher(calculator, hardware, hardware).search(
-        Target(tpot=named + 1e-4, max_devices=8)
-    )
-    assert found.plans
+    target = Target(tpot=named + 1e-4, max_devices=8)
+    assert searcher("qwen3-30b-a3b", "h100").search(target).plans

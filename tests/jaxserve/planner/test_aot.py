@@ -31,12 +31,11 @@ def compile_for(*arguments: str, timeout: float = 550) -> tuple[int, dict, str]:
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("topology", "config", "bucket", "devices"),
     [
-        pytest.param(
-            *("v6e:8x8", "configs/step3-v6e.yaml", "32x32", 32), marks=pytest.mark.nightly
-        ),
+        ("v6e:8x8", "configs/step3-v6e.yaml", "32x32", 32),
         ("v7x:2x2x4", "configs/step3-v7x.yaml", "128x32", 16),
     ],
 )

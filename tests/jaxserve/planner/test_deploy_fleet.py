@@ -15,11 +15,9 @@ from jaxserve.planner.deploy_fleet import (
     workers_for,
 )
 from jaxserve.planner.deploy_prefill import PrefillWorker, Steps
-from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.layouts import Layout
+from tests.jaxserve.planner.making import H100, layout
 
-H100 = load_hardware("h100")
-LAYOUT = Layout(mode="ep", attention="h100", ffn="h100", dp=2, tp=1, ep=2, ffn_tp=1, lanes=1)
+LAYOUT = layout("ep", "h100", dp=2)
 UNIT = DecodeUnit(LAYOUT, 50, (H100, H100), ((1.0, 0.02), (50.0, 0.04)))
 WORKER = PrefillWorker(LAYOUT, 1000, H100)
 STEPS = Steps(0.1, 0.1)
@@ -29,7 +27,6 @@ REQUESTS = Demand(rate=5, prompt=1000, output=100).requests(2000, 64)
 
 def test_littles_law():
     found = decoding(UNIT, 1, REQUESTS, 5.0)
-    assert found is not None
     assert found.sequences == pytest.approx(5 * 100 * found.tpot)
     # Of s sequences, s / 2 a group: 0.02 + (s / 2 − 1) 0.02 / 49 = s / 500
     assert found.sequences == pytest.approx((0.02 - 0.02 / 49) / (1 / 500 - 0.01 / 49), rel=1e-3)
@@ -49,7 +46,6 @@ def test_paces():
 
 def test_as_many_units_as_it_takes():
     units = units_for(UNIT, REQUESTS, 200.0, 95.0, 0.03)
-    assert units is not None
     for count, meets in ((units, True), (units - 1, False)):
         found = decoding(UNIT, count, REQUESTS, 200.0)
         fits = found is not None and UNIT.tpot(occupied(found.sequences, 95) / count) <= 0.03
@@ -60,7 +56,6 @@ def test_as_many_units_as_it_takes():
 def test_a_request_that_waits_for_nobody():
     fleet = Fleet(WORKER, STEPS, 4, UNIT, 1)
     found = predict(fleet, LINK, REQUESTS, 0.01)
-    assert not isinstance(found, Overloaded)
     crossing = 0.01 + 15 * 64 * 1e5 / 1e9
     assert found.parts["prefill"].p50 == pytest.approx(0.1, rel=0.01)
     assert found.parts["pages"].p50 == pytest.approx(crossing)
@@ -72,24 +67,22 @@ def test_a_request_that_waits_for_nobody():
 
 def test_what_is_short_is_named():
     fleet = Fleet(WORKER, STEPS, 1, UNIT, 1)
-    found = predict(fleet, LINK, REQUESTS, 30.0)
-    assert isinstance(found, Overloaded)
-    assert "1 x 100 slots" in found.reason
-    slow = LINK.__class__(token_bytes=1e5, bytes_per_second=1e8, latency=0.01, page=64)
-    found = predict(fleet, slow, REQUESTS, 2.0)
-    assert isinstance(found, Overloaded)
-    assert "the pages link" in found.reason
-    found = predict(fleet._replace(units=9, steps=Steps(1.0, 1.0)), LINK, REQUESTS, 3.0)
-    assert isinstance(found, Overloaded)
-    assert "1 prefill workers" in found.reason
+    slow = fleet._replace(units=9, steps=Steps(1.0, 1.0))
+    narrow = Handoff(token_bytes=1e5, bytes_per_second=1e8, latency=0.01, page=64)
+    for made, link, rate, reason in (
+        (fleet, LINK, 30.0, "1 x 100 slots"),
+        (fleet, narrow, 2.0, "the pages link"),
+        (slow, LINK, 3.0, "1 prefill workers"),
+    ):
+        found = predict(made, link, REQUESTS, rate)
+        assert isinstance(found, Overloaded)
+        assert reason in found.reason
 
 
 def test_workers_for_a_percentile():
     rest = REQUESTS.prompt * 0.0
     few = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 50.0, 0.26)
     many = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 99.0, 0.26)
-    assert few is not None
-    assert many is not None
     # Two groups a worker, a chunk in 0.1 s: at least 5 workers.
     assert 5 <= few < many
     assert workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 95.0, 0.05) is None

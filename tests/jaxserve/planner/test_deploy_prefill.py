@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.deploy_prefill import (
     Chunk,
@@ -14,13 +13,9 @@ from jaxserve.planner.deploy_prefill import (
     steps_of,
     typical_chunks,
 )
-from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import load_model
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import H100, calculator, layout
 
-LAYOUT = Layout(mode="ep", attention="h100", ffn="h100", dp=4, tp=1, ep=4, ffn_tp=1, lanes=1)
-WORKER = PrefillWorker(LAYOUT, 1000, load_hardware("h100"))
+WORKER = PrefillWorker(layout("ep", "h100", dp=4), 1000, H100)
 STEPS = Steps(0.1, 0.3)
 
 
@@ -36,7 +31,6 @@ def test_equal_prompts():
     requests = Demand(rate=1, prompt=2500, output=1).requests(5000, 64)
     rate = 1.0
     times = prefill_times(WORKER, STEPS, requests, rate, 2)
-    assert times is not None
     busy = STEPS.busy(rate * 2.5 / 8)
     assert times.step == pytest.approx(STEPS.seconds(busy))
     assert times.queue.busy == pytest.approx(rate * 2.5 * times.step / 8)
@@ -62,13 +56,9 @@ def test_too_many():
 
 def test_steps_of_rooflines():
     """A full step is bound by compute: twice the tokens take nearly twice as long."""
-    calculator = Calculator(load_model("qwen3-32b"), 4096, Formats(), Assumptions())
     requests = Demand(rate=1, prompt=8192, output=1).requests(16384, 64)
-    layout = Layout(mode="tp", attention="h100", ffn="h100", dp=1, tp=4, ep=1, ffn_tp=4, lanes=1)
-    found = [
-        steps_of(PrefillWorker(layout, chunk, WORKER.hardware), calculator, requests).full
-        for chunk in (2048, 4096)
-    ]
+    workers = [PrefillWorker(layout("tp", "h100", tp=4, ffn_tp=4), n, H100) for n in (2048, 4096)]
+    found = [steps_of(worker, calculator("qwen3-32b"), requests).full for worker in workers]
     assert 1.6 < found[1] / found[0] < 2.1
     # 2 × 32.8 billion parameters a token, at 70 % of four H100's BF16, and attention beside it.
     least = 2 * 31.2e9 * 4096 / (4 * 989e12 * 0.7)
@@ -76,9 +66,8 @@ def test_steps_of_rooflines():
 
 
 def test_fewer_groups_are_faster():
-    calculator = Calculator(load_model("qwen3-30b-a3b"), 4096, Formats(), Assumptions())
     requests = Demand(rate=1, prompt=4096, output=1).requests(8192, 64)
-    steps = steps_of(WORKER, calculator, requests)
+    steps = steps_of(WORKER, calculator("qwen3-30b-a3b"), requests)
     assert 0 < steps.alone < steps.full
     assert np.isfinite(steps.full)
 

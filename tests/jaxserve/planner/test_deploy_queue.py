@@ -21,11 +21,9 @@ def test_formula_c():
 def test_one_server():
     """M/D/1 and M/M/1: ρ/(2(1 − ρ)) and ρ/(1 − ρ) services (Pollaczek and Khinchine)."""
     even = waiting(0.8, np.ones(4), 1)
-    assert even is not None
     assert even.chance * even.mean == pytest.approx(0.8 / 0.4)
     random = np.array([0.0, 2.0])  # of variation 1
     varied = waiting(0.8, random, 1)
-    assert varied is not None
     assert varied.chance * varied.mean == pytest.approx(0.8 / 0.2)
     assert varied.busy == pytest.approx(0.8)
 
@@ -38,6 +36,5 @@ def test_too_many_and_none():
 def test_percentiles_of_waits():
     """M/M/1: the part that waits longer than t is ρ e^(−(1 − ρ) t)."""
     queue = waiting(0.5, np.array([0.0, 2.0]), 1)
-    assert queue is not None
     waits = queue.draw(np.random.default_rng(0), 200_000)
     assert np.mean(waits > 2) == pytest.approx(0.5 * math.exp(-1), abs=0.005)

@@ -1,34 +1,19 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.plan import main
-from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.drafts import Acceptance, acceptance, passes
-from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
-from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner import making
+from tests.jaxserve.planner.making import searcher
 
 
-def searcher(*shares: float, context: int = 8192) -> Searcher:
-    calculator = Calculator(load_model("deepseek-v3"), context, Formats(), Assumptions())
-    hardware = {"h800": load_hardware("h800")}
-    return Searcher(calculator, hardware, hardware, Acceptance(shares))
+def drafting(*shares: float) -> Searcher:
+    return searcher("deepseek-v3", context=8192, acceptance=Acceptance(shares))
 
 
 def layout(drafts: int) -> Layout:
-    return Layout(
-        mode="afd",
-        attention="h800",
-        ffn="h800",
-        dp=16,
-        tp=1,
-        ep=16,
-        ffn_tp=1,
-        lanes=2,
-        drafts=drafts,
-    )
+    return making.layout("afd", dp=16, ep=16, lanes=2, drafts=drafts)
 
 
 def test_a_draft_counts_only_where_those_before_it_were_accepted():
@@ -57,7 +42,7 @@ def test_wrong_acceptance(text: str):
 
 def test_a_module_takes_the_memory_of_a_layer():
     """DeepSeek-V3 §2.2 and §4.1; maps in FP8, those per head and [7168, 14336] in BF16."""
-    plain, drafted = (searcher(0.9).evaluate(layout(drafts), 32) for drafts in (0, 1))
+    plain, drafted = (drafting(0.9).evaluate(layout(drafts), 32) for drafts in (0, 1))
     cached = 2 * 32 * 8192 * (576 + 4)
     per_head = 512 * 128 * (128 + 128)
     maps = 7168 * (1536 + 576) + 1536 * 128 * 192 + per_head + 128 * 128 * 7168
@@ -72,9 +57,9 @@ def test_a_module_takes_the_memory_of_a_layer():
 def test_time_between_tokens():
     """Drafts that are never accepted cost their passes and wider batches, which take less than
     steps of their own."""
-    plain = searcher().evaluate(layout(0), 1)
-    never = searcher(0.0, 0.0).evaluate(layout(2), 1)
-    always = searcher(1.0, 1.0).evaluate(layout(2), 1)
+    plain = drafting().evaluate(layout(0), 1)
+    never = drafting(0.0, 0.0).evaluate(layout(2), 1)
+    always = drafting(1.0, 1.0).evaluate(layout(2), 1)
     assert 1 < never.tpot / plain.tpot < 3
     assert always.tpot == pytest.approx(never.tpot / 3)
     assert always.tokens_a_step == 3
@@ -83,20 +68,14 @@ def test_time_between_tokens():
 
 def test_two_passes_of_a_module():
     """The second takes as long as a layer, the map and the head of a step without drafts."""
-    one, two = (searcher(0.0, 0.0).evaluate(layout(drafts), 1).tpot for drafts in (1, 2))
-    widened = searcher(0.0).evaluate(layout(1), 1).tpot - searcher().evaluate(layout(0), 1).tpot
+    one, two = (drafting(0.0, 0.0).evaluate(layout(drafts), 1).tpot for drafts in (1, 2))
+    widened = drafting(0.0).evaluate(layout(1), 1).tpot - drafting().evaluate(layout(0), 1).tpot
     assert 0 < two - one < 2 * widened
 
 
 @pytest.mark.parametrize(("share", "drafts"), [(0.0, {0}), (0.95, {1, 2, 3})])
 def test_the_search_takes_as_many_as_pay(share: float, drafts: set[int]):
     target = Target(tpot=0.05, max_devices=32, modes=("afd",), most_drafts=3)
-    found = searcher(share, share, share).search(target)
+    found = drafting(share, share, share).search(target)
     assert found.plans[0].layout.drafts in drafts
     assert {plan.layout.drafts for plan in found.points} == {0, 1, 2, 3}
-
-
-def test_a_model_without_a_module(capsys: pytest.CaptureFixture[str]):
-    arguments = "search --model qwen3-30b-a3b --hardware h800 --context 4K --tpot 50ms --drafts 2"
-    assert main(arguments.split()) == 2
-    assert "--drafts 2: qwen3-30b-a3b has no multi-token-prediction" in capsys.readouterr().err

@@ -17,6 +17,8 @@ link: {{dispatch: fp8}}
 cache: {{format: fp8, pages: 5000, page_size: 64}}
 scheduler: {{slots: 8, max_length: 4096}}
 """
+STAGE = {"device_kind": "TPU v6 lite", "op": "attend", "model": "qwen3-30b-a3b"}
+POINT = STAGE | {"batch": 64, "context": 4096, "format": "int8"}
 MICROSECONDS = {"attend": 200, "dispatch": 40, "ffn": 300, "combine": 50}
 
 
@@ -129,19 +131,6 @@ class TestVerify:
         assert main([*asked, "--hardware", "v6e"]) == 0
         assert "median µs" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(
-        ("asked", "message"),
-        [
-            ([], "--timeline is missing"),
-            (["--timeline", "nowhere"], "--hardware is missing"),
-            (["--timeline", "nowhere", "--hardware", "v6e"], "nowhere"),
-            (["--timeline", "nowhere", "--hardware", "v99"], "hardware 'v99' is not known"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, capsys, deployment, asked, message):
-        assert main(["verify", "--config", str(deployment), *asked]) == 2
-        assert message in capsys.readouterr().err
-
     def test_another_model_s_trace(self, capsys, deployment, trace):
         asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
         assert main([*asked, "--hardware", "v6e"]) == 2
@@ -149,8 +138,7 @@ class TestVerify:
 
 
 class TestCalibrate:
-    @pytest.mark.parametrize("cache", ["fp8", "bfloat16"])
-    @pytest.mark.parametrize("experts", ["fp8", "int8"])
+    @pytest.mark.parametrize(("cache", "experts"), [("fp8", "fp8"), ("bfloat16", "int8")])
     def test_a_trace_makes_predictions_what_was_measured(
         self, capsys, deployment, trace, tmp_path, cache, experts
     ):
@@ -167,50 +155,23 @@ class TestCalibrate:
                 assert one["error"] == pytest.approx(0.0, abs=1e-3), one
 
     def test_measurements_are_collected(self, capsys, tmp_path):
-        point = {
-            "device_kind": "TPU v6 lite",
-            "op": "attend",
-            "model": "qwen3-30b-a3b",
-            "batch": 64,
-            "context": 4096,
-            "format": "int8",
-            "seconds": 1e-3,
-        }
         kept, bench = tmp_path / "kept.json", tmp_path / "bench.json"
         for batch in (64, 128):
-            bench.write_text(json.dumps([{**point, "batch": batch, "seconds": batch * 1e-5}]))
+            bench.write_text(json.dumps([POINT | {"batch": batch, "seconds": batch * 1e-5}]))
             assert main(["calibrate", "--measured", str(bench), "--write", str(kept)]) == 0
         assert [one["batch"] for one in json.loads(kept.read_text())] == [64, 128]
         html = tmp_path / "fit.html"
         capsys.readouterr()
         assert main(["calibrate", "--measured", str(kept), "--json", "--html", str(html)]) == 0
         (fit,) = json.loads(capsys.readouterr().out)
-        assert (fit["stage"], fit["hardware"], fit["points"]) == (
-            "attend",
-            "TPU v6e (Trillium)",
-            2,
-        )
+        assert (fit["stage"], fit["points"]) == ("attend", 2)
+        assert fit["hardware"] == "TPU v6e (Trillium)"
         assert html.read_text(encoding="utf-8").count("<table>") == 2
-
-    def test_nothing_to_calibrate_with(self, capsys):
-        assert main(["calibrate"]) == 2
-        assert "nothing to calibrate with" in capsys.readouterr().err
-        assert main(["calibrate", "--measured", "a.json", "--batches", "4"]) == 2
-        assert "loads of a --timeline, which is missing" in capsys.readouterr().err
 
 
 def test_a_calibration_changes_a_search(capsys, tmp_path):
-    point = {
-        "device_kind": "v6e",
-        "op": "attend",
-        "model": "qwen3-30b-a3b",
-        "batch": 64,
-        "context": 4096,
-        "format": "int8",
-        "seconds": 1.0,
-    }
     bench = tmp_path / "slow.json"
-    bench.write_text(json.dumps([point]))
+    bench.write_text(json.dumps([POINT | {"seconds": 1.0}]))
     asked = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "4"]
     asked += ["--hardware", "v6e", "--tpot", "50ms"]
     assert main(asked) == 0

@@ -5,7 +5,6 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
     calibration,
@@ -15,18 +14,10 @@ from jaxserve.planner.measurements import (
     read_calibration,
     read_measurements,
 )
-from jaxserve.planner.models import load_model
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import calculator
 
-ATTEND = {
-    "device_kind": "NVIDIA H200",
-    "op": "attend",
-    "model": "step3",
-    "batch": 64,
-    "context": 8192,
-    "format": "fp8",
-    "seconds": 150e-6,
-}
+STAGE = {"device_kind": "NVIDIA H200", "op": "attend", "model": "step3"}
+ATTEND = STAGE | {"batch": 64, "context": 8192, "format": "fp8", "seconds": 150e-6}
 
 
 def write(path: Path, *points: dict) -> Path:
@@ -41,7 +32,7 @@ def test_the_form_that_a_bench_writes(tmp_path):
     key, _, seconds = expected(found)
     hardware = load_hardware("h200")
     assert key[:3] == ("attend", hardware.name, "step3")
-    step3 = Calculator(load_model("step3"), 8192, Formats(), Assumptions())
+    step3 = calculator(context=8192)
     assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
 
 
@@ -53,8 +44,7 @@ def test_the_cache_may_have_another_format(tmp_path):
     key, _, seconds = expected(of_bfloat16)
     assert key.format == "fp8, cache bfloat16, products bfloat16"
     hardware = load_hardware("h200")
-    formats = Formats(cache="bfloat16")
-    step3 = Calculator(load_model("step3"), 8192, formats, Assumptions())
+    step3 = calculator(context=8192, cache="bfloat16")
     assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
     assert seconds - expected(of_fp8).roofline > 64 * 8192 * 512 / hardware.bandwidth
 
@@ -77,13 +67,11 @@ def test_a_calibrated_prediction_is_the_measurement(tmp_path):
     found = read_calibration(path).of("step3")
     hardware = load_hardware("h200")
     for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
-        model = load_model("step3")
-        formats = Formats(dispatch="bfloat16")
-        corrected = Calculator(model, point.context, formats, Assumptions(), found)
+        plain = calculator(context=point.context, dispatch="bfloat16")
+        model, corrected = plain.model, plain._replace(measured=found)
         seconds = corrected.attend(model.attention[0], hardware, 64, 1).seconds
         assert seconds == pytest.approx(measured)
         other = corrected.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
-        plain = corrected._replace(measured=calibration([]))
         assert other == plain.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
 
 

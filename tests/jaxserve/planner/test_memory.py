@@ -4,29 +4,28 @@ import msgspec
 import pytest
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import Memory, token_budget, usable
-from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.stages import Calculator
+from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.capacity import role_bytes
+from tests.jaxserve.planner import making
+from tests.jaxserve.planner.making import H800, layout
 
-H800 = {"h800": load_hardware("h800")}
-AFD = Layout(mode="afd", attention="h800", ffn="h800", dp=8, tp=2, ep=4, ffn_tp=2, lanes=2)
+HOSTS = {"h800": H800}
+AFD = layout("afd", dp=8, tp=2, ep=4, ffn_tp=2, lanes=2)
 WIDE = msgspec.structs.replace(AFD, dp=16, tp=1, ep=16, ffn_tp=1, lanes=3)
-EP = Layout(mode="ep", attention="h800", ffn="h800", dp=16, tp=1, ep=16, ffn_tp=1, lanes=1)
+EP = layout("ep", dp=16)
 
 
-def served(model: str, layout: Layout, batch: int) -> list[tuple[int, int]]:
+def served(model: str, planned: Layout, batch: int) -> list[tuple[int, int]]:
     """(weights, activations and room for an expert) of each role, as `serve --check` counts."""
     budget = token_budget(batch, 0)
     tree = {
         "model": "",
-        "mode": "afd" if layout.mode == "afd" else "colocated",
-        "lanes": layout.lanes,
-        "attention": {"dp": layout.dp, "tp": layout.tp, "weights": "fp8"},
-        "ffn": {"ep": layout.ep, "tp": layout.ffn_tp, "weights": "fp8"},
+        "mode": "afd" if planned.mode == "afd" else "colocated",
+        "lanes": planned.lanes,
+        "attention": {"dp": planned.dp, "tp": planned.tp, "weights": "fp8"},
+        "ffn": {"ep": planned.ep, "tp": planned.ffn_tp, "weights": "fp8"},
         "link": {"dispatch": "fp8"},
         "cache": {"format": "fp8", "page_size": 64, "pages": 64},
         "scheduler": {
@@ -37,7 +36,7 @@ def served(model: str, layout: Layout, batch: int) -> list[tuple[int, int]]:
             "page_buckets": [64],
         },
     }
-    if layout.mode != "afd":
+    if planned.mode != "afd":
         tree["ffn"] = {"weights": "fp8"}
     config = model_config(model_folder(model))
     assert config is not None
@@ -50,8 +49,8 @@ def served(model: str, layout: Layout, batch: int) -> list[tuple[int, int]]:
     [("deepseek-v3", WIDE, 48), ("qwen3-30b-a3b", AFD, 200), ("qwen3-30b-a3b", EP, 300)],
 )
 def test_as_serve_counts(model, layout, batch):
-    calculator = Calculator(load_model(model), 4096, Formats(), Assumptions())
-    planned = Memory(calculator, H800, H800).held(layout, batch)
+    calculator = making.calculator(model)
+    planned = Memory(calculator, HOSTS, HOSTS).held(layout, batch)
     for part, (weights, step) in zip(planned, served(model, layout, batch), strict=True):
         assert part.weights == pytest.approx(weights, rel=0.005)
         assert part.step == pytest.approx(step, rel=0.001)
@@ -59,20 +58,20 @@ def test_as_serve_counts(model, layout, batch):
 
 def test_activations_take_room_from_sequences():
     """Colocated experts of many DP groups: a step's rows may all be one device's."""
-    calculator = Calculator(load_model("qwen3-30b-a3b"), 256, Formats(), Assumptions())
-    memory = Memory(calculator, H800, H800)
+    calculator = making.calculator("qwen3-30b-a3b", 256)
+    memory = Memory(calculator, HOSTS, HOSTS)
     room = memory.room(EP)
     (held,) = memory.held(EP, room)
     kept = held.weights + held.cache
-    assert kept < 0.6 * H800["h800"].memory
-    assert 0.98 * usable(H800["h800"], 0.1) < kept + held.step <= usable(H800["h800"], 0.1)
+    assert kept < 0.6 * H800.memory
+    assert 0.98 * usable(H800, 0.1) < kept + held.step <= usable(H800, 0.1)
     assert memory.fits(EP, room)
     assert not memory.fits(EP, room + 1)
 
 
 def test_nothing_fits():
-    calculator = Calculator(load_model("deepseek-v3"), 4096, Formats(), Assumptions())
-    memory = Memory(calculator, H800, H800)
+    calculator = making.calculator("deepseek-v3")
+    memory = Memory(calculator, HOSTS, HOSTS)
     small = msgspec.structs.replace(AFD, ep=1)
     assert memory.room(small) == 0
     role, needed, there = memory.shortage(small)

@@ -5,7 +5,6 @@ import pytest
 
 from jaxserve.plan import main
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.payoff import (
@@ -18,25 +17,22 @@ from jaxserve.planner.payoff import (
     tally_rows,
 )
 from jaxserve.planner.quantities import PUBLISHED
-from jaxserve.planner.search import Searcher
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import H800, searcher
 
 QWEN = load_model("qwen3-30b-a3b")
+MIX = Mix("h800", {"h800": H800}, {"h800": H800})
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Case]:
-    named = {"h800": load_hardware("h800")}
-    mix = Mix("h800", named, named)
-    args = QWEN, mix, [4096], [0.02, 0.05], Formats(), Assumptions()
+    args = QWEN, MIX, [4096], [0.02, 0.05], Formats(), Assumptions()
     return list(cases("qwen3-30b-a3b", *args, most=2))
 
 
 def test_costs_are_those_of_a_search_within_some_percent(found):
-    named = {"h800": load_hardware("h800")}
-    searcher = Searcher(Calculator(QWEN, 4096, Formats(), Assumptions()), named, named)
+    search = searcher("qwen3-30b-a3b")
     for case in found:
-        plans = searcher.search(Target(tpot=case.tpot, max_devices=2)).plans
+        plans = search.search(Target(tpot=case.tpot, max_devices=2)).plans
         for mode, plan in case.best.items():
             cheapest = min(each.dollars for each in plans if each.layout.mode == mode)
             assert plan.tpot <= case.tpot
@@ -64,12 +60,11 @@ def test_tallies(found):
 
 
 def priced(mix: str, **dollars: float) -> Case:
-    named = {"h800": load_hardware("h800")}
-    searcher = Searcher(Calculator(QWEN, 4096, Formats(), Assumptions()), named, named)
+    search = searcher("qwen3-30b-a3b")
     best = {}
     for mode, cost in dollars.items():
-        layouts = searcher.layouts(Target(tpot=1.0, max_devices=2, modes=(mode,)))
-        plan = searcher.evaluate(next(iter(layouts)), 1)
+        layouts = search.layouts(Target(tpot=1.0, max_devices=2, modes=(mode,)))
+        plan = search.evaluate(next(iter(layouts)), 1)
         best[mode] = msgspec.structs.replace(plan, dollars=cost)
     return Case("qwen", mix, 4096, 0.05, best)
 
@@ -83,8 +78,7 @@ def test_mixes_are_compared_with_both_of_their_kinds_alone():
 
 
 def test_nothing_meets_an_absurd_target():
-    named = {"h800": load_hardware("h800")}
-    args = QWEN, Mix("h800", named, named), [4096], [1e-6], Formats(), Assumptions()
+    args = QWEN, MIX, [4096], [1e-6], Formats(), Assumptions()
     (case,) = cases("qwen3-30b-a3b", *args, most=2)
     assert (case.winner, case.ratio) == (None, None)
     assert map_rows([case])[1][-1] == "-"
@@ -92,9 +86,9 @@ def test_nothing_meets_an_absurd_target():
 
 def test_published_systems_overlap_and_colocation_is_not_broadcast_to():
     """A broadcast is of AFD's link: EP exchanges as before."""
-    deepseek = Calculator(load_model("deepseek-v3"), 4096, Formats(), PUBLISHED)
-    named = {"h800": load_hardware("h800")}
-    layouts = list(Searcher(deepseek, named, named).layouts(Target(tpot=0.05, max_devices=32)))
+    search = searcher("deepseek-v3", assumed=PUBLISHED)
+    deepseek = search.calculator
+    layouts = list(search.layouts(Target(tpot=0.05, max_devices=32)))
     wide = next(each for each in layouts if each.mode == "ep" and each.dp == 32)
     group = deepseek.model.ffn[1]
     assert deepseek.exchange_kind(group, wide.ffn_mesh) == "alltoall"
@@ -116,11 +110,3 @@ def test_the_command(capsys):
     shown = capsys.readouterr().out
     assert shown.index("qwen3-30b-a3b") < shown.index("qwen3-32b")
     assert "decode only" in shown
-    assert main(["map", "--contexts", "64K", "--models", "qwen3-32b"]) == 2
-    assert "--contexts 65536: qwen3-32b has 40960 positions" in capsys.readouterr().err
-    assert main(["map", "--jobs", "1000"]) == 2
-    assert "--jobs 1000: from 0 to 256" in capsys.readouterr().err
-    assert main(["map", "--max-devices", "0"]) == 2
-    assert "--max-devices 0: from 1 to 512" in capsys.readouterr().err
-    assert main(["map", "--hardware", "h20+h9000"]) == 2
-    assert "hardware 'h9000' is not known" in capsys.readouterr().err

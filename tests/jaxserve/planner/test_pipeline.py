@@ -3,23 +3,18 @@
 import msgspec
 import pytest
 
-from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.colocated_lanes import Colocated, Overlapped
 from jaxserve.planner.deploy_decode import Pace
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.lanes import Disaggregated
-from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import Lengths
 from jaxserve.planner.pipeline import pipeline_of
-from jaxserve.planner.search import Searcher
 from jaxserve.planner.simulate import Conditions, Simulation, Traffic
 from jaxserve.planner.stage_times import Given, Rooflines
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import H800, layout, searcher
 from tests.jaxserve.planner.test_simulate import deployment
 
-H800 = load_hardware("h800")
 OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
 
 
@@ -35,32 +30,28 @@ OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
 )
 def test_one_plan_three_ways(mode, lanes, assumed, apart):
     """16 DP groups of 8 sequences of 4,064 tokens, all alike but for their outputs."""
-    layout = Layout(
-        mode=mode, attention="h800", ffn="h800", dp=16, tp=1, ep=16, ffn_tp=1, lanes=lanes
-    )
-    calculator = Calculator(load_model("deepseek-v3"), 4064, Formats(), assumed)
-    searcher = Searcher(calculator, {"h800": H800}, {"h800": H800})
-    searched = searcher.evaluate(layout, 8).tpot
+    plan = layout(mode, dp=16, ep=16, lanes=lanes)
+    search = searcher("deepseek-v3", context=4064, assumed=assumed)
+    searched = search.evaluate(plan, 8).tpot
     requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
-    pace = Pace(searcher, calculator, layout, (H800, H800)).seconds(requests, 8)
+    pace = Pace(search, search.calculator, plan, (H800, H800)).seconds(requests, 8)
     made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
     limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
     made = msgspec.structs.replace(made, scheduler=limits)
     traffic = Traffic(lengths=Lengths(prompt=4032, output=64, longest=8192))
-    times = Rooflines(layout, calculator, calculator, (H800, H800))
+    times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
     conditions = Conditions(steps=12, warm_up=4)
     result = Simulation(made, times, traffic, conditions).run()[0]
-    assert result.tpot is not None
     assert pace == pytest.approx(searched, rel=apart)
     assert result.tpot.mean == pytest.approx(searched, rel=apart)
 
 
 def test_two_lanes_are_faster_where_they_overlap():
-    layout = Layout(mode="ep", attention="h800", ffn="h800", dp=16, tp=1, ep=16, ffn_tp=1, lanes=2)
-    assert layout.overlapped(OVERLAPPED)
-    assert not layout.overlapped(Assumptions())
-    assert not msgspec.structs.replace(layout, lanes=1).overlapped(OVERLAPPED)
-    assert not msgspec.structs.replace(layout, mode="tp").overlapped(OVERLAPPED)
+    two = layout("ep", dp=16, lanes=2)
+    assert two.overlapped(OVERLAPPED)
+    assert not two.overlapped(Assumptions())
+    assert not msgspec.structs.replace(two, lanes=1).overlapped(OVERLAPPED)
+    assert not msgspec.structs.replace(two, mode="tp").overlapped(OVERLAPPED)
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,8 @@ def test_prices():
 def test_assumptions():
     assert assumptions([]) == Assumptions()
     assert assumptions(["paper"]) == PAPER
-    assert assumptions(["compute=0.5", "broadcast=true"]) == Assumptions(
-        compute=0.5, broadcast=True
-    )
-
-
-def test_wrong_assumptions():
+    given = assumptions(["compute=0.5", "broadcast=true"])
+    assert given == Assumptions(compute=0.5, broadcast=True)
     with pytest.raises(ConfigError, match="expected one of compute, memory, network"):
         assumptions(["speed=1"])
     with pytest.raises(ConfigError, match=r"compute = 2.0 \(from 0.01 to 1.0\); overlap = -1.0"):

@@ -1,40 +1,18 @@
 import msgspec
 import pytest
 
-from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
-from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.search import Plan, Searcher, front, layer_seconds, overlapped_seconds
 from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
-from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
 
-def searcher(
-    name: str = "step3",
-    hardware: str = "h800",
-    context: int = 4096,
-    assumed: Assumptions | None = None,
-    **formats,
-) -> Searcher:
-    calculator = Calculator(load_model(name), context, Formats(**formats), assumed or Assumptions())
-    named = {each: load_hardware(each) for each in hardware.split()}
-    return Searcher(calculator, named, named)
-
-
-def afd(dp: int, lanes: int = 3, ep: int = 2, ffn_tp: int = 8, tp: int = 1) -> Layout:
-    return Layout(
-        mode="afd",
-        attention="h800",
-        ffn="h800",
-        dp=dp,
-        tp=tp,
-        ep=ep,
-        ffn_tp=ffn_tp,
-        lanes=lanes,
-    )
+def afd(dp: int, lanes: int = 3, **sizes: int) -> Layout:
+    return layout("afd", dp=dp, lanes=lanes, **{"ep": 2, "ffn_tp": 8} | sizes)
 
 
 def test_twice_the_context_on_twice_the_attention_is_as_fast():
@@ -69,10 +47,10 @@ class TestColocated:
 
     def test_they_are_tried_where_they_are_assumed(self):
         target = Target(tpot=0.05, max_devices=16, modes=("ep",))
-        lanes = {layout.lanes for layout in searcher("deepseek-v3").layouts(target)}
+        lanes = {each.lanes for each in searcher("deepseek-v3").layouts(target)}
         assert lanes == {1}  # the engine's step is one program
         both = searcher("deepseek-v3", assumed=Assumptions(overlapped=True)).layouts(target)
-        assert {layout.lanes for layout in both} == {1, 2}
+        assert {each.lanes for each in both} == {1, 2}
 
 
 class TestHost:
@@ -140,8 +118,8 @@ class TestSearch:
         assert plans[-1].dollars == cheapest.dollars
 
     def test_roles_may_have_hardware_of_their_own(self):
-        calculator = Calculator(load_model("qwen3-30b-a3b"), 4096, Formats(), Assumptions())
-        both = Searcher(calculator, {"h20": load_hardware("h20")}, {"h800": load_hardware("h800")})
+        h20, h800 = ({name: load_hardware(name)} for name in ("h20", "h800"))
+        both = Searcher(calculator("qwen3-30b-a3b"), h20, h800)
         found = both.search(Target(tpot=0.05, max_devices=8))
         assert {(p.layout.attention, p.layout.ffn) for p in found.plans} == {("h20", "h800")}
         assert {plan.layout.mode for plan in found.plans} == {"afd"}
@@ -157,14 +135,14 @@ class TestSearch:
 
 def test_experts_divide_evenly():
     found = searcher("step3", "h800").layouts(Target(tpot=0.05, max_devices=64, modes=("afd",)))
-    assert {layout.ep for layout in found if layout.ffn_tp == 1} == {1, 2, 4, 8, 16, 24, 48}
+    assert {each.ep for each in found if each.ffn_tp == 1} == {1, 2, 4, 8, 16, 24, 48}
 
 
 def test_ranks_need_not_divide_the_experts():
     """EP 288 of xDeepServe: 256 experts, and slots to spare."""
     target = Target(tpot=0.05, max_devices=304, modes=("afd",))
     found = searcher("deepseek-v3", "h800").layouts(target)
-    ep = {layout.ep for layout in found if layout.ffn_tp == 1}
+    ep = {each.ep for each in found if each.ffn_tp == 1}
     assert {64, 72, 144, 256, 288} <= ep
     assert 192 not in ep  # half of the slots would be empty
 
@@ -173,38 +151,38 @@ def test_the_shared_expert_may_have_ranks_of_its_own():
     """xDeepServe: EP 288 = 256 + 32, either of which gets 1/32 of the rows."""
     search = searcher("deepseek-v3", "h800")
     target = Target(tpot=0.05, max_devices=304, modes=("afd",), shared_ranks=True)
-    found = {(layout.ep, layout.shared_ranks) for layout in search.layouts(target)}
+    found = {(each.ep, each.shared_ranks) for each in search.layouts(target)}
     assert {(288, 0), (288, 32), (144, 16), (72, 8), (256, 0), (16, 2)} <= found
     assert (1, 0) in found
     assert {shared for ep, shared in found if ep == 288} == {0, 32}
-    wide = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=288, ffn_tp=1, lanes=2)
+    wide = layout("afd", dp=16, ep=288, lanes=2)
     apart = msgspec.structs.replace(wide, shared_ranks=32)
     with_all, without = search.evaluate(wide, 64), search.evaluate(apart, 64)
     expert = 58 * 3 * 7168 * 2048  # in every layer, FP8
     assert with_all.ffn_bytes - without.ffn_bytes == expert
     assert "288 h800 (ep 288 = 256 + 32 shared tp 1)" in layout_text(without)
     none = Target(tpot=0.05, max_devices=304, modes=("afd",))
-    assert not any(layout.shared_ranks for layout in search.layouts(none))
+    assert not any(each.shared_ranks for each in search.layouts(none))
     step3 = searcher("step3", "h800").layouts(msgspec.structs.replace(target, max_devices=65))
-    assert (64, 16) in {(layout.ep, layout.shared_ranks) for layout in step3}  # 48 experts
+    assert (64, 16) in {(each.ep, each.shared_ranks) for each in step3}  # 48 experts
 
 
 def test_replicas_where_experts_are_unevenly_popular():
     slow = Assumptions(compute=0.05)
-    calculator = searcher("deepseek-v3", "h800", assumed=slow).calculator
-    h800, skew = {"h800": load_hardware("h800")}, Skew("zipf", 1.0)
-    search = Searcher(calculator, h800, h800, skew=skew)
+    h800 = {"h800": H800}
+    made = calculator("deepseek-v3", assumed=slow)
+    search = Searcher(made, h800, h800, skew=Skew("zipf", 1.0))
     target = Target(tpot=0.05, max_devices=72, modes=("afd",))
-    wide = [layout for layout in search.layouts(target) if layout.ep == 64]
-    assert {layout.redundant_slots for layout in wide} == {0, 1, 2}
-    one = next(layout for layout in wide if layout.redundant_slots == 1)
+    wide = [each for each in search.layouts(target) if each.ep == 64]
+    assert {each.redundant_slots for each in wide} == {0, 1, 2}
+    one = next(each for each in wide if each.redundant_slots == 1)
     none = msgspec.structs.replace(one, redundant_slots=0)
     with_replicas, without = search.evaluate(one, 512), search.evaluate(none, 512)
     assert with_replicas.stages["ffn"].seconds < 0.8 * without.stages["ffn"].seconds
     slot = 58 * 3 * 7168 * 2048  # of one expert in every layer, FP8
     assert with_replicas.ffn_bytes - without.ffn_bytes == slot
     assert "1 redundant slot" in layout_text(with_replicas)
-    assert all(not layout.redundant_slots for layout in searcher("step3").layouts(target))
+    assert all(not each.redundant_slots for each in searcher("step3").layouts(target))
 
 
 def test_what_sets_the_pace():

@@ -10,16 +10,12 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Searcher
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, layer_kinds
 from jaxserve.planner.stages import Calculator
+from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
-LAYOUT = Layout(mode="afd", attention="h800", ffn="h800", dp=16, tp=1, ep=2, ffn_tp=8, lanes=3)
-
-
-def calculator(model: str = "step3", context: int = 4096) -> Calculator:
-    return Calculator(load_model(model), context, Formats(), Assumptions())
+LAYOUT = layout("afd", dp=16, ep=2, ffn_tp=8, lanes=3)
 
 
 def decode(groups: int, batch: int, length: int) -> Rows:
@@ -34,19 +30,17 @@ def decode(groups: int, batch: int, length: int) -> Rows:
     )
 
 
-def rooflines(layout: Layout = LAYOUT, model: str = "step3", **kwargs) -> Rooflines:
-    h800 = load_hardware("h800")
-    made = calculator(model)
-    return Rooflines(layout, made, made, (h800, h800), **kwargs)
+def rooflines(planned: Layout = LAYOUT, made: Calculator | None = None, **kwargs) -> Rooflines:
+    made = made or calculator()
+    return Rooflines(planned, made, made, (H800, H800), **kwargs)
 
 
 @pytest.mark.parametrize("mode", ["afd", "ep"])
 def test_equal_sequences_take_what_the_search_says(mode):
     colocated = {"ep": 16, "ffn_tp": 1, "lanes": 1} if mode == "ep" else {}
-    layout = msgspec.structs.replace(LAYOUT, mode=mode, **colocated)
-    h800 = {"h800": load_hardware("h800")}
-    plan = Searcher(calculator(), h800, h800).evaluate(layout, 64)
-    times = rooflines(layout).step(decode(16, 64, 4096))
+    planned = msgspec.structs.replace(LAYOUT, mode=mode, **colocated)
+    plan = searcher().evaluate(planned, 64)
+    times = rooflines(planned).step(decode(16, 64, 4096))
     stages = {name: stage.seconds for name, stage in plan.stages.items()}
     assert times.attend[30] == pytest.approx(np.full(16, stages["attend"]))
     assert times.ffn[30] == pytest.approx(stages["ffn"])
@@ -57,12 +51,10 @@ def test_equal_sequences_take_what_the_search_says(mode):
 
 @pytest.mark.parametrize("model", ["llama-4-maverick", "minimax-m1", "qwen3-235b-a22b"])
 def test_hybrids_too(model):
-    layout = msgspec.structs.replace(LAYOUT, ep=1)
-    h800 = load_hardware("h800")
     made = calculator(model, 32768)
-    times = Rooflines(layout, made, made, (h800, h800)).step(decode(16, 8, 32768))
+    times = rooflines(msgspec.structs.replace(LAYOUT, ep=1), made).step(decode(16, 8, 32768))
     expected = {
-        made.attend(group, h800, 8, 1).seconds: group.layers for group in made.model.attention
+        made.attend(group, H800, 8, 1).seconds: group.layers for group in made.model.attention
     }
     found = [float(seconds[0]) for seconds in times.attend]
     for seconds, layers in expected.items():
@@ -79,12 +71,11 @@ def test_longer_sequences_take_a_group_longer():
 
 def test_a_prefill_chunk_attends_to_what_is_before_each_token():
     rows = Rows(1, np.zeros(1, int), np.array([512]), np.array([2048]), 512)
-    made, h800 = calculator(), load_hardware("h800")
-    layout = msgspec.structs.replace(LAYOUT, dp=1)
-    found = Rooflines(layout, made, made, (h800, h800)).step(rows).attend[0][0]
+    made = calculator()
+    found = rooflines(msgspec.structs.replace(LAYOUT, dp=1)).step(rows).attend[0][0]
     pairs = sum(range(1537, 2049))
     group = made.model.attention[0]
-    assert found == pytest.approx(made.attend_seconds(group, h800, 1, 512, 2048, pairs))
+    assert found == pytest.approx(made.attend_seconds(group, H800, 1, 512, 2048, pairs))
 
 
 class TestLatentPrompts:
@@ -94,11 +85,11 @@ class TestLatentPrompts:
 
     def attend(self, tokens: int, length: int, *, whole: bool) -> float:
         ideal = Assumptions(compute=1, memory=1, network=1, stage_seconds=0, expanded=whole)
-        made = Calculator(load_model("deepseek-v3"), 4096, Formats(), ideal)
-        layout = msgspec.structs.replace(LAYOUT, dp=1)
-        h800 = load_hardware("h800")
+        times = rooflines(
+            msgspec.structs.replace(LAYOUT, dp=1), calculator("deepseek-v3", assumed=ideal)
+        )
         rows = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([length]), tokens)
-        return float(Rooflines(layout, made, made, (h800, h800)).step(rows).attend[0][0])
+        return float(times.step(rows).attend[0][0])
 
     def linear(self, tokens: int) -> float:
         group = load_model("deepseek-v3").attention[0]
@@ -131,10 +122,10 @@ class TestLatentPrompts:
 
 def test_a_collective_waits_for_the_fullest_group():
     """One prompt in one of four groups: its devices send all of it."""
-    layout = msgspec.structs.replace(LAYOUT, mode="ep", dp=4, ep=4, ffn_tp=1, lanes=1)
+    four = layout("ep", dp=4)
     one = Rows(4, np.zeros(1, int), np.array([512]), np.array([512]), 512)
     all_four = Rows(4, np.arange(4), np.full(4, 512), np.full(4, 512), 512)
-    alone, full = (rooflines(layout).step(rows) for rows in (one, all_four))
+    alone, full = (rooflines(four).step(rows) for rows in (one, all_four))
     assert alone.combine[30] == pytest.approx(full.combine[30], rel=0.05)  # and chance
     assert alone.ffn[30] < full.ffn[30]
 
@@ -144,8 +135,8 @@ def test_skewed_experts_keep_the_busiest_device_longer():
         random = np.random.default_rng(1)
         popularity = Skew("spread", skew).popularity(random, 61, 48)
         loads = ExpertLoads(random, popularity, SlotSizes(48, 16), top_k=3)
-        layout = msgspec.structs.replace(LAYOUT, ep=16, ffn_tp=1)
-        return rooflines(layout, experts=loads).step(decode(16, 1024, 4096)).ffn
+        planned = msgspec.structs.replace(LAYOUT, ep=16, ffn_tp=1)
+        return rooflines(planned, experts=loads).step(decode(16, 1024, 4096)).ffn
 
     assert np.mean(ffn(1.0)[5:]) > 1.3 * np.mean(ffn(0.0)[5:])
     assert ffn(1.0)[0] == ffn(0.0)[0]  # a dense layer has no experts
@@ -180,8 +171,7 @@ class TestAsMeasured:
         }
         measured = Calibration({keys[stage]: one for stage, one in fits.items()}, "demo")
         made = Calculator(demo, 100, formats, Assumptions(), measured)
-        layout = Layout(mode="afd", attention="cpu", ffn="cpu", dp=1, tp=1, ep=1, ffn_tp=1, lanes=1)
-        return Rooflines(layout, made, made, (cpu, cpu)).step(rows)
+        return Rooflines(layout("afd", "cpu"), made, made, (cpu, cpu)).step(rows)
 
     def test_the_first_attend_has_a_fit_of_its_own(self):
         rows = decode(1, 8, 100)

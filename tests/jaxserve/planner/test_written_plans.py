@@ -12,11 +12,6 @@ from tests.jaxserve.planner.test_aot import compile_for
 
 MODELS = ["qwen3-30b-a3b", "qwen3-32b", "qwen3-235b-a22b", "step3", "deepseek-v3", "kimi-k2"]
 HARDWARE = [name for name in known_hardware() if load_hardware(name).platform in ("gpu", "tpu")]
-SAMPLE = [
-    ("qwen3-32b", "v7x", "colocated", "auto"),
-    ("qwen3-30b-a3b", "v6e", "afd", "auto"),
-    ("step3", "h800", "afd", "bfloat16"),
-]
 MODES = {"afd": ["afd"], "colocated": ["ep", "tp"]}
 
 
@@ -49,9 +44,8 @@ def check(path, model, hardware, mode, cache, capsys) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("model", "hardware", "mode", "cache"), SAMPLE)
-def test_a_sample(tmp_path, capsys, model, hardware, mode, cache):
-    assert check(tmp_path / "plan.yaml", model, hardware, mode, cache, capsys)
+def test_a_sample(tmp_path, capsys):
+    assert check(tmp_path / "plan.yaml", "qwen3-30b-a3b", "v6e", "afd", "auto", capsys)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,38 @@
+"""Layouts, calculators and searches, made from what a test of the planner is about."""
+
+from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.drafts import NO_DRAFTS, Acceptance
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.layouts import Layout, Mode
+from jaxserve.planner.models import load_model
+from jaxserve.planner.search import Searcher
+from jaxserve.planner.stages import Calculator
+
+H100, H800 = load_hardware("h100"), load_hardware("h800")
+
+
+def layout(mode: Mode, hardware: str = "h800", **sizes: int) -> Layout:
+    """A layout whose sizes are 1 unless given; colocated, `ep` is `dp`."""
+    full = {"dp": 1, "tp": 1, "ffn_tp": 1, "lanes": 1} | sizes
+    full = {"ep": 1 if mode == "afd" else full["dp"]} | full
+    return Layout(mode=mode, attention=hardware, ffn=hardware, **full)
+
+
+def calculator(
+    model: str = "step3", context: int = 4096, assumed: Assumptions | None = None, **formats: object
+) -> Calculator:
+    return Calculator(load_model(model), context, Formats(**formats), assumed or Assumptions())
+
+
+def searcher(
+    model: str = "step3",
+    hardware: str = "h800",
+    *,
+    context: int = 4096,
+    assumed: Assumptions | None = None,
+    acceptance: Acceptance = NO_DRAFTS,
+    **formats: object,
+) -> Searcher:
+    """A search over layouts of this hardware, or of several kinds divided by spaces."""
+    named = {each: load_hardware(each) for each in hardware.split()}
+    return Searcher(calculator(model, context, assumed, **formats), named, named, acceptance)
