@@ -21,10 +21,24 @@ def fleet(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_as_many_workers_as_asked_whatever_addresses_the_file_has(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet.yaml", "--set", "prefill.workers=2"]
-    members = fleet.fleet_of(fleet._deployment([*forwarded, "--set", "domains=3"]))
-    assert [member.name for member in members] == [
+@pytest.fixture
+def read(fleet):
+    """Reads a shipped deployment with these settings."""
+
+    def read(name, *settings):
+        given = [word for each in settings for word in ("--set", each)]
+        return fleet._deployment(["--config", f"{REPOSITORY}/configs/{name}.yaml", *given])
+
+    return read
+
+
+def names(members):
+    return [member.name for member in members]
+
+
+def test_as_many_workers_as_asked_whatever_addresses_the_file_has(fleet, read):
+    members = fleet.fleet_of(read("demo-fleet", "prefill.workers=2", "domains=3"))
+    assert names(members) == [
         *("router", "prefill worker 0", "prefill worker 1"),
         *(f"domain {number}, role decode" for number in range(3)),
     ]
@@ -42,29 +56,26 @@ def test_workers_have_each_others_weights(fleet):
     assert len(set(own)) == 2
 
 
-def test_attention_workers_and_their_ffn_worker(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
-    deployment = fleet._deployment(forwarded)
+def test_attention_workers_and_their_ffn_worker(fleet, read):
+    deployment = read("demo-fleet-afd")
     members = fleet.fleet_of(deployment)
-    assert [member.name for member in members] == [
+    assert names(members) == [
         *("router", "prefill worker 0", "domain 0, role attention", "domain 1, role attention"),
         "ffn worker, role ffn",
     ]
     address = members[4].arguments[-1]
     assert f"link.addresses=['{address}']" in members[2].arguments
-    assert [member.name for member in fleet.fleet_of(deployment, 2)][1:4] == [
+    assert names(fleet.fleet_of(deployment, 2))[1:4] == [
         *(f"prefill worker 0, process {number}" for number in range(2)),
         "domain 0, role attention",
     ]
-    alone = fleet._deployment([*forwarded, "--set", "prefill.workers=0"])
     with pytest.raises(ConfigError, match=r"--processes 2: over link\.transport = pull"):
-        fleet.fleet_of(alone, 2)
+        fleet.fleet_of(read("demo-fleet-afd", "prefill.workers=0"), 2)
 
 
-def test_workers_of_several_processes(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet.yaml"]
-    members = fleet.fleet_of(fleet._deployment(forwarded), 2)
-    assert [member.name for member in members] == [
+def test_workers_of_several_processes(fleet, read):
+    members = fleet.fleet_of(read("demo-fleet"), 2)
+    assert names(members) == [
         "router",
         *("prefill worker 0, process 0", "prefill worker 0, process 1"),
         *("domain 0, role decode, process 0", "domain 0, role decode, process 1"),
@@ -75,40 +86,32 @@ def test_workers_of_several_processes(fleet):
     assert first[-8:-2] != members[3].arguments[-8:-2], "and nobody else"
 
 
-def test_workers_behind_addresses_of_somebody_else(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
-    router, *workers = fleet.fleet_of(fleet._deployment(forwarded), apart=True)
+def test_workers_behind_addresses_of_somebody_else(fleet, read):
+    router, *workers = fleet.fleet_of(read("demo-fleet-afd"), apart=True)
     assert router.listens == ""
     assert len({address for member in workers for address in member[3:5]}) == 8
     listens, dialled = workers[0].pages
-    assert [f"pages.listen={listens}", "--set", f"pages.address={dialled}"] == [
-        *workers[0].arguments[-5:-2]
-    ]
+    pages = [f"pages.listen={listens}", "--set", f"pages.address={dialled}"]
+    assert workers[0].arguments[-5:-2] == pages
     assert [member.pages for member in workers[1:]] == [()] * 3
+    settings = " ".join(router.arguments)
     for member in workers:
         assert member.arguments[-2:] == ["--listen", member.listens]
-    settings = " ".join(router.arguments)
-    assert all(member.dialled in settings for member in workers)
+        assert member.dialled in settings
 
 
-def test_whose_work_others_do(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
-    members = fleet.fleet_of(fleet._deployment(forwarded), standbys=1)
+def test_standbys_of_the_ffn_worker_and_work_that_others_do(fleet, read):
+    members = fleet.fleet_of(read("demo-fleet-afd"), standbys=1)
     assert [(member.role, member.spared_by) for member in members] == [
         *(("", ""), ("prefill", "domain"), ("domain", "domain"), ("domain", "domain")),
         *(("", ""), ("", "")),
     ]
-
-
-def test_standbys_of_the_ffn_worker(fleet):
-    forwarded = ["--config", f"{REPOSITORY}/configs/demo-fleet-afd.yaml"]
-    *_, domain, first, second = fleet.fleet_of(fleet._deployment(forwarded), standbys=1)
-    assert (first.name, second.name) == ("ffn worker, role ffn", "standby, role ffn")
+    *_, domain, first, second = members
+    assert names([first, second]) == ["ffn worker, role ffn", "standby, role ffn"]
     addresses = [member.arguments[-1] for member in (first, second)]
     assert f"link.addresses={addresses}" in domain.arguments
-    inside = fleet._deployment(["--config", f"{REPOSITORY}/configs/demo-fleet.yaml"])
     with pytest.raises(ConfigError, match="--standbys 1: only ffn workers have them"):
-        fleet.fleet_of(inside, standbys=1)
+        fleet.fleet_of(read("demo-fleet"), standbys=1)
 
 
 STARTED = """
@@ -243,6 +246,5 @@ def test_who_may_become_less_nice(fleet, monkeypatch):
 def test_how_a_process_ended(fleet):
     import processes
 
-    assert [processes.describe(code) for code in (0, 2, -9)] == [
-        *("exit code 0", "exit code 2", "signal SIGKILL"),
-    ]
+    told = [processes.describe(code) for code in (0, 2, -9)]
+    assert told == ["exit code 0", "exit code 2", "signal SIGKILL"]

@@ -1,5 +1,6 @@
 """The dashboard shows what a server measures: every metric of it, and no other."""
 
+import itertools
 import json
 import re
 import time
@@ -86,22 +87,13 @@ def test_labels_it_groups_by_exist(exposition: str) -> None:
 
 
 def test_the_grid() -> None:
-    """Six rows; panels within 24 columns that do not lie on each other."""
-    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
-    assert rows == [
-        *("Traffic", "Latency", "KV cache", "AFD (sampled steps)"),
-        "Fleet (of a router, or of a worker's pages link)",
-        "Clients",
-    ]
+    """Panels lie within 24 columns and not on each other."""
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     cells: set[tuple[int, int]] = set()
     for panel in PANELS:
         at = panel["gridPos"]
-        mine = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert max(x for x, _ in mine) < 24
+        columns, rows = range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])
+        mine = set(itertools.product(columns, rows))
+        assert columns.stop <= 24
         assert not mine & cells
         cells |= mine

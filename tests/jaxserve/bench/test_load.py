@@ -1,5 +1,7 @@
 """The bench of loading, on a small checkpoint."""
 
+import pytest
+
 from jaxserve.bench import load
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
@@ -12,6 +14,7 @@ def test_the_checkpoint_is_one(tmp_path):
     assert checkpoint.size == size  # of tensors, without the headers
 
 
+@pytest.mark.nightly
 def test_measures_every_way_as_a_multiple_of_cat():
     part = load.measure(True)
     assert [m.name for m in part.measures if m.limit == 2.5] == ["1A1F ÷ cat", "colocated ÷ cat"]

@@ -69,6 +69,7 @@ def test_step_host_quickly(tmp_path, capsys):
     assert "256 sequences a lane, 16 groups (configs/step3-v7x.yaml)" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.unoptimised
 def test_host_time_quickly(tmp_path, capsys):
     """Real loops, few rounds: the numbers mean nothing, but they are there."""

@@ -22,21 +22,6 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
     assert all(len(row[2]) > 10 for row in rows)
 
 
-def test_defaults() -> None:
-    lines = table().splitlines()
-    assert lines[2].startswith("| `model` | required | Folder with config.json,")
-    for start in (
-        "| `attention.dp` | `auto` | ",
-        "| `ffn.ep` | `1` | ",
-        "| `cache.prefix` | `true` | ",
-        "| `scheduler.token_buckets` | `auto` | ",
-        "| `link.addresses` | `[]` | ",
-        '| `server.api_keys` | `""` | ',
-        "| `server.drain_seconds` | `30.0` | ",
-    ):
-        assert sum(line.startswith(start) for line in lines) == 1
-
-
 def test_only_the_table_is_replaced(tmp_path, capsys) -> None:
     file = tmp_path / "README.md"
     file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

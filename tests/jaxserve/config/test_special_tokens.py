@@ -37,19 +37,12 @@ def test_every_file_adds_its_ends(tmp_path: Path) -> None:
             "tokenizer_class": "TikTokenTokenizer",
         },
     )
-    assert read_special_tokens(tmp_path) == SpecialTokens(
-        bos=163584,
-        eos=frozenset({163585, 163586}),
-        pad=163839,
-        texts={"eos_token": "[EOS]", "pad_token": "[PAD]", "unk_token": "[UNK]"},
-        added={
-            163585: AddedToken("[EOS]", special=True),
-            163586: AddedToken("<|im_end|>", special=True),
-            163839: AddedToken("[PAD]", special=True),
-        },
-        tokenizer_class="TikTokenTokenizer",
-        vocab_size=163840,
-    )
+    found = read_special_tokens(tmp_path)
+    assert (found.bos, found.eos, found.pad) == (163584, {163585, 163586}, 163839)
+    assert found.texts == {"eos_token": "[EOS]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    texts = {163585: "[EOS]", 163586: "<|im_end|>", 163839: "[PAD]"}
+    assert found.added == {token: AddedToken(text, special=True) for token, text in texts.items()}
+    assert (found.tokenizer_class, found.vocab_size) == ("TikTokenTokenizer", 163840)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +64,8 @@ def test_ends_by_number(tmp_path: Path, config: Any, generation: Any, ids: set[i
 @pytest.mark.parametrize("wrong", [True, -3, "3", 1.5, [[1]], {"a": 1}])
 def test_what_is_no_id_is_named(tmp_path: Path, wrong: Any) -> None:
     write(tmp_path, config={"pad_token_id": [1, wrong]})
-    with pytest.raises(
-        CheckpointError, match=rf"pad_token_id {re.escape(repr(wrong))} is no token"
-    ):
+    message = rf"pad_token_id {re.escape(repr(wrong))} is no token"
+    with pytest.raises(CheckpointError, match=message):
         read_special_tokens(tmp_path)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import STAGES, AFDStage, Span, merge
 from jaxserve.roles.layout import StepLoad
+from tests.jaxserve.waiting import until
 
 MS = 1_000_000
 
@@ -52,11 +53,7 @@ def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
     recorder.observe(stage, lane, 1, 8, early)
     clock.milliseconds = 5
     early.event.set()
-    for _ in range(3000):
-        if recorder.spans():
-            break
-        threading.Event().wait(0.01)
-    assert recorder.spans() == [Span(stage, lane, 1, 8, 0, 5 * MS, 3, 0)]
+    assert until(recorder.spans) == [Span(stage, lane, 1, 8, 0, 5 * MS, 3, 0)]
     assert not recorder.flush(0.01)
     clock.milliseconds = 9
     late.event.set()

@@ -1,0 +1,147 @@
+"""What the parts of the bench make of their samples; the storms and loops are run by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import drafts, options, plans, sampling
+from jaxserve.bench.kills import gaps
+from jaxserve.bench.overlap import ideal_gains
+from jaxserve.fleet.control import Boundary, encode
+
+
+def found(part) -> dict[str, tuple[float, bool | None]]:
+    """Value and verdict by name; of equal names, numbered from the second on."""
+    measures: dict[str, tuple[float, bool | None]] = {}
+    for measure in part.measures:
+        name = measure.name.strip()
+        number = sum(each.partition(" #")[0] == name for each in measures)
+        measures[f"{name} #{number + 1}" if number else name] = (measure.value, measure.met)
+    return measures
+
+
+def drafted(one: list[float], many: list[float], **more) -> dict:
+    counts = {"runs": 0, "drafted": 0, "accepted": [], "compilations": 0}
+    return {"tokens_per_second": {"1": one, "32": many}} | counts | more
+
+
+def test_drafts_are_compared_round_by_round_and_by_verified_steps():
+    one, many = [140.0, 100.0, 80.0], [900.0, 400.0, 800.0]
+    part = drafts.part_of(
+        {
+            "none": drafted([100.0, 50.0, 80.0], [1000.0, 400.0, 800.0]),
+            "ngram, 3 drafts": drafted([90.0, 60.0, 80.0], [900.0, 500.0, 700.0], runs=10),
+            "mtp, 1 draft": drafted(one, many, runs=10, drafted=10, accepted=[7]),
+        }
+    )
+    assert found(part) == {
+        "none: 1 sequence": (80.0, None),
+        "none: 32 sequences": (800.0, None),
+        "compiled after ready": (0, True),
+        "ngram, 3 drafts: tokens a drafted step and sequence": (1.0, None),
+        "1 sequence": (80.0, None),
+        "÷ none": (1.0, True),
+        "32 sequences": (700.0, None),
+        "÷ none #2": (0.9, False),
+        "compiled after ready #2": (0, True),
+        "mtp, 1 draft: tokens a drafted step and sequence": (pytest.approx(1.7), True),
+        "draft 1 held": (pytest.approx(70.0), None),
+        "1 sequence #2": (100.0, None),
+        "÷ none #3": (pytest.approx(1.4), True),
+        "32 sequences #2": (800.0, None),
+        "÷ none #4": (1.0, True),
+        "compiled after ready #3": (0, True),
+    }
+
+
+def test_sampling_takes_the_best_rounds():
+    seconds = {
+        "1 greedy": [0.03, 0.02],
+        "1 temperature": [0.025, 0.09],
+        "1 top_k and top_p": [0.03, 0.04],
+        "32 greedy": [0.2, 0.1],
+        "32 temperature": [0.15, 0.14],
+        "32 top_k and top_p": [0.4, 0.2],
+    }
+    assert found(sampling.part_of(seconds, rounds=2)) == {
+        "1 sequences: greedy": (pytest.approx(20.0), None),
+        "temperature ÷ greedy": (pytest.approx(1.25), True),
+        "top_k and top_p ÷ greedy": (pytest.approx(1.5), None),
+        "32 sequences: greedy": (pytest.approx(100.0), None),
+        "temperature ÷ greedy #2": (pytest.approx(1.4), False),
+        "top_k and top_p ÷ greedy #2": (pytest.approx(2.0), None),
+    }
+
+
+def test_options_take_the_best_rounds():
+    rates = {
+        "plain": [100.0, 80.0],
+        "grammars": [50.0, 90.0],
+        "half grammars": [80.0, 70.0],
+        "penalties": [99.0, 98.0],
+        "biases": [1.0, 97.0],
+        "5 logprobs": [96.0, 2.0],
+    }
+    first = {"cold": [0.9, 0.8], "shared": [0.1, 0.3]}
+    samples = {"first_token_seconds": first, "tokens_per_second": rates, "compilations": 0}
+    measures = found(options.part_of({"1A1F": samples}, rounds=2))
+    assert measures["1A1F: first token, cold ÷ shared"] == (pytest.approx(8.0), True)
+    assert measures["grammars ÷ plain"] == (pytest.approx(0.9), True)
+    assert measures["half grammars ÷ plain"] == (pytest.approx(0.8), False)
+    assert measures["biases ÷ plain"] == (pytest.approx(0.97), None)
+    assert measures["compiled after ready"] == (0, True)
+
+
+def test_a_grammar_of_even_and_odd_tokens_by_turns():
+    grammar = options.EveryOther(70)
+    assert grammar.mask().shape == (3,)
+    assert [bit for bit in range(8) if grammar.mask()[0] >> np.uint32(bit) & 1] == [0, 2, 4, 6]
+    grammar.accept(4)
+    assert [bit for bit in range(8) if grammar.mask()[0] >> np.uint32(bit) & 1] == [1, 3, 5, 7]
+    with pytest.raises(ValueError, match="token 4 is not allowed"):
+        grammar.accept(4)
+
+
+def test_a_plan_is_as_long_as_a_real_one():
+    """Five words a row, three a page."""
+    size = len(encode(Boundary(0, [plans.plan(0)], "")))
+    assert 2048 * 5 * 4 + 16 * 3 * 4 < size < 2048 * 5 * 4 + 16 * 3 * 4 + 400
+
+
+def test_plans_have_medians_and_a_limit():
+    samples = {"thread": [1.0], "busiest": [2.0], "mean": [3.0], "latency": [4000.0]}
+    cpu = {"tree": {"cpu": [10.0, 915.0, 9999.0]}, "streams": {"cpu": [3660.0]}}
+    given = {way: samples | seconds for way, seconds in cpu.items()}
+    measures = found(plans.part_of(31, given))
+    assert measures["tree: CPU of the leader, a step"] == (915.0, None)
+    assert measures["a follower"] == (pytest.approx(915 / 31), None)
+    assert measures["a lane's layer of 61"] == (15.0, True)
+    assert measures["a lane's layer of 61 #2"] == (60.0, None)
+    assert plans.part_of(7, given).measures[2].limit is None
+
+
+@pytest.mark.parametrize(
+    ("kills", "arrivals", "longest"),
+    [
+        ([1.05, 2.1], [0.5, 1.0, 1.1, 1.9, 2.0, 3.2, 3.3], [1.9 - 1.1, 3.2 - 2.1]),
+        ([1.0], [0.9, 2.5, 2.6], [1.5]),  # the kill itself begins the silence
+        ([1.0], [0.5], [math.inf]),
+    ],
+)
+def test_the_longest_silence_after_each_kill(kills, arrivals, longest):
+    assert gaps(kills, arrivals) == longest
+
+
+@pytest.mark.parametrize(
+    ("attend", "ffn", "link", "two", "three"),
+    [
+        (2.0, 2.0, 0.0, 2.0, 2.0),  # balanced, nothing on the way: two lanes are enough
+        (2.0, 2.0, 1.0, 2.0, 2.5),  # the link is a third stage
+        (2.0, 2.0, 2.0, 2.0, 3.0),  # three equal stages, one for each lane
+        (3.0, 1.0, 0.0, 4 / 3, 4 / 3),  # attention is all that counts
+        (2.0, 2.0, 4.0, 2.0, 2.0),  # the link is the bottleneck
+    ],
+)
+def test_gains_that_lanes_are_measured_against(attend, ffn, link, two, three):
+    assert ideal_gains(attend, ffn, link) == pytest.approx({2: two, 3: three})
