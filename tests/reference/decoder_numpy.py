@@ -108,6 +108,7 @@ class DecoderNumpy:
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, np.ndarray]):
         self.config, self.tensors = config, tensors
+        self.layers = int(config.get("num_hidden_layers", 0))
 
     @staticmethod
     def from_folder(path: str | Path) -> "DecoderNumpy":
@@ -128,7 +129,7 @@ class DecoderNumpy:
     def hidden(self, token_ids: list[int]) -> np.ndarray:
         """The outputs of the final norm, [tokens, d_model]."""
         x = self.tensors["model.embed_tokens.weight"][np.asarray(token_ids)]
-        for layer in range(self.config["num_hidden_layers"]):
+        for layer in range(self.layers):
             x = self.decoder_layer(layer, x)
         return self.norm("model.norm", x)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.reference.decoder_numpy import DecoderNumpy
-from tests.reference.step3_numpy import Cache, Step3Numpy
+from tests.reference.step3_numpy import Step3Numpy
 
 
 class Drafts(NamedTuple):
@@ -26,22 +26,14 @@ class Drafts(NamedTuple):
 def propose(
     model: Step3Numpy | DecoderNumpy, tokens: list[int], modules: int, count: int
 ) -> Drafts:
-    """The greedy next token and so many drafts. Draft m is module m's; where there are fewer
-    modules, the last one is fed its own hidden state and draft, a position further."""
-    layers = model.layers if isinstance(model, Step3Numpy) else model.config["num_hidden_layers"]
+    """The greedy next token and `count` drafts. Draft m is module m's; the last module makes those
+    behind it, of its own hidden state and draft, a position further."""
 
     def joined(layer: int, hidden: np.ndarray, following: list[int]) -> np.ndarray:
         name = f"model.layers.{layer}"
         embedded = model.tensors["model.embed_tokens.weight"][following]
         parts = model.norm(f"{name}.enorm", embedded), model.norm(f"{name}.hnorm", hidden)
         return model.linear(f"{name}.eh_proj", np.concatenate(parts, axis=-1))
-
-    def through(layer: int, rows: np.ndarray) -> np.ndarray:
-        if isinstance(model, Step3Numpy):
-            out = model.decoder_layer(layer, rows, Cache())
-        else:
-            out = model.decoder_layer(layer, rows)
-        return model.norm(f"model.layers.{layer}.shared_head.norm", out)
 
     margins = []
 
@@ -51,18 +43,17 @@ def propose(
         margins.append(float(first - second))
         return int(logits.argmax())
 
-    hidden = (
-        model.hidden(tokens, Cache()) if isinstance(model, Step3Numpy) else model.hidden(tokens)
-    )
+    hidden = model.hidden(tokens)
     token = best(hidden[-1])
     following, drafts, rows = [*tokens[1:], token], [], hidden
     for number in range(count):
-        layer = layers + min(number, modules - 1)
+        layer = model.layers + min(number, modules - 1)
         if number < modules:
             rows = joined(layer, hidden, following)
         else:
             rows = np.concatenate([rows, joined(layer, hidden[-1:], following[-1:])])
-        hidden = through(layer, rows)
+        out = model.decoder_layer(layer, rows)
+        hidden = model.norm(f"model.layers.{layer}.shared_head.norm", out)
         drafts.append(best(hidden[-1]))
         following = [*following[1:], drafts[-1]]
     return Drafts(token, drafts, min(margins))

@@ -116,7 +116,7 @@ class Step3Numpy:
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """The logits after every token of one sequence, [tokens, vocab]."""
-        return self.head(self.hidden(token_ids, Cache()))
+        return self.head(self.hidden(token_ids))
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The `count` tokens that follow the prompt, each the most probable one."""
@@ -140,7 +140,7 @@ class Step3Numpy:
         Returns:
           [tokens - 1, vocab].
         """
-        hidden = self.hidden(token_ids, Cache())[:-1]
+        hidden = self.hidden(token_ids)[:-1]
         name = f"model.layers.{self.layers}"
         own = f"{name}.embed_tokens.weight"
         embedding = self.tensors[own if own in self.tensors else "model.embed_tokens.weight"]
@@ -157,8 +157,9 @@ class Step3Numpy:
         own = f"{name}.shared_head.head.weight"
         return x @ self.tensors[own if own in self.tensors else "lm_head.weight"].T
 
-    def hidden(self, token_ids: list[int], cache: Cache) -> np.ndarray:
+    def hidden(self, token_ids: list[int], cache: Cache | None = None) -> np.ndarray:
         """The outputs of the final norm for these further tokens, [tokens, d_model]."""
+        cache = cache or Cache()
         x = self.tensors["model.embed_tokens.weight"][np.asarray(token_ids, dtype=np.int64)]
         for layer in range(self.layers):
             x = self.decoder_layer(layer, x, cache)
@@ -168,9 +169,10 @@ class Step3Numpy:
     def head(self, hidden: np.ndarray) -> np.ndarray:
         return self.linear("lm_head", hidden)
 
-    def decoder_layer(self, layer: int, x: np.ndarray, cache: Cache) -> np.ndarray:
+    def decoder_layer(self, layer: int, x: np.ndarray, cache: Cache | None = None) -> np.ndarray:
         name = f"model.layers.{layer}"
-        x = x + self.attention(layer, self.norm(f"{name}.input_layernorm", x), cache)
+        normed = self.norm(f"{name}.input_layernorm", x)
+        x = x + self.attention(layer, normed, cache or Cache())
         normed = self.norm(f"{name}.post_attention_layernorm", x)
         if self.is_moe(layer):
             return (

@@ -45,7 +45,7 @@ class TestModel:
         cache = Cache()
         parts = [model.hidden(part, cache) for part in (TOKENS[:5], TOKENS[5:6], TOKENS[6:])]
         np.testing.assert_allclose(
-            np.concatenate(parts), model.hidden(TOKENS, Cache()), rtol=1e-9, atol=1e-12
+            np.concatenate(parts), model.hidden(TOKENS), rtol=1e-9, atol=1e-12
         )
 
     def test_greedy_is_the_best_of_the_logits(self, model):

@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +12,11 @@ from jaxserve.model.module import (
     Weight,
     linear,
     matrix,
-    rms_norm,
     scale,
     side_by_side,
     weight,
     zeros,
 )
-from tests.reference import step3_numpy
 
 
 class Block(Module):
@@ -229,33 +226,3 @@ class TestLinear:
         out = linear(x, Weight(jnp.ones((1, 513), jnp.bfloat16)))
         assert out.dtype == jnp.bfloat16
         assert float(out[0, 0]) == 768.0
-
-    def test_fp32(self):
-        rng = np.random.default_rng(0)
-        x, w = rng.normal(size=(3, 64)), rng.normal(size=(5, 64))
-        out = linear(jnp.asarray(x, jnp.float32), Weight(jnp.asarray(w, jnp.float32)))
-        np.testing.assert_allclose(np.asarray(out), x @ w.T, atol=1e-5)
-
-
-class TestRMSNorm:
-    def test_literal(self):
-        out = rms_norm(jnp.asarray([[3.0, 4.0]]), jnp.asarray([1.0, 2.0]), 0.0)
-        np.testing.assert_allclose(np.asarray(out), [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
-
-    def test_against_numpy(self):
-        rng = np.random.default_rng(0)
-        x, w = rng.normal(size=(5, 64)), rng.uniform(0.8, 1.2, 64)
-        out = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), 1e-5)
-        np.testing.assert_allclose(np.asarray(out), step3_numpy.rms_norm(x, w, 1e-5), atol=1e-5)
-
-    def test_bfloat16_is_normed_in_fp32_and_rounded_before_the_weight(self):
-        x = jax.random.normal(jax.random.key(0), (2, 64), jnp.bfloat16) * 100
-        w = jnp.full(64, 1.5, jnp.bfloat16)
-        x32 = np.asarray(x, np.float32)
-        normed = x32 / np.sqrt(np.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
-        expected = normed.astype(jnp.bfloat16) * np.asarray(w)
-        out = rms_norm(x, w, 1e-5)
-        assert out.dtype == jnp.bfloat16
-        np.testing.assert_allclose(
-            np.asarray(out, np.float32), expected.astype(np.float32), rtol=2**-7
-        )

@@ -38,13 +38,17 @@ def processed(logits, state) -> np.ndarray:
     return np.asarray(blocks).reshape(len(logits), -1)[:, : logits.shape[1]]
 
 
-def state_of(rows) -> SamplerState:
-    """A row says only what differs from `OFF`."""
-    columns = {
-        name: np.asarray([{**OFF, **row}[name] for row in rows], DTYPES.get(name, np.float32))
-        for name in OFF
+def columns(defaults, rows, dtypes, otherwise):
+    """An array of each field, of rows that say only what differs from the defaults."""
+    made = {name: [{**defaults, **row}[name] for row in rows] for name in defaults}
+    return {
+        name: jnp.asarray(np.asarray(values, dtypes.get(name, otherwise)))
+        for name, values in made.items()
     }
-    return SamplerState(**{name: jnp.asarray(column) for name, column in columns.items()})
+
+
+def state_of(rows) -> SamplerState:
+    return SamplerState(**columns(OFF, rows, DTYPES, np.float32))
 
 
 def draw(logits, rows) -> list[int]:
@@ -106,21 +110,11 @@ class TestGreedy:
         logits[:, 200] = 1.0
         assert draw(logits, [{"temperature": 0.0}] * 2) == [299, 200]
 
-    def test_takes_the_largest_and_the_first_of_equals(self):
-        logits = [[0.0, 3.0, 1.0, 3.0], [-5.0, -9.0, -6.0, -5.5]]
-        assert draw(logits, [{"temperature": 0.0}] * 2) == [1, 0]
-
     def test_whatever_else_is_set(self):
         row = {"temperature": 0.0, "top_k": 3, "top_p": 0.1, "min_p": 0.9, "seed": 9}
         for seed in range(20):
             logits = random_logits(seed)
             assert draw([logits], [row]) == [int(np.argmax(logits))]
-
-    def test_among_rows_that_draw(self):
-        logits = np.stack([random_logits(seed) for seed in range(8)])
-        rows = [{"temperature": 0.0 if slot % 2 else 1.5, "seed": slot} for slot in range(8)]
-        tokens = draw(logits, rows)
-        assert tokens[1::2] == logits.argmax(axis=1)[1::2].tolist()
 
     @pytest.mark.parametrize("temperature", [1e-40, 1.2e-38, 1e-37, 1e-30, 1e-6, 1e-3])
     def test_is_the_limit_of_small_temperatures(self, temperature):
@@ -183,6 +177,19 @@ class TestSupport:
         assert set(np.flatnonzero(allowed > 0.024)) <= set(tokens.tolist())
 
 
+def assert_frequencies(tokens, probabilities):
+    """The chi-square statistic stays below its mean and five deviations."""
+    expected = probabilities * len(tokens)
+    observed = np.bincount(tokens, minlength=len(expected))
+    assert np.all(observed[expected == 0] == 0)
+    often = expected >= 5
+    rest_expected, rest = expected[~often].sum(), observed[~often].sum()
+    statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
+    statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
+    freedom = often.sum()
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
 class TestFrequencies:
     @pytest.mark.parametrize(
         "row",
@@ -196,44 +203,21 @@ class TestFrequencies:
         ],
     )
     def test_over_seeds(self, row):
-        """4000 draws: the chi-square statistic stays below its mean and five deviations."""
-        count = 4000
         logits = random_logits(3)
-        expected = probabilities(logits, **row) * count
-        observed = np.bincount(draws(logits, count, **row), minlength=VOCAB)
-        assert np.all(observed[expected == 0] == 0)
-        often = expected >= 5
-        rest_expected, rest = expected[~often].sum(), observed[~often].sum()
-        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
-        statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
-        freedom = often.sum()
-        assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+        assert_frequencies(draws(logits, 4000, **row), probabilities(logits, **row))
 
     @pytest.mark.parametrize("row", [{}, {"temperature": 0.8, "top_k": 300, "top_p": 0.9}])
     def test_of_many_blocks(self, row):
         """1,000 tokens are eight blocks of 128, of which the last one is not full."""
-        count = 10_000
         logits = random_logits(5, 1000)
-        expected = probabilities(logits, **row) * count
-        observed = np.bincount(draws(logits, count, **row), minlength=1000)
-        assert np.all(observed[expected == 0] == 0)
-        often = expected >= 5
-        rest_expected, rest = expected[~often].sum(), observed[~often].sum()
-        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
-        statistic += (rest - rest_expected) ** 2 / max(rest_expected, 1.0)
-        freedom = often.sum()
-        assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+        assert_frequencies(draws(logits, 10_000, **row), probabilities(logits, **row))
 
     def test_over_positions(self):
         """One request's draws are as independent as those of many."""
         logits, count = random_logits(4), 4000
         rows = [{"seed": 7, "position": position} for position in range(count)]
         tokens = draw(np.broadcast_to(logits, (count, VOCAB)), rows)
-        expected = probabilities(logits) * count
-        observed = np.bincount(tokens, minlength=VOCAB)
-        often = expected >= 5
-        statistic = np.sum((observed - expected)[often] ** 2 / expected[often])
-        assert statistic < often.sum() + 5 * np.sqrt(2 * often.sum())
+        assert_frequencies(tokens, probabilities(logits))
 
 
 class TestIndependence:
@@ -282,20 +266,12 @@ class TestIndependence:
         """A neighbour has the masses summed, and rounded; that must not cut this row's tail."""
         vocab = 3072
         logits = np.stack([np.linspace(0, -slope, vocab, dtype=np.float32) for slope in (2, 9, 40)])
-        alone = processed(logits, self.state(top_p=(1.0, 1.0, 1.0)))
-        crowd = processed(logits, self.state(top_p=(1.0, 0.5, 1.0)))
+        alone, crowd = (
+            processed(logits, state_of([{"top_p": one} for one in top_p]))
+            for top_p in ((1.0, 1.0, 1.0), (1.0, 0.5, 1.0))
+        )
         assert np.isfinite(alone).all(axis=1).tolist() == [True, True, True]
         assert np.isfinite(crowd).all(axis=1).tolist() == [True, False, True]
-
-    def state(self, top_p):
-        columns = {
-            name: np.full(3, value, DTYPES.get(name, np.float32)) for name, value in OFF.items()
-        }
-        return SamplerState(**{**columns, "top_p": np.asarray(top_p, np.float32)})
-
-    def test_same_seed_and_position_same_token(self):
-        logits = random_logits(2)
-        assert len({draw([logits], [self.ROW])[0] for _ in range(3)}) == 1
 
     def test_another_seed_or_position_another_token(self):
         flat = np.zeros(1000, np.float32)
@@ -309,13 +285,7 @@ class TestIndependence:
     def test_bfloat16_logits_are_taken_as_fp32(self):
         logits = jnp.asarray(random_logits(2), jnp.bfloat16)
         as_float32 = draw([np.asarray(logits, np.float32)], [self.ROW])
-        state = SamplerState(
-            **{
-                name: jnp.asarray([{**OFF, **self.ROW}[name]], DTYPES.get(name, np.float32))
-                for name in OFF
-            }
-        )
-        assert np.asarray(run(logits[None], state)).tolist() == as_float32
+        assert np.asarray(run(logits[None], state_of([self.ROW]))).tolist() == as_float32
 
 
 def test_processed_logits_are_the_logarithms_of_the_distribution():
@@ -350,19 +320,11 @@ NO_RULES = {
     "allowed": words_of([]),
     "prompt": words_of([]),
 }
-FLOATS = ("repetition", "presence", "frequency", "biases")
+FLOATS = dict.fromkeys(("repetition", "presence", "frequency", "biases"), np.float32)
 
 
 def rules(*rows) -> Rules:
-    """One row a slot, which says only what differs from `NO_RULES`."""
-    columns = {
-        name: np.asarray(
-            [{**NO_RULES, **row}[name] for row in rows],
-            np.float32 if name in FLOATS else np.int32,
-        )
-        for name in NO_RULES
-    }
-    return Rules(**{name: jnp.asarray(column) for name, column in columns.items()})
+    return Rules(**columns(NO_RULES, rows, FLOATS, np.int32))
 
 
 class TestCounts:

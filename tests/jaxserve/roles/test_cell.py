@@ -94,15 +94,6 @@ class TestCell:
         assert driver.position() == ("leave", 1, 4, 33)
         assert driver.idle_lanes == [0, 1]
 
-    def test_a_lane_takes_one_step_at_a_time(self, afd_runtime, driver):
-        driver.begin(plan(afd_runtime, 0, 1))
-        with pytest.raises(ValueError, match="lane 0 is still at layer 0"):
-            driver.begin(plan(afd_runtime, 0, 2))
-
-    def test_nothing_to_advance(self, driver):
-        with pytest.raises(ValueError, match="no lane has begun a step"):
-            driver.advance()
-
     def test_lanes_do_not_touch_each_other(self, afd_runtime, driver, tiny_model):
         """Different prompts on the same slot of two lanes, interleaved layer by layer."""
         model = Step3Numpy.from_folder(tiny_model)

@@ -6,10 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.model import LayerKind
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import attention_executables, attention_programs
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import colocated_executables, colocated_programs
@@ -20,6 +17,7 @@ from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from tests.jaxserve import layouts
+from tests.jaxserve.roles.building import programs_of
 
 BUCKETS = [Bucket(8, 4), Bucket(8, 18), Bucket(24, 4), Bucket(24, 18)]
 
@@ -37,21 +35,12 @@ def compiled(monkeypatch):
     return names
 
 
-def templates(tmp_path, overrides):
-    deployment = layouts.deployment(tmp_path, overrides)
-    meshes = Submeshes(deployment)
-    config = step3_config(layouts.SIZES.config())
-    return ModelTemplates(config, deployment, meshes), deployment, meshes
-
-
 def attention_of(tmp_path):
-    made, deployment, meshes = templates(tmp_path, {})
-    return AttentionPrograms(made, deployment, meshes.attention)
+    return programs_of(AttentionPrograms, layouts.deployment(tmp_path, {}))
 
 
 def ffn_of(tmp_path):
-    made, deployment, meshes = templates(tmp_path, {})
-    return FFNPrograms(made, deployment, meshes.ffn)
+    return programs_of(FFNPrograms, layouts.deployment(tmp_path, {}))
 
 
 def test_one_a_bucket_and_kind(compiled, tmp_path):
@@ -88,8 +77,7 @@ def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
 
 
 def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
-    made, deployment, meshes = templates(tmp_path, layouts.COLOCATED)
-    programs = ColocatedPrograms(made, deployment, meshes.attention)
+    programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, layouts.COLOCATED))
     bound = colocated_executables(
         programs, BUCKETS, compile_all(colocated_programs(programs, BUCKETS))
     )

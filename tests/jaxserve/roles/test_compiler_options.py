@@ -4,11 +4,11 @@ import pytest
 
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import AbstractSubmeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compiler_options import compiler_options
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
+from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
 
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -47,9 +47,7 @@ def test_xla_flags_win(monkeypatch, flag):
 
 def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
     config, deployment = load("step3")
-    meshes = AbstractSubmeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    attention = programs_of(AttentionPrograms, deployment, config, AbstractSubmeshes(deployment))
     bucket, kind = Bucket(128, 64), LayerKind("moe")
     assert attention.attend(bucket, kind).cuda_graphs == "off"
     assert attention.enter(bucket, kind).cuda_graphs == "off"
@@ -59,8 +57,7 @@ def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
 @pytest.mark.parametrize(("name", "ragged"), [("step3", False), ("step3-alltoall", True)])
 def test_programs_that_exchange_rows(name, ragged):
     config, deployment = load(name)
-    meshes = AbstractSubmeshes(deployment)
-    programs = FFNPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes.ffn)
+    programs = programs_of(FFNPrograms, deployment, config, AbstractSubmeshes(deployment))
     moe, dense = programs.ffn(128, "moe"), programs.ffn(128, "dense")
     assert (moe.ragged, dense.ragged) == (ragged, False)
     assert moe.cuda_graphs == "off"

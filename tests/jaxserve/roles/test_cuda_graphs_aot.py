@@ -12,16 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.planner import aot
-from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
+from tests.jaxserve.roles.building import programs_of
+from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels import gpu_aot
 
 LAUNCHES = {"CustomKernel", "CustomCall", "Copy", "Memset", "Gemm", "CublasLtMatmul"}
@@ -101,13 +99,10 @@ def test_the_sampler_is_one_graph_with_its_branches(name, most):
 
 def compile_programs():
     """Their names, one after the other, as they are compiled."""
-    deployment = load_deployment(CONFIGS / "step3.yaml")
-    config = model_config(model_folder(deployment.model, CONFIGS))
-    assert config is not None
+    config, deployment = load("step3")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    templates = ModelTemplates(config, deployment, meshes)
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
-    ffn = FFNPrograms(templates, deployment, meshes.ffn)
+    attention = programs_of(AttentionPrograms, deployment, config, meshes)
+    ffn = programs_of(FFNPrograms, deployment, config, meshes)
     bucket = Bucket(128, 64)
     programs = (
         attention.attend(bucket, LayerKind("moe")),

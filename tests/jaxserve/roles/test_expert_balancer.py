@@ -21,9 +21,11 @@ from jaxserve.roles.actions import (
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.expert_moves import Counted, ExpertFacts
 from jaxserve.roles.expert_policy import imbalance, propose
+from tests.jaxserve.waiting import until
 
 SIZES = SlotSizes(8, 4, 1)
 HOME = home_slots(SIZES)
+SWAPPED = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
 SKEWED = np.array([[800, 100, 100, 100, 100, 100, 100, 100]])
 
 
@@ -99,8 +101,29 @@ class Worker:
 
     def finish_moves(self):
         while self.balancer.view().moving:
-            self.clock.now += 1
-            wait_for_counts(self)
+            self.pass_seconds(1)
+
+    def pass_seconds(self, seconds):
+        self.clock.now += seconds
+        wait_for_counts(self)
+
+
+def wait_for_counts(worker):
+    worker.boundary()
+    wait_until_read(worker)
+    worker.boundary()
+
+
+def wait_until_read(worker):
+    """Waits for the counts that were asked for, and for what is decided by them."""
+    balancer = worker.balancer
+
+    def done():
+        assert balancer._thread.is_alive()
+        undecided = balancer._taken == balancer._got and worker.decided < balancer._taken
+        return balancer._got >= balancer._asked and not undecided
+
+    until(done)
 
 
 @pytest.fixture
@@ -186,19 +209,17 @@ def test_a_boundary_carries_one_piece(make):
     balancer = worker.balancer
     balancer.facts = msgspec.structs.replace(balancer.facts, pieces=4)
     worker.boundary()
-    swapped = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
-    assert balancer.place({1: swapped}) == 1
+    assert balancer.place({1: SWAPPED}) == 1
     pairs, seen = [(1, 3), (3, 1)], []
     while balancer._rounds:
         seen.append(worker.boundary())
         assert worker.boundary() == []  # half a second, two quarters of experts, is not over
         worker.clock.now += 0.5
     pieces = [[FetchExperts(1, pairs, piece)] for piece in range(4)]
-    assert seen == [*pieces, [MoveExperts(1, pairs, list(swapped))]]
-    assert balancer.placements[1] == swapped
+    assert seen == [*pieces, [MoveExperts(1, pairs, list(SWAPPED))]]
+    assert balancer.placements[1] == SWAPPED
 
 
-SWAPPED = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
 SWAPPING = ReadExperts(1, [(1, 3), (2, 1)])
 SWAP = MoveExperts(1, [(STORAGE, 3), (STORAGE, 1)], list(SWAPPED))
 
@@ -233,8 +254,7 @@ def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
     wait_until_read(worker)
     assert worker.boundary() == []
     assert (balancer.view().moving, balancer.placements[1]) == (0, HOME)
-    worker.clock.now += 11
-    wait_for_counts(worker)
+    worker.pass_seconds(11)
     assert (worker.moves, balancer._slices[-1][1].sum()) == ([], 0)
     # Counts that did not come confirm nothing: they are asked for again.
     worker.unread = ""
@@ -250,10 +270,8 @@ def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
 
 def test_only_one_rebalance_at_a_time(make):
     balancer = make().balancer
-    swapped = (1, 0, *HOME[2:])
-    other = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
-    assert balancer.place({1: swapped}) == 0  # the order within a rank is nothing
-    assert balancer.place({1: other}) == 1
+    assert balancer.place({1: (1, 0, *HOME[2:])}) == 0  # the order within a rank is nothing
+    assert balancer.place({1: SWAPPED}) == 1
     with pytest.raises(ValueError, match="1 rounds of moves are still to come"):
         balancer.place({1: HOME})
 
@@ -300,8 +318,7 @@ def test_a_failure_is_the_answer_to_its_own_question(make):
     threads = [threading.Thread(target=ask, args=[name]) for name in ("first", "second")]
     for wanted, thread in enumerate(threads, 2):
         thread.start()
-        while balancer._wanted < wanted:
-            time.sleep(0.001)
+        until(lambda wanted=wanted: balancer._wanted >= wanted)
     worker.failures[2] = EngineFailedError("process 3 was late")
     wait_for_counts(worker)
     threads[0].join(10)
@@ -317,13 +334,11 @@ def test_counts_that_a_lost_step_took_along_begin_anew(make):
     wait_for_counts(worker)
     for _ in range(3):
         worker.serve()
-        worker.clock.now += 10
-        wait_for_counts(worker)
+        worker.pass_seconds(10)
     worker.lose_a_step()
     worker.serve(SKEWED // 100)
     for _ in range(3):
-        worker.clock.now += 10
-        wait_for_counts(worker)
+        worker.pass_seconds(10)
         worker.serve()
     kept = [part[1].sum() for part in balancer._slices]
     assert kept == [1500, 1500, 1500, 1500, 1500]
@@ -335,8 +350,7 @@ def test_counts_of_a_lost_step_end_nothing(make):
     worker = make(window_seconds=10)
     worker.failures[2] = RuntimeError("INTERNAL: a step was lost")
     wait_for_counts(worker)
-    worker.clock.now += 10
-    wait_for_counts(worker)
+    worker.pass_seconds(10)
     worker.serve()
     assert worker.rebalance(dry_run=True).moves
     assert worker.balancer._thread.is_alive()
@@ -356,13 +370,11 @@ def test_an_operators_rebalance_comes_before_the_automatic_one(make, monkeypatch
 
     monkeypatch.setattr(expert_balancer, "propose", late)
     worker.serve()
-    worker.clock.now += 10
-    wait_for_counts(worker)
+    worker.pass_seconds(10)
     worker.finish_moves()
     assert (placed, balancer.placements[1]) == ([1], SWAPPED)
     worker.serve()
-    worker.clock.now += 10
-    wait_for_counts(worker)
+    worker.pass_seconds(10)
     assert balancer.view().moving  # it decides again
     assert balancer._thread.is_alive()
 
@@ -400,8 +412,7 @@ def test_rebalances_by_hand_beside_automatic_ones(make):
         worker.clock.now += 2
         answers.append(worker.rebalance(dry_run=False))
         for _ in range(4 if number % 2 else 40):
-            worker.clock.now += 0.01
-            wait_for_counts(worker)
+            worker.pass_seconds(0.01)
         assert balancer._thread.is_alive()
     worker.unread = ""
     worker.finish_moves()
@@ -418,8 +429,7 @@ def test_who_looks_sees_what_a_slice_has_so_far(make):
     wait_for_counts(worker)
     balancer = worker.balancer
     worker.serve()
-    worker.clock.now += 2
-    wait_for_counts(worker)
+    worker.pass_seconds(2)
     assert balancer.view().expert_tokens == {}  # nobody had looked
     wait_for_counts(worker)
     view = balancer.view()
@@ -427,26 +437,7 @@ def test_who_looks_sees_what_a_slice_has_so_far(make):
     assert view.imbalance == pytest.approx(800 / 1500 * 8)
     assert not balancer._slices
     worker.serve()
-    worker.clock.now += 58
-    wait_for_counts(worker)
+    worker.pass_seconds(58)
     assert balancer.view().expert_tokens == {1: (2 * SKEWED[0]).tolist()}
     (kept,) = balancer._slices
     assert kept[1].sum(axis=0).tolist() == (2 * SKEWED[0]).tolist()
-
-
-def wait_for_counts(worker):
-    worker.boundary()
-    wait_until_read(worker)
-    worker.boundary()
-
-
-def wait_until_read(worker):
-    """What was asked for; and until it was decided what to make of it."""
-    balancer = worker.balancer
-
-    def decides():
-        return balancer._taken == balancer._got and worker.decided < balancer._taken
-
-    while balancer._got < balancer._asked or decides():
-        assert balancer._thread.is_alive()
-        time.sleep(0.001)

@@ -7,34 +7,22 @@ import re
 import jax
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config
-from jaxserve.config.load import load_deployment
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.planner import aot
-from jaxserve.planner.models import model_config, model_folder
-from jaxserve.roles.expert_programs import ExpertPrograms
 from jaxserve.roles.ffn_programs import FFNPrograms
 from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts
+from tests.jaxserve.roles.building import programs_of
+from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels import gpu_aot
 
-CONFIG = step3_config(layouts.SIZES.config())
 HOPPER = Target("mosaic_gpu", "NVIDIA H200")
-
-
-def experts_of(config, deployment, meshes) -> ExpertPrograms:
-    programs = FFNPrograms(ModelTemplates(config, deployment, meshes), deployment, meshes.ffn)
-    assert programs.experts is not None
-    return programs.experts
 
 
 def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
     """XLA's kernel waits for rows of every device on other hosts: each sends one."""
     deployment = layouts.deployment(tmp_path, {"ffn.ep": 3, "ffn.tp": 2})
-    experts = experts_of(CONFIG, deployment, Submeshes(deployment))
-    program = experts.fetch(1)
+    program = programs_of(FFNPrograms, deployment).experts.fetch(1)
     with use_target(HOPPER):
         traced = jax.jit(program.mapped()).trace(*program.arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -45,11 +33,10 @@ def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
 
 def received() -> list[str]:
     """What arrives of each leaf of an expert, and in which memory."""
-    deployment = load_deployment(CONFIGS / "step3-alltoall.yaml")
-    config = model_config(model_folder(deployment.model, CONFIGS))
-    assert config is not None
+    config, deployment = load("step3-alltoall")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    text = experts_of(config, deployment, meshes).fetch(1).compile().as_text() or ""
+    programs = programs_of(FFNPrograms, deployment, config, meshes)
+    text = programs.experts.fetch(1).compile().as_text() or ""
     return re.findall(r"ragged-all-to-all-done\S* = (\S+)", text)
 
 

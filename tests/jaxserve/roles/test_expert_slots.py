@@ -13,8 +13,7 @@ from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.step3 import step3_config, step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
-from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, Submeshes
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
 from jaxserve.roles.actions import (
     STORAGE,
@@ -35,11 +34,11 @@ from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_peer import from_peers, serving
 from tests.jaxserve.model.ffn.test_placement import random_placement
+from tests.jaxserve.roles.building import CONFIG, programs_of
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
-CONFIG = step3_config(layouts.SIZES.config())
 NAMES = step3_names(CONFIG)
 AFD = {"ffn.ep": 3, "ffn.tp": 2, "ffn.redundant_slots": 1}
 COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
@@ -47,20 +46,21 @@ COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
 
 def make(tmp_path, overrides, source=None, config=CONFIG):
     deployment = layouts.deployment(tmp_path, overrides)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(config, deployment, meshes)
-    if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
-        weights = ColocatedWeights(source or RandomLeaves(), NAMES, programs)
-    else:
-        programs = FFNPrograms(templates, deployment, meshes.ffn)
-        weights = FFNWeights(source or RandomLeaves(), NAMES, programs)
+    kind, loaded, rules = (
+        (ColocatedPrograms, ColocatedWeights, COLOCATED_FFN_RULES)
+        if deployment.mode == "colocated"
+        else (FFNPrograms, FFNWeights, FFN_RULES)
+    )
+    programs = programs_of(kind, deployment, config)
+    weights = loaded(source or RandomLeaves(), NAMES, programs)
     compiled = compile_all(slot_programs(programs.experts, programs.banks))
-    reader = None
-    if source is not None:
-        rules = COLOCATED_FFN_RULES if deployment.mode == "colocated" else FFN_RULES
-        settings = deployment.experts
-        reader = ExpertReader(templates, settings, NAMES, source, programs.mesh, rules)
+    reader = (
+        None
+        if source is None
+        else ExpertReader(
+            programs.templates, deployment.experts, NAMES, source, programs.mesh, rules
+        )
+    )
     slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
     return slots, weights, programs.experts.pieces
 
@@ -252,8 +252,7 @@ def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model, tmp_path):
 def test_an_expert_has_a_slot_in_every_layer(tmp_path):
     slots, _, _ = make(tmp_path, AFD)
     assert slots.layers == (1, 2)
-    deployment = layouts.deployment(tmp_path, AFD)
-    templates = ModelTemplates(CONFIG, deployment, Submeshes(deployment))
+    templates = programs_of(FFNPrograms, layouts.deployment(tmp_path, AFD)).templates
     # d_ff 33, on two devices
     assert expert_bytes(templates.ffn["moe"], slots.sizes) == 3 * 64 * 34 * 4
 

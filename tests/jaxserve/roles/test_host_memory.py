@@ -9,6 +9,7 @@ from jaxserve.roles.host_memory import (
     simulated_memory,
     whole_host_memory,
 )
+from tests.jaxserve.roles.test_host_cores import in_group
 
 
 def test_what_is_free_on_the_host_and_in_the_container(tmp_path):
@@ -26,32 +27,14 @@ def test_what_is_free_on_the_host_and_in_the_container(tmp_path):
     assert free_host_memory(tmp_path) == 8_192_000
 
 
-def test_a_container_of_cgroup_v1(tmp_path):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemAvailable:    8000 kB\n")
-    group = tmp_path / "sys/fs/cgroup/memory"
-    group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("5000000\n")
-    (group / "memory.usage_in_bytes").write_text("4000000\n")
-    (group / "memory.stat").write_text(
-        "inactive_file 1\ntotal_inactive_file 2000000\ntotal_active_file 1000000\n"
-    )
-    assert free_host_memory(tmp_path) == 4_000_000
-    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
-    assert free_host_memory(tmp_path) == 8_192_000
-
-
 UNIT = "system.slice/jaxserve-domain@0.service"
 
 
 def in_unit(root, version=2):
     """This process in a unit of a slice, on a host of 9,216,000 bytes with 8,192,000 free."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
     line = {1: f"12:pids:/else\n4:memory:/{UNIT}\n0::/x\n", 2: f"0::/{UNIT}\n"}[version]
-    (root / "proc/self/cgroup").write_text(line)
-    group = root / "sys/fs/cgroup" / ("memory" if version == 1 else "") / UNIT
-    group.mkdir(parents=True)
+    group = in_group(root, line, f"memory/{UNIT}" if version == 1 else UNIT)
+    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
     return group
 
 
@@ -81,8 +64,12 @@ def test_a_systemd_unit_of_cgroup_v1(tmp_path):
     group = in_unit(tmp_path, version=1)
     (group / "memory.limit_in_bytes").write_text("6000000\n")
     (group / "memory.usage_in_bytes").write_text("1000000\n")
-    (group / "memory.stat").write_text("total_inactive_file 100000\n")
+    (group / "memory.stat").write_text(
+        "inactive_file 1\ntotal_inactive_file 60000\ntotal_active_file 40000\n"
+    )
     assert (free_host_memory(tmp_path), whole_host_memory(tmp_path)) == (5_100_000, 6_000_000)
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    assert free_host_memory(tmp_path) == 8_192_000
 
 
 def test_a_container_that_has_the_kernels_name_of_its_group(tmp_path):

@@ -4,25 +4,10 @@ import pytest
 from jaxserve.roles.layout import BatchLayout, RulesLayout
 
 
-def test_fields_in_order():
-    """3 tokens, 2 slots."""
-    layout = BatchLayout(3, 2)
-    assert layout.width == 3 + 3 + 2 * 7
-    fields = layout.fields(np.arange(layout.width))
-    assert {name: field.tolist() for name, field in fields.items()} == {
-        "token_ids": [0, 1, 2],
-        "query_start": [3, 4, 5],
-        "kv_length": [6, 7],
-        "sample": [8, 9],
-        "temperature": [10, 11],
-        "top_k": [12, 13],
-        "top_p": [14, 15],
-        "min_p": [16, 17],
-        "seed": [18, 19],
-        "upcoming": [],
-    }
+def test_fields_of_modules_come_last():
+    """3 tokens, 2 slots; the order of the others is that of `test_step_arrays.py`."""
     layout = BatchLayout(3, 2, modules=3)
-    assert layout.width == 20 + 2 * 3
+    assert layout.width == 3 + 3 + 2 * 7 + 2 * 3
     assert layout.fields(np.arange(layout.width))["upcoming"].tolist() == [20, 21, 22, 23, 24, 25]
 
 

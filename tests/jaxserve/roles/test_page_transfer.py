@@ -11,13 +11,12 @@ import pytest
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_spread import SpreadPages
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from tests.jaxserve.roles.building import programs_of
 from tests.reference.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.unoptimised
@@ -52,10 +51,8 @@ class Holder:
         limits |= {key.replace("__", "."): value for key, value in overrides.items()}
         deployment = load_deployment(folder, limits)
         config, _ = read_config(folder, [])
-        meshes = Submeshes(deployment)
-        templates = ModelTemplates(config, deployment, meshes)
-        cls = ColocatedPrograms if stacked else AttentionPrograms
-        self.programs = cls(templates, deployment, meshes.attention)
+        kind = ColocatedPrograms if stacked else AttentionPrograms
+        self.programs = programs_of(kind, deployment, config)
         self.layers, self.stacked = config.layers, stacked
         self.dp = deployment.attention.dp
         self.size = deployment.cache.page_size
@@ -84,6 +81,20 @@ class Holder:
                 layers.append(rows[:, run.offset : run.offset + count])
             found.append(np.stack(layers))
         return found
+
+    def all_pages(self) -> list[list[np.ndarray]]:
+        """`tokens` of all pages of every DP group."""
+        return [self.tokens(PageRun(group, range(PAGES)), 999) for group in range(self.dp)]
+
+
+def assert_untouched(holder: Holder, before: list[list[np.ndarray]], into: PageRun) -> None:
+    """All but the pages of a run are as they were."""
+    for group, (then, now) in enumerate(zip(before, holder.all_pages(), strict=True)):
+        written = into.page_ids if group == into.group else ()
+        kept = [page not in written for page in range(PAGES)]
+        for was, has in zip(then, now, strict=True):
+            mine = np.repeat(kept, holder.size)
+            np.testing.assert_array_equal(was[:, :, mine], has[:, :, mine])
 
 
 def _random(draw: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -172,7 +183,7 @@ def _check_carried(tmp_path, name, layout, group, other, into, *, cache__format,
         **options,
         **other,
     )
-    before = [target.tokens(PageRun(g, range(PAGES)), 999) for g in range(target.dp)]
+    before = target.all_pages()
     offset = 3 if source.size == 4 else 0
     pages = [5, 1, 2, 0, 3][: -(-(PIECE + offset) // source.size)]
     run = PageRun(group, pages, offset)
@@ -183,29 +194,18 @@ def _check_carried(tmp_path, name, layout, group, other, into, *, cache__format,
         # Of every head one copy: where there are fewer heads than devices, several hold the same.
         ours = np.repeat(sent[:, :: max(1, sent.shape[1] // heads)], got.shape[1] // heads, axis=1)
         np.testing.assert_array_equal(got, ours)
-    for g in range(target.dp):  # Nothing else was touched.
-        rest = [p for p in range(PAGES) if g != into.group or p not in into.page_ids]
-        for was, now in zip(before[g], target.tokens(PageRun(g, range(PAGES)), 999), strict=True):
-            size = target.size
-            for page in rest:
-                part = slice(page * size, (page + 1) * size)
-                np.testing.assert_array_equal(was[:, :, part], now[:, :, part])
+    assert_untouched(target, before, into)
     return source, target
 
 
 def test_fewer_pages_than_a_piece_has(tmp_path):
     source = Holder(tmp_path / "s", "qwen3", seed=1, cache__page_size=4)
     target = Holder(tmp_path / "t", "qwen3", seed=2, cache__page_size=4, imports=["float32"])
-    before = target.tokens(PageRun(0, range(PAGES)), 999)
-    run, into = PageRun(0, [2, 4]), PageRun(0, [1, 3])
+    before, run, into = target.all_pages(), PageRun(0, [2, 4]), PageRun(0, [1, 3])
     carry(source, run, target, into)
     for sent, got in zip(source.tokens(run, 8), target.tokens(into, 8), strict=True):
         np.testing.assert_array_equal(got, sent)
-    untouched = PageRun(0, [0, 2, 4, 5])
-    for was, now in zip(before, target.tokens(PageRun(0, range(PAGES)), 999), strict=True):
-        for page in untouched.page_ids:
-            part = slice(page * 4, (page + 1) * 4)
-            np.testing.assert_array_equal(was[:, :, part], now[:, :, part])
+    assert_untouched(target, before, into)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,23 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxserve.roles.program_cache import WholeEntries, use_compilation_cache
 from tests.jaxserve.storage.conftest import objects as objects
 
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 
+
+@pytest.fixture
+def options():
+    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("options")
 class TestPlace:
-    OPTIONS = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-
-    @pytest.fixture(autouse=True)
-    def options(self):
-        before = {name: getattr(jax.config, name) for name in self.OPTIONS}
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-
     def test_is_private_to_the_user(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         jax.config.update("jax_compilation_cache_dir", None)
@@ -63,21 +65,13 @@ class TestPlace:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, options):
     """A cache of its own, for every program, with which JAX starts afresh."""
-    names = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
+    for name, value in zip(OPTIONS, (str(tmp_path), 0.0, -1), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     use_compilation_cache()
     yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 

@@ -6,8 +6,6 @@ import pytest
 
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.config.model import LayerKind
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.quant import rows as quant_rows
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
@@ -15,6 +13,7 @@ from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from tests.jaxserve import layouts
+from tests.jaxserve.roles.building import programs_of
 from tests.reference.tiny_step3 import TinyStep3
 
 
@@ -22,10 +21,7 @@ def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
     overrides = {key.replace("__", "."): value for key, value in overrides.items()}
     if cls is ColocatedPrograms:
         overrides |= layouts.COLOCATED
-    deployment = layouts.deployment(tmp_path, overrides)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(step3_config(sizes.config()), deployment, meshes)
-    return cls(templates, deployment, meshes.ffn if cls is FFNPrograms else meshes.attention)
+    return programs_of(cls, layouts.deployment(tmp_path, overrides), step3_config(sizes.config()))
 
 
 def test_padding_has_the_id_past_the_experts_whatever_the_ffn_mesh(tmp_path):
@@ -36,38 +32,25 @@ def test_padding_has_the_id_past_the_experts_whatever_the_ffn_mesh(tmp_path):
 
 def test_shapes_of_1a1f(tmp_path):
     p = programs(tmp_path, link__dispatch="int8")
-    bucket = Bucket(24, 18)
-    width = 24 + 6 + 7 * 5
+    bucket, pages = Bucket(24, 18), (160, 1, 8, 32)
     enter = p.enter(bucket, LayerKind("dense"))
     assert enter.name == "enter_dense"
-    assert [a.shape for a in enter.arguments[:5]] == [
-        (1, 5),
-        (1, 5, 18),
-        (1, width),
-        (160, 1, 8, 32),
-        (160, 1, 8, 32),
-    ]
+    expected = [(1, 5), (1, 5, 18), (1, 24 + 6 + 7 * 5), pages, pages]
+    assert [a.shape for a in enter.arguments[:5]] == expected
     assert enter.donated == (3, 4)
     attend = p.attend(bucket, LayerKind("moe"))
     # Slots, positions and chunk starts of the tokens, cosines and sines of their angles: what
     # `enter` made of the batch.
     shared = [(24,), (24,), (24,), (24, 16), (24, 16)]
-    assert [a.shape for a in attend.arguments[:10]] == [
-        (24, 64),
-        (1, 5, 18),
-        *shared,
-        (160, 1, 8, 32),
-        (160, 1, 8, 32),
-        (24, 64),
-    ]
+    expected = [(24, 64), (1, 5, 18), *shared, pages, pages, (24, 64)]
+    assert [a.shape for a in attend.arguments[:10]] == expected
+    assert attend.donated == (0, 7, 8)
     made = jax.eval_shape(enter.mapped(), *enter.arguments)
     assert [array.shape for array in made[4:]] == shared
-    assert attend.donated == (0, 7, 8)
     p_ffn = programs(tmp_path, FFNPrograms, link__dispatch="int8")
-    ffn = p_ffn.ffn(24, "moe")
+    packed = p_ffn.ffn(24, "moe").arguments[0]
     # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
-    assert ffn.arguments[0].shape == (24, 64 + 4 + 12 + 12)
-    assert ffn.arguments[0].dtype == jnp.uint8
+    assert (packed.shape, packed.dtype) == ((24, 64 + 4 + 12 + 12), jnp.uint8)
     assert p_ffn.ffn(24, "dense").arguments[0].shape == (24, 64 + 4)
     assert p.leave(bucket).arguments[3].shape == (24, 64)
 

@@ -151,11 +151,6 @@ def test_every_lane_repeats_attend_dispatch_ffn_combine(layers, lanes, wishes):
         assert (place, layer) == (0, 0)
 
 
-@plays
-def test_the_same_begins_give_the_same_order(layers, lanes, wishes):
-    assert Played(layers, lanes, wishes).stages == Played(layers, lanes, wishes).stages
-
-
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 60))
 def test_busy_lanes_get_equal_turns(layers, lanes, turns):
     """All lanes always have work: at no time is one a layer ahead by more than one."""

@@ -12,7 +12,6 @@ from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
@@ -20,22 +19,20 @@ from jaxserve.roles.weights import zeroed
 from pallas_kernels import input_major
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
+from tests.jaxserve.roles.building import programs_of
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
 def load(model, overrides, source=None, modules=0, input_major=False):
     deployment = layouts.deployment(model, overrides)
     config, names = read_config(model, modules=modules)
-    meshes = Submeshes(deployment)
-    templates = ModelTemplates(
-        msgspec.structs.replace(config, on_cpus=input_major), deployment, meshes
-    )
+    meshes, config = Submeshes(deployment), msgspec.structs.replace(config, on_cpus=input_major)
     source = source or HFCheckpoint(model, names)
     if deployment.mode == "colocated":
-        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        programs = programs_of(ColocatedPrograms, deployment, config, meshes)
         return programs, ColocatedWeights(source, names, programs)
-    weights = load_both(source, names, templates, deployment, meshes)
-    return AttentionPrograms(templates, deployment, meshes.attention), weights
+    programs = programs_of(AttentionPrograms, deployment, config, meshes)
+    return programs, load_both(source, names, programs.templates, deployment, meshes)
 
 
 def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[str, np.ndarray]:
@@ -119,12 +116,11 @@ def test_afd(tiny_model, overrides):
     templates = programs.templates
     check(templates.embedding, weights.embedding, expected_leaves(None, "embedding"))
     check(templates.head, weights.head, expected_leaves(None, "head"))
-    for layer in range(4):
+    for layer, (attention, ffn) in enumerate(zip(weights.attention, weights.ffn, strict=True)):
         kind = programs.config.kind(layer)
-        check(
-            templates.attention[kind], weights.attention[layer], expected_leaves(layer, "attention")
-        )
-        check(templates.ffn[kind.ffn], weights.ffn[layer], expected_leaves(layer, "ffn"))
+        check(templates.attention[kind], attention, expected_leaves(layer, "attention"))
+        check(templates.ffn[kind.ffn], ffn, expected_leaves(layer, "ffn"))
+    assert layer == 3
 
 
 def test_devices_hold_their_slices_alone(tiny_model):
@@ -189,17 +185,13 @@ def test_input_by_input(tiny_model, overrides, monkeypatch):
     monkeypatch.setattr(input_major, "TILE", 16)
     plain = load(tiny_model, overrides)[1]
     programs, weights = load(tiny_model, overrides, input_major=True)
-    if "ffn.ep" not in overrides:
-        pairs = list(zip(plain.flat, weights.flat, strict=True))
+    if "ffn.ep" in overrides:
+        own, kind = programs.templates, programs.config.kind(1)
+        check(own.attention[kind], weights.attention[1], expected_leaves(1, "attention"))
+        check(own.ffn["moe"], weights.ffn[1], expected_leaves(1, "ffn"))
+        pairs = zip(plain.leaves, weights.leaves, strict=True)
     else:
-        kind = programs.config.kind(1)
-        check(
-            programs.templates.attention[kind],
-            weights.attention[1],
-            expected_leaves(1, "attention"),
-        )
-        check(programs.templates.ffn["moe"], weights.ffn[1], expected_leaves(1, "ffn"))
-        pairs = list(zip(plain.leaves, weights.leaves, strict=True))
+        pairs = zip(plain.flat, weights.flat, strict=True)
     most, tiled = 0, 0
     for leaf, made in pairs:
         if leaf.shape == made.shape:
@@ -228,15 +220,14 @@ class TestPredictionModules:
         for role, template, leaves in zip(self.ROLES, own, blocks, strict=True):
             check(template, leaves, expected_leaves(4, role, self.SIZES))
 
-    @pytest.mark.parametrize("overrides", [{"attention.tp": 2, "ffn.ep": 3}], ids=str)
-    def test_afd(self, with_module, overrides):
-        programs, weights = load(with_module, overrides, modules=1)
+    def test_afd(self, with_module):
+        programs, weights = load(with_module, {"attention.tp": 2, "ffn.ep": 3}, modules=1)
         assert (len(weights.attention), len(weights.ffn)) == (5, 5)
         self.check(programs, (weights.predictions[0], weights.attention[4], weights.ffn[4]))
 
-    @pytest.mark.parametrize("overrides", [{"attention.dp": 2, "attention.tp": 2}], ids=str)
-    def test_colocated(self, with_module, overrides):
-        programs, weights = load(with_module, layouts.COLOCATED | overrides, modules=1)
+    def test_colocated(self, with_module):
+        overrides = layouts.COLOCATED | {"attention.dp": 2, "attention.tp": 2}
+        programs, weights = load(with_module, overrides, modules=1)
         leaves = [np.asarray(stack)[0] for stack in weights.modules]
         first = len(programs.templates.prediction.leaves)
         second = len(leaves) - len(programs.templates.ffn["moe"].leaves)

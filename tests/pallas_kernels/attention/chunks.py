@@ -1,6 +1,15 @@
-"""Batches for `chunk_attention`, and what NumPy makes of them."""
+"""What every backend of `chunk_attention` must do, against NumPy. Backends' tests inherit it."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+
+from pallas_kernels.attention import chunk_attention
+from pallas_kernels.target import Target, use_target
 
 SCALE, HEADS, DIM, V_DIM, TOKENS = 0.3, 2, 6, 4, 32
 
@@ -36,3 +45,68 @@ def batch(rng, lengths, starts, tokens=TOKENS):
         [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)]
     )
     return *arrays, sequence, position
+
+
+def attending(target: Target) -> Callable[..., Any]:
+    """The call for a target, compiled."""
+
+    @jax.jit
+    def attend(*arrays):
+        with use_target(target):
+            return chunk_attention(*arrays, scale=SCALE)
+
+    return attend
+
+
+class ChunkSuite:
+    """Tiles of 8 tokens, where there are some: batches of 21, with padding.
+
+    Attributes:
+      attend: the compiled call.
+      rounding: of results in BF16; a backend may round probabilities, too.
+    """
+
+    attend: ClassVar[Callable[..., Any]]
+    rounding: ClassVar[float] = 2**-8
+
+    def run(self, arrays, dtype=jnp.float32):
+        inputs = [jnp.asarray(array, dtype) for array in arrays[:3]]
+        return type(self).attend(*inputs, *(jnp.asarray(array, jnp.int32) for array in arrays[3:]))
+
+    def check(self, arrays):
+        output, lse = self.run(arrays)
+        expected, sums = attend_numpy(*arrays)
+        np.testing.assert_allclose(np.asarray(output), expected, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
+        assert (output.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+
+    @pytest.mark.parametrize(
+        ("lengths", "starts"),
+        [
+            ([1], [0]),
+            ([8], [3]),
+            ([7, 1, 9], [0, 50, 2]),
+            ([21], [5]),
+            ([3, 3, 3, 3, 3], [9, 0, 9, 0, 4]),
+        ],
+        ids=str,
+    )
+    def test_against_numpy(self, lengths, starts):
+        """Sequences within a tile, over several, to their borders, and padding."""
+        self.check(batch(np.random.default_rng(0), lengths, starts, 21))
+
+    def test_tokens_may_come_in_any_order(self):
+        rng = np.random.default_rng(4)
+        arrays = batch(rng, [10, 7], [0, 3], 21)
+        order = rng.permutation(21)
+        self.check([array[order] for array in arrays])
+
+    def test_bfloat16(self):
+        arrays = batch(np.random.default_rng(2), [9, 8], [0, 4], 21)
+        rounded = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in arrays[:3]]
+        output, lse = self.run(arrays, jnp.bfloat16)
+        expected, sums = attend_numpy(*rounded, *arrays[3:])
+        assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+        output = np.asarray(output, np.float32)
+        np.testing.assert_allclose(output, expected, rtol=self.rounding, atol=self.rounding)
+        np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-4)

@@ -15,33 +15,11 @@ SMALL = 32 * 2**20
 """Bytes: the smallest pool of pages is twice that."""
 
 SPAN = {
-    "v5e": (
-        "step3 int8",
-        "deepseek-v3 bf16 chunk",
-        "deepseek-v3 bf16 write",
-    ),
-    "v6e": (
-        "deepseek-v3 bf16",
-        "qwen3-235b-tp4 bf16 2 tokens",
-        "deepseek-v3-tp8 int8 8 tokens",
-        "qwen3-235b bf16 write",
-        "deepseek-v3 int8 write",
-        "step3 int8 layer",
-    ),
-    "v7x": (
-        "step3 fp8",
-        "qwen3-235b int8",
-        "deepseek-v3 fp8 4 tokens",
-        "qwen3-235b fp8 chunk",
-        "deepseek-v3-tp8 bf16 inside",
-        "step3 fp8 write",
-        "step3 fp8 layer",
-        "qwen3-235b fp8 layer",
-    ),
+    "v5e": ("step3 int8", "deepseek-v3 bf16 write"),
+    "v6e": ("qwen3-235b-tp4 bf16 2 tokens", "deepseek-v3 int8 write", "step3 int8 layer"),
+    "v7x": ("step3 fp8", "qwen3-235b fp8 chunk", "deepseek-v3-tp8 bf16 inside", "step3 fp8 layer"),
 }
-"""Every model, format, kind of batch and kernel, each with some generation; every generation has a
-decode step, several tokens of a sequence, and a write. `-m nightly` has the product."""
-
+"""Every kind of batch and kernel, each with some generation. `-m nightly` has the product."""
 
 MOST_CYCLES = 60_000
 """By XLA's estimate beside the kernel. Where scales are moved, v6e has 209 thousand, v7x 81."""

@@ -2,12 +2,9 @@
 
 import inspect
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels.attention import (
     chunk_attention,
@@ -16,24 +13,27 @@ from pallas_kernels.attention import (
     reference,
     write_rows,
 )
+from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.chunks import (
     DIM,
     HEADS,
     SCALE,
     V_DIM,
+    ChunkSuite,
     attend_numpy,
+    attending,
     batch,
 )
 
 pytestmark = pytest.mark.unoptimised
 
 
-def run(arrays, dtype=jnp.float32):
-    queries, keys, values = (jnp.asarray(array, dtype) for array in arrays[:3])
-    where = (jnp.asarray(array, jnp.int32) for array in arrays[3:])
-    return jax.jit(chunk_attention, static_argnames="scale")(
-        queries, keys, values, *where, scale=SCALE
-    )
+class TestReference(ChunkSuite):
+    attend = attending(Target("reference", "cpu"))
+
+    @pytest.mark.parametrize("tokens", [reference.CHUNK_ROWS, reference.CHUNK_ROWS + 1, 300])
+    def test_more_tokens_than_a_block(self, tokens):
+        self.check(batch(np.random.default_rng(1), [90, 1, tokens - 95], [0, 7, 200], tokens))
 
 
 def test_literal():
@@ -46,48 +46,6 @@ def test_literal():
     assert np.asarray(output).ravel().tolist() == [2, 3, 100, 4]
     # Each score is 0.5 · 2 = 1.
     np.testing.assert_allclose(np.asarray(lse)[:, 0], 1 + np.log([1, 2, 1, 3]), rtol=1e-6)
-
-
-@given(
-    st.lists(st.integers(1, 10), min_size=1, max_size=3),
-    st.lists(st.integers(0, 50), min_size=3, max_size=3),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=25)
-def test_against_numpy(lengths, starts, seed):
-    arrays = batch(np.random.default_rng(seed), lengths, starts[: len(lengths)])
-    output, lse = run(arrays)
-    expected, sums = attend_numpy(*arrays)
-    np.testing.assert_allclose(np.asarray(output), expected, atol=1e-5)
-    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
-    assert (output.dtype, lse.dtype) == (jnp.float32, jnp.float32)
-
-
-def test_padding_sees_nothing_and_is_seen_by_none():
-    arrays = batch(np.random.default_rng(0), [3], [0])
-    output, lse = run(arrays)
-    assert np.isfinite(np.asarray(output)).all()
-    assert not np.asarray(output)[3:].any()
-    assert np.isneginf(np.asarray(lse)[3:]).all()
-
-
-@pytest.mark.parametrize("tokens", [reference.CHUNK_ROWS, reference.CHUNK_ROWS + 1, 300])
-def test_more_tokens_than_a_block(tokens):
-    arrays = batch(np.random.default_rng(1), [90, 1, tokens - 95], [0, 7, 200], tokens)
-    output, lse = run(arrays)
-    expected, sums = attend_numpy(*arrays)
-    np.testing.assert_allclose(np.asarray(output), expected, atol=1e-5)
-    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
-
-
-def test_bfloat16_is_rounded_at_the_end_alone():
-    arrays = batch(np.random.default_rng(2), [9, 8], [0, 4])
-    rounded = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in arrays[:3]]
-    output, lse = run(arrays, jnp.bfloat16)
-    expected, sums = attend_numpy(*rounded, *arrays[3:])
-    assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=2**-8, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
 
 
 def test_merged_with_the_cache_it_is_attention_to_everything():
@@ -115,18 +73,6 @@ def test_merged_with_the_cache_it_is_attention_to_everything():
     np.testing.assert_allclose(np.asarray(merged), expected[new], atol=1e-5)
 
 
-def call(**changes):
-    arrays = {
-        "queries": jnp.zeros((3, 2, 6)),
-        "keys": jnp.zeros((3, 2, 6)),
-        "values": jnp.zeros((3, 2, 4)),
-        "sequence_of_token": jnp.zeros(3, jnp.int32),
-        "position": jnp.zeros(3, jnp.int32),
-    }
-    # What the annotations would catch in tests, callers without the import hook run into.
-    return inspect.unwrap(chunk_attention)(**(arrays | changes), scale=SCALE)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -144,10 +90,13 @@ def call(**changes):
     ],
 )
 def test_errors(changes, message):
+    """The errors that users see: `unwrap` removes the check of annotations."""
+    arrays = {
+        "queries": jnp.zeros((3, 2, 6)),
+        "keys": jnp.zeros((3, 2, 6)),
+        "values": jnp.zeros((3, 2, 4)),
+        "sequence_of_token": jnp.zeros(3, jnp.int32),
+        "position": jnp.zeros(3, jnp.int32),
+    }
     with pytest.raises(ValueError, match=message):
-        call(**changes)
-
-
-def test_a_call_that_fits():
-    output, lse = call()
-    assert (output.shape, lse.shape) == ((3, 2, 4), (3, 2))
+        inspect.unwrap(chunk_attention)(**(arrays | changes), scale=SCALE)

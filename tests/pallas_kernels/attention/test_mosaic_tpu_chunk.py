@@ -1,92 +1,42 @@
 """The TPU kernel of `chunk_attention`, interpreted, against NumPy; its pairs of tiles."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.attention import chunk_attention
 from pallas_kernels.attention.mosaic_tpu_chunk import tile_pairs
-from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.attention.chunks import SCALE, attend_numpy, batch
+from pallas_kernels.target import Target
+from tests.pallas_kernels.attention.chunks import ChunkSuite, attend_numpy, attending, batch
 
 TARGET = Target("mosaic_tpu", "TPU of this test", interpret=True)
 
 
-@jax.jit
-def attend(*arrays):
-    with use_target(TARGET):
-        return chunk_attention(*arrays, scale=SCALE)
+class TestMosaicTpu(ChunkSuite):
+    attend = attending(TARGET)
+    rounding = 0.02
 
+    def test_operands_of_different_dtypes(self):
+        arrays = batch(np.random.default_rng(6), [6], [0], 8)
+        where = [jnp.asarray(array, jnp.int32) for array in arrays[3:]]
+        keys, values = (jnp.asarray(array) for array in arrays[1:3])
+        queries = jnp.asarray(arrays[0], jnp.bfloat16)
+        output, _ = type(self).attend(queries, keys, values, *where)
+        expected, _ = attend_numpy(np.asarray(queries, np.float32), *arrays[1:])
+        assert output.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=2**-8, atol=1e-6)
 
-def run(arrays, dtype=jnp.float32):
-    inputs = [jnp.asarray(array, dtype) for array in arrays[:3]]
-    return attend(*inputs, *(jnp.asarray(array, jnp.int32) for array in arrays[3:]))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "starts"),
-    [
-        ([1], [0]),
-        ([8], [3]),
-        ([7, 1, 9], [0, 50, 2]),
-        ([21], [5]),
-        ([3, 3, 3, 3, 3], [9, 0, 9, 0, 4]),
-    ],
-    ids=str,
-)
-def test_against_numpy(lengths, starts):
-    """Tiles of 8 tokens: sequences within one, over several, to their borders, and padding."""
-    arrays = batch(np.random.default_rng(0), lengths, starts, 21)
-    output, lse = run(arrays)
-    expected, sums = attend_numpy(*arrays)
-    np.testing.assert_allclose(np.asarray(output), expected, atol=1e-5)
-    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
-    assert (output.dtype, lse.dtype) == (jnp.float32, jnp.float32)
-
-
-def test_bfloat16():
-    arrays = batch(np.random.default_rng(2), [9, 8], [0, 4], 21)
-    rounded = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for a in arrays[:3]]
-    output, lse = run(arrays, jnp.bfloat16)
-    expected, sums = attend_numpy(*rounded, *arrays[3:])
-    assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    # Probabilities are rounded, too.
-    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=0.02, atol=0.02)
-    np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-4)
-
-
-def test_operands_of_different_dtypes():
-    arrays = batch(np.random.default_rng(6), [6], [0], 8)
-    where = [jnp.asarray(array, jnp.int32) for array in arrays[3:]]
-    keys, values = (jnp.asarray(array) for array in arrays[1:3])
-    queries = jnp.asarray(arrays[0], jnp.bfloat16)
-    output, _ = attend(queries, keys, values, *where)
-    expected, _ = attend_numpy(np.asarray(queries, np.float32), *arrays[1:])
-    assert output.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_stays_in_its_sequence(wrong):
-    """Also where it shares tiles with another one; who comes before it does not see it."""
-    arrays = batch(np.random.default_rng(3), [5, 12], [0, 0], 21)
-    output, _ = run(arrays)
-    arrays[2][9, 0, 1] = wrong  # a value of the second sequence's position 4
-    spoiled, _ = run(arrays)
-    np.testing.assert_array_equal(spoiled[:9], output[:9])
-    assert not np.isfinite(np.asarray(spoiled)[9:17, 0]).any()
-    np.testing.assert_array_equal(spoiled[17:], 0)
-
-
-def test_tokens_may_come_in_any_order():
-    arrays = batch(np.random.default_rng(4), [10, 7], [0, 3], 21)
-    order = np.random.default_rng(5).permutation(21)
-    shuffled = [array[order] for array in arrays]
-    expected, _ = attend_numpy(*shuffled)
-    np.testing.assert_allclose(np.asarray(run(shuffled)[0]), expected, atol=1e-5)
+    @pytest.mark.parametrize("wrong", [np.nan, np.inf])
+    def test_what_is_not_finite_stays_in_its_sequence(self, wrong):
+        """Also where it shares tiles with another one; who comes before it does not see it."""
+        arrays = batch(np.random.default_rng(3), [5, 12], [0, 0], 21)
+        output, _ = self.run(arrays)
+        arrays[2][9, 0, 1] = wrong  # a value of the second sequence's position 4
+        spoiled, _ = self.run(arrays)
+        np.testing.assert_array_equal(spoiled[:9], output[:9])
+        assert not np.isfinite(np.asarray(spoiled)[9:17, 0]).any()
+        np.testing.assert_array_equal(spoiled[17:], 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 5)), min_size=12, max_size=12))

@@ -18,6 +18,7 @@ import pytest
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.nightly import nightly
 from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 FORMATS = {
@@ -34,6 +35,21 @@ FORMATS = {
     "int4_small_zeros": ("int4", (1, 32)),
 }
 """Names of formats: dtype of the values and block (block_out, block_in)."""
+
+# Interpreted kernels have these in `make nightly` alone, plain XLA always (`test_reference.py`).
+PLAIN_ROWS = [
+    *((f"fp8_{kind}", jnp.bfloat16) for kind in ("bits", "large_block", "small_block")),
+    *((format, jnp.bfloat16) for format in ("int8_block", "int4_small_zeros")),
+    *((format, jnp.float32) for format in ("fp8_block", "int8", "int4_zeros")),
+]
+ROWS_IN_BLOCKS = [
+    ("fp8_bits", jnp.float32),
+    *((format, jnp.bfloat16) for format in ("fp8_large_block", "int8_block", "int4_zeros")),
+]
+ROWS_AS_THEY_ARE = [
+    ("int8", jnp.float32),
+    *((format, jnp.bfloat16) for format in ("int8_block", "fp8_bits")),
+]
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
@@ -191,12 +207,21 @@ class RowsInBlocksSuite:
     d_out: ClassVar[int] = 256
     d_ff: ClassVar[int] = 256
 
+    def compiled(self, function, **options):
+        """The call, for the target."""
+        compiled = jax.jit(fresh(function, **options))
+
+        def call(*arguments):
+            with use_target(self.target):
+                return compiled(*arguments)
+
+        return call
+
     def run(self, function, rows, weights, sizes, **options):
-        with use_target(self.target):
-            compiled = jax.jit(fresh(function, **options))
-            arrays = [weight.jax for weight in weights]
-            output = compiled(jnp.asarray(rows), *arrays, jnp.asarray(sizes, jnp.int32))
-            return np.asarray(output, np.float64)
+        arrays = [weight.jax for weight in weights]
+        sizes = jnp.asarray(sizes, jnp.int32)
+        output = self.compiled(function, **options)(jnp.asarray(rows), *arrays, sizes)
+        return np.asarray(output, np.float64)
 
     def check_matmul(self, format, dtype, row_format=None, factors=1.0, ignored=None):
         """A group over two tiles, two that share one, an empty one, and padding.
@@ -243,14 +268,11 @@ class RowsInBlocksSuite:
     @pytest.mark.parametrize(
         ("format", "dtype"),
         [
-            ("fp8", jnp.bfloat16),
-            ("fp8_bits", jnp.float32),
-            ("fp8_block", jnp.bfloat16),
-            ("fp8_large_block", jnp.bfloat16),
-            ("int8", jnp.bfloat16),
-            ("int8_block", jnp.bfloat16),
-            pytest.param("int4_zeros", jnp.bfloat16, marks=pytest.mark.nightly),
-            ("int4_small_zeros", jnp.bfloat16),
+            *(
+                (format, jnp.bfloat16)
+                for format in ("fp8", "fp8_block", "int8", "int4_small_zeros")
+            ),
+            *nightly(*ROWS_IN_BLOCKS),
         ],
     )
     def test_matmul_of_rows_in_blocks(self, format, dtype):
@@ -261,10 +283,7 @@ class RowsInBlocksSuite:
     @pytest.mark.parametrize(
         "format",
         # A scale a column, as INT8 here, and as FP8 in the test of one product.
-        [
-            *(pytest.param(one, marks=pytest.mark.nightly) for one in ("fp8", "int4_small_zeros")),
-            *("fp8_block", "int8"),
-        ],
+        ["fp8_block", "int8", *nightly("fp8", "int4_small_zeros")],
     )
     def test_swiglu_of_rows_in_blocks(self, format):
         """The hidden rows are in 8 bits too; a group's are a thousand times larger."""
@@ -285,10 +304,9 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
     @pytest.mark.parametrize(
         ("format", "dtype"),
         [
-            *((format, jnp.bfloat16) for format in FORMATS if "zeros" not in format),
-            *((format, jnp.float32) for format in ("float", "fp8_block", "int8")),
-            pytest.param("int4_zeros", jnp.float32, marks=pytest.mark.nightly),
-            pytest.param("int4_small_zeros", jnp.bfloat16, marks=pytest.mark.nightly),
+            *((format, jnp.bfloat16) for format in ("float", "fp8", "fp8_block", "int8", "int4")),
+            ("float", jnp.float32),
+            *nightly(*PLAIN_ROWS),
         ],
     )
     def test_matmul(self, format, dtype):
@@ -299,19 +317,18 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         rng = np.random.default_rng(0)
         shape = (3, 384, 128)
         values = Weight(rng, shape, "float", jnp.bfloat16, [1, 1, 1])
-        with use_target(self.target):
-            compiled = jax.jit(fresh(grouped_matmul))
-            for sizes in itertools.product(self.counts, repeat=3):
-                if sum(sizes) > self.rows:
-                    continue
-                rows = poisoned_rows(rng, self.rows, shape[2], jnp.bfloat16, sizes)
-                empty = jnp.asarray(sizes)[:, None, None] == 0
-                weights = jnp.where(empty, jnp.asarray(np.nan, jnp.bfloat16), values.jax)
-                output = compiled(jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32))
-                expected = by_group_numpy(rows, sizes, shape[1], values.product)
-                np.testing.assert_allclose(
-                    np.asarray(output, np.float64), expected, 1e-2, 1e-2, err_msg=str(sizes)
-                )
+        compiled = self.compiled(grouped_matmul)
+        for sizes in itertools.product(self.counts, repeat=3):
+            if sum(sizes) > self.rows:
+                continue
+            rows = poisoned_rows(rng, self.rows, shape[2], jnp.bfloat16, sizes)
+            empty = jnp.asarray(sizes)[:, None, None] == 0
+            weights = jnp.where(empty, jnp.asarray(np.nan, jnp.bfloat16), values.jax)
+            output = compiled(jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32))
+            expected = by_group_numpy(rows, sizes, shape[1], values.product)
+            np.testing.assert_allclose(
+                np.asarray(output, np.float64), expected, 1e-2, 1e-2, err_msg=str(sizes)
+            )
 
     @pytest.mark.parametrize(
         ("formats", "dtype"),
@@ -320,7 +337,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
             (("fp8_block",) * 3, jnp.bfloat16),
             (("int8",) * 3, jnp.bfloat16),
             (("int4_small_zeros",) * 3, jnp.bfloat16),
-            (("float", "int8", "fp8"), jnp.float32),
+            *nightly((("float", "int8", "fp8"), jnp.float32)),
         ],
         ids=str,
     )
@@ -331,9 +348,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ("format", "dtype"),
         [
             ("int8", jnp.bfloat16),
-            ("int8_block", jnp.bfloat16),
-            ("int8", jnp.float32),
-            ("fp8_bits", jnp.bfloat16),
+            *nightly(*ROWS_AS_THEY_ARE),
         ],
     )
     def test_matmul_of_rows_as_they_are(self, format, dtype):
@@ -342,7 +357,11 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         self.check_matmul(format, dtype, "float", factors, ignored=5)
 
     @pytest.mark.parametrize(
-        "formats", [("int8",) * 3, ("int8_block", "int8_block", "fp8"), ("int8", "fp8", "int8")]
+        "formats",
+        [
+            ("int8", "fp8", "int8"),
+            *nightly((("int8",) * 3,), (("int8_block", "int8_block", "fp8"),)),
+        ],
     )
     def test_swiglu_of_rows_as_they_are(self, formats):
         """The hidden rows are rounded to BF16, and no further."""
@@ -353,10 +372,9 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ("format", "row_format"),
         [
             ("float", None),
-            # As `test_swiglu` has them; that rows are picked is the same for every format.
-            pytest.param("fp8", None, marks=pytest.mark.nightly),
-            pytest.param("int8", None, marks=pytest.mark.nightly),
             ("fp8", "fp8"),
+            # As `test_swiglu` has them; that rows are picked is the same for every format.
+            *nightly(("fp8", None), ("int8", None)),
         ],
     )
     def test_swiglu_of_picked_rows(self, format, row_format):
@@ -375,15 +393,14 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         assert np.abs(expected[:19]).min(axis=1).max() > 0
         np.testing.assert_array_equal(output[:19], expected[:19])
 
-    @pytest.mark.parametrize("format", ["float", "int8"])
+    @pytest.mark.parametrize("format", ["float", *nightly("int8")])
     def test_a_row_does_not_depend_on_the_batch(self, format):
         rng = np.random.default_rng(0)
         weights = Weight(rng, (2, self.d_out, self.d_in), format, jnp.bfloat16, [1, 1])
         rows = poisoned_rows(rng, self.rows, self.d_in, jnp.bfloat16, [self.rows])
-        with use_target(self.target):
-            compiled = jax.jit(fresh(grouped_matmul))
-            together = compiled(jnp.asarray(rows), weights.jax, jnp.asarray([40, self.rows - 40]))
-            few = compiled(jnp.asarray(np.roll(rows, -39, 0)), weights.jax, jnp.asarray([1, 2]))
+        compiled = self.compiled(grouped_matmul)
+        together = compiled(jnp.asarray(rows), weights.jax, jnp.asarray([40, self.rows - 40]))
+        few = compiled(jnp.asarray(np.roll(rows, -39, 0)), weights.jax, jnp.asarray([1, 2]))
         np.testing.assert_array_equal(few[:3], together[39:42])
 
     def test_no_rows(self):

@@ -1,4 +1,4 @@
-"""One weight for all rows: kernels, interpreted on the CPU, against NumPy; what is not theirs."""
+"""One weight for all rows: kernels, interpreted or replayed, against NumPy; what is not theirs."""
 
 import dataclasses
 
@@ -18,11 +18,13 @@ from pallas_kernels.grouped_matmul.dense import (
 )
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.suite import Weight
+from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near
+from tests.pallas_kernels.hopper_replay import replay
+from tests.pallas_kernels.nightly import nightly
 
 TARGETS = {
     "tpu": Target("mosaic_tpu", "TPU7x", interpret=True),
-    "gpu": Target("mosaic_gpu", "NVIDIA H200", interpret=True),
+    "gpu": Target("mosaic_gpu", "NVIDIA H200"),
 }
 ROWS, D_IN, D_FF, D_OUT = 9, 256, 256, 192  # of columns no multiple of 128
 
@@ -47,7 +49,7 @@ def rows_of(rng):
 
 @pytest.mark.parametrize(
     ("target", "format"),
-    [("tpu", "fp8_block"), ("tpu", "int8"), ("gpu", "fp8_block")],
+    [("tpu", "int8"), ("gpu", "fp8_block"), *nightly(("tpu", "fp8_block"))],
 )
 def test_as_numpy(target, format):
     rng = np.random.default_rng(0)
@@ -55,26 +57,30 @@ def test_as_numpy(target, format):
     (gate, gate_array), (up, up_array) = (dense_weight(rng, D_FF, D_IN, format) for _ in range(2))
     down, down_array = dense_weight(rng, D_OUT, D_FF, format)
 
-    @jax.jit
     def both(rows, gate, up, down):
         assert covers(rows, gate, up, down)
         return dense_matmul(rows, gate), dense_swiglu(rows, gate, up, down)
 
+    arguments = jnp.asarray(rows), gate_array, up_array, down_array
     with use_target(TARGETS[target]):
-        product, network = both(jnp.asarray(rows), gate_array, up_array, down_array)
+        product, network = (
+            replay(both, *arguments) if target == "gpu" else jax.jit(both)(*arguments)
+        )
     gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(
         np.asarray(product, np.float64), gated, 1e-2, 1e-2 * np.abs(gated).max() / 30
     )
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 2e-2 * scale)
+    assert_near(network, expected, 2e-2)
 
 
-@pytest.mark.parametrize("format", ["float", "fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize(
+    "format", ["float", "fp8", "fp8_block", ("fp8", (7, 5)), "int8", ("int8", (4, 2))], ids=str
+)
 def test_without_kernels(format):
     """Hidden rows and a network's results are rounded, those of one product are not."""
     rng = np.random.default_rng(0)
     rows = rows_of(rng)
+    rows[0] = 0
     shapes = ((24, D_IN), (24, D_IN), (8, 24))
     (gate, up, down), arrays = zip(*(dense_weight(rng, *s, format) for s in shapes), strict=True)
     product = dense_matmul(jnp.asarray(rows), arrays[0])
@@ -82,8 +88,7 @@ def test_without_kernels(format):
     assert (product.dtype, network.dtype) == (jnp.float32, jnp.bfloat16)
     gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(np.asarray(network, np.float64) - expected) <= 8e-3 * scale)
+    assert_near(network, expected, 8e-3)
 
 
 @pytest.mark.parametrize(("target", "taken"), [("gpu", True), ("cpu", False)])
@@ -101,8 +106,7 @@ def test_rows_that_came_in_8_bits(target, taken):
     with use_target(TARGETS.get(target, Target("reference", "cpu"))):
         found = dense_swiglu(given, *arrays, narrow)
     _, expected = products_numpy(rows, *weights)
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(np.asarray(found, np.float64) - expected) <= 8e-3 * scale)
+    assert_near(found, expected, 8e-3)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -175,16 +179,12 @@ def test_a_network_in_two_steps(format):
         many = jnp.zeros((MOST_TILES * TILE[0] + 8, D_IN), rows.dtype)
         assert swiglu_steps_of_fp8(many, narrow, *arrays) is None
         hidden, project = swiglu_steps_of_fp8(rows, narrow, *arrays)
-        found = jax.jit(lambda narrow: project(hidden(narrow)))(narrow)
+        found = replay(lambda narrow: project(hidden(narrow)), narrow)
+        options = {"source": jnp.arange(16, dtype=jnp.int32), "narrow": narrow, "row_format": "fp8"}
         stacks = jax.tree.map(lambda array: array[None], arrays)
-        source = jnp.arange(16, dtype=jnp.int32)
-        same = grouped_swiglu(
-            rows, *stacks, jnp.array([16]), row_format="fp8", source=source, narrow=narrow
-        )
+        same = replay(lambda rows: grouped_swiglu(rows, *stacks, jnp.array([16]), **options), rows)
     assert found.dtype == jnp.bfloat16
-    found = np.asarray(found, np.float64)
-    np.testing.assert_array_equal(found, np.asarray(same, np.float64))
+    np.testing.assert_array_equal(found, same)
     came = np.asarray(wide[:, :D_IN], np.float32) * np.asarray(narrow.scales)
     _, expected = products_numpy(came, gate, up, down)
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(found - expected) <= 5e-2 * scale)
+    assert_near(found, expected, 5e-2)

@@ -1,47 +1,35 @@
-"""The Hopper kernel, interpreted on the CPU with a race detector, and how it is called."""
+"""The Hopper kernel as it ships, replayed in NumPy, and how it is called.
+
+That it does not take the order of anything for granted is in `test_hopper_replay.py`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# Where the race detector keeps what it found, in the versions that do not raise.
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as interpreter
-
 from pallas_kernels.grouped_matmul import (
     grouped_matmul,
     grouped_swiglu,
     mosaic_gpu,
-    mosaic_gpu_ahead,
-    mosaic_gpu_narrowing,
-    mosaic_gpu_row_parts,
-    mosaic_gpu_rows_first,
-    mosaic_gpu_weights_first,
     tiles,
 )
 from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.gpu_races import is_missing_wait
 from tests.pallas_kernels.grouped_matmul.suite import (
     GroupedMatmulSuite,
     RowsInBlocksSuite,
+    fresh,
     quantised,
 )
+from tests.pallas_kernels.hopper_replay import replay
+from tests.pallas_kernels.nightly import nightly
 
 pytestmark = pytest.mark.unoptimised
 
 TARGET = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
 H200 = Target("mosaic_gpu", "NVIDIA H200")
-
-
-class TestMosaicGpu(GroupedMatmulSuite):
-    """Two output tiles, the second one half empty; row tiles of 16, which begin anywhere."""
-
-    target = TARGET
-    rows = 46
-    d_out = 192
-    counts = (0, 9)
 
 
 def rows_have_parts(monkeypatch, rows=96):
@@ -68,10 +56,38 @@ FORMS = {
 }
 
 
-class TestRowParts(RowsInBlocksSuite):
+class Shipped:
+    """What is compiled for the GPU, replayed with few blocks of threads and two stages."""
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        few_blocks(monkeypatch)
+
+    def compiled(self, function, **options):
+        return lambda *arguments: replay(fresh(function, **options), *arguments)
+
+
+def few_blocks(monkeypatch, blocks=2):
+    monkeypatch.setattr(mosaic_gpu, "processors", lambda target: blocks)
+    pick = mosaic_gpu.pick_tiles
+    monkeypatch.setattr(
+        mosaic_gpu,
+        "pick_tiles",
+        lambda *arguments, **options: pick(*arguments, **options)._replace(stages=2),
+    )
+
+
+class TestMosaicGpu(Shipped, GroupedMatmulSuite):
+    """Two output tiles, the second one half empty; row tiles of 16, which begin anywhere."""
+
+    rows = 46
+    d_out = 192
+    counts = (0, 9)
+
+
+class TestRowParts(Shipped, RowsInBlocksSuite):
     """A row tile of 96 in two parts; output tiles of three warpgroups, and of two that quantise."""
 
-    target = TARGET
     rows = 120
     test_matmul_of_rows_in_blocks = None  # below, with other borders
 
@@ -84,8 +100,7 @@ class TestRowParts(RowsInBlocksSuite):
         [
             ("fp8", 64),
             ("fp8_block", 256),
-            pytest.param("fp8", 256, marks=pytest.mark.nightly),
-            pytest.param("fp8_block", 64, marks=pytest.mark.nightly),
+            *nightly(("fp8", 256), ("fp8_block", 64)),
         ],
     )
     def test_matmul(self, format, d_out):
@@ -94,10 +109,9 @@ class TestRowParts(RowsInBlocksSuite):
         assert np.abs(expected[:152]).max(axis=1).min() > 1
 
 
-class TestRowsFirst(RowsInBlocksSuite):
+class TestRowsFirst(Shipped, RowsInBlocksSuite):
     """Row tiles of 128, of which a group has two; an output tile with columns that do not exist."""
 
-    target = TARGET
     rows = 152
     d_out = 192
 
@@ -105,18 +119,16 @@ class TestRowsFirst(RowsInBlocksSuite):
     def _many_rows(self, monkeypatch):
         rows_come_first(monkeypatch)
 
-    @pytest.mark.parametrize("sizes", [(64, 0, 64), (63, 65, 0), (0, 1, 135), (7, 8, 9), (0, 0, 0)])
+    @pytest.mark.parametrize(
+        "sizes", [(63, 65, 0), (0, 1, 135), *nightly(((64, 0, 64),), ((7, 8, 9),), ((0, 0, 0),))]
+    )
     def test_borders(self, sizes):
-        """Of groups: at and beside those of the warpgroups' rows, and within a block of 8."""
+        """Groups end at and beside the ends of the warpgroups' rows, and within a block of 8."""
         agrees_with_the_reference("fp8_block", sizes, 136, 192)
 
 
-def call_under(target, rows, weights, sizes):
-    def call():
-        return grouped_matmul(rows, weights, sizes, row_format="fp8")
-
-    with use_target(target):
-        return np.asarray(jax.jit(call)(), np.float32)
+def product(rows, weights, sizes):
+    return grouped_matmul(rows, weights, sizes, row_format="fp8")
 
 
 def agrees_with_the_reference(format, sizes, rows, d_out):
@@ -126,9 +138,9 @@ def agrees_with_the_reference(format, sizes, rows, d_out):
     rows = rng.normal(size=(rows, 256)).astype(jnp.bfloat16)
     rows[sum(sizes) :] = np.nan
     arguments = jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32)
-    found, expected = (
-        call_under(target, *arguments) for target in (TARGET, Target("reference", "cpu"))
-    )
+    with use_target(Target("reference", "cpu")):
+        expected = np.asarray(jax.jit(fresh(product))(*arguments), np.float32)
+    found = np.asarray(replay(product, *arguments), np.float32)
     np.testing.assert_allclose(found, expected, 1e-2, 1e-2)
     return expected
 
@@ -139,58 +151,11 @@ def test_a_row_is_the_same_whichever_comes_first(monkeypatch):
     weights = quantize_weight(jnp.asarray(rng.normal(size=(2, 192, 256))), "fp8_block")
     rows = jnp.asarray(rng.normal(size=(32, 256)), jnp.bfloat16)
     sizes = jnp.asarray([20, 12], jnp.int32)
-    weights_first = call_under(TARGET, rows, weights, sizes)
+    few_blocks(monkeypatch)
+    weights_first = replay(product, rows, weights, sizes)
     for form in (rows_have_parts, rows_come_first):
         form(monkeypatch)
-        np.testing.assert_array_equal(call_under(TARGET, rows, weights, sizes), weights_first)
-
-
-def race_is_reported(run):
-    try:
-        jax.block_until_ready(run())
-        return interpreter.get_races().races_found
-    except Exception as error:
-        return is_missing_wait(error)
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
-
-
-@pytest.mark.parametrize("wait", ["wait_until_free", "wait_until_loaded"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_dropped_wait_is_noticed(form, wait, monkeypatch):
-    """Who loads would overwrite what is in use, who multiplies read what has not arrived."""
-    FORMS[form](monkeypatch)
-    module = mosaic_gpu_weights_first
-    weights, row_format = jnp.ones((2, 64, 256), jnp.bfloat16), None
-    if form != "weights":
-        weights, row_format = quantize_weight(jnp.ones((2, 64, 384)), "fp8_block"), "fp8"
-        module = mosaic_gpu_rows_first if form == "rows" else mosaic_gpu_row_parts
-        module = mosaic_gpu_ahead if wait == "wait_until_free" else module
-    rows = jnp.ones((8 if form == "weights" else 24, weights.shape[2]), jnp.bfloat16)
-
-    def run():
-        sizes = jnp.asarray([3, 4], jnp.int32)
-        return mosaic_gpu.grouped_matmul(rows, weights, sizes, TARGET, row_format)
-
-    assert not race_is_reported(run)
-    monkeypatch.setattr(module, wait, lambda context, stage: None)
-    assert race_is_reported(run)
-
-
-def test_consumers_that_do_not_meet_are_noticed(monkeypatch):
-    """Each quantises rows of which the other one has half of the columns."""
-    weights = quantize_weight(jnp.ones((1, 128, 128), jnp.bfloat16), "fp8")
-    rows, _ = mosaic_gpu._whole_blocks(jnp.ones((32, 128), jnp.bfloat16), "fp8")
-    sizes, swiglu = jnp.asarray([32], jnp.int32), mosaic_gpu._swiglu
-
-    def run():  # one kernel: older versions forget its races when the next one begins
-        return mosaic_gpu._product(
-            rows, (weights, weights), sizes, jnp.float8_e4m3fn, TARGET, swiglu
-        )
-
-    assert not race_is_reported(run)
-    monkeypatch.setattr(mosaic_gpu_narrowing, "meet", lambda buffers: None)
-    assert race_is_reported(run)
+        np.testing.assert_array_equal(replay(product, rows, weights, sizes), weights_first)
 
 
 @pytest.mark.parametrize(

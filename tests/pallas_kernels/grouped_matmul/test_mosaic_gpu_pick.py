@@ -1,15 +1,19 @@
-"""Which tiles the Hopper kernel has."""
+"""Which tiles the Hopper kernel has, and which rows it picks.
 
-import functools
+The tiles of each call are in `tests/golden/pallas_kernels/hopper_tiles.json`.
+"""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_gpu_pick
 from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
 from pallas_kernels.target import Target
+from tests import golden
 from tests.pallas_kernels.grouped_matmul.suite import quantised
+from tests.pallas_kernels.hopper_replay import replay
 
 H200 = Target("mosaic_gpu", "NVIDIA H200")
 
@@ -26,176 +30,155 @@ def tiles_for(rows, *weights, in_blocks=False, given=None, groups=24, **options)
     return found[0]
 
 
-class TestPickTiles:
-    """The sizes of Step-3's experts on one of 8 + 8 devices."""
+def fp8(*shape, block=(128, 128)):
+    return quantised(jnp.float8_e4m3fn, shape, block)
 
-    up = (24, 640, 7168)
 
-    @pytest.mark.parametrize(
-        ("rows", "row_tile"), [(8, 16), (192, 32), (384, 32), (768, 64), (3072, 256), (24576, 256)]
-    )
-    def test_row_tile_follows_the_average_group(self, rows, row_tile):
-        weights = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        assert tiles_for(rows, weights).rows == row_tile
+# Step-3's experts on one of 8 + 8 devices, 24 with 640 columns each; and 3 whole ones.
+UP, DOWN = (24, 640, 7168), (24, 7168, 640)
+BF16 = jax.ShapeDtypeStruct(UP, jnp.bfloat16)
+BF16_DOWN = jax.ShapeDtypeStruct(DOWN, jnp.bfloat16)
+WHOLE_UP, WHOLE_DOWN = fp8(3, 5120, 7168), fp8(3, 7168, 5120)
+IN_INT8 = quantised(jnp.int8, (3, 7168, 5120), (1, 0))
+BLOCKS, THREE = {"in_blocks": True}, {"in_blocks": True, "groups": 3}
+ONE = {"groups": 1, "in_blocks": True, "one_group": True}
+CASES = {
+    # The row tile follows the average group; stages fill the shared memory.
+    **{f"bf16 up, {rows} rows": (rows, [BF16], {}) for rows in (8, 192, 384, 768, 3072, 24576)},
+    "bf16 gate and up, 24576 rows": (24576, [BF16, BF16], {}),
+    "fp8 up, 24576 rows": (24576, [fp8(*UP)], {}),
+    "fp8 gate and up, 24576 rows": (24576, [fp8(*UP), fp8(*UP)], {}),
+    "fp8 up, 1536 rows in blocks": (1536, [fp8(*UP)], BLOCKS),
+    "fp8 gate and up, 768 rows in blocks": (768, [fp8(*UP), fp8(*UP)], BLOCKS),
+    # One group has tiles of one size: 128 rows are two tiles of 64, not 96 and a third of another.
+    **{
+        f"one group, {rows} rows": (rows, [fp8(1, 7168, 16384)], {"groups": 1})
+        for rows in (16, 128, 160, 2048)
+    },
+    # Tiles of Step-3's shared expert, whole and half of it, are at most 132: multiprocessors.
+    **{
+        f"shared expert of {d_ff}, {rows} rows, {name}": (rows, weights, ONE)
+        for d_ff, rows in (
+            (5120, 8),
+            (5120, 128),
+            (5120, 192),
+            (5120, 256),
+            (2560, 128),
+            (2560, 256),
+        )
+        for name, weights in (
+            ("gate and up", [fp8(1, d_ff, 7168, block=(1, 0))] * 2),
+            ("down", [fp8(1, 7168, d_ff, block=(1, 0))]),
+        )
+    },
+    # 128 rows of an expert on average fit a tile of 160 as a rule, which has parts.
+    "three experts, 384 rows, gate and up": (384, [WHOLE_UP] * 2, THREE),
+    "three experts, 384 rows, down": (384, [WHOLE_DOWN], THREE),
+    "24 experts, 3072 rows, gate and up": (3072, [fp8(*UP)] * 2, BLOCKS),
+    # 192 on average are two tiles of 112, which share weights; where rows come first, of 128.
+    "three experts, 576 rows, gate and up": (576, [WHOLE_UP] * 2, THREE),
+    "three experts, 576 rows, down": (576, [WHOLE_DOWN], THREE),
+    # Parts of 56 rows are none of integers' wgmma.
+    "three experts in int8, 576 rows, down": (576, [IN_INT8], THREE),
+    # There is room for all choices.
+    "three experts, 192 of 3072 rows, down": (9216, [WHOLE_DOWN], THREE | {"average": 192}),
+    **{
+        f"three experts, {3 * average} rows, gate and up": (
+            3 * average,
+            [WHOLE_UP] * 2,
+            THREE | {"average": average},
+        )
+        for average in (226, 512)
+    },
+    "three experts, 3072 rows, down": (3072, [WHOLE_DOWN], THREE),
+    # Many rows come first; blocks with a scale for a part of the columns leave weights first.
+    "fp8 down, 24576 rows in blocks": (24576, [fp8(*DOWN)], BLOCKS),
+    "fp8 gate and up, 24576 rows in blocks": (24576, [fp8(*UP)] * 2, BLOCKS),
+    "fp8 small blocks, 24576 rows in blocks": (24576, [fp8(*UP, block=(64, 128))], BLOCKS),
+    # Two blocks of threads share what is larger, where a group has more rows than a tile.
+    **{f"bf16 gate and up, {rows} rows": (rows, [BF16, BF16], {}) for rows in (768, 3064, 3072)},
+    **{f"bf16 down, {rows} rows": (rows, [BF16_DOWN], {}) for rows in (6136, 6144)},
+    # 640 columns are 5 tiles, of which two blocks that share rows would leave one.
+    "bf16 up, 12288 rows": (12288, [BF16], {}),
+    # The average is said where rows and groups do not tell it: of 57 layers one has rows; 4 of 64
+    # experts have room for all choices.
+    "57 layers": (24576, [BF16, BF16], {"groups": 24 * 57}),
+    "57 layers, 1024 rows": (24576, [BF16, BF16], {"groups": 24 * 57, "average": 1024}),
+    "4 of 64 experts, 64 rows": (16384, [BF16, BF16], {"groups": 4, "average": 64}),
+    # Tiles that are given; the others follow from them.
+    **{
+        f"given {name} {value}": (3072, [fp8(*DOWN)], BLOCKS | {"given": {name: value}})
+        for name, value in (("rows", (16, 112)), ("out", 128), ("cluster", 1), ("cluster", 2))
+    },
+    "given cluster 2, 768 rows": (768, [BF16], {"given": {"cluster": 2}}),
+    "given cluster 1, 24576 rows": (24576, [BF16], {"given": {"cluster": 1}}),
+}
 
-    @pytest.mark.parametrize(("rows", "row_tile"), [(16, 16), (128, 64), (160, 96), (2048, 96)])
-    def test_one_group_has_tiles_of_one_size(self, rows, row_tile):
-        """128 rows are two tiles of 64, not one of 96 and a third of another."""
-        weights = quantised(jnp.float8_e4m3fn, (1, 7168, 16384), (128, 128))
-        assert tiles_for(rows, weights, groups=1).rows == row_tile
 
-    @pytest.mark.parametrize(
-        ("d_ff", "rows", "gate_and_up", "down"),
-        [
-            (5120, 8, (16, 128, ""), (16, 128, "")),
-            (5120, 128, (64, 128, "weights"), (64, 128, "weights")),
-            (5120, 192, (96, 128, "weights"), (96, 192, "weights")),
-            (5120, 256, (128, 128, "weights"), (128, 192, "weights")),
-            (2560, 128, (32, 128, "weights"), (64, 128, "weights")),
-            (2560, 256, (64, 128, "weights"), (128, 192, "weights")),
-        ],
-    )
-    def test_tiles_of_one_network_fill_the_multiprocessors(self, d_ff, rows, gate_and_up, down):
-        """Step-3's shared expert, whole and half of it: its tiles are at most 132."""
-        up = quantised(jnp.float8_e4m3fn, (1, d_ff, 7168), (1, 0))
-        back = quantised(jnp.float8_e4m3fn, (1, 7168, d_ff), (1, 0))
-        options = {"groups": 1, "in_blocks": True, "one_group": True}
-        for weights, expected in (((up, up), gate_and_up), ((back,), down)):
-            tiles = tiles_for(rows, *weights, **options)
-            assert (tiles.rows, tiles.out, tiles.shared) == expected
+def test_tiles():
+    found = {
+        name: tiles_for(rows, *weights, **options)._asdict()
+        for name, (rows, weights, options) in CASES.items()
+    }
+    golden.check("pallas_kernels/hopper_tiles.json", found)
 
-    @pytest.mark.parametrize(
-        ("shape", "block", "splits"),
-        [
-            ((2112, 7168), (128, 128), 4),  # 17 tiles of columns, 56 steps
-            ((4224, 7168), (128, 128), 4),  # 33 tiles
-            ((4352, 7168), (128, 128), 1),  # 34 tiles
-            ((1536, 6400), (128, 128), 2),  # 50 steps
-            ((7168, 16384), (128, 128), 1),  # 56 tiles
-            ((576, 1920), (128, 128), 1),  # 15 steps are few
-            ((576, 7168), (1, 0), 1),  # sums of all of d_in are scaled once
-        ],
-    )
-    @pytest.mark.parametrize("rows", [8, 128, 2048])
-    def test_a_long_d_in_is_split_for_narrow_products(self, shape, block, splits, rows):
-        """However many rows there are: a row's sums do not depend on that."""
-        weights = quantised(jnp.float8_e4m3fn, (1, *shape), block)
+
+@pytest.mark.parametrize(
+    ("shape", "block", "splits"),
+    [
+        ((2112, 7168), (128, 128), 4),  # 17 tiles of columns, 56 steps
+        ((4224, 7168), (128, 128), 4),  # 33 tiles
+        ((4352, 7168), (128, 128), 1),  # 34 tiles
+        ((1536, 6400), (128, 128), 2),  # 50 steps
+        ((7168, 16384), (128, 128), 1),  # 56 tiles
+        ((576, 1920), (128, 128), 1),  # 15 steps are few
+        ((576, 7168), (1, 0), 1),  # sums of all of d_in are scaled once
+    ],
+)
+def test_a_long_d_in_is_split_for_narrow_products(shape, block, splits):
+    """However many rows there are: a row's sums do not depend on that."""
+    weights = fp8(1, *shape, block=block)
+    for rows in (8, 128, 2048):
         assert tiles_for(rows, weights, groups=1, one_group=True).splits == splits
         assert tiles_for(rows, weights, groups=1).splits == 1  # some rows may be padding
 
-    @pytest.mark.parametrize(
-        ("rows", "one_group", "scales"),
-        [(96, True, 96), (128, True, 128), (120, True, 120 + 64), (96, False, 96 + 96)],
+
+@pytest.mark.parametrize(
+    ("rows", "one_group", "scales"),
+    [(96, True, 96), (128, True, 128), (120, True, 120 + 64), (96, False, 96 + 96)],
+)
+def test_scales_of_rows_go_on_where_a_tile_may(rows, one_group, scales):
+    """Tiles of 96 and 64 rows; to fill up takes a launch."""
+    weights = fp8(1, 2112, 7168)
+    tiles = tiles_for(rows, weights, groups=1, one_group=one_group)
+    found = jax.eval_shape(
+        lambda x, w: mosaic_gpu._operands(x, (w,), tiles, one_group=one_group).row_scales,
+        jax.ShapeDtypeStruct((rows, 7168), jnp.bfloat16),
+        weights,
     )
-    def test_scales_of_rows_go_on_where_a_tile_may(self, rows, one_group, scales):
-        """Tiles of 96 and 64 rows; to fill up takes a launch."""
-        weights = quantised(jnp.float8_e4m3fn, (1, 2112, 7168), (128, 128))
-        tiles = tiles_for(rows, weights, groups=1, one_group=one_group)
-        found = jax.eval_shape(
-            lambda x, w: mosaic_gpu._operands(x, (w,), tiles, one_group=one_group).row_scales,
-            jax.ShapeDtypeStruct((rows, 7168), jnp.bfloat16),
-            weights,
-        )
-        assert found.shape == (scales,)
+    assert found.shape == (scales,)
 
-    def test_stages_fill_the_shared_memory(self):
-        """16 bits: 48 KiB a stage beside 34 KiB for output; FP8: 24 KiB and less output."""
-        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        assert tiles_for(24576, floats)[:4] == (256, 128, 64, 4)
-        assert tiles_for(24576, floats, floats)[:4] == (128, 128, 64, 4)
-        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        assert tiles_for(24576, fp8)[:4] == (96, 128, 128, 5)
-        assert tiles_for(24576, fp8, fp8)[:4] == (64, 128, 128, 4)
-        # Rows in blocks: 30 and 40 KiB, and 40 KiB in which results are quantised.
-        assert tiles_for(1536, fp8, in_blocks=True)[:4] == (112, 128, 128, 6)
-        assert tiles_for(768, fp8, fp8, in_blocks=True)[:4] == (64, 128, 128, 4)
 
-    def test_some_rows_have_parts(self):
-        """128 rows of an expert on average fit a tile of 160 as a rule. 53 KiB a stage beside 10
-        for quantising; 45 beside 33 for output. Blocks share rows where they can."""
-        up = quantised(jnp.float8_e4m3fn, (3, 5120, 7168), (128, 128))
-        down = quantised(jnp.float8_e4m3fn, (3, 7168, 5120), (128, 128))
-        pick = functools.partial(tiles_for, in_blocks=True, groups=3)
-        assert pick(384, up, up) == (160, 128, 128, 4, 2, 8, False, "rows", 1, True)
-        assert pick(384, down) == (160, 192, 128, 4, 3, 8, False, "rows", 1, True)
-        assert not pick(384, down).loader
-        odd = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        assert tiles_for(24 * 128, odd, odd, in_blocks=True)[6:] == (False, "", 1, True)
+def test_clusters_of_a_caller():
+    with pytest.raises(ValueError, match="cluster is 3, needs 1 or 2"):
+        tiles_for(768, BF16, given={"cluster": 3})
 
-    def test_rows_of_two_tiles_share_weights(self):
-        """192 on average are two tiles of 112; where rows come first, of 128."""
-        up = quantised(jnp.float8_e4m3fn, (3, 5120, 7168), (128, 128))
-        down = quantised(jnp.float8_e4m3fn, (3, 7168, 5120), (128, 128))
-        pick = functools.partial(tiles_for, in_blocks=True, groups=3)
-        assert pick(576, up, up) == (128, 128, 128, 4, 2, 8, True, "weights", 1, False)
-        of_pairs = (112, 192, 128, 5, 3, 8, False, "weights", 1, True)
-        assert pick(576, down) == of_pairs
-        in_int8 = quantised(jnp.int8, (3, 7168, 5120), (1, 0))
-        assert pick(576, in_int8).rows == 128  # parts of 56 are none of integers' wgmma
-        assert pick(9216, down, average=192) == of_pairs  # there is room for all choices
-        for average in (226, 512):
-            tiles = pick(3 * average, up, up)
-            assert (tiles.rows, tiles.rows_first, tiles.shared) == (128, True, "weights")
-        assert pick(3072, down) == (128, 256, 128, 4, 2, 8, True, "weights", 1, False)
 
-    def test_given_tiles_of_rows_in_blocks(self):
-        """Those that are not given follow from them, as for other operands."""
-        fp8 = quantised(jnp.float8_e4m3fn, (24, 7168, 640), (128, 128))
-        pick = functools.partial(tiles_for, 24 * 128, fp8, in_blocks=True)
-        assert pick(given={"rows": (16, 112)})[:2] == (112, 128)
-        assert pick(given={"out": 128})[:7] == (128, 128, 128, 6, 2, 8, True)
-        assert pick(given={"cluster": 1}).shared == ""
-        assert pick(given={"cluster": 2}).shared == "rows"
+def test_every_device_kind_has_multiprocessors():
+    kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]
+    processors = [mosaic_gpu.processors(Target("mosaic_gpu", kind)) for kind in kinds]
+    assert processors == [132, 132, 114, 78, 132]
 
-    def test_many_rows_come_first(self):
-        """48 KiB a stage, 18 KiB for output, or 16 for what is quantised."""
-        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        back = quantised(jnp.float8_e4m3fn, (24, 7168, 640), (128, 128))
-        first = tiles_for(24576, back, in_blocks=True)
-        assert (first[:4], first.rows_first) == ((128, 256, 128, 4), True)
-        first = tiles_for(24576, fp8, fp8, in_blocks=True)
-        assert (first[:4], first.rows_first) == ((128, 128, 128, 4), True)
 
-    def test_clusters_where_groups_have_many_rows(self):
-        """Two blocks share what is larger: weights of 2 x 128 columns or 128 rows; 256 rows or 128
-        columns of one weight. Where a tile holds a group its weights are read once anyway."""
-        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        fp8 = quantised(jnp.float8_e4m3fn, self.up, (128, 128))
-        down = jax.ShapeDtypeStruct((24, 7168, 640), jnp.bfloat16)
-        assert tiles_for(24 * 128, floats, floats).shared == "weights"
-        assert tiles_for(24 * 256, down).shared == "rows"
-        assert tiles_for(24576, fp8, fp8, in_blocks=True).shared == "weights"
-        for rows in (768, 24 * 128 - 8):
-            assert not tiles_for(rows, floats, floats).shared
-        assert not tiles_for(24 * 256 - 8, down).shared
+def test_rows_are_picked(monkeypatch):
+    """Negative indices count from the end, as of JAX's arrays; the last group ends after four."""
+    monkeypatch.setattr(mosaic_gpu_pick, "processors", lambda target: 1)
+    rows = np.arange(5 * 256, dtype=np.int8).reshape(5, 256)
+    source = np.asarray([4, -5, 0, -1, 2, 3], np.int32)
 
-    def test_the_average_is_said_where_rows_and_groups_do_not_tell(self):
-        """Weights of 57 layers, one of which has rows; 4 of 64 experts, room for all choices."""
-        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        assert tiles_for(24576, floats, floats, groups=24 * 57).rows == 32
-        tiles = tiles_for(24576, floats, floats, groups=24 * 57, average=1024)
-        assert (tiles.rows, tiles.shared) == (128, "weights")
-        tiles = tiles_for(16384, floats, floats, groups=4, average=64)
-        assert (tiles.rows, tiles.shared) == (128, "")
+    def pick(rows, source, ends):
+        return mosaic_gpu_pick.pick_rows(rows, mosaic_gpu_pick.Picked(source, ends, H200))
 
-    def test_no_columns_are_left_without_a_block(self):
-        """640 columns are 5 tiles, of which two blocks that share rows would leave one."""
-        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        assert tiles_for(24 * 512, floats).shared == "weights"
-
-    def test_clusters_of_a_caller(self):
-        floats = jax.ShapeDtypeStruct(self.up, jnp.bfloat16)
-        assert tiles_for(768, floats, given={"cluster": 2}).shared == "weights"
-        assert not tiles_for(24576, floats, given={"cluster": 1}).shared
-        with pytest.raises(ValueError, match="cluster is 3, needs 1 or 2"):
-            tiles_for(768, floats, given={"cluster": 3})
-
-    def test_a_part_of_the_columns_has_one_scale(self):
-        """Of a block; else weights stay first."""
-        small = quantised(jnp.float8_e4m3fn, self.up, (64, 128))
-        assert not tiles_for(24576, small, in_blocks=True).rows_first
-
-    def test_every_device_kind_has_multiprocessors(self):
-        kinds = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "?"]
-        processors = [mosaic_gpu.processors(Target("mosaic_gpu", kind)) for kind in kinds]
-        assert processors == [132, 132, 114, 78, 132]
+    found = replay(pick, rows, source, np.asarray([1, 4], np.int32))
+    np.testing.assert_array_equal(found[:4], rows[[4, 0, 0, 4]])
+    assert (found[4:] == 77).all()  # nobody's: not written

@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
+from tests.pallas_kernels.nightly import nightly
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
@@ -120,11 +121,8 @@ class TestNarrowRows:
         ("format", "d", "more"),
         [
             ("int8", 128, 0),
-            ("int8", 96, 28),
-            ("fp8", 128, 128),
             ("fp8", 96, 28),
-            pytest.param("int8", 128, 128, marks=pytest.mark.nightly),
-            pytest.param("fp8", 128, 0, marks=pytest.mark.nightly),
+            *nightly(("int8", 96, 28), ("int8", 128, 128), ("fp8", 128, 128), ("fp8", 128, 0)),
         ],
     )
     def test_their_values_are_multiplied(self, format, d, more):

@@ -1,7 +1,11 @@
-"""Sums to and from packed INT8: the Hopper kernels, interpreted, and XLA, against NumPy."""
+"""Sums to and from packed INT8: the Hopper kernels as they ship, replayed, and XLA, against NumPy.
+
+In a replay an index beyond an array is an error: JAX's interpreter, and NumPy, read another row.
+"""
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,13 +20,16 @@ from pallas_kernels.grouped_matmul.packed_sums import (
 )
 from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.hopper_replay import mutated, replay
 
 pytestmark = pytest.mark.unoptimised
 
-TARGETS = {
-    "gpu": Target("mosaic_gpu", "NVIDIA H200", interpret=True),
-    "xla": Target("reference", "cpu"),
+H200 = Target("mosaic_gpu", "NVIDIA H200")
+RUNS = {
+    "gpu": lambda function: jax.tree.map(np.asarray, replay(function)),
+    "xla": lambda function: function(),
 }
+"""How a function is run."""
 TOKENS, TOP_K, GROUPS, D, WORDS = 8, 2, 3, 256, 384
 
 
@@ -50,7 +57,22 @@ def agree(found, expected):
     assert not found[:, D + 4 :].any()
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def summed(base, order, rows, gates=None):
+    """A base and the rows of the choices that are here, in NumPy."""
+    total = base.astype(np.float32)
+    for token, choice in np.argwhere(np.asarray(order.here)):
+        gate = 1 if gates is None else gates[token, choice]
+        total[token] += rows[order.place[token, choice]].astype(np.float32) * gate
+    return total
+
+
+def choices_of(rng, tokens=TOKENS):
+    """Choices of which some are elsewhere, in order."""
+    choices = rng.integers(-1, GROUPS + 1, (tokens, TOP_K)).astype(np.int32)
+    return choices, sort_choices(jnp.asarray(choices), GROUPS)
+
+
+@pytest.mark.parametrize("target", RUNS)
 @pytest.mark.parametrize(
     ("has_base", "has_choices", "major"),
     [(True, True, (2, 4)), (False, True, (1, 8)), (True, False, (1, 1))],
@@ -58,24 +80,19 @@ def agree(found, expected):
 def test_sums_are_packed(target, has_base, has_choices, major):
     """What a choice of no group has may be anything; blocks of rows change places."""
     rng = np.random.default_rng(0)
-    choices = rng.integers(-1, GROUPS + 1, (TOKENS, TOP_K)).astype(np.int32)
-    order = sort_choices(jnp.asarray(choices), GROUPS)
+    choices, order = choices_of(rng)
     rows = rng.normal(size=(TOKENS * TOP_K, D)).astype(jnp.bfloat16)
     rows[int(np.sum(order.sizes)) :] = np.nan
     here = np.asarray(order.here)
     gates = np.where(here, rng.random(choices.shape), np.nan).astype(np.float32)
     base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
-    expected = base.astype(np.float32) * has_base
-    for token, choice in np.argwhere(here & has_choices):
-        expected[token] += (
-            rows[order.place[token, choice]].astype(np.float32) * gates[token, choice]
-        )
+    taken = order if has_choices else order._replace(here=np.zeros_like(here))
+    expected = summed(base.astype(np.float32) * has_base, taken, rows, gates)
     sums = Unsummed(
         jnp.asarray(base) if has_base else None,
         Choices(jnp.asarray(rows), jnp.asarray(gates), order) if has_choices else None,
     )
-    with use_target(TARGETS[target]):
-        found = np.asarray(sums.packed(WORDS, major))
+    found = np.asarray(RUNS[target](lambda: sums.packed(WORDS, major)))
     np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
     blocks = expected.reshape(*major, -1, D).swapaxes(0, 1).reshape(-1, D)
     filled = np.abs(blocks).max(axis=1) > 0
@@ -84,39 +101,35 @@ def test_sums_are_packed(target, has_base, has_choices, major):
     np.testing.assert_array_equal(sums_of(found)[~filled], 0)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", RUNS)
 def test_what_was_packed_is_added_up(target):
     rng = np.random.default_rng(0)
     parts = [packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in range(4)]
     expected = np.sum([sums_of(part) for part in parts], axis=0)
-    with use_target(TARGETS[target]):
-        found = sum_packed(jnp.asarray(parts), D)
-        again = np.asarray(sum_and_pack(jnp.asarray(parts), D))
+    found = RUNS[target](lambda: sum_packed(jnp.asarray(parts), D))
+    again = np.asarray(RUNS[target](lambda: sum_and_pack(jnp.asarray(parts), D)))
     np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
     agree(again, packed_numpy(expected))
     np.testing.assert_array_equal(unpack(jnp.asarray(parts[0]), D), sums_of(parts[0]))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", RUNS)
 @pytest.mark.parametrize("has_base", [True, False])
 def test_choices_that_came_packed(target, has_base):
     """Rows of choices with their own scales, and no gates; a row of none has garbage."""
     rng = np.random.default_rng(1)
-    choices = rng.integers(-1, GROUPS + 1, (TOKENS, TOP_K)).astype(np.int32)
+    choices, _ = choices_of(rng)
     choices[3] = -1
     order = sort_choices(jnp.asarray(choices), GROUPS)
     rows = packed_numpy(rng.normal(size=(TOKENS * TOP_K, D)).astype(np.float32))
     rows[int(np.sum(order.sizes)) :] = -1  # as a scale: no number
     base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
-    expected = base.astype(np.float32) * has_base
-    for token, choice in np.argwhere(np.asarray(order.here)):
-        expected[token] += sums_of(rows[[order.place[token, choice]]])[0]
+    expected = summed(base.astype(np.float32) * has_base, order, sums_of(rows))
     sums = Unsummed(
         jnp.asarray(base) if has_base else None, Choices(jnp.asarray(rows), None, order), D
     )
     assert sums.shape == (TOKENS, D)
-    with use_target(TARGETS[target]):
-        found = np.asarray(sums.packed(WORDS, everywhere=False))
+    found = np.asarray(RUNS[target](lambda: sums.packed(WORDS, everywhere=False)))
     np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
     known = np.abs(expected).max(axis=1) > 0
     assert known.sum() == TOKENS - (not has_base) * (~np.asarray(order.here).any(axis=1)).sum()
@@ -133,30 +146,46 @@ def test_parts_are_sums():
         sums.packed(256)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", RUNS)
 def test_pieces_of_rows(target):
     """Of choices and a base, and of parts."""
     rng = np.random.default_rng(2)
-    choices = rng.integers(-1, GROUPS + 1, (6, TOP_K)).astype(np.int32)
-    order = sort_choices(jnp.asarray(choices), GROUPS)
+    _, order = choices_of(rng, 6)
     rows = packed_numpy(rng.normal(size=(6 * TOP_K, D)).astype(np.float32))
     base = rng.normal(size=(6, D)).astype(np.float32)
-    expected = base.copy()
-    for token, choice in np.argwhere(np.asarray(order.here)):
-        expected[token] += sums_of(rows[[order.place[token, choice]]])[0]
+    expected = summed(base, order, sums_of(rows))
     sums = Unsummed(jnp.asarray(base), Choices(jnp.asarray(rows), None, order), D)
     parts = Parts(jnp.asarray([rows[:6], rows[6:12]]), D)
-    with use_target(TARGETS[target]):
-        found, added = sums.pieces(WORDS, 2), parts.pieces(WORDS, 3)
+    found = RUNS[target](lambda: tuple(sums.pieces(WORDS, 2)))
+    added = RUNS[target](lambda: tuple(parts.pieces(WORDS, 3)))
     np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
     assert [piece.shape for piece in (*found, *added)] == [(3, WORDS)] * 2 + [(2, WORDS)] * 3
     agree(np.concatenate(found), packed_numpy(expected))
     agree(np.concatenate(added), packed_numpy(sums_of(rows[:6]) + sums_of(rows[6:12])))
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "test"),
+    [
+        # A row before the first, of a choice that is elsewhere: what is there would not show.
+        (
+            "_pack",
+            ("jnp.maximum(place, 0)", "place"),
+            lambda: test_choices_that_came_packed("gpu", True),
+        ),
+        ("_in_its_part", ("row - first", "row"), lambda: test_pieces_of_rows("gpu")),
+        ("_in_its_part", ("number * rows", "0"), lambda: test_pieces_of_rows("gpu")),
+    ],
+)
+def test_other_rows_are_noticed(monkeypatch, name, change, test):
+    monkeypatch.setattr(mosaic_gpu_sums, name, mutated(getattr(mosaic_gpu_sums, name), change))
+    with pytest.raises(AssertionError):
+        test()
+
+
 def test_rows_without_a_kernel():
     """Other widths are XLA's, and so are no rows."""
-    with use_target(TARGETS["gpu"]._replace(interpret=False)):
+    with use_target(H200):
         assert Unsummed(jnp.ones((2, 5))).packed(9).shape == (2, 9)
         assert Unsummed(jnp.ones((0, D))).packed(WORDS).shape == (0, WORDS)
 
@@ -166,7 +195,7 @@ def test_blocks_of_rows(monkeypatch):
     asked = []
     monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *given, everywhere: asked.append(given[2]))
     six = Unsummed(jnp.ones((6, D)))
-    with use_target(TARGETS["gpu"]):
+    with use_target(H200):
         for major in ((2, 3), (4, 1), (1, 4)):
             inspect.unwrap(Unsummed.packed)(six, WORDS, major)
         with pytest.raises(ValueError, match="6 rows are not 2 x 4 equal blocks"):

@@ -7,16 +7,33 @@ import pytest
 
 from pallas_kernels.grouped_matmul.reference import grouped_swiglu
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite, Weight
+from tests.pallas_kernels.grouped_matmul.suite import (
+    PLAIN_ROWS,
+    ROWS_AS_THEY_ARE,
+    ROWS_IN_BLOCKS,
+    GroupedMatmulSuite,
+    Weight,
+)
 
 
 class TestReference(GroupedMatmulSuite):
     target = Target("reference", "cpu")
 
+    @pytest.mark.parametrize(
+        ("test", "format", "dtype"),
+        [
+            *(("test_matmul", *case) for case in PLAIN_ROWS),
+            *(("test_matmul_of_rows_in_blocks", *case) for case in ROWS_IN_BLOCKS),
+            *(("test_matmul_of_rows_as_they_are", *case) for case in ROWS_AS_THEY_ARE),
+        ],
+    )
+    def test_what_takes_kernels_too_long(self, test, format, dtype):
+        getattr(self, test)(format, dtype)
+
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     @pytest.mark.parametrize(("d_model", "d_ff"), [(8, 16), (256, 72)])
     def test_a_row_is_the_same_in_any_company(self, d_model, d_ff, dtype):
-        """As many as there may be, of its group and of others, and wherever it is: bit for bit."""
+        """Whatever rows are beside it, of its group and of others: bit for bit."""
         rng = np.random.default_rng(0)
         weights = [
             Weight(rng, (3, *shape), "float", dtype, [1] * 3).jax

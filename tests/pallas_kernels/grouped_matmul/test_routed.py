@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src import callback as callbacks
 
+from pallas_kernels.grouped_matmul import mosaic_gpu_sort
 from pallas_kernels.grouped_matmul.routed import (
     _by_counting,
     _by_sorting,
@@ -18,12 +18,11 @@ from pallas_kernels.grouped_matmul.routed import (
     routed_swiglu,
     sort_choices,
 )
-from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.hopper_replay import mutated, replay
 
 pytestmark = pytest.mark.unoptimised
 
 D_MODEL, D_FF, GROUPS = 6, 5, 7
-CALL = callbacks.io_callback_impl
 
 
 def weights(seed=0, groups=GROUPS):
@@ -76,19 +75,32 @@ def test_counting_gives_the_order_that_sorting_gives(tokens):
         np.testing.assert_array_equal(sizes, np.bincount(group, minlength=6))
 
 
+def order_on_hopper(tokens, once, monkeypatch):
+    """Compares the order that the kernel makes, as it ships, with XLA's."""
+    monkeypatch.setattr(mosaic_gpu_sort, "processors", lambda target: 1)
+    choices = np.random.default_rng(0).integers(-1, 7, (tokens, 2)).astype(np.int32)
+    found = replay(lambda choices: tuple(sort_choices(choices, 5, once=once)), choices)
+    expected = sort_choices(jnp.asarray(choices), 5, once=once)
+    for name, one, other in zip(expected._fields, found, expected, strict=True):
+        assert one.dtype == other.dtype, name
+        there = slice(int(expected.sizes.sum()) if once and name == "source" else None)
+        np.testing.assert_array_equal(one[there], other[there], err_msg=name)
+
+
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_the_hopper_kernel_gives_the_same_order(tokens, once, monkeypatch):
     """Of choices that fill the last of 128, or do not."""
-    # It stores single integers, whose dtype the tests' own callbacks forget.
-    monkeypatch.setattr(callbacks, "io_callback_impl", CALL)
-    choices = np.random.default_rng(0).integers(-1, 7, (tokens, 2)).astype(np.int32)
-    expected = sort_choices(jnp.asarray(choices), 5, once=once)
-    with use_target(Target("mosaic_gpu", "NVIDIA H200", interpret=True)):
-        found = sort_choices(jnp.asarray(choices), 5, once=once)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert one.dtype == other.dtype
+    order_on_hopper(tokens, once, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change", [("lax.rem(place, top_k) >= back", "place >= back"), ("at - back", "at")]
+)
+def test_choices_of_other_tokens_and_all_are_noticed(change, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu_sort, "_body", mutated(mosaic_gpu_sort._body, change))
+    with pytest.raises(AssertionError):
+        order_on_hopper(64, True, monkeypatch)
 
 
 def test_sums():

@@ -40,17 +40,6 @@ class TestLiteral:
         np.testing.assert_array_equal(values.astype(jnp.float32), np.zeros((2, 3)))
         np.testing.assert_array_equal(scales, [1.0, 1.0])
 
-    def test_rows_have_their_own_scales(self):
-        values, scales = quantize_rows(jnp.asarray([[254.0, 2.0], [-1.27, 1.27]]), "int8")
-        np.testing.assert_array_equal(values, [[127, 1], [-127, 127]])
-        np.testing.assert_allclose(scales, [2.0, 0.01], rtol=1e-6)
-
-    def test_dequantize(self):
-        values = jnp.asarray([[3, -4], [5, 0]], jnp.int8)
-        output = dequantize_rows(values, jnp.asarray([0.5, 2.0]), jnp.bfloat16)
-        assert output.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(output.astype(jnp.float32), [[1.5, -2], [10, 0]])
-
     @pytest.mark.parametrize("format", ["fp8", "int8"])
     def test_no_tokens(self, format):
         values, scales = quantize_rows(jnp.zeros((0, 3)), format)
@@ -136,14 +125,6 @@ class TestAllFiniteInputs:
             values, scales = function(jnp.asarray(x), format)
             np.testing.assert_array_equal(scales, expected_scales)
             np.testing.assert_array_equal(values, expected_values)
-
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    @pytest.mark.parametrize("format", ["fp8", "int8"])
-    def test_the_largest_number_stays_finite(self, format, dtype):
-        largest = float(jnp.finfo(dtype).max)
-        x = jnp.asarray([[largest, -largest, 0, 1]], dtype)
-        output = dequantize_rows(*quantize_rows(x, format), dtype).astype(jnp.float32)
-        np.testing.assert_allclose(output[0], [largest, -largest, 0, 0], rtol=2e-7)
 
     @pytest.mark.parametrize("format", ["fp8", "int8"])
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

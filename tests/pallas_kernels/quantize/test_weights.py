@@ -112,17 +112,6 @@ class TestWeights:
             expected = np.clip(values * spread, -np.finfo(np.float32).max, np.finfo(np.float32).max)
         np.testing.assert_array_equal(back, expected)
 
-    def test_deepseek_blocks(self):
-        """kv_a_proj of DeepSeek-V3: 576 outputs are four blocks and a half."""
-        w = np.random.default_rng(0).normal(size=(576, 256)).astype(np.float32)
-        got = quantize_weight(jnp.asarray(w), "fp8_block")
-        assert got.block == (128, 128)
-        assert got.scales.shape == (5, 2)
-        values, scales = scales_and_values_numpy(w, "fp8_block", (128, 128))
-        np.testing.assert_array_equal(got.scales, scales)
-        np.testing.assert_array_equal(np.asarray(got.values, np.float32), values)
-        np.testing.assert_allclose(dequantize_weight(got, jnp.float32), w, rtol=0.07, atol=1e-2)
-
     @pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
     def test_operation_by_operation_and_sharded(self, format):
         """The scale of a block that lies on several devices is that of the whole block."""

@@ -1,26 +1,66 @@
-"""The Hopper kernel, interpreted on the CPU with a race detector, and what it covers."""
+"""The Hopper kernel as it ships, replayed in NumPy: its results, the order of its copies, and what
+it covers."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.rotate_and_write import mosaic_gpu
-from pallas_kernels.target import Target
-from tests.pallas_kernels.rotate_and_write.suite import RotateAndWriteSuite, make_case
-
-pytestmark = pytest.mark.unoptimised
+from pallas_kernels.rotate_and_write import mosaic_gpu, rotate_and_write
+from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.hopper_memory import Unordered
+from tests.pallas_kernels.hopper_replay import mutated, replay
+from tests.pallas_kernels.rotate_and_write.suite import RotateAndWriteSuite, check, make_case
 
 
 class TestMosaicGpu(RotateAndWriteSuite):
-    target = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
+    def run(self, case):
+        return replay(functools.partial(rotate_and_write, **case.options), *case.arguments)
 
 
 def test_queries_come_as_attention_multiplies_them():
     for cache, dtype in (("int8", jnp.bfloat16), ("fp8", jnp.float16)):
         case = make_case(cache)
-        queries, written = jax.eval_shape(lambda case=case: TestMosaicGpu().run(case))
+        with use_target(Target("mosaic_gpu", "NVIDIA H200")):
+            function = functools.partial(rotate_and_write, **case.options)
+            queries, written = jax.eval_shape(function, *case.arguments)
         assert queries.dtype == dtype
         assert [array.dtype for array in written] == [array.dtype for array in case.pages]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("plgpu.barrier_wait(smem.loaded)", "pass", "a load before a copy"),
+        ("for start in (0, size)", "for start in (0,)", "wait for ever"),
+        ('"k" in norms:\n        copies', '"k" in norms and 0:\n        copies', "wait for ever"),
+    ],
+)
+def test_an_order_that_is_taken_for_granted(old, new, said, monkeypatch):
+    changed = mutated(mosaic_gpu._rotated_key, (old, new))
+    monkeypatch.setattr(mosaic_gpu, "_rotated_key", changed)
+    with pytest.raises(Unordered, match=said):
+        TestMosaicGpu().run(make_case("bfloat16", normed=True))
+
+
+PLACES_CHECKED = (
+    "(place >= 0) & ",
+    " & (column < columns)",
+    " & (sequence >= 0)",
+    " & (sequence < sequences)",
+    "(page >= 0) & ",
+    " & (page < pool)",
+)
+"""Conditions of `place_of`, whose lack the suites notice by what is then written."""
+
+
+@pytest.mark.parametrize("old", PLACES_CHECKED)
+def test_a_place_that_is_not_checked(old, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "place_of", mutated(mosaic_gpu.place_of, (old, "")))
+    case = make_case("int8")
+    with pytest.raises(AssertionError):
+        check(case, *TestMosaicGpu().run(case), "int8")
 
 
 @pytest.mark.parametrize(

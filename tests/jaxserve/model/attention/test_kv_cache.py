@@ -50,31 +50,22 @@ GROUPED = qwen3_config(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
         ("auto", "bfloat16", "bfloat16"),
         ("auto", "float32", "float32"),
         ("bfloat16", "float32", "bfloat16"),
+        ("fp8", "bfloat16", "uint8"),  # kept as its bits
+        ("int8", "bfloat16", "int8"),
     ],
 )
-def test_formats_without_scales(cache, dtype, kind):
+def test_formats(cache, dtype, kind):
+    """Those in 8 bits have a scale a token and head."""
     overrides = {"cache.format": cache, "dtype": dtype}
-    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2
-    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind)]
+    eight_bits = cache in ("fp8", "int8")
+    scales = [((2, 2, 4), "float32")] * 2 * eight_bits
+    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2 + scales
+    scales = [((2, 1, 4), "float32")] * eight_bits
+    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind), *scales]
 
 
-@pytest.mark.parametrize(("cache", "kind"), [("fp8", "uint8"), ("int8", "int8")])
-def test_formats_in_8_bits_have_a_scale_a_token_and_head(cache, kind):
-    """FP8 is kept as its bits."""
-    overrides = {"cache.format": cache}
-    scales = ((2, 2, 4), "float32")
-    assert arrays(GROUPED, overrides) == [((2, 2, 4, 16), kind)] * 2 + [scales] * 2
-    assert arrays(LATENT, overrides) == [((2, 1, 4, 40), kind), ((2, 1, 4), "float32")]
-
-
-@pytest.mark.parametrize(
-    ("tp", "heads", "latents"),
-    [
-        (1, 2, 1),
-        (2, 2, 2),
-        (4, 4, 4),  # two devices with the same head
-    ],
-)
+# At tp 4 two devices have the same head.
+@pytest.mark.parametrize(("tp", "heads", "latents"), [(1, 2, 1), (2, 2, 2), (4, 4, 4)])
 def test_heads_of_all_devices(tp, heads, latents):
     overrides = {"attention.tp": tp}
     assert [shape[1] for shape, _ in arrays(GROUPED, overrides)] == [heads] * 2
@@ -155,21 +146,21 @@ class TestWrite:
             np.testing.assert_allclose(read[token], back[token], rtol=1e-6)
         assert not read[3].any()
 
-    def test_int8_literal(self):
-        """Of the largest magnitude 1.27 every value is a multiple of 0.01."""
-        row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([1.27, -0.5, 0.004]))
-        one = 1 - (1.27**2 + 0.5**2 + 0.004**2) / 32  # with the mean square
-        values, scales = write(empty(LATENT, "int8"), row, BATCH, one).pages
-        assert np.asarray(values)[1, 0, 0, :3].tolist() == [127, -50, 0]
-        assert np.asarray(scales)[1, 0, 0] == pytest.approx(0.01)
-
-    def test_fp8_bits_literal(self):
-        """The largest magnitude becomes 448, bits 0x7E; a quarter of it 112, bits 0x6E."""
-        row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray([-4.0, 1.0, 0.0]))
-        one = 1 - (4**2 + 1) / 32  # with the mean square
-        values, scales = write(empty(LATENT, "fp8"), row, BATCH, one).pages
-        assert np.asarray(values)[1, 0, 0, :3].tolist() == [0xFE, 0x6E, 0]
-        assert np.asarray(scales)[1, 0, 0] == pytest.approx(4 / 448)
+    @pytest.mark.parametrize(
+        ("cache", "row", "kept", "scale"),
+        [
+            # Of the largest magnitude 1.27 every value is a multiple of 0.01.
+            ("int8", [1.27, -0.5, 0.004], [127, -50, 0], 0.01),
+            # The largest magnitude becomes 448, bits 0x7E; a quarter of it 112, bits 0x6E.
+            ("fp8", [-4.0, 1.0, 0.0], [0xFE, 0x6E, 0], 4 / 448),
+        ],
+    )
+    def test_literal(self, cache, row, kept, scale):
+        one = 1 - np.square(row).sum() / 32  # with the mean square
+        row = jnp.zeros((4, 1, 40)).at[0, 0, :3].set(jnp.asarray(row))
+        values, scales = write(empty(LATENT, cache), row, BATCH, one).pages
+        assert np.asarray(values)[1, 0, 0, :3].tolist() == kept
+        assert np.asarray(scales)[1, 0, 0] == pytest.approx(scale)
 
     def test_a_bfloat16_model_reads_bfloat16(self):
         row = random_rows(4, 1, 40, jnp.bfloat16)

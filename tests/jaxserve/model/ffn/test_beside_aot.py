@@ -9,15 +9,13 @@ import sys
 
 import pytest
 
-from jaxserve.config.load import load_deployment
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.planner import aot
-from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.scheduled import windows
 from jaxserve.roles.ffn_programs import FFNPrograms
 from pallas_kernels.small_ops import instructions
+from tests.jaxserve.roles.building import programs_of
+from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels import gpu_aot
 
 pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
@@ -35,12 +33,9 @@ LAYOUTS = {
 
 def beside(layout: str) -> list[tuple[str, int]]:
     """Collectives and the number of kernels beside each."""
-    deployment = load_deployment(CONFIGS / f"{layout}.yaml")
-    config = model_config(model_folder(deployment.model, CONFIGS))
-    assert config is not None
+    config, deployment = load(layout)
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    templates = ModelTemplates(config, deployment, meshes)
-    program = FFNPrograms(templates, deployment, meshes.ffn).ffn(128, "moe")
+    program = programs_of(FFNPrograms, deployment, config, meshes).ffn(128, "moe")
     schedule = instructions(program.compile().as_text() or "")
     return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
 

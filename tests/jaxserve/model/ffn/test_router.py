@@ -5,7 +5,7 @@ import pytest
 from jaxserve.config.model import Router as Rule
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Rngs
-from tests.reference.decoder_numpy import DeepseekNumpy, Qwen3Numpy
+from tests.reference.decoder_numpy import DeepseekNumpy
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -82,80 +82,43 @@ def logit(scores) -> np.ndarray:
     return np.log(scores / (1 - scores))[:, None]
 
 
-class TestSigmoid:
-    SCORES = (0.5, 0.2, 0.4, 0.1)
-
-    def test_scores_are_the_gate_weights(self):
-        experts, gates = route(router(logit(self.SCORES), 2, score="sigmoid"), [[1.0]])
-        assert experts == [[0, 2]]
-        np.testing.assert_allclose(gates, [[0.5, 0.4]], rtol=1e-6)
-
-    def test_the_bias_chooses_and_weighs_nothing(self):
-        """0.1 + 0.6 and 0.2 + 0.4 are the largest; the weights are 0.1 and 0.2."""
-        module = router(logit(self.SCORES), 2, score="sigmoid", bias=[0.0, 0.4, 0.1, 0.6])
-        experts, gates = route(module, [[1.0]])
-        assert experts == [[3, 1]]
-        np.testing.assert_allclose(gates, [[0.1, 0.2]], rtol=1e-6)
-
-    def test_a_bias_below_zero(self):
-        module = router(logit(self.SCORES), 1, score="sigmoid", bias=[-5.0, -4.0, -3.0, -2.0])
-        experts, gates = route(module, [[1.0]])
-        assert experts == [[3]]
-        np.testing.assert_allclose(gates, [[0.1]], rtol=1e-6)
-
-    def test_scaled(self):
-        module = router(logit(self.SCORES), 2, score="sigmoid", scaling=2.5)
-        np.testing.assert_allclose(route(module, [[1.0]])[1], [[1.25, 1.0]], rtol=1e-6)
-
-    def test_renormalised_then_scaled(self):
-        module = router(logit(self.SCORES), 2, score="sigmoid", renormalise=True, scaling=1.8)
-        np.testing.assert_allclose(route(module, [[1.0]])[1], [[1.0, 0.8]], rtol=1e-6)
-
-    def test_scores_of_zero_are_renormalised_without_nan(self):
-        weights = np.full((3, 1), -200.0)
-        module = router(weights, 2, score="sigmoid", renormalise=True)
-        assert route(module, [[1.0]])[1].tolist() == [[0.0, 0.0]]
+SCORES = (0.5, 0.2, 0.4, 0.1)
+GROUPED = (0.85, 0.05, 0.6, 0.5, 0.3, 0.7)
+"""In groups of two, the sums are 0.9, 1.1 and 1.0."""
+ONE, TWO, ALL = ({"groups": 3, "top_groups": count} for count in (1, 2, 3))
 
 
-class TestGroups:
-    """The sums of the two best of (0, 1), (2, 3), (4, 5): 0.9, 1.1, 1.0."""
+@pytest.mark.parametrize(
+    ("scores", "rule", "experts", "expected"),
+    [
+        (SCORES, {}, [0, 2], [0.5, 0.4]),
+        # The bias chooses and weighs nothing: 0.1 + 0.6 and 0.2 + 0.4 are the largest.
+        (SCORES, {"bias": [0.0, 0.4, 0.1, 0.6]}, [3, 1], [0.1, 0.2]),
+        (SCORES, {"bias": [-5.0, -4.0, -3.0, -2.0]}, [3], [0.1]),
+        (SCORES, {"scaling": 2.5}, [0, 2], [1.25, 1.0]),
+        (SCORES, {"renormalise": True, "scaling": 1.8}, [0, 2], [1.0, 0.8]),
+        # Expert 0 is the best of all, and not in the best group.
+        (GROUPED, ONE, [2, 3], [0.6, 0.5]),
+        (GROUPED, TWO, [5, 2, 3], [0.7, 0.6, 0.5]),
+        (GROUPED, ALL, [0, 5, 2], [0.85, 0.7, 0.6]),
+        # With its bias the first group has 0.85 + 0.35.
+        (GROUPED, {**ONE, "bias": [0.0, 0.3, 0.0, 0.0, 0.0, 0.0]}, [0, 1], [0.85, 0.05]),
+        # The two best count: 0.9 + 0.1 against 0.6 + 0.5, though the first group has more in all.
+        ((0.9, 0.1, 0.1, 0.6, 0.5, 0.01), {"groups": 2, "top_groups": 1}, [3], [0.6]),
+        # What lies outside the groups is minus infinity, and not zero.
+        (GROUPED, {**ONE, "bias": [-2.0] * 6}, [2, 3], [0.6, 0.5]),
+    ],
+)
+def test_sigmoid(scores, rule, experts, expected):
+    module = router(logit(scores), len(experts), score="sigmoid", **rule)
+    found, gates = route(module, [[1.0]])
+    assert found == [experts]
+    np.testing.assert_allclose(gates, [expected], rtol=1e-6)
 
-    SCORES = (0.85, 0.05, 0.6, 0.5, 0.3, 0.7)
 
-    def test_only_the_best_group(self):
-        """Expert 0 is the best of all, and not in it."""
-        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1)
-        experts, gates = route(module, [[1.0]])
-        assert experts == [[2, 3]]
-        np.testing.assert_allclose(gates, [[0.6, 0.5]], rtol=1e-6)
-
-    def test_the_two_best_groups(self):
-        module = router(logit(self.SCORES), 3, score="sigmoid", groups=3, top_groups=2)
-        assert route(module, [[1.0]])[0] == [[5, 2, 3]]
-
-    def test_all_groups(self):
-        module = router(logit(self.SCORES), 3, score="sigmoid", groups=3, top_groups=3)
-        assert route(module, [[1.0]])[0] == [[0, 5, 2]]
-
-    def test_the_bias_counts(self):
-        """With it the first group has 0.85 + 0.35."""
-        bias = [0.0, 0.3, 0.0, 0.0, 0.0, 0.0]
-        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1, bias=bias)
-        experts, gates = route(module, [[1.0]])
-        assert experts == [[0, 1]]
-        np.testing.assert_allclose(gates, [[0.85, 0.05]], rtol=1e-6)
-
-    def test_groups_of_more_than_two_count_their_two_best(self):
-        """0.9 + 0.1 against 0.6 + 0.5, though the first has more in all."""
-        scores = (0.9, 0.1, 0.1, 0.6, 0.5, 0.01)
-        module = router(logit(scores), 1, score="sigmoid", groups=2, top_groups=1)
-        assert route(module, [[1.0]])[0] == [[3]]
-
-    def test_biased_scores_below_zero_are_better_than_another_group(self):
-        """What lies outside the groups is minus infinity, and not zero."""
-        bias = [-2.0] * 6
-        module = router(logit(self.SCORES), 2, score="sigmoid", groups=3, top_groups=1, bias=bias)
-        assert route(module, [[1.0]])[0] == [[2, 3]]
+def test_scores_of_zero_are_renormalised_without_nan():
+    module = router(np.full((3, 1), -200.0), 2, score="sigmoid", renormalise=True)
+    assert route(module, [[1.0]])[1].tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3)])
@@ -185,27 +148,12 @@ def test_deepseek_against_numpy(groups, top_groups, renormalise):
         renormalise=renormalise,
         scaling=2.5,
     )
-    check(module, x, DeepseekNumpy(config, tensors).route("r", x.astype(np.float64)))
-
-
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_qwen3_against_numpy(renormalise):
-    rng = np.random.default_rng(1)
-    weights = rng.normal(scale=0.3, size=(32, 24)).astype(np.float32)
-    x = rng.normal(size=(50, 24)).astype(np.float32)
-    config = {"num_experts_per_tok": 6, "norm_topk_prob": renormalise}
-    reference = Qwen3Numpy(config, {"r.weight": weights.astype(np.float64)})
-    module = router(weights, 6, renormalise=renormalise)
-    check(module, x, reference.route("r", x.astype(np.float64)))
-
-
-def check(module, x, expected):
-    """Against every expert's weight [tokens, experts]."""
+    expected = DeepseekNumpy(config, tensors).route("r", x.astype(np.float64))
+    assert np.all((expected > 0).sum(axis=1) == 6)
     experts, gates = route(module, x)
     got = np.zeros_like(expected)
     np.put_along_axis(got, np.asarray(experts), gates, axis=1)
     np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert np.all((expected > 0).sum(axis=1) == 6)
 
 
 def test_logits_in_fp32_where_the_model_says_so():

@@ -1,6 +1,7 @@
 """The exchanges' bytes, as worked out by hand, by counting, and as auto decides by them."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -78,10 +79,8 @@ def test_ep_288_is_256_and_32():
     sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
     config, deployment = load("deepseek-v3", **sizes, ffn_shared_ranks=32)
     assert ranks_met(exchange_mesh(deployment), 256, 8) == pytest.approx(9)
-    assert describe_exchange(config, deployment)[2] == (
-        "288 ranks = 256 with routed experts, which multiply 0.031 rows a token on average, + 32 "
-        "with the shared expert: 0.031"
-    )
+    said = describe_exchange(config, deployment)[2]
+    assert re.match(r"288 ranks = 256 .* 0\.031 rows a token .*\+ 32 .*: 0\.031$", said)
 
 
 def test_colocated_devices_of_a_group_have_the_same_rows():
@@ -121,9 +120,7 @@ def test_auto_of_the_shipped_deployments(name, kind):
 
 def test_description_names_both():
     lines = describe_exchange(*load("qwen3-235b-a22b"))
-    assert lines[0] == (
-        "gather: 29.6 KB there, 57.3 KB back; alltoall: 19.7 KB there, 38.3 KB back"
-    )
+    assert re.findall(r"[\d.]+ KB", lines[0]) == ["29.6 KB", "57.3 KB", "19.7 KB", "38.3 KB"]
     assert lines[1].endswith("experts on 5.34 of 8 ranks")
     assert describe_exchange(*load("qwen3-32b")) == []
     (said,) = describe_exchange(*load("step3-alltoall"))[2:]
@@ -132,9 +129,7 @@ def test_description_names_both():
     assert len(describe_exchange(*load("step3-alltoall", ffn_hardware="v6e"))) == 2
     assert len(describe_exchange(*load("step3-alltoall", ffn_exchange="gather"))) == 2
     lines = describe_exchange(*load("qwen3-235b-a22b", link_combine="int8"))
-    assert lines[0] == (
-        "gather: 29.6 KB there, 29.6 KB back; alltoall: 19.7 KB there, 19.7 KB back"
-    )
+    assert re.findall(r"[\d.]+ KB", lines[0]) == ["29.6 KB"] * 2 + ["19.7 KB"] * 2
 
 
 @pytest.mark.parametrize(

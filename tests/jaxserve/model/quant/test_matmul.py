@@ -1,26 +1,20 @@
-"""`matmul` of every weight format against literal expectations and a NumPy definition."""
+"""`matmul` of every weight format against literal expectations; several products, and on a mesh.
 
-import dataclasses
+The numbers of single products are those of `tests/pallas_kernels/grouped_matmul/test_dense.py`.
+"""
+
 import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.model.quant.matmul import matmul
-from pallas_kernels.quantize import QuantArray, as_bits, quantize_weight
+from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import Weight
-
-compiled_matmul = jax.jit(matmul)
-
-# d_out and d_in that are and are not multiples of the blocks.
-FORMATS = ["fp8", ("fp8", (0, 0)), ("fp8", (4, 4)), ("fp8", (8, 2)), "int8", ("int8", (4, 2))]
-SHAPES = [(8, 8), (11, 7)]
 
 
 class TestLiteral:
@@ -63,49 +57,6 @@ class TestLiteral:
         output = matmul(x, w)
         assert output.dtype == jnp.float32
         np.testing.assert_array_equal(output, [[4.0]])
-
-
-def drawn(rng, shape, format, dtype=jnp.float32):
-    """A weight [d_out, d_in] without groups, and its product with rows in NumPy."""
-    weight = Weight(rng, (1, *shape), format, dtype, [1])
-    array = jax.tree.map(lambda leaf: leaf[0], weight.jax)
-    return array, lambda rows: np.stack([weight.product(row, 0) for row in rows])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-@settings(max_examples=10)
-@given(seed=st.integers(0, 2**32 - 1), size=st.integers(-20, 20))
-def test_as_numpy(format, shape, dtype, seed, size):
-    rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(5, shape[1])) * 2.0**size).astype(dtype)
-    x[0] = 0
-    w, product = drawn(rng, shape, format)
-    expected, got = product(x), compiled_matmul(jnp.asarray(x), w)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
-def test_near_the_unquantised_product(format):
-    """Of the size that models have: three blocks and a half, two and a half."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(6, 448)), jnp.float32)
-    w = jnp.asarray(rng.normal(size=(320, 448)) * 448**-0.5, jnp.float32)
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    error = np.asarray(matmul(x, quantize_weight(w, format))) - exact
-    # The step of e4m3 is at most an eighth of the number, INT8 has 127 steps to the largest one.
-    assert np.sqrt(np.mean(error**2)) < {"fp8": 0.035, "fp8_block": 0.035, "int8": 0.015}[format]
-
-
-@pytest.mark.parametrize("format", ["fp8", "fp8_block", "int8"])
-def test_values_may_be_bits(format):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(6, 200)), jnp.bfloat16)
-    w, _ = drawn(rng, (40, 200), format)
-    bits = dataclasses.replace(w, values=as_bits(w.values))
-    np.testing.assert_array_equal(matmul(x, bits), matmul(x, w))
 
 
 @pytest.mark.parametrize("format", ["fp8", ("fp8", (4, 4)), "int8"], ids=str)
