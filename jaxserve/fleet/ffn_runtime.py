@@ -29,10 +29,10 @@ from jaxserve.link.pull_server import PullServer
 from jaxserve.link.weights_server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.roles.capacity import token_sizes
-from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.compilation import compile_steps
 from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn, ffn_executables, ffn_programs
+from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn, ffn_executables
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.held_weights import serve_weights
@@ -172,9 +172,9 @@ class FFNMessages:
         for pieces in {size.pieces for size in sizes}:
             programs = self._programs_of(pieces)
             rows = [size.rows for size in sizes if size.pieces == pieces]
-            compiled = compile_all(ffn_programs(programs, rows))
+            executables, _ = compile_steps(ffn_executables, programs, rows)
             self._landings[pieces] = Landing(programs.route, self._role.mesh)
-            self._worker.add(ffn_executables(programs, rows, compiled))
+            self._worker.add(executables)
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:
         """Runs each once, on zeros."""

@@ -25,12 +25,13 @@ from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.planner.copies import Copy, copies
 from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
-from jaxserve.roles.attention import attention_programs
+from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
-from jaxserve.roles.colocated import colocated_programs
+from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.ffn import ffn_programs
+from jaxserve.roles.compilation import wanted
+from jaxserve.roles.ffn import ffn_executables
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
@@ -198,18 +199,16 @@ def compile_deployment(
             )
     meshes = Submeshes(deployment, there.devices)
     templates = ModelTemplates(config, deployment, meshes)
-    wanted = list(buckets) or known
+    steps = list(buckets) or known
     programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
     if deployment.mode == "colocated":
-        made = colocated_programs(
-            ColocatedPrograms(templates, deployment, meshes.attention), wanted
-        )
+        whole = ColocatedPrograms(templates, deployment, meshes.attention)
+        made = wanted(colocated_executables, whole, steps)
     else:
-        made = attention_programs(
-            AttentionPrograms(templates, deployment, meshes.attention), wanted
-        ) | ffn_programs(
-            FFNPrograms(templates, deployment, meshes.ffn), [bucket.tokens for bucket in wanted]
-        )
+        attention = AttentionPrograms(templates, deployment, meshes.attention)
+        ffn = FFNPrograms(templates, deployment, meshes.ffn)
+        made = wanted(attention_executables, attention, steps)
+        made |= wanted(ffn_executables, ffn, [bucket.tokens for bucket in steps])
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
         layers = _layers(config, key.name, key.kind)

@@ -21,23 +21,12 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.compilation import Call, Compiled, ProgramKey, compile_all, hot_call
-from jaxserve.roles.drafting import (
-    Drafting,
-    DraftingExecutables,
-    StepEnd,
-    drafting_executables,
-    drafting_programs,
-)
+from jaxserve.roles.compilation import Call, Get, ProgramKey, compile_steps, hot_call
+from jaxserve.roles.drafting import Drafting, DraftingExecutables, StepEnd, drafting_executables
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import REPLICATED, Program
-from jaxserve.roles.sampling import (
-    Sampling,
-    SamplingExecutables,
-    options_programs,
-    sampling_executables,
-)
+from jaxserve.roles.program import REPLICATED
+from jaxserve.roles.sampling import Sampling, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_progress, zeroed
@@ -67,57 +56,41 @@ class AttentionExecutables(NamedTuple):
     """None: there are no prediction modules, or the step has no drafts."""
 
 
-def attention_programs(
-    programs: AttentionPrograms, buckets: Sequence[Bucket]
-) -> dict[ProgramKey, Program]:
-    """Everything that steps of these buckets run; the longest to compile first."""
-    first, later = _kinds(programs)
-    wanted = options_programs(programs, buckets) | drafting_programs(programs, buckets)
-    for bucket in buckets:
-        tokens, plain = bucket.of_tokens, bucket.undrafted
-        wanted[ProgramKey("enter", first, plain)] = programs.enter(plain, first)
-        for kind in later:
-            wanted[ProgramKey("attend", kind, plain)] = programs.attend(plain, kind)
-        wanted[ProgramKey("leave", None, tokens)] = programs.leave(bucket)
-        if programs.config.modules and bucket.drafts:
-            wanted[ProgramKey("predict", None, plain)] = programs.predict(plain)
-            wanted[ProgramKey("first_pass", None, tokens)] = programs.first_pass(bucket)
-            wanted[ProgramKey("again", None, tokens)] = programs.next_pass(bucket, again=True)
-            if programs.config.modules > 1:
-                further = programs.next_pass(bucket, again=False)
-                wanted[ProgramKey("further", None, tokens)] = further
-    return wanted
-
-
 def attention_executables(
-    programs: AttentionPrograms, buckets: Sequence[Bucket], compiled: Compiled
+    programs: AttentionPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, AttentionExecutables]:
-    """By bucket. What sees no pages is shared by buckets of equal tokens."""
+    """What steps of these buckets run. What sees no pages is shared by buckets of equal tokens."""
     first, later = _kinds(programs)
 
-    def bind(bucket: Bucket) -> AttentionExecutables:
-        tokens, plain = bucket.of_tokens, bucket.undrafted
+    def step(bucket: Bucket) -> AttentionExecutables:
+        plain = bucket.undrafted
         return AttentionExecutables(
-            enter=compiled[ProgramKey("enter", first, plain)],
-            attend={kind: compiled[ProgramKey("attend", kind, plain)] for kind in later},
-            leave=compiled[ProgramKey("leave", None, tokens)],
-            sampling=sampling_executables(compiled, bucket),
-            drafting=drafting_executables(compiled, bucket),
-            passes=_pass_executables(compiled, bucket),
+            get(ProgramKey("enter", first, plain), programs.enter, plain, first),
+            {
+                kind: get(ProgramKey("attend", kind, plain), programs.attend, plain, kind)
+                for kind in later
+            },
+            get(ProgramKey("leave", None, bucket.of_tokens), programs.leave, bucket),
+            sampling_executables(programs, bucket, get),
+            drafting_executables(programs, bucket, get),
+            _passes(programs, bucket, get) if programs.config.modules and bucket.drafts else None,
         )
 
-    return {bucket: bind(bucket) for bucket in buckets}
+    return {bucket: step(bucket) for bucket in buckets}
 
 
-def _pass_executables(compiled: Compiled, bucket: Bucket) -> PassExecutables | None:
-    tokens = bucket.of_tokens
-    first = compiled.get(ProgramKey("first_pass", None, tokens))
-    if first is None:
-        return None
-    again = compiled[ProgramKey("again", None, tokens)]
-    further = compiled.get(ProgramKey("further", None, tokens), again)
-    predict = compiled[ProgramKey("predict", None, bucket.undrafted)]
-    return PassExecutables(first, predict, further, again)
+def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecutables:
+    tokens, plain = bucket.of_tokens, bucket.undrafted
+    again = get(ProgramKey("again", None, tokens), programs.next_pass, bucket, True)
+    further = again
+    if programs.config.modules > 1:
+        further = get(ProgramKey("further", None, tokens), programs.next_pass, bucket, False)
+    return PassExecutables(
+        get(ProgramKey("first_pass", None, tokens), programs.first_pass, bucket),
+        get(ProgramKey("predict", None, plain), programs.predict, plain),
+        further,
+        again,
+    )
 
 
 def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
@@ -138,8 +111,8 @@ def build_attention(
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers) as counted:
         weights = AttentionWeights(counted, names, programs)
-    compiled = compile_all(attention_programs(programs, buckets))
-    return programs, attention_executables(programs, buckets, compiled), weights
+    executables, _ = compile_steps(attention_executables, programs, buckets)
+    return programs, executables, weights
 
 
 _Layer = tuple[Call, SendMessage, ReceiveAnswer, Leaves]

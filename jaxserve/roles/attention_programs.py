@@ -140,7 +140,7 @@ class AttentionPrograms(TokenPrograms):
             cuda_graphs="off",
         )
 
-    def next_pass(self, bucket: Bucket, *, again: bool) -> Program:
+    def next_pass(self, bucket: Bucket, again: bool) -> Program:
         """The end of a pass and the beginning of the next: (numbers, batch, drafts, stream, module,
         head) → (hidden, batch, drafts).
 

@@ -14,26 +14,13 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
-from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all
-from jaxserve.roles.drafting import (
-    Drafting,
-    DraftingExecutables,
-    StepEnd,
-    drafting_executables,
-    drafting_programs,
-)
+from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
+from jaxserve.roles.drafting import Drafting, DraftingExecutables, StepEnd, drafting_executables
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import Program
-from jaxserve.roles.sampling import (
-    Finished,
-    Sampling,
-    SamplingExecutables,
-    options_programs,
-    sampling_executables,
-)
+from jaxserve.roles.sampling import Finished, Sampling, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock, LeafSource, load_progress, zeroed
@@ -50,30 +37,23 @@ class ColocatedExecutables(NamedTuple):
     """Passes of prediction modules; None: there are none, or the step has no drafts."""
 
 
-def colocated_programs(
-    programs: ColocatedPrograms, buckets: Sequence[Bucket]
-) -> dict[ProgramKey, Program]:
-    """One program a bucket, and those of sampling."""
-    wanted = {ProgramKey("step", None, bucket): programs.step(bucket) for bucket in buckets}
-    for bucket in buckets:
-        if programs.config.modules and bucket.drafts:
-            wanted[ProgramKey("predict", None, bucket)] = programs.predict(bucket)
-    return wanted | options_programs(programs, buckets) | drafting_programs(programs, buckets)
-
-
 def colocated_executables(
-    programs: ColocatedPrograms, buckets: Sequence[Bucket], compiled: Compiled
+    programs: ColocatedPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, ColocatedExecutables]:
-    """What a step of each bucket runs."""
-    return {
-        bucket: ColocatedExecutables(
-            compiled[ProgramKey("step", None, bucket)],
-            sampling_executables(compiled, bucket),
-            drafting_executables(compiled, bucket),
-            compiled.get(ProgramKey("predict", None, bucket)),
+    """What steps of these buckets run: one program each, and those of sampling and drafts."""
+
+    def step(bucket: Bucket) -> ColocatedExecutables:
+        predict = None
+        if programs.config.modules and bucket.drafts:
+            predict = get(ProgramKey("predict", None, bucket), programs.predict, bucket)
+        return ColocatedExecutables(
+            get(ProgramKey("step", None, bucket), programs.step, bucket),
+            sampling_executables(programs, bucket, get),
+            drafting_executables(programs, bucket, get),
+            predict,
         )
-        for bucket in buckets
-    }
+
+    return {bucket: step(bucket) for bucket in buckets}
 
 
 def build_colocated(
@@ -91,10 +71,10 @@ def build_colocated(
     with load_progress(source, 2 + 2 * templates.config.all_layers) as counted:
         weights = ColocatedWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
-    compiled = compile_all(colocated_programs(programs, buckets) | moving)
+    executables, compiled = compile_steps(colocated_executables, programs, buckets, others=moving)
     reader = ExpertReader(templates, deployment.experts, names, source, mesh, COLOCATED_FFN_RULES)
     slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
-    return programs, colocated_executables(programs, buckets, compiled), weights, slots
+    return programs, executables, weights, slots
 
 
 class ColocatedWorker:

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
@@ -30,6 +30,26 @@ class ProgramKey(NamedTuple):
 
 
 Compiled = Mapping[ProgramKey, jax.stages.Compiled]
+
+
+class Get(Protocol):
+    """How the executables of a step are put together: a function asks for each by its key and says
+    how its program is made, so that a step's programs are listed once. The first time (`wanted`) it
+    gets nothing, the second time what was compiled (`compile_steps`)."""
+
+    def __call__(self, key: ProgramKey, make: Callable[..., Program], *arguments: Any) -> Any: ...
+
+
+def wanted(steps: Callable[..., Any], *arguments: Any) -> dict[ProgramKey, Program]:
+    """The programs that `steps(*arguments, get)` asks for, each made once."""
+    found: dict[ProgramKey, Program] = {}
+
+    def get(key: ProgramKey, make: Callable[..., Program], *of: Any) -> None:
+        if key not in found:
+            found[key] = make(*of)
+
+    steps(*arguments, get)
+    return found
 
 
 Call = Callable[..., Any]
@@ -63,3 +83,15 @@ def compile_all[Key](
             done[key] = future.result()
             progress.advance(note=programs[key].name)
     return {key: done[key] for key in programs}
+
+
+def compile_steps[Steps](
+    steps: Callable[..., Steps], *arguments: Any, others: Mapping[ProgramKey, Program] = {}
+) -> tuple[Steps, Compiled]:
+    """Compiles what `steps(*arguments, get)` asks for, and other programs.
+
+    Returns:
+      What `steps` makes of its executables, and everything that was compiled.
+    """
+    compiled = compile_all(wanted(steps, *arguments) | {**others})
+    return steps(*arguments, lambda key, *_: compiled[key]), compiled

@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles import draft_programs
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.compilation import Get, ProgramKey
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import ROWS, Program
+from jaxserve.roles.program import ROWS
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import TokenPrograms
@@ -44,38 +44,29 @@ class StepEnd(NamedTuple):
 
 
 class DraftingExecutables(NamedTuple):
-    """Of one bucket; those of `PromptLookup` are None where prediction modules make the drafts."""
+    """The programs of one bucket. Without `PromptLookup`, where prediction modules make the drafts,
+    its two are None."""
 
     resolve: jax.stages.Compiled
-    draft: jax.stages.Compiled | None
-    recall: jax.stages.Compiled | None
+    draft: jax.stages.Compiled | None = None
+    recall: jax.stages.Compiled | None = None
 
 
-def drafting_programs(
-    programs: TokenPrograms, buckets: Sequence[Bucket]
-) -> dict[ProgramKey, Program]:
-    """What a deployment with drafts runs beyond its steps; none of one without."""
+def drafting_executables(
+    programs: TokenPrograms, bucket: Bucket, get: Get
+) -> DraftingExecutables | None:
+    """What a deployment with drafts runs beyond its steps; None for one without."""
     if not programs.deployment.drafts:
-        return {}
-    wanted = {}
-    # Not a set: every process of a runtime compiles in this order.
-    for bucket in dict.fromkeys(bucket.of_tokens.undrafted for bucket in buckets):
-        wanted[ProgramKey("resolve", None, bucket)] = draft_programs.resolve(programs, bucket)
-        if not programs.config.modules:
-            wanted[ProgramKey("draft", None, bucket)] = draft_programs.draft(programs, bucket)
-    if not programs.config.modules:
-        wanted[ProgramKey("recall", None, _ANY)] = draft_programs.recall(programs)
-    return wanted
-
-
-def drafting_executables(compiled: Compiled, bucket: Bucket) -> DraftingExecutables | None:
-    """Of one bucket, out of everything that was compiled; None: the deployment has no drafts."""
-    tokens = bucket.of_tokens.undrafted
-    resolve = compiled.get(ProgramKey("resolve", None, tokens))
-    if resolve is None:
         return None
-    draft = compiled.get(ProgramKey("draft", None, tokens))
-    return DraftingExecutables(resolve, draft, compiled.get(ProgramKey("recall", None, _ANY)))
+    tokens = bucket.of_tokens.undrafted
+    resolve = get(ProgramKey("resolve", None, tokens), draft_programs.resolve, programs, tokens)
+    if programs.config.modules:
+        return DraftingExecutables(resolve)
+    return DraftingExecutables(
+        resolve,
+        get(ProgramKey("draft", None, tokens), draft_programs.draft, programs, tokens),
+        get(ProgramKey("recall", None, _ANY), draft_programs.recall, programs),
+    )
 
 
 class Drafting:

@@ -20,13 +20,12 @@ from jaxserve.link.ends import Arrays, FFNEnd
 from jaxserve.mesh import ffn_rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes
-from jaxserve.roles.compilation import Compiled, ProgramKey, compile_all, hot_call
+from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
 from jaxserve.roles.expert_reader import ExpertReader
 from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.ffn_weights import FFNWeights
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import Program
 from jaxserve.roles.weights import HeldBlock, LeafSource, load_progress
 from jaxserve.roles.worker import Passed, Stages, Step, layers_of
 
@@ -34,21 +33,12 @@ FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
 """By kind of layer and size of the message."""
 
 
-def ffn_programs(programs: FFNPrograms, token_sizes: Sequence[int]) -> dict[ProgramKey, Program]:
-    """Everything that steps of so many tokens a DP group run."""
+def ffn_executables(programs: FFNPrograms, token_sizes: Sequence[int], get: Get) -> FFNExecutables:
+    """What `FFNWorker` runs for steps of these numbers of tokens a DP group."""
     return {
-        ProgramKey("ffn", kind, Bucket(tokens, 1)): programs.ffn(tokens, kind)
-        for tokens in sorted(set(token_sizes))
-        for kind in programs.formats
-    }
-
-
-def ffn_executables(
-    programs: FFNPrograms, token_sizes: Sequence[int], compiled: Compiled
-) -> FFNExecutables:
-    """What `FFNWorker` takes."""
-    return {
-        (kind, programs.contract.size(tokens)): compiled[ProgramKey("ffn", kind, Bucket(tokens, 1))]
+        (kind, programs.contract.size(tokens)): get(
+            ProgramKey("ffn", kind, Bucket(tokens, 1)), programs.ffn, tokens, kind
+        )
         for tokens in sorted(set(token_sizes))
         for kind in programs.formats
     }
@@ -66,10 +56,10 @@ def build_ffn(
     with load_progress(source, templates.config.all_layers) as counted:
         weights = FFNWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
-    compiled = compile_all(ffn_programs(programs, sizes) | moving)
+    executables, compiled = compile_steps(ffn_executables, programs, sizes, others=moving)
     reader = ExpertReader(templates, deployment.experts, names, source, mesh, ffn_rules(mesh))
     slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
-    return programs, ffn_executables(programs, sizes, compiled), weights, slots
+    return programs, executables, weights, slots
 
 
 class _Layer(NamedTuple):

@@ -14,12 +14,13 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Role
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.attention import attention_programs
+from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.colocated import colocated_programs
+from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.ffn import ffn_programs
+from jaxserve.roles.compilation import wanted
+from jaxserve.roles.ffn import ffn_executables
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.program import Program
 from pallas_kernels.coverage import collect_fallbacks
@@ -81,12 +82,13 @@ def _programs(
     buckets = list(dict.fromkeys([sizes[-1], sizes[0]][:steps]))
     if role == "ffn":
         programs = FFNPrograms(templates, deployment, meshes.ffn)
-        yield from ffn_programs(programs, [bucket.tokens for bucket in buckets]).values()
+        tokens = [bucket.tokens for bucket in buckets]
+        yield from wanted(ffn_executables, programs, tokens).values()
         return
     if deployment.mode == "colocated":
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
-        wanted = colocated_programs(whole, buckets)
+        found = wanted(colocated_executables, whole, buckets)
     else:
         own = AttentionPrograms(templates, deployment, meshes.attention)
-        wanted = attention_programs(own, buckets)
-    yield from (program for key, program in wanted.items() if key.name not in OPTIONS)
+        found = wanted(attention_executables, own, buckets)
+    yield from (program for key, program in found.items() if key.name not in OPTIONS)

@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxserve.mesh import sharded_zeros
 from jaxserve.roles import sampling_programs
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.compilation import Get, ProgramKey
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import Program
 from jaxserve.roles.sampling_programs import counts_shape
 from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
@@ -29,33 +28,21 @@ class SamplingExecutables(NamedTuple):
     score: jax.stages.Compiled
 
 
-def options_programs(
-    programs: TokenPrograms, buckets: Sequence[Bucket]
-) -> dict[ProgramKey, Program]:
-    """Programs that run after a step with options; the longest to compile come first. Small steps
-    have no options: the scheduler gives such requests larger steps."""
-    wanted = {}
-    buckets = [bucket for bucket in buckets if not bucket.is_small(programs.slots)]
-    for bucket in buckets:
-        tokens = bucket.of_tokens
-        wanted[ProgramKey("choose", None, tokens)] = sampling_programs.choose(programs, bucket)
-        score = ProgramKey("score", None, tokens.undrafted)
-        wanted[score] = sampling_programs.score(programs, bucket)
-    for drafts in {bucket.drafts for bucket in buckets}:
-        logprobs = sampling_programs.logprobs(programs, drafts)
-        wanted[ProgramKey("logprobs", None, Bucket(1, 1, drafts))] = logprobs
-    return wanted
-
-
-def sampling_executables(compiled: Compiled, bucket: Bucket) -> SamplingExecutables | None:
-    """Picks the sampling programs of one bucket; None for a small bucket."""
-    tokens = bucket.of_tokens
-    if ProgramKey("choose", None, tokens) not in compiled:
+def sampling_executables(
+    programs: TokenPrograms, bucket: Bucket, get: Get
+) -> SamplingExecutables | None:
+    """The programs that run after a step with options; None for a small step: the scheduler gives
+    requests with options larger ones."""
+    if bucket.is_small(programs.slots):
         return None
+    tokens, any_step = bucket.of_tokens, Bucket(1, 1, bucket.drafts)
     return SamplingExecutables(
-        choose=compiled[ProgramKey("choose", None, tokens)],
-        logprobs=compiled[ProgramKey("logprobs", None, Bucket(1, 1, bucket.drafts))],
-        score=compiled[ProgramKey("score", None, tokens.undrafted)],
+        get(ProgramKey("choose", None, tokens), sampling_programs.choose, programs, bucket),
+        get(
+            ProgramKey("logprobs", None, any_step),
+            *(sampling_programs.logprobs, programs, bucket.drafts),
+        ),
+        get(ProgramKey("score", None, tokens.undrafted), sampling_programs.score, programs, bucket),
     )
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxserve.config.model import LayerKind
-from jaxserve.roles.attention import attention_executables, attention_programs
+from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.colocated import colocated_executables, colocated_programs
+from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import compile_all, hot_call
-from jaxserve.roles.ffn import ffn_executables, ffn_programs
+from jaxserve.roles.compilation import compile_all, compile_steps, hot_call, wanted
+from jaxserve.roles.ffn import ffn_executables
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
@@ -43,9 +43,15 @@ def ffn_of(tmp_path):
     return programs_of(FFNPrograms, layouts.deployment(tmp_path, {}))
 
 
+def executables(steps, *arguments):
+    return compile_steps(steps, *arguments)[0]
+
+
 def test_one_a_bucket_and_kind(compiled, tmp_path):
-    wanted = attention_programs(attention_of(tmp_path), BUCKETS)
-    compile_all(wanted | ffn_programs(ffn_of(tmp_path), [8, 24, 8, 24]))
+    compile_all(
+        wanted(attention_executables, attention_of(tmp_path), BUCKETS)
+        | wanted(ffn_executables, ffn_of(tmp_path), [8, 24, 8, 24])
+    )
     assert sorted(compiled) == sorted(
         ["enter_dense", "attend_dense", "attend_moe"] * 4  # every bucket
         + ["ffn_dense", "ffn_moe", "leave", "choose", "score"] * 2  # every number of tokens
@@ -55,9 +61,7 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
 
 def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     programs = attention_of(tmp_path)
-    made = attention_executables(
-        programs, BUCKETS, compile_all(attention_programs(programs, BUCKETS))
-    )
+    made = executables(attention_executables, programs, BUCKETS)
     assert list(made) == BUCKETS
     small, same, large = (made[bucket] for bucket in BUCKETS[:3])
     assert small.leave is same.leave
@@ -71,16 +75,14 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
 
 def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
     programs = ffn_of(tmp_path)
-    made = ffn_executables(programs, [8, 24], compile_all(ffn_programs(programs, [8, 24])))
+    made = executables(ffn_executables, programs, [8, 24])
     sizes = [(1, 8), (1, 24)]
     assert sorted(made) == [(kind, size) for kind in ("dense", "moe") for size in sizes]
 
 
 def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
     programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, layouts.COLOCATED))
-    bound = colocated_executables(
-        programs, BUCKETS, compile_all(colocated_programs(programs, BUCKETS))
-    )
+    bound = executables(colocated_executables, programs, BUCKETS)
     assert sorted(compiled) == sorted(["step"] * 4 + ["choose", "score"] * 2 + ["logprobs"])
     assert list(bound) == BUCKETS
 
@@ -92,7 +94,7 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "compile", fail)
     programs = attention_of(tmp_path)
     with pytest.raises(RuntimeError, match="cannot compile"):
-        compile_all(attention_programs(programs, BUCKETS[:1]))
+        executables(attention_executables, programs, BUCKETS[:1])
 
 
 def test_hot_call_returns_what_the_program_does():
