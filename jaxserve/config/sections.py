@@ -51,7 +51,8 @@ class AttentionRole(Section, frozen=True):
     v5e and v6e (v7x has no INT8 products); plain XLA on GPUs."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each device, in 10^9 bytes; a deployment that needs
-    more is refused. 0: what the devices report (CPUs report nothing)."""
+    more, or more than the devices report, is refused. 0: what the devices report (CPUs report
+    nothing). On GPUs JAX's memory pool gets this size, unless XLA_CLIENT_MEM_FRACTION is set."""
     processes: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Processes that the role's devices are divided over; 0: as `--processes` leaves it. They
     play no other role, unless this, `ffn.processes` and the number of all processes are the same:
@@ -112,8 +113,8 @@ class FFNRole(Section, frozen=True):
     nothing else leaves a part. Divides `ep`; attention's devices are a multiple of the ffn role's
     then."""
     memory_gb: Gigabytes = 0.0
-    """Memory that the deployment may use on each ffn device, in 10^9 bytes; 0: what the devices
-    report. In colocated mode `attention.memory_gb` counts."""
+    """Memory that the deployment may use on each ffn device, in 10^9 bytes, as
+    `attention.memory_gb`, which counts in colocated mode."""
     processes: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Processes that the ffn role's devices are divided over; 0: as `--processes` leaves it."""
     runtime: Name = "main"

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 
 import jax
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
+_LARGEST_POOL = 0.95
+"""Part of a card; CUDA's context and the compiler need the rest."""
 
 
 def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessShare:
@@ -42,9 +45,12 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         devices.
     """
     share = own_share(arguments, deployment)
-    on_cpu = choose_platform() == "cpu"
+    platform = choose_platform()
+    on_cpu = platform == "cpu"
     if on_cpu:
         _set_cpu_devices(share, alone=arguments.processes == 1)
+    elif platform == "cuda":
+        _set_gpu_options(share, deployment)
     if arguments.processes == 1:
         return share
     start_seconds = math.ceil(deployment.cluster.start_seconds)
@@ -161,6 +167,36 @@ def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
                 f"{share.ffn} ffn), and JAX has already started with {there}: create the "
                 f"deployment before any other use of JAX, or set JAX_NUM_CPU_DEVICES={wanted}"
             ) from None
+
+
+def _set_gpu_options(share: ProcessShare, deployment: Deployment) -> None:
+    """Sets what XLA and JAX read from the environment once; what it says already, stays.
+
+    By default XLA divides autotuning over all processes that compile at the same time, and each
+    waits up to 24 hours for the results of the others (openxla/xla#16153). Processes of another
+    role compile other programs, so their results never come. JAX's memory pool is 75 % of a card
+    by default; here it is the larger `memory_gb` of the roles that this process has.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    sizes = [deployment.attention.memory_gb] * bool(share.attention)
+    if share.ffn and deployment.mode == "afd":
+        sizes.append(deployment.ffn.memory_gb)
+    if all(sizes) and (card := _card_bytes()):
+        part = min(max(sizes) * 1e9 / card, _LARGEST_POOL)
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", f"{part:.4f}")
+
+
+def _card_bytes() -> int | None:
+    """Bytes of this host's smallest GPU, by the driver; None if `nvidia-smi` does not tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return min(map(int, told.stdout.split())) << 20
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("memory_gb: nvidia-smi failed (%s): JAX's pool is 75 %% of a card", error)
+        return None
 
 
 def _widen_cpu_pool(devices: int) -> None:

@@ -222,15 +222,17 @@ def _ffn_activations(config: ModelConfig, deployment: Deployment, tokens: int) -
 def memory_of(
     deployment: Deployment, reported: Mapping[Role, int | None] | None = None
 ) -> dict[Role, int | None]:
-    """Bytes that the deployment may use of a device, by role; None: nobody knows.
+    """Bytes that the deployment may use of a device, by role: `memory_gb`, or what the devices
+    report if that is less; None: nobody knows.
 
     Args:
-      reported: what the devices say, for roles whose `memory_gb` is 0.
+      reported: bytes that JAX may use of a device, by role.
     """
+    written = {"attention": deployment.attention.memory_gb, "ffn": deployment.ffn.memory_gb}
     known = reported or {}
     return {
-        "attention": round(deployment.attention.memory_gb * GB) or known.get("attention"),
-        "ffn": round(deployment.ffn.memory_gb * GB) or known.get("ffn"),
+        role: min(filter(None, (round(size * GB), known.get(role))), default=None)
+        for role, size in written.items()
     }
 
 
@@ -261,7 +263,7 @@ def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, avail
     if part.moving:
         parts.append(f"room for moving experts {gb_text(part.moving)}")
     key = f"{part.role}.memory_gb"
-    said = key if getattr(deployment, part.role).memory_gb else f"reported; {key} overrules"
+    said = key if available == round(getattr(deployment, part.role).memory_gb * GB) else "reported"
     advice = "; ".join(_what_fits(config, deployment, part, available))
     return (
         f"{' + '.join(parts)} = {gb_text(part.total)} GB of {gb_text(available)} GB ({said}) on "

@@ -2,9 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.shipped import deployment_names, deployment_path, device_kind, hardware_file
+from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
 from jaxserve.fleet.membership import ProcessShare
@@ -75,3 +79,78 @@ def test_devices_must_be_exactly_the_share(share: tuple[int, int], there: int) -
     with pytest.raises(ConfigError, match=expected):
         devices.check_devices(ProcessShare(attention, ffn), 1, there)
     devices.check_devices(ProcessShare(attention, ffn), 1, attention + ffn)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Of a host with cards of 80 and of 96 GiB, by its nvidia-smi."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 98304\necho 81920\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def deployment(attention: float, ffn: float, mode: str = "afd") -> Deployment:
+    roles = AttentionRole(memory_gb=attention), FFNRole(memory_gb=ffn)
+    return Deployment(model=".", mode=mode, attention=roles[0], ffn=roles[1])
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes", "fraction"),
+    [
+        ((1, 0), (76.0, 40.0), "0.8848"),  # of the smaller card, 85.9 GB
+        ((0, 1), (76.0, 40.0), "0.4657"),
+        ((1, 1), (76.0, 40.0), "0.8848"),
+        ((1, 0), (85.0, 40.0), "0.9500"),  # CUDA needs some
+        ((1, 1), (76.0, 0.0), None),
+        ((1, 0), (0.0, 40.0), None),
+    ],
+)
+def test_the_pool_of_a_card_is_what_the_role_may_use(environment, share, sizes, fraction) -> None:
+    devices._set_gpu_options(ProcessShare(*share), deployment(*sizes))
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == fraction
+
+
+def test_what_the_environment_says_stays(environment) -> None:
+    environment.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
+    environment.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76))
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=true"
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+def test_a_host_that_does_not_tell_keeps_the_default(environment, caplog) -> None:
+    environment.setenv("PATH", "/nowhere")
+    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76))
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
+    assert "memory_gb: nvidia-smi failed" in caplog.text
+
+
+def test_no_process_waits_for_the_autotuning_of_another(environment) -> None:
+    """Whatever compiles afterwards: XLA reads its flags at the first program."""
+    code = """
+import os
+from jax._src.lib import xla_client
+from jaxserve.fleet.membership import ProcessShare
+if os.environ["SET"] == "1":
+    devices._set_gpu_options(ProcessShare(3, 2), deployment)
+options = xla_client.CompileOptions().SerializeAsString()
+print(json.dumps([os.environ.get("XLA_FLAGS"), list(options)]))
+"""
+    _, default = python(HEAD + code, SET="0")
+    given, options = python(HEAD + code, SET="1")
+    _, asked = python(HEAD + code, SET="0", XLA_FLAGS="--xla_gpu_shard_autotuning=false")
+    assert given == "--xla_gpu_shard_autotuning=false"
+    assert options == asked != default
+
+
+@pytest.mark.parametrize("name", deployment_names())
+def test_cards_of_shipped_files_have_room_for_their_pool(name: str) -> None:
+    shipped = read_yaml(deployment_path(Path(name)).read_text(), name)
+    for role in (shipped["attention"], shipped.get("ffn", {})):
+        if device_kind(role.get("hardware", "")).startswith("NVIDIA"):
+            card = hardware_file(role["hardware"])["memory_gb"]
+            assert 0 < role["memory_gb"] / card < devices._LARGEST_POOL
