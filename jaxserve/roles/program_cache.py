@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler, distributed, lru_cache
+from jax._src import compilation_cache, compiler, lru_cache
 from jax._src import compilation_cache_interface as cache_interface
 
 from jaxserve.errors import CheckpointError
@@ -106,18 +106,27 @@ def _open(path: str) -> tuple[cache_interface.CacheInterface, str]:
     return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path
 
 
-_write_of_the_first = getattr(compiler, "_cache_write", None)
+_compile: Any = getattr(compiler, "_compile_and_write_cache", None)
+_running = threading.local()
+"""`first`: the lowest process that runs the program that this thread compiles."""
+
+
+def _compile_and_write(backend: Any, computation: Any, devices: Any, *rest: Any) -> Any:
+    _running.first = min(device.process_index for device in devices)
+    return _compile(backend, computation, devices, *rest)
 
 
 def _write(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
 ) -> None:
-    """JAX's, by which process 0 alone writes; on CPUs an entry is of one process: its key has the
-    devices of the process in it, so that no other process's entry will do."""
-    assert _write_of_the_first is not None
-    if distributed.global_state.process_id == 0 or backend.platform != "cpu":
-        _write_of_the_first(cache_key, compile_time_secs, module_name, backend, executable)
-    elif compile_time_secs >= jax.config.jax_persistent_cache_min_compile_time_secs:
+    """Keeps an entry in every process that has compiled it, or, in a bucket, in the first of them.
+
+    JAX's own function writes in process 0 alone, which compiles none of the other role's programs.
+    """
+    first = getattr(_running, "first", jax.process_index()) == jax.process_index()
+    if is_url(jax.config.jax_compilation_cache_dir) and not first:
+        return
+    if compile_time_secs >= jax.config.jax_persistent_cache_min_compile_time_secs:
         try:
             compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(compile_time_secs)
@@ -129,12 +138,16 @@ def _write(
 def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
 
-    Of the processes of one runtime the first alone writes, and all read; on CPUs each writes its
-    own. JAX_COMPILATION_CACHE_DIR may be a URL.
+    Also short ones, unless JAX's variables say otherwise: a deployment has dozens. The folder may
+    be one that hosts share, or a bucket.
     """
     keep_entries_whole()
-    if _write_of_the_first is not None:
+    if _compile is not None:
+        compiler._compile_and_write_cache = _compile_and_write
         compiler._cache_write = _write
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     given = jax.config.jax_compilation_cache_dir
     if given and is_url(given):
         # XLA's own caches of GPUs are files.
@@ -147,6 +160,3 @@ def use_compilation_cache() -> None:
         logger.warning("no compilation cache: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    if not given:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

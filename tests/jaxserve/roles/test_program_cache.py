@@ -6,9 +6,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import compilation_cache as private
 from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.roles import program_cache
 from jaxserve.roles.program_cache import WholeEntries, use_compilation_cache
 from tests.jaxserve.storage.conftest import objects as objects
 
@@ -48,12 +50,18 @@ class TestPlace:
         assert jax.config.jax_compilation_cache_dir == str(folder)
         assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
-    def test_or_where_jax_was_told(self, tmp_path):
+    @pytest.mark.parametrize("seconds", [None, "7.0"])
+    def test_or_where_jax_was_told(self, tmp_path, monkeypatch, seconds):
+        """Short programs are kept there, too, unless JAX was told otherwise."""
+        monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+        if seconds:
+            monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", seconds)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+        kept = 7.0 if seconds else 0.0
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == kept
 
     def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
         (tmp_path / "jaxserve").write_text("a file where the folder should be")
@@ -116,7 +124,7 @@ WholeEntries(sys.argv[1], max_size=-1).put("key", b"x" * 1000)
 
 
 def test_a_follower_keeps_its_own(folder, monkeypatch):
-    """Its keys are not those of process 0, on CPUs."""
+    """Process 0 compiles none of the other role's programs."""
     monkeypatch.setattr(distributed.global_state, "process_id", 1)
     jax.clear_caches()
     jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
@@ -125,6 +133,25 @@ def test_a_follower_keeps_its_own(folder, monkeypatch):
     jax.clear_caches()
     jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
     assert entry.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("place", "first", "writes"),
+    [("", 3, True), ("", 0, True), ("s3://models", 0, True), ("s3://models", 3, False)],
+)
+def test_who_writes_an_entry(tmp_path, monkeypatch, place, first, writes):
+    """In a folder all do, as entries appear whole; in a bucket the first that runs the program."""
+    written = []
+    monkeypatch.setattr(private, "put_executable_and_time", lambda *args: written.append(args[1]))
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(program_cache._running, "first", first, raising=False)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", place or str(tmp_path))
+    try:
+        program_cache._write("key", 1.0, "ffn_moe", None, None)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert written == ["ffn_moe"] * writes
 
 
 @pytest.fixture
