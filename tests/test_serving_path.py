@@ -39,7 +39,7 @@ LIMITS = {
     "alone, colocated": 15_250,
     "alone, attention and ffn": 16_050,
     "attention": 14_000,
-    "ffn": 12_500,
+    "ffn": 11_600,
     "router": 3_500,
     "serve": 28_350,
 }

@@ -7,15 +7,11 @@ importing it starts none. With several processes, everything happens inside `joi
 2. `devices.initialise` sets the devices and calls `jax.distributed.initialize`. Not earlier: JAX
    aborts a process whose peers do not come, without an error that could be caught.
 3. The block runs. When it ends, `leave` ends the process; after an exception, `abandon` does, and
-   tells the others why. Neither returns: once arrays have crossed between processes, an ordinary
-   exit of the interpreter waits for JAX's transfer server, for ever if a peer still waits for us.
+   tells the others why. Neither returns (`process_end.py` says why).
 """
 
 import contextlib
 import logging
-import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -23,19 +19,14 @@ import jax
 
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
-from jaxserve.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineFailedError,
-    JaxserveError,
-    exit_code,
-)
+from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.addresses import listening_address
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import identity
+from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +64,20 @@ def joined(
     Raises:
       ConfigError: the layout does not divide over the processes.
     """
-    if arguments.processes == 1 and deployment.link.transport != "pull":
+    if deployment.link.transport == "pull":
+        with alone(arguments, deployment):
+            yield None
+        return
+    if arguments.processes == 1:
         initialise(arguments, deployment)
         yield None
         return
-    peers: Peers | None = None
-    if arguments.processes > 1:
-        peers = _end_of_the_control_plane(arguments, deployment, on_failure, on_drain)
+    peers = _end_of_the_control_plane(arguments, deployment, on_failure, on_drain)
     try:
         if isinstance(peers, Leader):
             peers.start()
             peers.wait_registered()
-        elif peers is not None:
+        else:
             peers.register()
         initialise(arguments, deployment)
         yield peers
@@ -93,12 +86,12 @@ def joined(
     leave(peers)
 
 
-def _cause(error: BaseException, peers: Peers | None) -> BaseException:
+def _cause(error: BaseException, peers: Peers) -> BaseException:
     """What is behind an error: where it is not one of ours, a transfer may have broken because
     another process is gone."""
     if isinstance(peers, Follower):
         peers.fail(describe(error))
-    if peers is None or not isinstance(error, Exception) or isinstance(error, JaxserveError):
+    if not isinstance(error, Exception) or isinstance(error, JaxserveError):
         return error
     text = describe(error)
     cause = peers.find_cause(text) if isinstance(peers, Leader) else peers.failure
@@ -135,21 +128,19 @@ def _end_of_the_control_plane(
     return follower
 
 
-def leave(peers: Peers | None, code: int = 0) -> NoReturn:
+def leave(peers: Peers) -> NoReturn:
     """Takes this process out of the deployment in order, and ends it.
 
     The leader shuts the deployment down here and goes last; followers come here when their
     `boundaries()` have ended. (JAX would abort a follower that is still connected when the leader
-    goes.) The process ends without the interpreter's own finalisation: that kills daemon threads
-    where they are, and one inside a device call, as for a step that was cut off, takes the process
-    down with SIGABRT.
+    goes.)
     """
     if isinstance(peers, Leader):
         peers.close()
     jax.distributed.shutdown()
     if isinstance(peers, Follower):
         peers.close()
-    _exit(code)
+    end(0)
 
 
 def abandon(
@@ -166,42 +157,9 @@ def abandon(
         one of a `SystemExit`, otherwise 1.
       peers: who is told the reason: the followers of a leader, the leader of a follower.
     """
-    text = reason if isinstance(reason, str) else describe(reason)
-    if isinstance(reason, Exception) and not isinstance(reason, JaxserveError):
-        logger.critical("%s", text, exc_info=reason)
-    else:
-        logger.critical("%s", text)
+    text = log_end(reason)
     if isinstance(peers, Leader):
         peers.close(failure=text, timeout=_LAST_WORDS_SECONDS)
     elif isinstance(peers, Follower):
         peers.fail(text)
-    _exit(_exit_code(reason) if code is None else code)
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line: our own speak for themselves, of others the type is named."""
-    if isinstance(error, JaxserveError):
-        return str(error)
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return f"stopped by {signal.Signals(error.code - 128).name}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _exit_code(reason: str | BaseException) -> int:
-    match reason:
-        case ConfigError() | CheckpointError():
-            return exit_code(reason)
-        case SystemExit(code=int(code)):
-            return code
-        case KeyboardInterrupt():
-            return 128 + signal.SIGINT
-    return 1
-
-
-def _exit(code: int) -> NoReturn:
-    for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
-    os._exit(code)
+    end(exit_code_of(reason) if code is None else code)

@@ -18,8 +18,9 @@ import numpy as np
 from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
-from jaxserve.fleet import bootstrap, expert_answers
+from jaxserve.fleet import expert_answers
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.channel import listen
 from jaxserve.link.contract import MessageSize
@@ -58,7 +59,7 @@ def answer_messages(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    with bootstrap.joined(process, deployment):
+    with alone(process, deployment):
         address = address_given or deployment.link.addresses[0]
         listen(address, process.token).close()  # refuses it before the model is loaded
         server, work = open_ffn(deployment, process.token, address)

@@ -228,12 +228,13 @@ def memory_of(
     Args:
       reported: bytes that JAX may use of a device, by role.
     """
-    written = {"attention": deployment.attention.memory_gb, "ffn": deployment.ffn.memory_gb}
     known = reported or {}
-    return {
-        role: min(filter(None, (round(size * GB), known.get(role))), default=None)
-        for role, size in written.items()
-    }
+
+    def least(role: Role) -> int | None:
+        written = round(getattr(deployment, role).memory_gb * GB)
+        return min(filter(None, (written, known.get(role))), default=None)
+
+    return {"attention": least("attention"), "ffn": least("ffn")}
 
 
 def check_capacity(

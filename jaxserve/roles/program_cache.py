@@ -143,8 +143,8 @@ def use_compilation_cache() -> None:
     """
     keep_entries_whole()
     if _compile is not None:
-        compiler._compile_and_write_cache = _compile_and_write
-        compiler._cache_write = _write
+        private: Any = compiler
+        private._compile_and_write_cache, private._cache_write = _compile_and_write, _write
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxserve.errors import ConfigError, EngineFailedError
-from jaxserve.fleet import bootstrap
+from jaxserve.fleet import process_end
 
 
 @pytest.mark.parametrize(
@@ -15,5 +15,5 @@ from jaxserve.fleet import bootstrap
     ],
 )
 def test_errors_in_words_and_exit_codes(error: BaseException, text: str, code: int) -> None:
-    assert bootstrap.describe(error) == text
-    assert bootstrap._exit_code(error) == code
+    assert process_end.describe(error) == text
+    assert process_end.exit_code_of(error) == code
