@@ -40,15 +40,6 @@ def test_only_one_part_quickly(parts):
     assert parts == [("one", True)]
 
 
-@pytest.mark.parametrize("arguments", [["pipeline", "--only", "one,three"], ["other"], []])
-def test_unknown_names_are_refused(parts, arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        command.main(arguments)
-    assert end.value.code == 2
-    assert parts == []
-    capsys.readouterr()
-
-
 def test_a_part_that_cannot_run(monkeypatch, capsys):
     def measure(quick):
         raise BenchError("needs two cores")

@@ -8,17 +8,9 @@ import pytest
 from jaxserve.bench import drafts, options, plans, sampling
 from jaxserve.bench.kills import gaps
 from jaxserve.bench.overlap import ideal_gains
+from jaxserve.bench.report import table
 from jaxserve.fleet.control import Boundary, encode
-
-
-def found(part) -> dict[str, tuple[float, bool | None]]:
-    """Value and verdict by name; of equal names, numbered from the second on."""
-    measures: dict[str, tuple[float, bool | None]] = {}
-    for measure in part.measures:
-        name = measure.name.strip()
-        number = sum(each.partition(" #")[0] == name for each in measures)
-        measures[f"{name} #{number + 1}" if number else name] = (measure.value, measure.met)
-    return measures
+from tests import golden
 
 
 def drafted(one: list[float], many: list[float], **more) -> dict:
@@ -35,24 +27,7 @@ def test_drafts_are_compared_round_by_round_and_by_verified_steps():
             "mtp, 1 draft": drafted(one, many, runs=10, drafted=10, accepted=[7]),
         }
     )
-    assert found(part) == {
-        "none: 1 sequence": (80.0, None),
-        "none: 32 sequences": (800.0, None),
-        "compiled after ready": (0, True),
-        "ngram, 3 drafts: tokens a drafted step and sequence": (1.0, None),
-        "1 sequence": (80.0, None),
-        "÷ none": (1.0, True),
-        "32 sequences": (700.0, None),
-        "÷ none #2": (0.9, False),
-        "compiled after ready #2": (0, True),
-        "mtp, 1 draft: tokens a drafted step and sequence": (pytest.approx(1.7), True),
-        "draft 1 held": (pytest.approx(70.0), None),
-        "1 sequence #2": (100.0, None),
-        "÷ none #3": (pytest.approx(1.4), True),
-        "32 sequences #2": (800.0, None),
-        "÷ none #4": (1.0, True),
-        "compiled after ready #3": (0, True),
-    }
+    golden.check("bench/drafts.txt", table(part) + "\n")
 
 
 def test_sampling_takes_the_best_rounds():
@@ -64,14 +39,7 @@ def test_sampling_takes_the_best_rounds():
         "32 temperature": [0.15, 0.14],
         "32 top_k and top_p": [0.4, 0.2],
     }
-    assert found(sampling.part_of(seconds, rounds=2)) == {
-        "1 sequences: greedy": (pytest.approx(20.0), None),
-        "temperature ÷ greedy": (pytest.approx(1.25), True),
-        "top_k and top_p ÷ greedy": (pytest.approx(1.5), None),
-        "32 sequences: greedy": (pytest.approx(100.0), None),
-        "temperature ÷ greedy #2": (pytest.approx(1.4), False),
-        "top_k and top_p ÷ greedy #2": (pytest.approx(2.0), None),
-    }
+    golden.check("bench/sampling.txt", table(sampling.part_of(seconds, rounds=2)) + "\n")
 
 
 def test_options_take_the_best_rounds():
@@ -85,12 +53,7 @@ def test_options_take_the_best_rounds():
     }
     first = {"cold": [0.9, 0.8], "shared": [0.1, 0.3]}
     samples = {"first_token_seconds": first, "tokens_per_second": rates, "compilations": 0}
-    measures = found(options.part_of({"1A1F": samples}, rounds=2))
-    assert measures["1A1F: first token, cold ÷ shared"] == (pytest.approx(8.0), True)
-    assert measures["grammars ÷ plain"] == (pytest.approx(0.9), True)
-    assert measures["half grammars ÷ plain"] == (pytest.approx(0.8), False)
-    assert measures["biases ÷ plain"] == (pytest.approx(0.97), None)
-    assert measures["compiled after ready"] == (0, True)
+    golden.check("bench/options.txt", table(options.part_of({"1A1F": samples}, rounds=2)) + "\n")
 
 
 def test_a_grammar_of_even_and_odd_tokens_by_turns():
@@ -113,11 +76,7 @@ def test_plans_have_medians_and_a_limit():
     samples = {"thread": [1.0], "busiest": [2.0], "mean": [3.0], "latency": [4000.0]}
     cpu = {"tree": {"cpu": [10.0, 915.0, 9999.0]}, "streams": {"cpu": [3660.0]}}
     given = {way: samples | seconds for way, seconds in cpu.items()}
-    measures = found(plans.part_of(31, given))
-    assert measures["tree: CPU of the leader, a step"] == (915.0, None)
-    assert measures["a follower"] == (pytest.approx(915 / 31), None)
-    assert measures["a lane's layer of 61"] == (15.0, True)
-    assert measures["a lane's layer of 61 #2"] == (60.0, None)
+    golden.check("bench/plans.txt", table(plans.part_of(31, given)) + "\n")
     assert plans.part_of(7, given).measures[2].limit is None
 
 

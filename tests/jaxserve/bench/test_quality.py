@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.bench import quality
 from jaxserve.bench.__main__ import main
-from jaxserve.bench.quality import BASE, Format
+from jaxserve.bench.quality import BASE
 from jaxserve.bench.workers import BenchError
 from jaxserve.engine.build_runtime import build_runtime
 from tests.conftest import REPOSITORY
@@ -42,22 +42,6 @@ def test_texts_are_counted_in_bytes_and_have_to_be_listed(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
     with pytest.raises(BenchError, match=r"no held-out text: .*held_out\.txt"):
         quality.held_out(tmp_path, files=1, tokens=8)
-
-
-def test_formats_are_overrides():
-    assert Format("fp8", "int8", "bfloat16").overrides == {
-        "attention.weights": "fp8",
-        "ffn.weights": "fp8",
-        "cache.format": "int8",
-        "link.dispatch": "bfloat16",
-        "link.combine": "auto",
-        "attention.int8_products": [],
-    }
-    assert str(Format("int8", "int8", "int8", "int8")) == "int8 × int8 × int8 × answers int8"
-    assert str(Format("fp8", "int8", "bfloat16")) == "fp8 × int8 × bf16"
-    products = Format("int8", "int8", "int8", products=(0, 2))
-    assert str(products) == "int8 × int8 × int8 × products int8"
-    assert products.overrides["attention.int8_products"] == [0, 2]
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """A model's folder, opened as the workers of a deployment open it."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,12 @@ class Opened:
         """A block's leaves on the first device."""
         one = NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec())
         return self.source.leaves(template, sources, [one] * len(template.leaves))
+
+
+def edit_config(folder: Path, **entries: Any) -> None:
+    """Changes entries of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 @contextlib.contextmanager

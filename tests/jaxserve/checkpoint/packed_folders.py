@@ -1,13 +1,12 @@
 """Folders in the Hub's quantised formats, packed number by number from their libraries'
 descriptions."""
 
-import json
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
+from tests.jaxserve.checkpoint.opened import changed, edit_config
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
 
@@ -166,15 +165,13 @@ def several(*sections: dict[str, Any]) -> dict[str, Any]:
 def write(folder, section, pack):
     """A tiny model whose projections `pack` makes; returns the matrices they stand for by name."""
     TinyModel("packed", SIZES).write(folder)
-    path = folder / "model.safetensors"
-    tensors, stand_for = load_file(path), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        shape = tensors.pop(name).shape
-        parts, stand_for[name] = pack(name.removesuffix("weight"), shape)
-        tensors |= {part: np.ascontiguousarray(values) for part, values in parts.items()}
-    save_file(tensors, path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    stand_for = {}
+    with changed(folder) as tensors:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            shape = tensors.pop(name).shape
+            parts, stand_for[name] = pack(name.removesuffix("weight"), shape)
+            tensors |= {part: np.ascontiguousarray(values) for part, values in parts.items()}
+    edit_config(folder, quantization_config=section)
     return stand_for
 
 

@@ -179,11 +179,6 @@ class TestComplete:
         assert verify(complete) == []
         assert notes_of(changed, complete) == ["complete already"]
 
-    def test_of_another_source(self, complete, tmp_path):
-        other = write_tiny_step3(tmp_path / "other", seed=1)
-        with pytest.raises(CheckpointError, match="is of another conversion: source"):
-            convert(other, complete)
-
     def test_a_converted_one_is_no_source(self, complete, tmp_path):
         with pytest.raises(CheckpointError, match="is converted already"):
             convert(complete, tmp_path / "third")

@@ -14,7 +14,8 @@ from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError, ConfigError
 from pallas_kernels.quantize.api import quantize_weight
-from tests.jaxserve.checkpoint.opened import Opened, changed
+from tests import golden
+from tests.jaxserve.checkpoint.opened import Opened, changed, edit_config
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 
@@ -118,13 +119,6 @@ class TestDtypes:
         assert table.dtype == dtype
         np.testing.assert_array_equal(table.astype(np.float32), expected.astype(np.float32))
 
-    def test_float16(self, tmp_path):
-        folder = write_tiny_step3(tmp_path)
-        with changed(folder) as tensors:
-            table = tensors["model.embed_tokens.weight"].astype(np.float16)
-            tensors["model.embed_tokens.weight"] = table
-        np.testing.assert_array_equal(all_leaves(folder)[0], table.astype(np.float32))
-
 
 REPLACED = "was replaced by another version since this process started"
 
@@ -177,11 +171,6 @@ def test_int4_of_fp32_is_not_rounded_before(tmp_path):
     )
 
 
-def edit_config(folder, **entries):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-
 class TestBadConfig:
     def message(self, folder):
         with pytest.raises(CheckpointError) as error:
@@ -227,23 +216,8 @@ class TestBadFiles:
             tensors["model.layers.9.mlp.gate_proj.weight"] = np.zeros(3, np.float32)
             tensors["rotary.inv_freq"] = np.zeros(16, np.float32)
             tensors["lm_head.weight"] = np.zeros((160, 64), np.int8)
-        assert self.message(folder) == (
-            f"{folder}: 6 problems:\n"
-            "  missing model.layers.2.moe.gate.weight [8, 64]\n"
-            "  missing model.norm.weight [64]\n"
-            "  unexpected model.layers.9.mlp.gate_proj.weight\n"
-            "  unexpected rotary.inv_freq\n"
-            "  lm_head.weight is I8, not one of F64, F32, F16, BF16\n"
-            "  model.layers.0.self_attn.wq.weight is [48, 128], not [128, 48]"
-        )
-
-    def test_one_problem(self, tmp_path):
-        folder = write_tiny_step3(tmp_path, shards=2)
-        with changed(folder, "model-00001-of-00002.safetensors") as tensors:
-            del tensors["model.embed_tokens.weight"]
-        assert self.message(folder).endswith(
-            ": 1 problem:\n  missing model.embed_tokens.weight [160, 64]"
-        )
+        message = self.message(folder).replace(str(folder), "FOLDER")
+        golden.check("checkpoint/tensors.txt", message + "\n")
 
     def test_a_missing_shard(self, tmp_path):
         folder = write_tiny_step3(tmp_path, shards=3)
@@ -267,13 +241,6 @@ class TestBadFiles:
         folder = write_tiny_step3(tmp_path)
         (folder / "model.safetensors").unlink()
         assert self.message(folder) == f"{folder}: no .safetensors file"
-
-    @pytest.mark.parametrize("size", [0, 5, 100, -1])
-    def test_truncated(self, size, tmp_path):
-        folder = write_tiny_step3(tmp_path)
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:size])
-        assert self.message(folder).startswith(f"{path}: truncated or no safetensors: ")
 
     def test_something_else(self, tmp_path):
         folder = write_tiny_step3(tmp_path)

@@ -1,7 +1,5 @@
 """The Hub's quantised formats (`packed_folders.py`): as floats, or kept as they are stored."""
 
-import json
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.model import Int4
 from jaxserve.errors import CheckpointError
 from pallas_kernels import input_major
-from tests.jaxserve.checkpoint.opened import Opened, changed, matrices
+from tests.jaxserve.checkpoint.opened import Opened, changed, edit_config, matrices
 from tests.jaxserve.checkpoint.packed_folders import (
     DYNAMIC,
     FORMATS,
@@ -69,26 +67,75 @@ def expected(stand_for, layer, name):
     return np.stack([stand_for[f"{prefix}mlp.experts.{e}.{part}_proj.weight"] for e in experts])
 
 
-IN_ORDER = GPTQ | {"desc_act": False}
-CUT = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
+def as_floats(matrix):
+    """A quantised matrix in float64."""
+    values = np.asarray(matrix.values).astype(np.float64)
+    group = matrix.block[1] or values.shape[-1]
+    if matrix.zeros is not None:
+        values -= np.repeat(np.asarray(matrix.zeros, np.float64), group, -1)
+    return values * np.repeat(np.asarray(matrix.scales, np.float64), group, -1)
+
+
+def check(opened, stand_for, dtypes):
+    """Compares all matrices of a folder, in these dtypes by part; the others are floats."""
+    seen = 0
+    for layer, template, leaves in opened.blocks():
+        kept = dict(matrices(template, leaves))
+        found = {name: as_floats(matrix) for name, matrix in kept.items()}
+        found |= {name: leaves[name] for name in leaves if is_packed(name)}
+        for name, values in found.items():
+            part = "attention" if name in PROJECTIONS else "experts"
+            dtype = kept[name].dtype if name in kept else values.dtype
+            assert str(dtype) == dtypes.get(part, "float32")
+            rows = row_by_row(values) if opened.config.on_cpus else values
+            wanted = expected(stand_for, layer, name)
+            padded = np.zeros(rows.shape)
+            padded[tuple(slice(size) for size in wanted.shape)] = wanted
+            np.testing.assert_allclose(rows, padded, rtol=1e-6, atol=1e-9)
+            seen += 1
+    assert seen == 7 * opened.config.layers
 
 
 def is_packed(leaf):
-    return leaf in PROJECTIONS or leaf.startswith("experts.")
+    return leaf in PROJECTIONS or (leaf.startswith("experts.") and leaf.count(".") == 1)
+
+
+def channels(dtype, one=False):
+    return lambda *a: Packer().channels(*a, dtype=dtype, one=one)
+
+
+IN_ORDER = GPTQ | {"desc_act": False}
+ZEROS, NONE = Int4(GROUP, zero_points=True), Int4(GROUP)
+CUT = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
+F8 = ml_dtypes.float8_e4m3fn
+WHOLE = {
+    "gptq shuffled": (*FORMATS["gptq shuffled"], "plain", "float32"),  # columns in their own order
+    "w8a8": (compressed("int-quantized", W8A8, DYNAMIC), channels(np.int8), "int8", "int8"),
+    "fp8": (compressed("float-quantized", FP8, DYNAMIC), channels(F8), "fp8", "float8_e4m3fn"),
+    "fp8 tensor": (
+        compressed("float-quantized", FP8_TENSOR, DYNAMIC),
+        channels(F8, one=True),
+        *("fp8", "float8_e4m3fn"),
+    ),
+    "awq": (*FORMATS["awq"], ZEROS, "int4"),
+    "gptq": (IN_ORDER, FORMATS["gptq"][1], ZEROS, "int4"),
+    "auto-round": (*FORMATS["auto-round"], ZEROS, "int4"),
+    "w4a16": (*FORMATS["w4a16"], NONE, "int4"),
+}
 
 
 @pytest.mark.unoptimised
-def test_a_folder_becomes_floats(tmp_path):
-    """Its columns have an order of their own."""
-    stand_for = write(tmp_path, *FORMATS["gptq shuffled"])
-    opened, seen = Opened(tmp_path, CUT), 0
-    assert opened.config.stored == "plain"
-    for layer, _, leaves in opened.blocks():
-        for name in filter(is_packed, leaves):
-            wanted = expected(stand_for, layer, name)
-            np.testing.assert_allclose(leaves[name], wanted, rtol=1e-6, atol=1e-9)
-            seen += 1
-    assert seen == 7 * opened.config.layers
+@pytest.mark.parametrize("name", WHOLE)
+def test_folders_of_one_format(name, tmp_path):
+    """On four devices, each with whole groups; the padding has no weights."""
+    section, pack, stored, dtype = WHOLE[name]
+    stand_for = write(tmp_path, section, pack)
+    opened = Opened(tmp_path, CUT)
+    if isinstance(stored, Int4):
+        assert opened.config.int4 == stored
+        stored = "int4"
+    assert (opened.config.stored, opened.config.plain_parts) == (stored, frozenset())
+    check(opened, stand_for, {"attention": dtype, "experts": dtype})
 
 
 @pytest.mark.unoptimised
@@ -99,40 +146,8 @@ def test_floats_in_tiles(name, tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "aligned_empty", lambda *a: np.full_like(aligned_empty(*a), np.nan))
     stand_for = write(tmp_path, *FORMATS[name])
     floats = {"attention.weights": "float32", "ffn.weights": "float32"}
-    opened = Opened(tmp_path, floats | {"attention.tp": 2, "ffn.tp": 3}, on_cpus=True)
-    seen = 0
-    for layer, _, leaves in opened.blocks():
-        for leaf in filter(is_packed, leaves):
-            rows = row_by_row(leaves[leaf])
-            wanted = expected(stand_for, layer, leaf)
-            assert leaf in PROJECTIONS or 66 in rows.shape
-            padded = np.zeros(rows.shape, np.float32)
-            padded[tuple(slice(size) for size in wanted.shape)] = wanted
-            np.testing.assert_allclose(rows, padded, rtol=1e-6, atol=1e-9)
-            seen += 1
-    assert seen == 7 * SIZES.num_hidden_layers
-
-
-@pytest.mark.unoptimised
-@pytest.mark.parametrize(
-    ("section", "dtype", "stored"),
-    [
-        (compressed("int-quantized", W8A8, DYNAMIC), np.int8, "int8"),
-        (compressed("float-quantized", FP8, DYNAMIC), ml_dtypes.float8_e4m3fn, "fp8"),
-        (compressed("float-quantized", FP8_TENSOR, DYNAMIC), ml_dtypes.float8_e4m3fn, "fp8"),
-    ],
-    ids=["w8a8", "fp8", "fp8 tensor"],
-)
-def test_eight_bits_stay_as_they_are(section, dtype, stored, tmp_path):
-    one = section["config_groups"]["group_0"]["weights"]["strategy"] == "tensor"
-    stand_for = write(tmp_path, section, lambda *a: Packer().channels(*a, dtype=dtype, one=one))
-    opened = Opened(tmp_path, CUT)
-    found = list(opened.quantised())
-    assert (opened.config.stored, len(found)) == (stored, 7 * opened.config.layers)
-    for layer, name, matrix in found:
-        assert matrix.dtype == dtype
-        values = np.asarray(matrix.values).astype(np.float64) * np.asarray(matrix.scales)
-        np.testing.assert_allclose(values, expected(stand_for, layer, name), rtol=1e-6)
+    cut = floats | {"attention.tp": 2, "ffn.tp": 3}
+    check(Opened(tmp_path, cut, on_cpus=True), stand_for, {})
 
 
 OWN_NUMBERS = {
@@ -158,45 +173,9 @@ def test_parts_with_other_numbers_become_floats(name, tmp_path):
     section, pack = OWN_NUMBERS[name]
     stand_for = write(tmp_path, section, lambda base, *a: pack["self_attn" in base](base, *a))
     kept = "int8" if "int8" in name.split()[0] else "int4"
-    opened, seen = Opened(tmp_path), 0
+    opened = Opened(tmp_path)
     assert (opened.config.stored, opened.config.plain_parts) == (kept, {"experts"})
-    for layer, template, leaves in opened.blocks():
-        dtypes = {str(matrix.dtype) for _, matrix in matrices(template, leaves)}
-        assert dtypes == ({kept} if "attention.query.values" in leaves else set())
-        for leaf in leaves:
-            if leaf.startswith("experts."):
-                wanted = expected(stand_for, layer, leaf)
-                np.testing.assert_allclose(leaves[leaf], wanted, rtol=1e-6, atol=1e-9)
-                seen += 1
-    assert seen == 3 * opened.config.layers
-
-
-KEPT = {
-    "awq": Int4(GROUP, zero_points=True),
-    "gptq": Int4(GROUP, zero_points=True),
-    "auto-round": Int4(GROUP, zero_points=True),
-    "w4a16": Int4(GROUP),
-}
-
-
-@pytest.mark.unoptimised
-@pytest.mark.parametrize("name", KEPT)
-def test_four_bits_stay_as_they_are(name, tmp_path):
-    """On four devices, each with whole groups; the padding has no weights."""
-    section, pack = FORMATS[name]
-    stand_for = write(tmp_path, IN_ORDER if name == "gptq" else section, pack)
-    opened = Opened(tmp_path, CUT)
-    config, found = opened.config, list(opened.quantised())
-    assert (config.stored, config.int4, config.plain_parts) == ("int4", KEPT[name], frozenset())
-    assert len(found) == 7 * config.layers
-    for layer, leaf, matrix in found:
-        values = np.asarray(matrix.values).astype(np.float64)
-        assert (matrix.dtype, matrix.zeros is None) == ("int4", name == "w4a16")
-        assert np.abs(values).max() > 6
-        if matrix.zeros is not None:
-            values -= np.repeat(np.asarray(matrix.zeros, np.float64), matrix.block[1], -1)
-        values *= np.repeat(np.asarray(matrix.scales, np.float64), matrix.block[1], -1)
-        np.testing.assert_allclose(values, expected(stand_for, layer, leaf), rtol=1e-6)
+    check(opened, stand_for, {"attention": kept})
 
 
 @pytest.mark.parametrize(
@@ -242,9 +221,8 @@ def test_what_config_json_does_not_say(pack, message, tmp_path):
 def test_a_section_in_a_file_of_its_own(tmp_path):
     """As AutoGPTQ wrote it before transformers knew of it."""
     write(tmp_path, *FORMATS["gptq"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text("{}")
+    edit_config(tmp_path, quantization_config=None)
     message = r"config.json has no quantization_config, and there is quantize_config.json: put it"
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)

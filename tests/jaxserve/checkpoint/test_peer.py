@@ -198,30 +198,26 @@ def test_a_peer_dies(reads, second, step3):
     assert arrays[rest] > 0
 
 
-def test_who_is_refused(step3, fp8, tmp_path, caplog):
-    peer = load(step3, {})
-    with serving(step3, peer.held) as address:
-        with pytest.raises(PeerError, match=r"model = deepseek_v3, here step3_text"):
-            WeightsPeer(address, weights_hello(str(fp8)), TOKEN)
-        with pytest.raises(PeerError, match="another token"):
-            WeightsPeer(address, weights_hello(str(step3)), "wrong")
-        other = write_tiny_step3(tmp_path / "other", TinyStep3(mtp=True), seed=2)
-        with pytest.raises(PeerError, match=r"configured differently.*: revision = "):
-            WeightsPeer(address, weights_hello(str(other)), TOKEN)
-        # The same revision on another disk is the same.
-        convert(step3, tmp_path / "converted", "int8")
-        with pytest.raises(PeerError, match="revision"):
-            WeightsPeer(address, weights_hello(str(tmp_path / "converted")), TOKEN)
+def test_who_is_refused(step3, fp8, tmp_path):
+    """The same revision on another disk is the same, its conversion is another one."""
+    other = write_tiny_step3(tmp_path / "other", TinyStep3(mtp=True), seed=2)
+    convert(step3, tmp_path / "converted", "int8")
+    with serving(step3, load(step3, {}).held) as address:
+        for folder, token, message in (
+            (fp8, TOKEN, r"model = deepseek_v3, here step3_text"),
+            (step3, "wrong", "another token"),
+            (other, TOKEN, r"configured differently.*: revision = "),
+            (tmp_path / "converted", TOKEN, "revision"),
+        ):
+            with pytest.raises(PeerError, match=message):
+                WeightsPeer(address, weights_hello(str(folder)), token)
         connection = WeightsPeer(address, weights_hello(str(step3)), TOKEN)
         with pytest.raises(PeerError, match=r"has no part \(\(0, 9999\)"):
             connection.read("head", "norm", ((0, 9999),), np.empty(9999, np.float32))
         connection.close()
-    source = open_weights(
-        layouts.deployment(step3, {"weights.peers": [address]}),
-        read_config(step3)[1],
-        token=TOKEN,
-    )
-    assert source.size == open_checkpoint(step3, read_config(step3)[1]).size  # nobody is there
+    gone = layouts.deployment(step3, {"weights.peers": [address]})
+    source = open_weights(gone, read_config(step3)[1], token=TOKEN)
+    assert source.size == open_checkpoint(step3, read_config(step3)[1]).size
 
 
 def test_nobody_and_no_storage(step3, tmp_path):

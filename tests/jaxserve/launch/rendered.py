@@ -1,6 +1,8 @@
-"""What the tests of rendered files have in common."""
+"""Renders files for tests, and reads them as their launchers do."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +20,13 @@ def files_of(text: str) -> dict[str, str]:
     """The files that a command line renders."""
     given = text.split()
     return launch.render(launch.parser().parse_args(given), given)
+
+
+def write(files: Mapping[str, str], folder: Path) -> None:
+    """Writes files, which may be executed."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
 
 def objects(text: str) -> dict[tuple[str, str], Any]:

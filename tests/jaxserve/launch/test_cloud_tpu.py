@@ -4,7 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.jaxserve.launch.rendered import files_of
+from tests import golden
+from tests.jaxserve.launch.rendered import files_of, write
 from tests.jaxserve.launch.test_systemd import started
 from tests.jaxserve.launch.tools import judge
 
@@ -15,9 +16,7 @@ GCLOUD = '#!/usr/bin/env bash\necho "$*" >> calls\n[[ "$*" != *"${FAILS:-never}"
 
 def run(files: dict[str, str], folder: Path, step: str, fails: str = "never") -> list[str]:
     """The calls of `gcloud`."""
-    for name, text in {**files, "gcloud": GCLOUD, "keys": "k", "calls": ""}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    write({**files, "gcloud": GCLOUD, "keys": "k", "calls": ""}, folder)
     path = f"{folder}:{os.environ['PATH']}"
     more = {"PATH": path, "ZONE": "z", "WHEEL": "j.whl", "FAILS": fails}
     command = ["bash", folder / "tpu.sh", step]
@@ -27,22 +26,15 @@ def run(files: dict[str, str], folder: Path, step: str, fails: str = "never") ->
 
 
 def test_one_slice_and_two(tmp_path: Path) -> None:
-    (create,) = run(files_of(ONE), tmp_path, "create")
-    assert "--accelerator-type=v6e-64 --runtime-version=v2-alpha-tpuv6e" in create
-    assert "--node-id=jaxserve" in create
-    files = files_of(TWO)
-    (create,) = run(files, tmp_path, "create")
-    assert "--accelerator-type=v6e-32" in create
-    assert "--node-count=2 --node-prefix=jaxserve" in create
-    starts = run(files, tmp_path, "start")
-    assert sorted(call.split()[4] for call in starts) == ["jaxserve-0", "jaxserve-1"]
-    assert all("--worker=all --command=sudo systemctl start jaxserve" in call for call in starts)
-    copy = run(files, tmp_path, "install")[0]
-    assert "j.whl deployment.yaml jaxserve.env jaxserve.service" in copy
+    one, two = files_of(ONE), files_of(TWO)
+    calls = run(one, tmp_path, "create")
+    for step in ("create", "start", "install"):
+        calls += sorted(run(two, tmp_path, step))
+    golden.check("launch/gcloud.txt", "\n".join(calls).replace(str(tmp_path), "FOLDER") + "\n")
     secret = (tmp_path / "jaxserve.env").read_text()
     assert secret.startswith("JAXSERVE_CLUSTER_TOKEN=")
     assert len(secret.strip().partition("=")[2]) == 32
-    run(files, tmp_path, "start", fails="jaxserve-1")
+    run(two, tmp_path, "start", fails="jaxserve-1")
 
 
 def test_every_host_runs_the_same_command() -> None:

@@ -47,16 +47,12 @@ def test_objects_are_what_their_schemas_say(command: str) -> None:
 def test_the_schemas_find_what_is_wrong() -> None:
     (text,) = files_of(V6E).values()
     tree = objects(text)["LeaderWorkerSet", "jaxserve"]
-    pod = tree["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
-    pod["containers"][0]["readynessProbe"] = {}
     tree["spec"]["replicas"] = "one"
-    tree["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
+    group = tree["spec"]["leaderWorkerTemplate"]
+    group["leaderTemplate"]["spec"]["containers"][0]["readynessProbe"] = {}
     found = "\n".join(problems(tree))
-    for part in ("readynessProbe", '"one" is not of type', '"Sometimes" is not one of'):
-        assert part in found
-    service = objects(text)["Service", "jaxserve-api"]
-    service["spec"]["ports"][0]["targetport"] = 1
-    assert "targetport" in "\n".join(problems(service))
+    assert "readynessProbe" in found
+    assert '"one" is not of type' in found
 
 
 SECTIONS = ("attention", "ffn", "link", "cache", "scheduler", "lanes", "prefill", "pages")

@@ -26,7 +26,7 @@ from jaxserve.launch import jobset
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import workloads
 from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, hosts, surroundings
-from tests.jaxserve.launch.rendered import files_of, objects
+from tests.jaxserve.launch.rendered import files_of, objects, write
 
 pytestmark = [
     pytest.mark.nightly,
@@ -141,16 +141,12 @@ def test_pods_of_tpu_slices_find_their_numbers(expected: str, tmp_path: Path) ->
     command += ["--config", str(tmp_path / "deployment.yaml")]
     with hosts(names, tmp_path) as made:
         for number, name in reversed(list(enumerate(names))):
-            variables = {
-                "TPU_WORKER_ID": "0",
-                "TPU_WORKER_HOSTNAMES": name,
-                "TPU_SKIP_MDS_QUERY": "true",
-                "TPU_TOPOLOGY": "2x2",
-                "TPU_ACCELERATOR_TYPE": "v6e-4",
-                "MEGASCALE_COORDINATOR_ADDRESS": f"{names[0]}:8080",
-                "MEGASCALE_SLICE_ID": f"{number}",
-                "MEGASCALE_NUM_SLICES": "2",
-            }
+            tpu = {"WORKER_ID": "0", "WORKER_HOSTNAMES": name, "SKIP_MDS_QUERY": "true"}
+            tpu |= {"TOPOLOGY": "2x2", "ACCELERATOR_TYPE": "v6e-4"}
+            scale = {"COORDINATOR_ADDRESS": f"{names[0]}:8080", "SLICE_ID": f"{number}"}
+            scale |= {"NUM_SLICES": "2"}
+            variables = {f"TPU_{key}": value for key, value in tpu.items()}
+            variables |= {f"MEGASCALE_{key}": value for key, value in scale.items()}
             made.start(name, command, SECRET | variables)
         assert answer(made.wait_ready(names[0])) == expected
         drains(made, 1)
@@ -173,25 +169,16 @@ def test_slurm(expected: str, tmp_path: Path) -> None:
     """The script itself, with a stand-in for `srun`."""
     shared = "--set server.host=0.0.0.0 --without-keys"
     command = f"--config demo --hardware l4 --target slurm {TWO} {shared}"
-    for name, text in (files_of(command) | {"srun": SRUN}).items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write(files_of(command) | {"srun": SRUN}, tmp_path)
     with hosts(["node7", "node8"], tmp_path) as made:
         for name in made.addresses:
-            script = tmp_path / f"on-{name}"
-            script.write_text(f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n')
-            script.chmod(0o755)
-        environment = surroundings() | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "PYTHON": sys.executable,
-            "SLURM_JOB_ID": "4097",
-            "SLURM_STEP_NODELIST": "node[7-8]",
-            "SLURM_NTASKS": "2",
-            "SLURM_STEP_NUM_NODES": "2",
-        }
-        script = subprocess.Popen(
-            ["bash", "jaxserve.sbatch"], cwd=tmp_path, env=environment, start_new_session=True
-        )
+            script = f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n'
+            write({f"on-{name}": script}, tmp_path)
+        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+        slurm = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[7-8]"}
+        slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+        how = {"cwd": tmp_path, "env": surroundings() | own | slurm, "start_new_session": True}
+        script = subprocess.Popen(["bash", "jaxserve.sbatch"], **how)
         made.processes.append(script)
         assert answer(made.wait_ready("node7")) == expected
         script.send_signal(signal.SIGTERM)  # srun took the script's place

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,8 +95,3 @@ def test_spans_of_one_stage_never_overlap_and_never_precede_their_cause(spans: l
     assert 0 <= summary.attention_busy <= 1
     assert 0 <= summary.ffn_busy <= 1
     assert 0 <= summary.bubble <= 1
-
-
-def test_a_follower_can_send_its_spans() -> None:
-    wire = msgspec.msgpack.encode(FFN_PROCESS)
-    assert msgspec.msgpack.decode(wire, type=list[Span]) == FFN_PROCESS

@@ -86,26 +86,7 @@ def test_little_or_nothing_recorded_still_draws(spans: list[Span]) -> None:
 
 
 def test_the_perfetto_trace_has_a_row_per_side_and_lane() -> None:
-    trace = perfetto(SPANS)
-    events = trace["traceEvents"]
-    assert isinstance(events, list)
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    used = [(1, 0), (1, 1), (2, 0), (3, 0), (4, 0)]
-    assert names == {(side, lane): f"lane {lane}" for side, lane in used}
-    assert [event for event in events if event["ph"] == "X"][3] == {
-        "ph": "X",
-        "cat": "ffn",
-        "name": "ffn 0",
-        "ts": 5000.0,
-        "dur": 3000.0,
-        "pid": 4,
-        "tid": 0,
-        "args": {"layer": 0, "lane": 0, "step": 0, "process": 0, "waited_us": 2000.0},
-    }
+    golden.check("observe/perfetto.json", perfetto(SPANS))
 
 
 def test_the_three_files_are_written(tmp_path: Path) -> None:

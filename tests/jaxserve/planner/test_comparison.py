@@ -4,6 +4,7 @@ import pytest
 from jaxserve.planner.comparison import Compared, step_seconds, summary
 from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.layout import StepLoad
+from tests import golden
 
 
 def times(enter: float = 3.0, host: float = 0.0) -> StepTimes:
@@ -41,10 +42,4 @@ def test_what_was_held_out_is_counted_by_itself():
         Compared("ffn", 0, other, 9, 1.0, 0.84, True),
         Compared("step", 0, other, 9, 1.0, 1.09, True),
     ]
-    assert summary(found) == [
-        "stages held out within 15%: 0 of 1; the worst is ffn at 16 sequences of 100 tokens, -16%",
-        "stages within 15%: 1 of 2; the worst is ffn at 16 sequences of 100 tokens, -16%",
-        "steps held out within 10%: 1 of 1; the worst is step at 16 sequences of 100 tokens, +9%",
-        "steps within 10%: 1 of 1; the worst is step at 16 sequences of 100 tokens, +9%",
-        "loads that were not calibrated with: 1 of 2",
-    ]
+    golden.check("planner/comparison.txt", "\n".join(summary(found)) + "\n")

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
@@ -75,10 +74,6 @@ def test_a_calibrated_prediction_is_the_measurement(tmp_path):
         assert other == plain.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
 
 
-def test_without_a_file_nothing_is_corrected():
-    assert read_calibration(None).fits == {}
-
-
 @pytest.mark.parametrize(
     ("point", "message"),
     [
@@ -109,12 +104,6 @@ def test_hardware_by_what_jax_calls_it(kind, name):
 def test_hardware_that_nobody_knows():
     with pytest.raises(ConfigError, match=r"hardware 'TPU v9' is not known.* Known: 910b, 910c"):
         hardware_of("TPU v9")
-
-
-def test_hardware_of_a_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text((CONFIGS / "hardware" / "h20.yaml").read_text(encoding="utf-8"))
-    assert hardware_of(str(path)) == load_hardware("h20")
 
 
 def test_layers_of_a_kind_have_a_fit_of_their_own(tmp_path):

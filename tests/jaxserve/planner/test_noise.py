@@ -11,18 +11,15 @@ def generator() -> np.random.Generator:
 
 
 class TestJitter:
-    def test_none_changes_nothing(self):
+    @pytest.mark.parametrize("spread", [{}, {"ffn": 0.3}])
+    def test_a_stage_without_a_spread_is_unchanged(self, spread):
         seconds = np.array([1.0, 2.0])
-        assert Jitter().draw(generator(), "attend", seconds) is seconds
+        assert Jitter(spread=spread).draw(generator(), "attend", seconds) is seconds
 
     def test_mean_and_spread(self):
         drawn = Jitter(spread={"ffn": 0.3}).draw(generator(), "ffn", np.full(200_000, 2.0))
         assert drawn.mean() == pytest.approx(2.0, rel=0.01)
         assert drawn.std() / drawn.mean() == pytest.approx(0.3, rel=0.02)
-
-    def test_only_the_stages_that_have_a_spread(self):
-        seconds = np.ones(3)
-        assert Jitter(spread={"ffn": 0.3}).draw(generator(), "attend", seconds) is seconds
 
     def test_stalls_are_as_rare_as_asked(self):
         jitter = Jitter(stall_probability=0.01, stall_seconds=5.0)

@@ -58,6 +58,8 @@ class TestAttend:
         assert Formats(weights="int4", group=32, zero_points=True).weight_bytes == 0.5 + 5 / 32
         assert Formats(weights="int8").attention == "bfloat16"
         assert Formats(compute="fp8").attention == "fp8"
+        own = Formats(compute="fp8", core="bfloat16")
+        assert (own.attention, own.linear) == ("bfloat16", "fp8")
 
     def test_few_query_heads_are_padded_to_the_products_tile(self):
         """16 query heads a KV head over 4 GPUs, and 64 rows of wgmma: 4 times the FLOPs."""
@@ -92,10 +94,6 @@ class TestAttend:
         pairs = 512 * 4 * 8192 * tile_padding(plain, hardware, 1, 4)
         products = pairs * core_flops(plain) / hardware.flops("bfloat16")
         assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
-
-    def test_attention_may_have_a_format_of_its_own(self):
-        assert Formats(compute="fp8", core="bfloat16").attention == "bfloat16"
-        assert Formats(compute="fp8", core="bfloat16").linear == "fp8"
 
 
 class TestImbalance:
@@ -288,8 +286,6 @@ def test_a_message_has_the_bytes_that_the_engine_packs(name, dispatch):
 
 def test_messages():
     step3 = calculator()
-    assert step3.dispatch_bytes() == 7168 + 128  # of which 28 are scale, ids and gates
-    assert calculator(dispatch="bfloat16").dispatch_bytes() == 2 * (7168 + 128)
     assert step3.combine_bytes() == 14336
     stage = step3.cross((50e9, 25e9), (100, 100), 7168)
     assert stage == StageTime(100 * 7168 / 25e9, "network")
@@ -362,15 +358,8 @@ def test_float32_rows_and_weights():
     for name in ("bfloat16", "float32"):
         formats = Formats(weights=name, cache=name, dispatch=name, rows=name)
         one = Calculator(model, 2048, formats, Assumptions())
-        group = one.model.attention[0]
-        sizes.append(
-            [
-                one.cache_row(group, 1),
-                one.combine_bytes(),
-                one.attention_weights(1),
-                one.ffn_weights(ONE),
-            ]
-        )
+        rows = one.cache_row(one.model.attention[0], 1), one.combine_bytes()
+        sizes.append([*rows, one.attention_weights(1), one.ffn_weights(ONE)])
         assert (one.formats.linear, one.formats.attention) == (name, name)
     assert sizes[1] == [2 * size for size in sizes[0]]
     assert Formats(weights="int8", rows="float32").linear == "int8"

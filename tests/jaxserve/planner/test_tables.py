@@ -44,19 +44,6 @@ class TestFigures:
         front = [label for label, row in rows.items() if row[2].value]
         assert front == ["MM M1", "ERNIE 4.5", "Step-3"]
 
-    @pytest.mark.parametrize(
-        ("label", "short", "long"),
-        [
-            ("Step-3", "0.055", "0.129"),
-            ("DSv3", "0.068", "0.211"),
-            ("Qwen3 MoE", "0.062", "0.193"),
-        ],
-    )
-    def test_the_cheapest_deployments_of_section_4_2(self, drawn, label, short, long):
-        table = drawn["Figure 2"]
-        row = dict(zip(table.columns, table.rows[label], strict=True))
-        assert (row["8K AFD"].text, row["32K AFD"].text) == (short, long)
-
     def test_hybrids_read_and_cost_more_than_step_3_at_every_context(self, drawn):
         for name in ("Figure 3a", "Figure 3b"):
             rows = drawn[name].rows
