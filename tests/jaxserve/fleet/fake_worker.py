@@ -230,6 +230,14 @@ class FakeWorkerEngine:
             one.on_output(news)
 
 
+def worker_facts(role: WorkerRole, **changes: Any) -> WorkerFacts:
+    """What a worker says of itself to routers."""
+    facts: dict[str, Any] = {"name": role, "role": role, "model": MODEL, "slots": 4, "groups": 1}
+    facts |= {"pages": 1000, "page_size": PAGE, "max_length": 200, "vocab": VOCAB}
+    facts |= {"eos_token_ids": [], "info": {}, "instance": "1"}
+    return WorkerFacts(**facts | changes)
+
+
 class FakeWorker:
     """An engine behind a port."""
 
@@ -245,20 +253,8 @@ class FakeWorker:
         resume_seconds: float = 30.0,
     ):
         self.engine = engine or FakeWorkerEngine()
-        facts = WorkerFacts(
-            name=role,
-            role=role,
-            model=model,
-            slots=slots,
-            groups=1,
-            pages=1000,
-            page_size=PAGE,
-            max_length=200,
-            vocab=VOCAB,
-            eos_token_ids=[],
-            info=dict(self.engine.model_info()),
-            instance="1",
-        )
+        info = dict(self.engine.model_info())
+        facts = worker_facts(role, model=model, slots=slots, info=info)
         self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore, resume_seconds)
         self.port.start()
         self.port.open(self.engine)

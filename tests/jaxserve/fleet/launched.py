@@ -1,6 +1,7 @@
 """Runs `launch/local.py` with a small deployment, and checks that all of its processes end."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODULE = "tests.jaxserve.fleet.process"
@@ -60,6 +62,21 @@ class Launched:
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code
+
+
+def python(code: str, **environment: str | None) -> Any:
+    """Returns what a fresh interpreter prints as JSON; None removes a variable."""
+    changed = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={name: value for name, value in changed.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextlib.contextmanager

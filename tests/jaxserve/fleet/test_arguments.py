@@ -1,5 +1,6 @@
 import argparse
 import os
+import re
 
 import pytest
 
@@ -45,60 +46,32 @@ def test_the_token_is_not_shown() -> None:
     assert repr(arguments) == "ProcessArguments(processes=2, token='…')"
 
 
+TWO = "--processes 2 --process-id 0"
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "expected"),
     [
         ("--processes 2", SECRET, "2 processes need --process-id (or JAXSERVE_PROCESS_ID)"),
-        (
-            "--processes 2 --process-id 0 --control a:1",
-            SECRET,
-            "2 processes need --coordinator (or JAXSERVE_COORDINATOR)",
-        ),
-        (
-            "--processes 2 --process-id 0 --coordinator a:1",
-            SECRET,
-            "2 processes need --control (or JAXSERVE_CONTROL)",
-        ),
-        (
-            "--processes 2 --process-id 0 --coordinator a:1 --control a:2",
-            {},
-            "2 processes need JAXSERVE_CLUSTER_TOKEN: one secret, the same for each",
-        ),
-        (
-            "",
-            {"JAXSERVE_CLUSTER_TOKEN": "fifteen letters"},
-            "JAXSERVE_CLUSTER_TOKEN: 15 characters, at least 16 needed",
-        ),
-        (
-            "--processes 2 --process-id 0 --coordinator a --control a:2",
-            SECRET,
-            "--coordinator 'a': expected host:port",
-        ),
-        (
-            "--processes 2 --process-id 0 --coordinator a:1 --control a:99999",
-            SECRET,
-            "--control 'a:99999': expected host:port",
-        ),
+        (f"{TWO} --control a:1", SECRET, "need --coordinator (or JAXSERVE_COORDINATOR)"),
+        (f"{TWO} --coordinator a:1", SECRET, "2 processes need --control (or JAXSERVE_CONTROL)"),
+        (f"{TWO} --coordinator a:1 --control a:2", {}, "2 processes need JAXSERVE_CLUSTER_TOKEN"),
+        ("", {"JAXSERVE_CLUSTER_TOKEN": "short"}, "5 characters, at least 16 needed"),
+        (f"{TWO} --coordinator a --control a:2", SECRET, "--coordinator 'a': expected host:port"),
+        (f"{TWO} --coordinator a:1 --control a:99999", SECRET, "--control 'a:99999': expected"),
         ("--processes 2 --process-id 2", {}, "--process-id 2 of --processes 2: expected 0 to 1"),
         ("", {"JAXSERVE_PROCESSES": "two"}, "JAXSERVE_PROCESSES] = 'two': expected a whole number"),
     ],
 )
 def test_what_is_missing_is_named(flags: str, environment: dict[str, str], expected: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         parse(*flags.split(), **environment)
-    assert expected in str(error.value)
 
 
 def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "SLURM_JOB_ID": "4097",
-        "SLURM_STEP_NODELIST": "node[007-008]",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NUM_NODES": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
+    step = {"STEP_NODELIST": "node[007-008]", "STEP_NUM_NODES": "2", "NTASKS": "2"}
+    for name, value in (step | {"JOB_ID": "4097", "PROCID": "1", "LOCALID": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     assert parse("--distributed", **SECRET) == ProcessArguments(
         process_id=1,
         processes=2,

@@ -45,6 +45,9 @@ def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
     assert len(digests) == 2 + len(others)
 
 
+FACTS = {"lanes": "2", "attention.dp": "3", "new": "x"}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -53,21 +56,15 @@ def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
         ({"process_id": 2}, "process id 2 is not among the followers of 2 processes: 1 to 1"),
         ({"processes": 3}, "--processes 3 on process 1, 2 on the leader"),
         ({"protocol": 99}, "control protocol 99 on process 1, 9 on the leader"),
-        (
-            {"versions": {"jax": "0.11.2"}},
-            "versions differ: jax = 0.11.2 on process 1, 0.12 on the leader",
-        ),
-        (
-            {"digest": "d2", "facts": {"lanes": "2", "attention.dp": "3", "new": "x"}},
-            "deployment digest d2 on process 1, d1 on the leader: "
-            "attention.dp = 3 on process 1, 1 on the leader; new = x on process 1, absent on the "
-            "leader",
-        ),
+        ({"versions": {"jax": "0.11.2"}}, "jax = 0.11.2 on process 1, 0.12 on the leader"),
+        ({"digest": "d2", "facts": FACTS}, "digest d2 on process 1, d1 on the leader: attention"),
+        ({"digest": "d2", "facts": FACTS}, "attention.dp = 3 on process 1, 1 on the leader; new"),
+        ({"digest": "d2", "facts": FACTS}, "new = x on process 1, absent on the leader"),
     ],
 )
 def test_refusal_names_both_values(changes: dict[str, object], expected: str) -> None:
-    fields = {"process_id": 1} | changes
-    assert refusal(identity(0), identity(**fields)) == expected
+    said = refusal(identity(0), identity(**{"process_id": 1} | changes))
+    assert (expected in said) if expected else not said
 
 
 def test_heartbeats_are_frequent_enough_for_all_deadlines() -> None:

@@ -25,9 +25,10 @@ from jaxserve.fleet.routing_actions import (
     SendSubmit,
     SendWithdraw,
 )
-from jaxserve.fleet.worker_frames import State, WorkerFacts
+from jaxserve.fleet.worker_frames import State, WorkerRole
 from jaxserve.link.pages import PagesSource
 from tests.conftest import REPOSITORY
+from tests.jaxserve.fleet.fake_worker import worker_facts
 
 PAGE = 16
 
@@ -51,28 +52,32 @@ class World:
         self.sent: list[Any] = []
         self.begun: dict[str, str] = {}
 
-    def facts(
-        self, role: str, slots: int = 4, tokens: int = 16000, weights: str = ""
-    ) -> WorkerFacts:
-        return WorkerFacts(
-            name=role,
-            role=role,
-            model="m",
-            slots=slots,
-            groups=1,
-            pages=tokens // PAGE,
-            page_size=PAGE,
-            max_length=10**6,
-            vocab=1000,
-            eos_token_ids=[],
-            info={},
-            instance="i",
-            weights=weights,
-        )
+    @classmethod
+    def of(cls, *names: str, **overrides: Any) -> "World":
+        """A world in which these workers are there."""
+        world = cls(**overrides)
+        for name in names:
+            world.join(name)
+        return world
 
-    def join(self, name: str, reserved: bool = False, **options: Any) -> None:
-        role = "prefill" if name.startswith("p") else "domain"
-        self.take(self.coordinator.joined(name, self.facts(role, **options), reserved))
+    @classmethod
+    def without_prefill(cls, *names: str, **overrides: Any) -> "World":
+        return cls.of(*names, prefill__workers=0, fleet__prefill=[], **overrides)
+
+    def told(self, name: str, load: EngineLoad | None = None, **state: Any) -> None:
+        """A worker says how it is; ready, unless told otherwise."""
+        news = State(**{"status": "ready", "turn_age": 0.0, "load": load or EngineLoad()} | state)
+        self.take(self.coordinator.state(name, news))
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.take(self.coordinator.tick())
+
+    def join(self, name: str, reserved: bool = False, tokens: int = 16000, **options: Any) -> None:
+        """A worker is there, whose cache has room for so many `tokens`."""
+        sizes = {"page_size": PAGE, "pages": tokens // PAGE, "max_length": 10**6}
+        role: WorkerRole = "prefill" if name.startswith("p") else "domain"
+        self.take(self.coordinator.joined(name, worker_facts(role, **sizes, **options), reserved))
 
     def speeds(self, **speeds: float) -> None:
         placement = self.coordinator.placement
@@ -169,9 +174,8 @@ class World:
 
 def test_runs_are_logged_as_outputs_are() -> None:
     """Up to the first with which there is more to do."""
-    worlds = [World(prefill__workers=0, fleet__prefill=[]) for _ in range(2)]
+    worlds = [World.without_prefill("d0:1") for _ in range(2)]
     for world in worlds:
-        world.join("d0:1")
         for name in ("a1", "a2", "a3"):
             world.submit(name, 20, max_tokens=9)
         for attempt in list(world.running)[:2]:
@@ -349,13 +353,11 @@ class Fleet(RuleBasedStateMachine):
         held = sum(worker == which for worker in self.world.held.values())
         load = EngineLoad(running=0, held=held, kv_usage=[0.5])
         status = "draining" if drain else "ready"
-        news = State(status, age, load, others=others, drain=drain)
-        self.world.take(self.world.coordinator.state(which, news))
+        self.world.told(which, load, status=status, turn_age=age, others=others, drain=drain)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 12.0]))
     def time_passes(self, seconds):
-        self.world.now += seconds
-        self.world.take(self.world.coordinator.tick())
+        self.world.tick(seconds)
 
     @invariant()
     def the_books_add_up(self):
@@ -418,22 +420,8 @@ TestFleet.settings = settings(
 
 
 class TestChoices:
-    def test_the_prefill_worker_with_the_least_to_do(self):
-        world = World()
-        for name in ("p0", "p1", "d0"):
-            world.join(name)
-        for n, length in enumerate((1000, 300, 300, 300), start=1):
-            world.submit(f"r{n}", length)
-        assert [action.worker for action in world.sent] == ["p0", "p1", "p1", "p1"]
-        world.submit("r5", 300)
-        assert world.sent[-1].worker == "p1", "900 against 1000 tokens"
-        world.submit("r6", 300)
-        assert world.sent[-1].worker == "p0"
-
     def test_the_one_that_has_the_prefix(self):
-        world = World()
-        for name in ("p0", "p1", "d0"):
-            world.join(name)
+        world = World.of("p0", "p1", "d0")
         world.submit("a", 0, prompt=list(range(320)))
         world.computed(next(iter(world.prompts)))
         world.submit("b", 0, prompt=[7] * 320)
@@ -455,42 +443,15 @@ class TestChoices:
         chosen = [a.worker for a in world.sent if isinstance(a, SendPrefill)]
         assert (chosen.count("p0"), chosen.count("p1")) == (6, 2)
 
-    def test_long_prompts_have_workers_of_their_own(self):
-        world = World(prefill__long_workers=1, prefill__long_tokens=500)
-        world.join("p0")
-        world.join("p1", reserved=True)
-        world.join("d0")
-        for n, length in enumerate((500, 499, 5000, 20, 100), start=1):
-            world.submit(f"r{n}", length)
-        assert [a.worker for a in world.sent] == ["p1", "p0", "p1", "p0", "p0"]
-        world.leave("p1")
-        assert {a.worker for a in world.sent[-2:]} == {"p0"}, "better than nobody"
-
     def test_long_prompts_are_due_later(self):
-        world = World()
-        for name in ("p0", "p1", "d0"):
-            world.join(name)
+        world = World.of("p0", "p1", "d0")
         for n, length in enumerate((100, 2100, 5000, 30_000), start=1):
             world.submit(f"r{n}", length)
         assert [action.priority for action in world.sent] == [0, 1, 2, 5]
         assert 30_000 + 30_000**2 / 32768 > 2048 * 2**4
 
-    def test_a_domain_with_a_free_slot_then_with_room(self):
-        world = World(prefill__workers=0, fleet__prefill=[])
-        world.join("d0", slots=1)
-        world.join("d1", slots=2, tokens=320)
-        world.submit("a1", 10)
-        assert world.sent[-1].worker == "d0", "the larger cache"
-        world.submit("a2", 10)
-        world.submit("a3", 10)
-        assert [a.worker for a in world.sent] == ["d0", "d1", "d1"]
-        world.submit("a4", 10)
-        assert world.sent[-1].worker == "d0", "all wait; it has more room"
-
     def test_one_that_has_the_prompt_needs_no_prefill(self):
-        world = World()
-        for name in ("p0", "d0", "d1"):
-            world.join(name)
+        world = World.of("p0", "d0", "d1")
         world.submit("a1", 0, prompt=list(range(64)), max_tokens=1)
         world.computed(next(iter(world.prompts)))
         where = world.sent[-1].worker
@@ -502,33 +463,28 @@ class TestChoices:
     @pytest.mark.parametrize(
         ("news", "why"),
         [
-            (State("ready", 1.6, EngineLoad()), "its step loop has stood still for 1.6 s"),
-            (State("draining", 0.0, EngineLoad()), "it is draining"),
+            ({"turn_age": 1.6}, "its step loop has stood still for 1.6 s"),
+            ({"status": "draining"}, "it is draining"),
             (None, "it has been silent for 1.7 s"),
         ],
     )
     def test_a_suspect_gets_nothing_new_until_it_is_well(self, news, why):
-        world = World(prefill__workers=0, fleet__prefill=[])
-        world.join("d0")
-        world.join("d1")
+        world = World.without_prefill("d0", "d1")
         if news is None:
             world.coordinator.silent("d0", 1.7)
         else:
-            world.take(world.coordinator.state("d0", news))
+            world.told("d0", **news)
         assert world.coordinator.placement.workers["d0"].why == why
         for n in range(1, 4):
             world.submit(f"a{n}", 10)
         assert {action.worker for action in world.sent} == {"d1"}
-        world.take(world.coordinator.state("d0", State("ready", 1.4, EngineLoad())))
+        world.told("d0", turn_age=1.4)
         world.submit("a4", 10)
         assert world.sent[-1].worker == "d0"
 
     def test_requests_of_other_routers_count(self):
-        world = World(prefill__workers=0, fleet__prefill=[])
-        world.join("d0")
-        world.join("d1")
-        load = EngineLoad(running=4, kv_usage=[0.5])
-        world.take(world.coordinator.state("d0", State("ready", 0.0, load, others=4)))
+        world = World.without_prefill("d0", "d1")
+        world.told("d0", EngineLoad(running=4, kv_usage=[0.5]), others=4)
         for n in range(1, 5):
             world.submit(f"a{n}", 10)
         assert {action.worker for action in world.sent} == {"d1"}
@@ -538,11 +494,8 @@ class TestChoices:
 
 class TestServiceLevel:
     def world(self, **overrides: Any) -> World:
-        world = World(
-            fleet__late="refuse", fleet__ttft_seconds=2.0, fleet__tpot_seconds=0.05, **overrides
-        )
-        for name in ("p0", "p1", "d0"):
-            world.join(name)
+        limits = {"fleet__ttft_seconds": 2.0, "fleet__tpot_seconds": 0.05}
+        world = World.of("p0", "p1", "d0", fleet__late="refuse", **limits, **overrides)
         world.speeds(p0=1000.0, p1=1000.0)
         return world
 
@@ -553,9 +506,7 @@ class TestServiceLevel:
         with pytest.raises(OverloadedError) as caught:
             world.submit("a3", 1500)
         # 1500 + 1500² / 32768 = 1568.7 tokens, twice, at 1000 a second
-        assert str(caught.value) == (
-            "the first token is expected after 3.14 s, and fleet.ttft_seconds = 2"
-        )
+        assert "after 3.14 s, and fleet.ttft_seconds = 2" in str(caught.value)
         assert caught.value.retry_after_s == pytest.approx(1.137, abs=1e-3)
         world.submit("a4", 100)
         assert world.coordinator.refusals == 1
@@ -574,9 +525,7 @@ class TestServiceLevel:
         world.submit("a3", 10)
 
     def test_or_they_wait_their_turn(self):
-        world = World(fleet__ttft_seconds=0.001)
-        for name in ("p0", "p1", "d0"):
-            world.join(name)
+        world = World.of("p0", "p1", "d0", fleet__ttft_seconds=0.001)
         world.speeds(p0=1.0)
         world.submit("a1", 1500)
         assert isinstance(world.sent[-1], SendPrefill)
@@ -602,7 +551,7 @@ class TestMoves:
     """Two domains of one slot; requests without a prefill worker, a2 and a3 wait at d0."""
 
     def world(self) -> World:
-        world = World(prefill__workers=0, fleet__prefill=[], fleet__domain_waiting=4)
+        world = World.without_prefill(fleet__domain_waiting=4)
         world.join("d0", slots=1)
         for n in range(4):
             world.submit(f"a{n}", 10, max_tokens=1 + 9 * (n == 0))
@@ -617,80 +566,77 @@ class TestMoves:
 
     def test_the_first_that_waits_goes_to_a_slot_that_is_free(self):
         world = self.world()
-        world.take(world.coordinator.tick())
+        world.tick()
         assert not world.withdrawn, "it has only just come"
         world.now += 0.5
         for expected in ("a1", "a2", "a3"):
-            world.take(world.coordinator.tick())
+            world.tick()
             assert self.asked(world) == [expected]
-            world.take(world.coordinator.tick())
+            world.tick()
             assert self.asked(world) == [expected], "one slot, one request"
             world.give_back(*world.withdrawn)
             assert self.where(world)[expected] == "d1"
             (attempt,) = [a for a, (worker, _) in world.running.items() if worker == "d1"]
             world.emit(attempt)
-        world.take(world.coordinator.tick())
+        world.tick()
         assert not world.withdrawn, "what runs stays"
         assert world.ended == {"a1": "length", "a2": "length", "a3": "length"}
         assert world.coordinator.replays == 0
 
     def test_one_that_has_a_token_meanwhile_stays(self):
         world = self.world()
-        world.now += 1.0
-        world.take(world.coordinator.tick())
+        world.tick(1.0)
         (attempt,) = world.withdrawn
         world.emit(attempt)  # it ends at d0; nothing comes back
-        world.take(world.coordinator.tick())
+        world.tick()
         assert self.asked(world) == ["a2"]
 
     def test_a_domain_that_is_full_is_not_waited_for(self):
         world = self.world()
         world.now += 1.0
-        busy = EngineLoad(running=1, kv_usage=[0.9], waiting=1)
-        world.take(world.coordinator.state("d1", State("ready", 0.0, busy)))
-        world.take(world.coordinator.tick())
+        world.told("d1", EngineLoad(running=1, kv_usage=[0.9], waiting=1))
+        world.tick()
         assert not world.withdrawn
 
 
 class TestOtherWeights:
     """A prefill worker whose weights no domain has."""
 
-    def told(self, world: World, name: str) -> str:
-        world.take(world.coordinator.state(name, State("ready", 0.0, EngineLoad())))
+    def world(self, **overrides: Any) -> World:
+        world = World(**overrides)
+        world.join("p0", weights="one")
+        assert self.why(world, "p0") == ""
+        world.join("d0", weights="two")
+        return world
+
+    def why(self, world: World, name: str) -> str:
+        world.told(name)
         return world.coordinator.placement.workers[name].why
 
     def test_it_gets_nothing_and_says_why(self):
-        world = World()
-        world.join("p0", weights="one")
-        assert self.told(world, "p0") == ""
-        world.join("d0", weights="two")
-        why = self.told(world, "p0")
+        world = self.world()
+        why = self.why(world, "p0")
         assert why.startswith("its weights are one (version ")
         assert ", those of the domains two (version " in why
         load = fleet_load(world.coordinator, [Place("p0", "prefill"), Place("d0", "domain")])
         assert load.problems == [f"prefill worker 0: {why}"]
         world.join("d1", weights="one")
-        assert self.told(world, "p0") == ""
+        assert self.why(world, "p0") == ""
 
     @pytest.mark.parametrize("state", [False, True], ids=["at once", "later"])
     def test_the_domain_computes_the_prompts(self, state):
-        world = World()
-        world.join("p0", weights="one")
-        world.join("d0", weights="two")
+        world = self.world()
         if state:
-            self.told(world, "p0")
+            self.why(world, "p0")
         world.submit("a", 100)
         assert [(type(one), one.worker) for one in world.sent] == [(SendSubmit, "d0")]
 
     def test_where_it_may_not_they_wait_and_are_told(self):
-        world = World(pages__on_failure="fail")
-        world.join("p0", weights="one")
-        world.join("d0", weights="two")
-        self.told(world, "p0")
+        world = self.world(pages__on_failure="fail")
+        self.why(world, "p0")
         world.submit("a", 100)
         assert not world.sent
-        world.now += world.deployment.fleet.absent_seconds + 1
-        world.take(world.coordinator.tick())
+        world.tick(world.deployment.fleet.absent_seconds + 1)
         (end,) = world.sent
         assert end.unavailable
         assert end.error.startswith("no prefill worker with the weights of a domain was there for")
@@ -698,28 +644,18 @@ class TestOtherWeights:
 
 def test_the_load_of_a_fleet_has_the_pages_link():
     """As its domains see it: what a prefill worker gave is what a domain got."""
-    world = World()
-    for name in ("p0", "d0", "d1"):
-        world.join(name)
+    world = World.of("p0", "d0", "d1")
     ends = {
         "p0": PagesLoad(transfers=5, bytes=500, expired=2, registered_bytes=64),
         "d0": PagesLoad(transfers=3, bytes=300, queued=1, wait_seconds=0.5),
         "d1": PagesLoad(transfers=2, bytes=200, failures=1, corrupt=2, wait_seconds=0.25),
     }
     for name, pages in ends.items():
-        load = EngineLoad(hand_offs=pages)
-        world.take(world.coordinator.state(name, State("ready", 0.0, load)))
+        world.told(name, EngineLoad(hand_offs=pages))
     load = fleet_load(world.coordinator, [Place("p0", "prefill"), Place("d0", "domain")])
-    assert load.hand_offs == PagesLoad(
-        transfers=5,
-        bytes=500,
-        failures=1,
-        corrupt=2,
-        queued=1,
-        wait_seconds=0.75,
-        expired=2,
-        registered_bytes=64,
-    )
+    whole = {"transfers": 5, "bytes": 500, "failures": 1, "corrupt": 2, "queued": 1}
+    whole |= {"wait_seconds": 0.75, "expired": 2, "registered_bytes": 64}
+    assert load.hand_offs == PagesLoad(**whole)
     assert [worker.hand_offs for worker in load.workers] == [ends["p0"], ends["d0"]]
 
 
@@ -736,10 +672,10 @@ def test_deadlines_where_no_worker_looks_at_them():
     world.join("p0")
     world.submit("a2", 50, deadline=104.0)
     world.now = 103.5
-    world.take(world.coordinator.tick())
+    world.tick()
     assert world.ended == {"a1": "cancelled"}
     world.now = 104.5
-    world.take(world.coordinator.tick())
+    world.tick()
     assert world.ended == {"a1": "cancelled", "a2": "cancelled"}
     assert not world.prompts
 
@@ -750,8 +686,7 @@ def test_prompts_too_long_to_be_computed_again_wait_for_a_prefill_worker():
     world.submit("a1", 100)
     world.submit("a2", 101)
     assert [r.job.request_id for _, r in world.running.values()] == ["a1"]
-    world.now += 61
-    world.take(world.coordinator.tick())
+    world.tick(61)
     assert world.ended == {"a2": "error"}
     assert world.sent[-1].error == "no prefill worker was there for 61 s (fleet.absent_seconds)"
 
@@ -760,7 +695,7 @@ class TestWeightsThatNoWorkerHasAnyMore:
     """Requests have begun with them, and may go on with the same ones alone."""
 
     def world(self, count: int) -> World:
-        world = World(prefill__workers=0, fleet__prefill=[], fleet__domain_waiting=0)
+        world = World.without_prefill(fleet__domain_waiting=0)
         world.join("d0", slots=count, weights="old")
         for n in range(count):
             world.submit(f"a{n}", 10)
@@ -778,7 +713,7 @@ class TestWeightsThatNoWorkerHasAnyMore:
             ((attempt, (_, request)),) = world.running.items()
             assert request.job.request_id == name
             world.emit(attempt)
-        world.take(world.coordinator.tick())
+        world.tick()
         assert world.coordinator.waiting == 40
 
     def test_others_are_not_refused_for_their_sake(self):
@@ -790,10 +725,9 @@ class TestWeightsThatNoWorkerHasAnyMore:
     def test_they_go_on_when_such_a_worker_comes(self):
         world = self.world(40)
         world.join("d0", slots=40, weights="old")
-        world.take(world.coordinator.tick())
+        world.tick()
         assert len(world.running) == 40
         world.leave("d0")
-        world.now += 61
-        world.take(world.coordinator.tick())
+        world.tick(61)
         assert set(world.ended.values()) == {"error"}
         assert world.coordinator.waiting == 0

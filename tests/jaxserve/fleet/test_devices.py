@@ -1,7 +1,4 @@
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +9,7 @@ from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
 from jaxserve.fleet.membership import ProcessShare
-from tests.jaxserve.fleet.launched import REPOSITORY
-
-
-def python(code: str, **environment: str) -> dict[str, object]:
-    """What a fresh interpreter prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
+from tests.jaxserve.fleet.launched import python
 
 HEAD = """
 import json, jax

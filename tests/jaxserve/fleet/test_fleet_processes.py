@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -22,6 +21,7 @@ from jaxserve.fleet.addresses import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference
+from tests.jaxserve.waiting import until
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -104,8 +104,8 @@ class Client:
         choices = self._http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
         return [choice["token_ids"] for choice in choices]
 
-    def pipeline(self):
-        return self._http.get("/pipeline").json()
+    def load(self):
+        return self._http.get("/pipeline").json()["load"]
 
     def close(self):
         self._http.close()
@@ -150,6 +150,20 @@ def generate(client):
         return [one.result(SECONDS) for one in asked]
 
 
+def kill_in_a_stream(client, drawn, kill):
+    """Has `kill` end a process, by the workers' loads, while a stream runs, which goes on."""
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
+        assert begun.wait(SECONDS)
+        kill(client.load()["workers"])
+        assert stream.result(SECONDS) == drawn
+
+
+def roles(client):
+    return [worker["role"] for worker in client.load()["workers"]]
+
+
 def check_shared_prefixes(client, admin, expected):
     """Clients ask at the same time for several prompts each, which all begin alike; then the prefix
     caches of all workers are reset, and they ask again."""
@@ -182,26 +196,25 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
         for _ in range(2):
             assert layouts.differences(greedy, generate(client)) == []
         assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
-        load = client.pipeline()["load"]
+        load = client.load()
         assert [w["role"] for w in load["workers"]] == ["prefill", "prefill", "domain", "domain"]
         assert sum(w["pages_tokens"] for w in load["workers"]) > 500
         assert load["replays"] == 0
 
         # The domain that has the stream is killed; then a prefill worker, too: 2P1D, 1P1D.
         for victims in (("3", "4"), ("1",)):
-            begun = threading.Event()
-            with ThreadPoolExecutor(1) as pool:
-                stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
-                assert begun.wait(SECONDS)
-                workers = client.pipeline()["load"]["workers"]
+            killed = []
+
+            def kill(workers, victims=victims, killed=killed):
                 busy = {f"{n + 1}" for n, worker in enumerate(workers) if worker["routed"]}
-                victim = next(iter(busy & set(victims)), victims[0])
-                os.kill(int(pids[victim]), signal.SIGKILL)
-                assert stream.result(SECONDS) == drawn
-            run.wait_for(rf"process {victim} .* ended with signal SIGKILL; it is not started")
+                killed.append(next(iter(busy & set(victims)), victims[0]))
+                os.kill(int(pids[killed[0]]), signal.SIGKILL)
+
+            kill_in_a_stream(client, drawn, kill)
+            run.wait_for(rf"process {killed[0]} .* ended with signal SIGKILL; it is not started")
             tokens = [client.tokens(prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS[:6]]
             assert layouts.differences(greedy, tokens + greedy.tokens[6:]) == []
-        assert client.pipeline()["load"]["replays"] >= 1
+        assert client.load()["replays"] >= 1
 
 
 @pytest.mark.nightly
@@ -219,54 +232,22 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, t
     late = ("--restart", "--restart-seconds", "30")
     with fleet(tiny_model, tmp_path, range(1, 4), overrides, *late) as (run, client):
         pid = run.wait_for(r"process 3: domain 0.*, pid (\d+)")[1]
-        begun = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
-            assert begun.wait(SECONDS)
+
+        def kill(workers):
             os.kill(int(pid), signal.SIGKILL)
             run.wait_for(r"is to become a domain: 0 domains were there for", SECONDS)
-            assert stream.result(SECONDS) == drawn
+
+        kill_in_a_stream(client, drawn, kill)
         assert layouts.differences(greedy, generate(client)) == []
         assert run.output.count("process 3: domain") == 1, "it is not back yet"
-        roles = [worker["role"] for worker in client.pipeline()["load"]["workers"]]
-        assert roles == ["prefill", "domain", "domain"]
+        assert roles(client) == ["prefill", "domain", "domain"]
 
         run.wait_for(r"is to become a prefill worker again: 1 domains are there", SECONDS)
         run.wait_for(r"(?s)(^\[2\] ready .*?){3}", SECONDS)
-        deadline = time.monotonic() + SECONDS
-        while any(w["status"] != "ready" for w in client.pipeline()["load"]["workers"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: all(w["status"] == "ready" for w in client.load()["workers"]), SECONDS)
         assert layouts.differences(greedy, generate(client)) == []
-        roles = [worker["role"] for worker in client.pipeline()["load"]["workers"]]
-        assert roles == ["prefill", "prefill", "domain"]
+        assert roles(client) == ["prefill", "prefill", "domain"]
         assert "process 2 (prefill worker 1) ended" not in run.output
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("prefill", "domain"),
-    [({"tp": 2}, {"dp": 2}), ({"dp": 2}, {"tp": 2})],
-    ids=["tp 2 to dp 2", "dp 2 to tp 2"],
-)
-def test_workers_of_two_processes_each(tiny_model, reference, tmp_path, prefill, domain):
-    """Every process takes part in what is handed over, though the link ends in the first ones."""
-    greedy, drawn, _ = reference
-    overrides = {
-        "mode": "colocated",
-        "attention": domain,
-        "prefill.workers": 1,
-        "prefill.attention": {"dp": 1, "tp": 1, **prefill},
-        "prefill.cache": {"page_size": 16, "pages": 80},
-    }
-    with fleet(tiny_model, tmp_path, (1, 3), overrides, "--processes", "2") as (_, client):
-        for _ in range(2):
-            assert layouts.differences(greedy, generate(client)) == []
-        assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
-        load = client.pipeline()["load"]
-        assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain"]
-        assert load["workers"][0]["pages_tokens"] > 500
-        assert load["replays"] == 0
 
 
 @pytest.mark.nightly
@@ -291,16 +272,14 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, refere
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
         for _ in range(2):
             assert layouts.differences(greedy, generate(client)) == []
-        load = client.pipeline()["load"]
+        load = client.load()
         assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain", "domain"]
         assert load["workers"][0]["pages_tokens"] > 500
-        begun = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
-            assert begun.wait(SECONDS)
-            workers = client.pipeline()["load"]["workers"]
+
+        def kill(workers):
             victim = next(n for n in (1, 2) if workers[n]["routed"])
             os.kill(int(pids[f"{victim + 1}"]), signal.SIGKILL)
-            assert stream.result(SECONDS) == drawn
+
+        kill_in_a_stream(client, drawn, kill)
         assert layouts.differences(greedy, generate(client)) == []
-        assert client.pipeline()["load"]["replays"] >= 1
+        assert client.load()["replays"] >= 1

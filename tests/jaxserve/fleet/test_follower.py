@@ -1,5 +1,6 @@
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -30,27 +31,19 @@ def test_follower_may_come_first() -> None:
         late.close(timeout=0.1)
         follower = Follower(identity(1), address=address, token=TOKEN, cluster=SHORT)
         ends.callback(follower.close, timeout=0.1)
-        errors: list[Exception] = []
-
-        def register() -> None:
-            try:
-                follower.register()
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=register)
-        thread.start()
-        time.sleep(0.5)
-        leader = ends.leader(address=address)
-        leader.wait_registered()
-        thread.join(WAIT)
-        assert not errors
+        with ThreadPoolExecutor(1) as pool:
+            registered = pool.submit(follower.register)
+            time.sleep(0.3)  # it has tried by then
+            leader = ends.leader(address=address)
+            leader.wait_registered()
+            registered.result(WAIT)
 
 
 def test_idle_leader_is_waited_for() -> None:
     with pair() as (ends, leader, follower):
         received = follower.boundaries()
-        threading.Timer(2.5, leader.broadcast, [boundary(0)]).start()  # 2.5 × its heartbeat limit
+        # One and a half times the limit of silence.
+        threading.Timer(1.5, leader.broadcast, [boundary(0)]).start()
         assert next(received) == boundary(0)
         assert ends.follower_failures.empty()
 
@@ -75,7 +68,7 @@ def test_a_follower_has_time_to_finish_after_the_shutdown() -> None:
         closing = threading.Thread(target=lambda: results.append(leader.close(timeout=WAIT)))
         closing.start()
         assert list(follower.boundaries()) == []
-        time.sleep(1.5)  # longer than the limit of silence, which goes on being kept
+        time.sleep(1.2)  # longer than the limit of silence, which goes on being kept
         assert ends.follower_failures.empty()
         follower.close()
         closing.join(WAIT)
@@ -169,7 +162,7 @@ def test_unknown_message_is_a_failure() -> None:
 def test_position_that_raises_does_not_stop_the_heartbeat() -> None:
     with pair() as (ends, _, follower):
         follower.position = [].pop
-        time.sleep(2.0)
+        time.sleep(1.2)  # longer than the limit of silence
         assert ends.failures.empty()
 
 

@@ -1,22 +1,14 @@
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from jaxserve.fleet.hardware import detect_platform
-from tests.jaxserve.fleet.launched import REPOSITORY
+from tests.jaxserve.fleet.launched import python
 
 EVERYTHING = ("libtpu", "jax_cuda13_plugin")
 NVIDIA_ON_PCI = ("0x10de", "0x030200")
-GOOGLE_NIC, GOOGLE_DISK, TPU = (
-    ("0x1ae0", "0x020000"),
-    ("0x1ae0", "0x010802"),
-    ("0x1ae0", "0xff0000"),
-)
+GOOGLE_NIC, GOOGLE_DISK, TPU = (("0x1ae0", kind) for kind in ("0x020000", "0x010802", "0xff0000"))
 
 
 def host(root: Path, devices: Sequence[str] = (), pci: Sequence[tuple[str, str]] = ()) -> Path:
@@ -73,21 +65,6 @@ def test_hardware_without_its_plugin_is_said(
     assert detect_platform(host(tmp_path, ["nvidia0"]), {}, lambda name: False) == "cpu"
     assert "this host has an accelerator (NVIDIA GPU), but JAX's plugin" in caplog.text
     assert ".[cuda]" in caplog.text
-
-
-def python(code: str, **environment: str | None) -> object:
-    """What a fresh interpreter prints as JSON; None removes a variable."""
-    changed = {**os.environ, **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env={name: value for name, value in changed.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_jax_platforms_comes_first() -> None:

@@ -30,8 +30,31 @@ def submitted(router, prompt, count, name=NAME, **options):
 @pytest.fixture
 def fleet():
     made = Rig([], [FakeWorker("domain") for _ in range(2)])
+    allow(made, 7)
     yield made
     made.close()
+
+
+def allow(fleet, tokens):
+    """Every request gets this many tokens, for now."""
+    for worker in fleet.domains:
+        worker.engine.allowed = tokens
+
+
+def begun(fleet, **options):
+    """A request that has its first seven tokens: what it got, and its worker."""
+    results = submitted(fleet.router, LONG, 20, **options)
+    results.until(lambda: len(results.tokens.get(NAME, [])) == 7)
+    (home,) = [w for w in fleet.domains if any("key-" in a for a in w.engine.running)]
+    return results, home
+
+
+def replace_router(fleet):
+    """Loses the router; another one comes, and learns which requests are kept."""
+    lose(fleet.router)
+    fleet.router = fleet.replica()
+    workers = fleet.router._coordinator.placement.workers
+    until(lambda: any(NAME in worker.orphans for worker in workers.values()))
 
 
 def test_ids_of_keys():
@@ -61,21 +84,15 @@ def test_ids_in_use(live, kept, why):
 @pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize("when", ["running", "ended"])
 def test_a_client_comes_back_through_another_router(fleet, when, seed):
-    for worker in fleet.domains:
-        worker.engine.allowed = 7
-    first = submitted(fleet.router, LONG, 20, seed=seed)
+    first, home = begun(fleet, seed=seed)
     unkeyed = submitted(fleet.router, [9], 20, "another", seed=1)
-    first.until(lambda: len(first.tokens.get(NAME, [])) == 7)
     unkeyed.until(lambda: len(unkeyed.tokens.get("another", [])) == 7)
-    (home,) = [w for w in fleet.domains if any("key-" in a for a in w.engine.running)]
     lose(fleet.router)
     until(lambda: [*home.engine.running] == [a for a in home.engine.running if "key-" in a] != [])
     if when == "ended":
         home.engine.allowed = 1000
         until(lambda: home.engine.idle)
-    fleet.router = fleet.replica()
-    workers = fleet.router._coordinator.placement.workers
-    until(lambda: NAME in workers[home.address].orphans)
+    replace_router(fleet)
     again = submitted(fleet.router, LONG, 20, seed=seed)
     again.until(lambda: len(again.tokens.get(NAME, [])) >= 7)
     home.engine.allowed = 1000
@@ -88,48 +105,29 @@ def test_a_client_comes_back_through_another_router(fleet, when, seed):
 
 
 def test_it_goes_on_elsewhere_when_its_domain_is_lost_after_that(fleet):
-    for worker in fleet.domains:
-        worker.engine.allowed = 7
-    first = submitted(fleet.router, LONG, 20, seed=3)
-    first.until(lambda: len(first.tokens.get(NAME, [])) == 7)
-    (home,) = [w for w in fleet.domains if w.engine.running]
-    lose(fleet.router)
-    fleet.router = fleet.replica()
-    until(lambda: NAME in fleet.router._coordinator.placement.workers[home.address].orphans)
+    _, home = begun(fleet, seed=3)
+    replace_router(fleet)
     again = submitted(fleet.router, LONG, 20, seed=3)
     again.until(lambda: len(again.tokens.get(NAME, [])) == 7)
     home.kill()
-    for worker in fleet.domains:
-        worker.engine.allowed = 1000
+    allow(fleet, 1000)
     again.until(lambda: NAME in again.last)
     assert again.tokens[NAME] == expected(LONG, 20, 3)
 
 
 def test_other_parameters_with_the_same_key_are_refused_before_anything_runs(fleet):
-    for worker in fleet.domains:
-        worker.engine.allowed = 1
-    first = submitted(fleet.router, LONG, 20, seed=3)
-    first.until(lambda: NAME in first.tokens)
+    begun(fleet, seed=3)
     with pytest.raises(InvalidRequestError, match="the same key came with other parameters"):
         submitted(fleet.router, LONG, 20, OTHER, seed=4)
-    lose(fleet.router)
-    fleet.router = fleet.replica()
-    workers = fleet.router._coordinator.placement.workers
-    until(lambda: any(NAME in worker.orphans for worker in workers.values()))
+    replace_router(fleet)
     with pytest.raises(InvalidRequestError, match="the same key came with other parameters"):
         submitted(fleet.router, LONG, 20, OTHER, seed=4, logprobs=0)
     assert sum(len(worker.engine.submits) for worker in fleet.domains) == 1
 
 
 def test_another_prompt_with_the_same_key_is_refused(fleet):
-    for worker in fleet.domains:
-        worker.engine.allowed = 1
-    first = submitted(fleet.router, LONG, 20, seed=3)
-    first.until(lambda: NAME in first.tokens)
-    lose(fleet.router)
-    fleet.router = fleet.replica()
-    workers = fleet.router._coordinator.placement.workers
-    until(lambda: any(NAME in worker.orphans for worker in workers.values()))
+    begun(fleet, seed=3)
+    replace_router(fleet)
     again = submitted(fleet.router, LONG[:-1], 20, seed=3)
     again.until(lambda: NAME in again.last)
     assert "another prompt was sent with this key" in again.last[NAME].error

@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import msgspec
@@ -40,22 +41,18 @@ def test_stranger_without_the_token_is_refused() -> None:
         stranger = ends.follower(leader, token="guess")
         with pytest.raises(ConfigError, match=r"process 1 .*refused.*wrong or no cluster token"):
             stranger.register()
-        with grpc.insecure_channel(leader.address) as channel:
-            call = channel.stream_stream(PATH)(iter([]), timeout=WAIT)
-            with pytest.raises(grpc.RpcError) as error:
-                next(call)
-        assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_anything_but_a_registration_is_refused() -> None:
-    with Ends() as ends:
-        leader = ends.leader()
-        with grpc.insecure_channel(leader.address) as channel:
-            metadata = (("jaxserve-token", TOKEN),)
-            call = channel.stream_stream(PATH)(iter([b"??"]), timeout=WAIT, metadata=metadata)
-            with pytest.raises(grpc.RpcError) as error:
-                next(call)
-        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [((), "UNAUTHENTICATED"), ((("jaxserve-token", TOKEN),), "INVALID_ARGUMENT")],
+)
+def test_anything_but_a_registration_is_refused(metadata: Any, code: str) -> None:
+    with Ends() as ends, grpc.insecure_channel(ends.leader().address) as channel:
+        call = channel.stream_stream(PATH)(iter([b"??"]), timeout=WAIT, metadata=metadata)
+        with pytest.raises(grpc.RpcError) as error:
+            next(call)
+        assert error.value.code().name == code
 
 
 def test_other_deployment_is_refused_and_named() -> None:
@@ -113,14 +110,6 @@ def check_order(leader: Leader, followers: list[Follower]) -> None:
         received = follower.boundaries()
         assert [next(received) for _ in range(50)] == [boundary(n) for n in range(50)]
         follower.completed(49)
-
-
-def test_boundaries_reach_every_follower_in_order() -> None:
-    with Ends() as ends:
-        leader = ends.leader(processes=3)
-        followers = [ends.joined(leader, process_id) for process_id in (1, 2)]
-        leader.wait_ready()
-        check_order(leader, followers)
 
 
 @contextlib.contextmanager
@@ -214,39 +203,10 @@ def test_stuck_follower_is_named_although_it_beats() -> None:
         assert re.fullmatch(expected, text)
 
 
-def test_slow_but_advancing_follower_is_well() -> None:
-    with pair() as (ends, leader, follower):
-        for number in range(4):
-            leader.broadcast(boundary(number))
-        for number in range(4):
-            time.sleep(0.6)
-            follower.completed(number)
-        time.sleep(1.6)  # nothing outstanding: no deadline runs
-        assert ends.failures.empty()
-
-
-def test_closed_connection_is_a_failure() -> None:
-    with pair() as (ends, _, follower):
-        follower._channel.close()
-        failure = str(ends.failures.get(timeout=WAIT))
-        assert failure.startswith("process 1 (ffn, host host1, pid 1001): its connection closed")
-
-
 def test_leaving_unasked_is_a_failure() -> None:
     with pair() as (ends, _, follower):
         follower.close()
         assert "left unasked" in str(ends.failures.get(timeout=WAIT))
-
-
-def test_silent_follower_before_ready_has_until_start_seconds() -> None:
-    cluster = Cluster(start_seconds=2.0, step_seconds=1.0, heartbeat_seconds=0.2)
-    with Ends() as ends:
-        leader = ends.leader(cluster=cluster)
-        follower = ends.follower(leader, cluster=Cluster(heartbeat_seconds=50))  # beats every 5 s
-        follower.register()
-        started = time.monotonic()
-        assert re.search(r"no heartbeat for \d\.\d s", str(ends.failures.get(timeout=WAIT)))
-        assert time.monotonic() - started > 1.5
 
 
 def test_collect_brings_what_each_follower_keeps() -> None:

@@ -1,7 +1,3 @@
-import os
-import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +19,7 @@ from jaxserve.fleet.membership import (
     identity,
     process_shares,
 )
+from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
@@ -64,14 +61,10 @@ def test_colocated_shares_have_one_mesh() -> None:
 
 
 def test_uneven_split_shows_the_arithmetic() -> None:
-    expected = (
-        r"attention dp 3 × tp 1 = 3 devices and ffn ep 1 × tp 1 = 1 devices do not divide evenly "
-        r"over 3 processes, the first for attention and the rest for ffn: 3/1 and 1/2, 3/2 and "
-        r"1/1; nor does each process get the same part of both: 3/3 and 1/3\. Numbers of processes "
-        r"that work: 1, 2, 4$"
-    )
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=r"over 3 processes.*that work: 1, 2, 4$") as caught:
         process_shares(deployment(3), 3)
+    for part in ("attention dp 3 × tp 1 = 3 devices", "3/1 and 1/2, 3/2 and 1/1", "3/3 and 1/3"):
+        assert part in str(caught.value)
 
 
 @hypothesis.given(
@@ -110,11 +103,8 @@ def test_each_process_has_its_part_of_both_roles_where_asked() -> None:
 
 
 def test_role_names() -> None:
-    assert [ProcessShare(*share).role for share in [(2, 0), (0, 3), (1, 1)]] == [
-        "attention",
-        "ffn",
-        "attention and ffn",
-    ]
+    roles = [ProcessShare(*share).role for share in [(2, 0), (0, 3), (1, 1)]]
+    assert roles == ["attention", "ffn", "attention and ffn"]
 
 
 def test_identity_says_what_must_be_equal() -> None:
@@ -182,33 +172,19 @@ def test_followers_have_the_weights_of_the_leader(tmp_path: Path, name: str) -> 
             end.close(timeout=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.multihost
 def test_two_processes_with_different_weights_of_the_same_shape(tmp_path: Path) -> None:
-    folders = [write_tiny_step3(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    ports = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
-    environment = os.environ | {"JAXSERVE_CLUSTER_TOKEN": "a secret of a test"}
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "jaxserve.serve", "--model", str(folder)),
-                *("--set", "attention.dp=1", "--set", "ffn.ep=1"),
-                *("--processes", "2", "--process-id", str(process)),
-                *("--coordinator", ports[0], "--control", ports[1]),
-            ],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for process, folder in enumerate(folders)
-    ]
-    try:
-        said = [process.communicate(timeout=100)[1] for process in processes]
-        for text in said:
-            assert re.search(r"weights = \w{16} on process 1, \w{16} on the leader", text)
-        assert processes[0].returncode == 2
-        assert processes[1].returncode
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    ends = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    addresses = ["--coordinator", ends[0], "--control", ends[1], "--processes", "2"]
+    runs = []
+    for process in range(2):
+        folder = write_tiny_step3(tmp_path / str(process), seed=process)
+        command = ["-m", "jaxserve.serve", "--model", str(folder), *addresses]
+        command += ["--process-id", str(process), "--set", "attention.dp=1", "--set", "ffn.ep=1"]
+        runs.append(Launched(command, {"JAXSERVE_CLUSTER_TOKEN": "a secret of a test"}))
+    codes = [run.end(100) for run in runs]
+    for run in runs:
+        run.wait_for(r"weights = \w{16} on process 1, \w{16} on the leader", 1.0)
+    assert codes[0] == 2
+    assert codes[1]

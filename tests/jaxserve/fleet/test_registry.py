@@ -1,11 +1,11 @@
 """Where workers might be: addresses of the file, or names that a cluster's DNS answers for."""
 
-import threading
-import time
+import contextlib
 
 from jaxserve.config.sections import Fleet, Prefill
 from jaxserve.fleet import registry
 from jaxserve.fleet.registry import Place, Registry, resolve
+from tests.jaxserve.waiting import until
 
 
 class Names:
@@ -37,8 +37,7 @@ def test_addresses_of_the_file_are_the_workers():
 
 def test_ready_pods_of_a_service_are_the_workers():
     names = Names(prefill=["10.0.0.1", "10.0.0.2"], decode=["10.0.1.1"])
-    found = Registry(KUBERNETES, Prefill(), names)
-    try:
+    with contextlib.closing(Registry(KUBERNETES, Prefill(), names)) as found:
         assert names.asked == [("prefill", 9100), ("decode", 9200)]
         expected = [Place("10.0.0.1:9100", "prefill"), Place("10.0.0.2:9100", "prefill")]
         assert found.places() == [*expected, Place("10.0.1.1:9200", "domain")]
@@ -48,21 +47,16 @@ def test_ready_pods_of_a_service_are_the_workers():
             Place("10.0.0.2:9100", "prefill"),
             Place("10.0.0.3:9100", "prefill"),
         ]
-    finally:
-        found.close()
 
 
 def test_a_registry_that_does_not_answer_changes_nothing():
     names = Names(prefill=["10.0.0.1"])
-    found = Registry(KUBERNETES, Prefill(), names)
-    try:
+    with contextlib.closing(Registry(KUBERNETES, Prefill(), names)) as found:
         before = [Place("10.0.0.1:9100", "prefill")]
         assert found.places() == before, "and one that is not there yet has no workers"
         names.pods = {"decode": ["10.0.1.1"]}
         found.look()
         assert found.places() == [*before, Place("10.0.1.1:9200", "domain")]
-    finally:
-        found.close()
 
 
 def test_it_is_asked_again_all_the_time(monkeypatch):
@@ -70,10 +64,7 @@ def test_it_is_asked_again_all_the_time(monkeypatch):
     names = Names(prefill=[], decode=[])
     found = Registry(KUBERNETES, Prefill(), names)
     names.pods["decode"] = ["10.0.1.1"]
-    deadline = time.monotonic() + 20
-    while not found.places():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    until(found.places)
     found.close()
 
 

@@ -1,19 +1,20 @@
 """A router and fake workers over real connections: workers drain, come, go, and change weights,
 and every request gets its tokens, once."""
 
+import contextlib
+
 import msgspec
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
-from tests.jaxserve.fleet.fake_worker import FakeWorker, expected
+from tests.jaxserve.fleet.fake_worker import FakeWorker
 from tests.jaxserve.fleet.test_router import LONG, Rig, rig
 from tests.jaxserve.waiting import until
 
 
 def with_weights(role, weights):
     worker = FakeWorker(role)
-    assert worker.port.facts is not None
     worker.port.facts = msgspec.structs.replace(worker.port.facts, weights=weights)
     return worker
 
@@ -22,21 +23,9 @@ def statuses(fleet):
     return {one.worker: one.status for one in fleet.router.rolling.workers()}
 
 
-def submit(fleet, count, tokens=60):
-    names = [f"{n}" for n in range(count)]
-    for name in names:
-        fleet.submit([*LONG, int(name)], tokens, name)
-    return names
-
-
-def begun(fleet, names):
-    fleet.results.until(lambda: all(len(fleet.results.tokens.get(n, [])) >= 7 for n in names))
-
-
-def assert_all(fleet, names, tokens=60):
-    fleet.results.until(lambda: len(fleet.results.last) == len(names))
-    for name in names:
-        assert fleet.results.tokens[name] == expected([*LONG, int(name)], tokens, 3)
+def begun(fleet, numbers):
+    tokens = fleet.results.tokens
+    fleet.results.until(lambda: all(len(tokens.get(f"{n}", [])) >= 7 for n in numbers))
 
 
 @pytest.mark.parametrize("mode", ["finish", "move"])
@@ -45,8 +34,8 @@ def test_a_domain_drains(mode):
         one, other = fleet.domains
         for worker in fleet.domains:
             worker.engine.allowed = 7
-        names = submit(fleet, 4)
-        begun(fleet, names)
+        fleet.submit_all(range(4), 60)
+        begun(fleet, range(4))
         moving = len(one.engine.running)
         assert moving
         status = fleet.router.rolling.drain(one.address, mode)
@@ -64,7 +53,7 @@ def test_a_domain_drains(mode):
             fleet.router.rolling.remove("nowhere:1", False)
         for worker in fleet.domains:
             worker.engine.allowed = 1000
-        assert_all(fleet, names)
+        fleet.check(range(4), 60)
         load = fleet.router.load()
         assert (load.replays, load.moves) == (0, moving if mode == "move" else 0)
         until(lambda: statuses(fleet)[one.address] == "drained")
@@ -82,8 +71,7 @@ def test_what_waits_at_a_domain_that_drains_goes_elsewhere():
         one, other = (worker.engine for worker in fleet.domains)
         for engine in (one, other):
             engine.slots, engine.allowed = 4, 7
-        names = submit(fleet, 12)
-        begun(fleet, [n for n in names if n in fleet.results.tokens])
+        fleet.submit_all(range(12), 60)
         until(lambda: len(one.running) + len(other.running) == 12)
         until(lambda: sum(r.sent == 7 for e in (one, other) for r in e.running.values()) == 8)
         waiting = len(one.running) - 4
@@ -92,7 +80,7 @@ def test_what_waits_at_a_domain_that_drains_goes_elsewhere():
         until(lambda: len(one.running) == 4)
         for engine in (one, other):
             engine.allowed = 1000
-        assert_all(fleet, names)
+        fleet.check(range(12), 60)
         assert fleet.router.load().replays == 0
         fleet.until_idle()
 
@@ -123,14 +111,14 @@ def test_workers_are_added_and_removed():
                 rolling.add("nowhere", "domain", False)
             for engine in (fleet.domains[0].engine, added.engine):
                 engine.allowed = 8
-            names = submit(fleet, 4)
-            begun(fleet, names)
+            fleet.submit_all(range(4), 60)
+            begun(fleet, range(4))
             with pytest.raises(ConfigError, match=r"is ready and has 2 requests; drain it first"):
                 rolling.remove(fleet.domains[0].address, False)
             rolling.remove(fleet.domains[0].address, True)
             until(lambda: list(statuses(fleet)) == [added.address])
             added.engine.allowed = 1000
-            assert_all(fleet, names)
+            fleet.check(range(4), 60)
             assert fleet.router.load().replays == 2
         finally:
             added.close()
@@ -143,12 +131,12 @@ def test_a_request_keeps_to_the_weights_that_it_began_with(replay):
     them. New requests run on the new weights alone, prefill included."""
     workers = [with_weights(role, w) for w in ("old", "new") for role in ("prefill", "domain")]
     prefills, domains = workers[::2], workers[1::2]
-    fleet = Rig(prefills, domains, fleet__replay=replay, fleet__absent_seconds=0.5)
-    try:
+    options = {"fleet__replay": replay, "fleet__absent_seconds": 0.5}
+    with contextlib.closing(Rig(prefills, domains, **options)) as fleet:
         old, new = (worker.engine for worker in domains)
         old.allowed = new.allowed = 7
-        names = submit(fleet, 4)
-        begun(fleet, names)
+        fleet.submit_all(range(4), 60)
+        begun(fleet, range(4))
         began = len(old.running)
         assert began
         assert len(prefills[0].engine.prefilled) == began
@@ -170,8 +158,6 @@ def test_a_request_keeps_to_the_weights_that_it_began_with(replay):
             assert len(errors) == began
             for error in errors:
                 assert error.startswith("no domain with weights old (fleet.replay) was there for")
-    finally:
-        fleet.close()
 
 
 def test_versions_of_software_are_compared_by_their_protocol():

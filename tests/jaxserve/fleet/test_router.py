@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -80,6 +80,17 @@ class Rig:
         params = SamplingParams(max_tokens=count, **options)
         self.router.submit(prompt, params, self.results, request_id=name)
 
+    def submit_all(self, numbers: Iterable[int], count: int) -> None:
+        """A request for each number, whose prompt ends with it."""
+        for n in numbers:
+            self.submit([*LONG, n], count, f"{n}")
+
+    def check(self, numbers: Iterable[int], count: int) -> None:
+        """Waits until the requests of `submit_all` have ended; each has all of its tokens."""
+        self.results.until(lambda: {f"{n}" for n in numbers} <= set(self.results.last))
+        for n in numbers:
+            assert self.results.tokens[f"{n}"] == expected([*LONG, n], count, 3)
+
     def close(self) -> None:
         self.router.close()
         for worker in (*self.prefills, *self.domains):
@@ -109,7 +120,7 @@ def rig(prefills: int = 1, domains: int = 1, **overrides: Any) -> Iterator[Rig]:
         made.close()
 
 
-@pytest.mark.parametrize(("prefills", "domains"), [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("prefills", "domains"), [(0, 1), (1, 1), (2, 2)])
 def test_tokens(prefills, domains):
     with rig(prefills, domains) as fleet:
         prompts = {f"{n}": [n + 5] * (3 * n + 1) for n in range(12)}
@@ -150,12 +161,11 @@ def test_without_a_seed_the_router_draws_one():
 @pytest.mark.parametrize("how", ["killed", "failed", "stuck"])
 def test_a_lost_domain_s_requests_go_on_elsewhere(how):
     with rig(1, 2) as fleet:
-        names = [f"{n}" for n in range(6)]
         for worker in fleet.domains:
             worker.engine.pace = 0.02
-        for name in names:
-            fleet.submit([*LONG, int(name)], 60, name)
-        fleet.results.until(lambda: all(len(fleet.results.tokens.get(n, [])) > 9 for n in names))
+        fleet.submit_all(range(6), 60)
+        begun = fleet.results.tokens
+        fleet.results.until(lambda: all(len(begun.get(f"{n}", [])) > 9 for n in range(6)))
         victim = fleet.domains[0]
         lost = len(victim.engine.running)
         assert lost
@@ -165,12 +175,9 @@ def test_a_lost_domain_s_requests_go_on_elsewhere(how):
             victim.engine.fail("out of memory")
         else:
             victim.engine.stuck = True
-            victim.engine.last_turn = (
-                time.monotonic() - 46
-            )  # cluster.step_seconds and heartbeat_seconds
-        fleet.results.until(lambda: len(fleet.results.last) == 6)
-        for name in names:
-            assert fleet.results.tokens[name] == expected([*LONG, int(name)], 60, 3)
+            # cluster.step_seconds and heartbeat_seconds are over
+            victim.engine.last_turn = time.monotonic() - 46
+        fleet.check(range(6), 60)
         replayed = [one for one in fleet.domains[1].engine.submits if one[1]]
         assert len(replayed) == lost
         assert all(source is not None for _, _, source in replayed), "prefilled once more"
@@ -212,14 +219,11 @@ def test_lost_pages_are_made_again():
         return None
 
     domain = FakeWorker("domain", FakeWorkerEngine(fetch=fetch))
-    fleet = Rig([FakeWorker("prefill")], [domain])
-    try:
-        fleet.submit(LONG, 5, "a")
-        fleet.results.until(lambda: "a" in fleet.results.last)
-        assert fleet.results.tokens["a"] == expected(LONG, 5, 3)
+    with contextlib.closing(Rig([FakeWorker("prefill")], [domain])) as fleet:
+        fleet.submit_all([1], 5)
+        fleet.check([1], 5)
         assert len(fleet.prefills[0].engine.prefilled) == 3
         fleet.until_idle()
-        lost[:] = []
         domain.engine.fetch = lambda source, tokens: "never"
         fleet.submit(LONG[::-1], 5, "b")
         fleet.results.until(lambda: "b" in fleet.results.last)
@@ -227,22 +231,17 @@ def test_lost_pages_are_made_again():
         assert (last.finish_reason, last.unavailable) == ("error", True)
         assert "never; it has lost 4 workers (fleet.attempts = 3)" in last.error
         fleet.until_idle()
-    finally:
-        fleet.close()
 
 
 def test_a_killed_prefill_worker_s_prompts_go_elsewhere():
     with rig(2, 1) as fleet:
         for worker in fleet.prefills:
             worker.engine.gate.clear()
-        for n in range(6):
-            fleet.submit([*LONG, n], 5, f"{n}")
+        fleet.submit_all(range(6), 5)
         until(lambda: all(worker.engine.prompts for worker in fleet.prefills))
         fleet.prefills[0].kill()
         fleet.prefills[1].engine.gate.set()
-        fleet.results.until(lambda: len(fleet.results.last) == 6)
-        for n in range(6):
-            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
+        fleet.check(range(6), 5)
         fleet.until_idle()
 
 
@@ -356,25 +355,21 @@ def test_one_that_waits_at_a_domain_goes_to_another_that_has_a_slot():
     with rig(1, 2, fleet__domain_waiting=8) as fleet:
         busy, free = (worker.engine for worker in fleet.domains)
         busy.slots, busy.allowed, free.allowed = 4, 3, 3
-        for n in range(8):
-            fleet.submit([*LONG, n], 5, f"{n}")
+        fleet.submit_all(range(8), 5)
         until(lambda: len(busy.running) == len(free.running) == 4)
-        for n in range(8, 14):
-            fleet.submit([*LONG, n], 5, f"{n}")
+        fleet.submit_all(range(8, 14), 5)
         until(lambda: len(busy.running) + len(free.running) == 14)
         waited = [prompt[-1] for prompt, _, _ in busy.submits[4:]]
         until(lambda: len(fleet.prefills[0].engine.held) == len(waited) > 0)
         free.allowed = 5
-        fleet.results.until(lambda: {f"{n}" for n in waited} <= set(fleet.results.last))
+        fleet.check(waited, 5)
         assert len(busy.running) == 4, "which go nowhere"
         moved = [prompt[-1] for prompt, _, _ in free.submits[4:]]
         assert moved[-len(waited) :] == waited, "the first one first"
         assert all(source is not None for _, _, source in free.submits)
         assert len(fleet.prefills[0].engine.prefilled) == 14, "nothing is computed twice"
         busy.allowed = 5
-        fleet.results.until(lambda: len(fleet.results.last) == 14)
-        for n in range(14):
-            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
+        fleet.check(range(14), 5)
         fleet.until_idle()
         assert fleet.router.load().replays == 0
 
@@ -382,16 +377,9 @@ def test_one_that_waits_at_a_domain_goes_to_another_that_has_a_slot():
 def test_backpressure():
     """The domain runs four, one waits there; five prompts are held; further ones are refused. Of
     200 requests, each of which comes again until it is taken, every one ends, in order."""
-    prefill = FakeWorker("prefill")
-    fleet = Rig(
-        [prefill],
-        [FakeWorker("domain")],
-        fleet__domain_waiting=1,
-        fleet__prefill_waiting=2,
-        pages__held=3,
-    )
-    try:
-        domain = fleet.domains[0].engine
+    limits = {"fleet__domain_waiting": 1, "fleet__prefill_waiting": 2, "pages__held": 3}
+    with rig(1, 1, **limits) as fleet:
+        (prefill,), domain = fleet.prefills, fleet.domains[0].engine
         domain.allowed = 1
         taken, refused = [], []
 
@@ -411,10 +399,7 @@ def test_backpressure():
         until(lambda: len(prefill.engine.held) == 5)
         assert len(domain.running) == 5
         assert len(taken) == 10
-        assert refused[0] == (
-            "no room: 5 prompts computed or held or waiting at 1 prefill workers, 0 waiting for "
-            "one of them"
-        )
+        assert refused[0].startswith("no room: 5 prompts computed or held or waiting at 1 prefill")
         domain.allowed = 10
         most = 0
         for n in range(20, 200):
@@ -428,16 +413,12 @@ def test_backpressure():
             until(accepted)
             taken.append(n)
             most = max(most, len(prefill.engine.held) + len(prefill.engine.prompts))
-        fleet.results.until(lambda: len(fleet.results.last) == len(taken) == 190)
+        fleet.check(taken, 5)
+        assert len(taken) == 190
         assert most <= 5
-        fleet.until_idle()
-        for n in taken:
-            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 5, 3)
         order = [prompt[-1] for prompt, _, _ in domain.submits]
         assert order == sorted(order), "the first that came is served first"
         fleet.until_idle()
-    finally:
-        fleet.close()
 
 
 def test_held_pages_are_renewed():
@@ -455,14 +436,10 @@ def test_held_pages_are_renewed():
 
 def test_what_a_worker_refuses_waits_for_another():
     full = FakeWorker("domain", FakeWorkerEngine(most=0))
-    fleet = Rig([], [full, FakeWorker("domain")])
-    try:
-        for n in range(4):
-            fleet.submit([n], 3, f"{n}")
-        fleet.results.until(lambda: len(fleet.results.last) == 4)
+    with contextlib.closing(Rig([], [full, FakeWorker("domain")])) as fleet:
+        fleet.submit_all(range(4), 3)
+        fleet.check(range(4), 3)
         assert not full.engine.submits
-    finally:
-        fleet.close()
 
 
 def test_requests_are_checked_before_they_leave():
@@ -490,19 +467,15 @@ def test_all_workers_forget_their_prefix_caches():
 
 def test_workers_that_do_not_belong_are_not_used(caplog):
     foreign = FakeWorker("domain", model="another model")
-    fleet = Rig([], [FakeWorker("domain"), foreign])
-    try:
+    with contextlib.closing(Rig([], [FakeWorker("domain"), foreign])) as fleet:
         until(lambda: "serves another model" in caplog.text)
-        for n in range(6):
-            fleet.submit([n], 3, f"{n}")
-        fleet.results.until(lambda: len(fleet.results.last) == 6)
+        fleet.submit_all(range(6), 3)
+        fleet.check(range(6), 3)
         assert not foreign.engine.submits
         stranger = RouterEngine(fleet.deployment, "guess", MODEL)
         stranger.start()
         until(lambda: "another token" in str(stranger.connections.absences()))
         stranger.close()
-    finally:
-        fleet.close()
 
 
 def test_views_and_loads_of_the_fleet():

@@ -5,15 +5,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from jaxserve.engine.make_engine import make_engine
 from tests.jaxserve import layouts
-from tests.jaxserve.fleet.launched import REPOSITORY, Launched
+from tests.jaxserve.fleet.launched import Launched
 from tests.jaxserve.layouts import Reference
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
@@ -81,25 +79,10 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     ],
 )
 def test_what_is_missing_is_named(arguments, message):
-    command = [sys.executable, "-m", "jaxserve.serve", "--model", "configs/demo", *arguments]
-    for setting in (
-        "attention.runtime=a",
-        "ffn.runtime=f",
-        "link.transport=pull",
-        "link.addresses=['127.0.0.1:1']",
-        "server.grpc_port=0",
-        "server.http_port=-1",
-    ):
-        command += ["--set", setting]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr, result.stderr
+    settings = ["attention.runtime=a", "ffn.runtime=f", "server.grpc_port=0", "server.http_port=-1"]
+    settings += ["link.transport=pull", "link.addresses=['127.0.0.1:1']"]
+    command = ["-m", "jaxserve.serve", "--model", "configs/demo", *arguments]
+    command += [word for one in settings for word in ("--set", one)]
+    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
+    assert run.end(SECONDS) == 2, run.output
+    assert message in run.output

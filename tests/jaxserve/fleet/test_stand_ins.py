@@ -8,13 +8,12 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import stand_ins, worker_port
-from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.stand_ins import StandIns
 from tests.conftest import REPOSITORY
-from tests.jaxserve.fleet.fake_worker import FakeWorker, expected
-from tests.jaxserve.fleet.test_router import LONG, rig
+from tests.jaxserve.fleet.fake_worker import FakeWorker, worker_facts
+from tests.jaxserve.fleet.test_router import rig
 from tests.jaxserve.waiting import until
 
 VALUES: dict[str, Any] = {
@@ -26,19 +25,6 @@ VALUES: dict[str, Any] = {
     "fleet.least_domains": 2,
     "fleet.stand_in_seconds": 5,
     "cluster.start_seconds": 60,
-}
-FACTS = {
-    "name": "w",
-    "model": "m",
-    "slots": 4,
-    "groups": 1,
-    "pages": 10,
-    "page_size": 16,
-    "max_length": 100,
-    "vocab": 100,
-    "eos_token_ids": [],
-    "info": {},
-    "instance": "i",
 }
 
 
@@ -58,7 +44,7 @@ class Fleet:
         for name in names:
             role = "domain" if stands_in or name.startswith("d") else "prefill"
             options = {"can_stand_in": role == "prefill"} | options
-            facts = frames.WorkerFacts(role=role, stands_in=stands_in, **FACTS, **options)
+            facts = worker_facts(role, stands_in=stands_in, **options)
             self.workers[f"{name}:1"] = Worker(f"{name}:1", facts, reserved=name == "p2")
 
     def leave(self, *names: str) -> None:
@@ -192,7 +178,6 @@ def test_requests_go_on_with_a_stand_in(monkeypatch):
         told: list[tuple[FakeWorker, bool]] = []
         for worker in fleet.prefills:
             facts = worker.port.facts
-            assert facts is not None
             worker.port.facts = msgspec.structs.replace(facts, can_stand_in=True)
             worker.port.on_become = lambda domain, why, worker=worker: told.append((worker, domain))
         fleet.router.close()
@@ -200,8 +185,7 @@ def test_requests_go_on_with_a_stand_in(monkeypatch):
         until(lambda: fleet.router._stand_ins._complete)
         (domain,) = fleet.domains
         domain.engine.allowed = 7
-        for n in range(4):
-            fleet.submit([*LONG, n], 30, f"{n}")
+        fleet.submit_all(range(4), 30)
         begun = fleet.results.tokens
         fleet.results.until(lambda: all(len(begun.get(f"{n}", [])) >= 7 for n in range(4)))
         domain.kill()
@@ -212,11 +196,8 @@ def test_requests_go_on_with_a_stand_in(monkeypatch):
         chosen.kill()
         stand_in = FakeWorker("domain", address=chosen.address)
         fleet.domains.append(stand_in)
-        assert stand_in.port.facts is not None
         stand_in.port.facts = msgspec.structs.replace(stand_in.port.facts, stands_in=True)
-        fleet.results.until(lambda: len(fleet.results.last) == 4)
-        for n in range(4):
-            assert fleet.results.tokens[f"{n}"] == expected([*LONG, n], 30, 3)
+        fleet.check(range(4), 30)
         roles = {one.worker: one.role for one in fleet.router.rolling.workers()}
         assert roles[chosen.address] == "domain"
 
