@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -80,27 +81,30 @@ def test_roles_with_runtimes_of_their_own_have_one_process() -> None:
         host.run_processes(deployment, ProcessArguments(host_processes=2), [])
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores the handlers of signals."""
+    kept = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for each, handler in kept.items():
+        signal.signal(each, handler)
+
+
+def started(*codes: str) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-I", "-c", code]) for code in codes]
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 3), 3), ((1, 0), 1)])
 def test_the_first_failure_is_the_end_of_all(codes, expected) -> None:
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    children = [subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in codes]
-    try:
-        assert host._watch(children) == expected
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    assert host._watch(started(*(f"exit({code})" for code in codes))) == expected
 
 
+@pytest.mark.usefixtures("handlers")
 def test_who_does_not_end_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(host, "LAST_WORDS_SECONDS", 0.2)
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    codes = ("exit(1)", "import time; time.sleep(60)")
-    children = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
-    try:
-        assert host._watch(children) == 1
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    children = started("exit(1)", "import time; time.sleep(60)")
+    assert host._watch(children) == 1
     assert children[1].returncode == -signal.SIGKILL
 
 

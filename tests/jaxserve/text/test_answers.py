@@ -80,24 +80,17 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("form", "written"), FAMILIES)
-def test_calls(form, written) -> None:
-    parser = AnswerParser(thinks=True, thinking=False, calls=form)
-    text = f"<think>\nA town.\n</think>\n\nLet me see.\n{written}"
-    assert parse(parser, text) == ("A town.", "Let me see.\n", CALLS)
-    assert parser.called
-
-
-@pytest.mark.parametrize(("form", "written"), FAMILIES)
-@given(cuts=st.lists(st.integers(0, 260), max_size=12))
-def test_the_cut_makes_no_difference(form, written, cuts) -> None:
-    text = f"\nHm < 5 <think\n\n</think>\nSee <tool <| {written} done"
+@given(cuts=st.lists(st.integers(0, 260), max_size=12), thinking=st.booleans())
+def test_the_cut_makes_no_difference(form, written, cuts, thinking) -> None:
+    """The thought begins in the prompt or in the answer."""
+    begun = "" if thinking else "<think>"
+    text = f"{begun}\nHm < 5 <think\n\n</think>\nSee <tool <| {written} done"
     places = [0, *sorted(cuts), len(text)]
     texts = [text[a:b] for a, b in itertools.pairwise(places)]
-    parsers = [AnswerParser(thinks=True, thinking=True, calls=form) for _ in range(3)]
-    expected = ("Hm < 5 <think", "See <tool <|  done", CALLS)
-    assert parse(parsers[0], text) == expected
-    assert parse(parsers[1], *texts) == expected
-    assert parse(parsers[2], *text) == expected
+    for parts in ([text], texts, [*text]):
+        parser = AnswerParser(thinks=True, thinking=thinking, calls=form)
+        assert parse(parser, *parts) == ("Hm < 5 <think", "See <tool <|  done", CALLS)
+        assert parser.called
 
 
 def with_text(form, written, text) -> str:
@@ -137,12 +130,18 @@ def test_a_value_may_hold_the_mark_that_ends_a_call(form_and_tail) -> None:
         ]
 
 
-@pytest.mark.parametrize("body", ['{"arguments": {"a": "</tool_call>"}, "name": "f"}'])
-def test_a_mark_in_arguments_before_the_name(body) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"arguments": {"a": "</tool_call>"}, "name": "f"}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"</tool_call>\\"}"}',
+    ],
+)
+def test_json_in_another_order_and_arguments_as_text(body) -> None:
     for texts in ([body], [*body]):
         parser = AnswerParser(False, False, JSON)
-        calls = parse(parser, "<tool_call>", *texts, "</tool_call>")[2]
-        assert calls == [("f", '{"a": "</tool_call>"}')]
+        ((name, arguments),) = parse(parser, "<tool_call>", *texts, "</tool_call>")[2]
+        assert (name, json.loads(arguments)) == ("f", {"a": "</tool_call>"})
 
 
 @pytest.mark.parametrize(
@@ -163,19 +162,13 @@ def test_the_mark_ends_a_value_that_never_does(form, text, content, arguments) -
         assert (said, [call[1] for call in calls]) == (content, [arguments])
 
 
-def test_kimis_ids_are_kept() -> None:
-    pieces = AnswerParser(False, False, KIMI).push(KIMI_CALLS)
-    assert [piece.call.id for piece in pieces if piece.call] == [
-        "functions.weather:0",
-        "functions.now:1",
-    ]
-
-
-def test_other_ids_are_made_up_and_differ() -> None:
-    pieces = AnswerParser(False, False, JSON).push(QWEN_CALLS)
-    ids = [piece.call.id for piece in pieces if piece.call]
-    assert len(set(ids)) == 2
-    assert all(call_id.startswith("call_") for call_id in ids)
+def test_kimis_ids_are_kept_and_others_are_made_up() -> None:
+    pieces = [AnswerParser(False, False, KIMI).push(KIMI_CALLS)]
+    pieces += [AnswerParser(False, False, JSON).push(QWEN_CALLS)]
+    kept, made = ([piece.call.id for piece in some if piece.call] for some in pieces)
+    assert kept == ["functions.weather:0", "functions.now:1"]
+    assert len(set(made)) == 2
+    assert all(call_id.startswith("call_") for call_id in made)
 
 
 @pytest.mark.parametrize(
@@ -267,16 +260,6 @@ def test_an_end_tag_that_the_model_forgot() -> None:
     )
     _, content, ((_, arguments),) = parse(AnswerParser(False, False, QWEN_XML, TYPED), *text)
     assert (content, json.loads(arguments)) == ("", {"a": 1, "b": "x"})
-
-
-@pytest.mark.parametrize(
-    "body", ['{"arguments": {"a": 1}, "name": "f"}', '{"name": "f", "arguments": "{\\"a\\": 1}"}']
-)
-def test_json_in_another_order(body) -> None:
-    _, _, ((name, arguments),) = parse(
-        AnswerParser(False, False, JSON), f"<tool_call>{body}</tool_call>"
-    )
-    assert (name, json.loads(arguments)) == ("f", {"a": 1})
 
 
 def test_more_calls_than_allowed_are_left_out() -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ def write(folder: Path, name: str, content: Any) -> None:
 
 def rendered(folder: Path, **values: Any) -> str:
     template = ChatTemplate.from_folder(folder)
-    assert template is not None
     return template.render(HI, **values)
 
 
@@ -98,51 +98,38 @@ def test_the_generation_prompt_may_be_left_out() -> None:
     assert template.render(HI, add_generation_prompt=False) == "user:Hi;"
 
 
+TEXT = {"type": "text", "text": "a"}
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def called(calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": calls}
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "^messages: is empty$"),
-        ("Hi", "^messages: expected a list, got str$"),
-        ([*HI, "Hi"], r"^messages\[1\]: expected an object, got str$"),
-        ([*HI, {"content": "x"}], r"^messages\[1\]\.role: is missing$"),
-        ([{"role": 3, "content": "x"}], r"^messages\[0\]\.role: expected a text, got 3$"),
-        ([{"role": "user"}], r"^messages\[0\]\.content: is missing$"),
-        (
-            [{"role": "user", "content": 5}],
-            r"^messages\[0\]\.content: expected a text or a list, got int$",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
-            r"^messages\[0\]\.content\[1\]\.type: 'image_url' is not supported",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text"}]}],
-            r"^messages\[0\]\.content\[0\]\.text: expected a text$",
-        ),
-        (
-            [{"role": "user", "content": ["a"]}],
-            r"^messages\[0\]\.content\[0\]: expected an object, got str$",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": {}}],
-            r"^messages\[0\]\.tool_calls: expected a list, got dict$",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": ["f"]}],
-            r"^messages\[0\]\.tool_calls\[0\]: expected an object, got str$",
-        ),
-        (
-            [{"role": "user", "content": "a\udc00"}],
-            r"^messages\[0\]\.content: no Unicode text: lone surrogate at 1$",
-        ),
-        (
-            [{"role": "user", "content": "a", "x": [{"y": {1, 2}}]}],
-            r"^messages\[0\]\.x\[0\]\.y: set is no JSON value$",
-        ),
+        ([], "messages: is empty"),
+        ("Hi", "messages: expected a list, got str"),
+        ([*HI, "Hi"], "messages[1]: expected an object, got str"),
+        ([*HI, {"content": "x"}], "messages[1].role: is missing"),
+        ([{"role": 3, "content": "x"}], "messages[0].role: expected a text, got 3"),
+        ([{"role": "user"}], "messages[0].content: is missing"),
+        ([said(5)], "messages[0].content: expected a text or a list, got int"),
+        ([said([TEXT, {"type": "image_url"}])], "messages[0].content[1].type: 'image_url' is not"),
+        ([said([{"type": "text"}])], "messages[0].content[0].text: expected a text"),
+        ([said(["a"])], "messages[0].content[0]: expected an object, got str"),
+        ([called({})], "messages[0].tool_calls: expected a list, got dict"),
+        ([called(["f"])], "messages[0].tool_calls[0]: expected an object, got str"),
+        ([said("a\udc00")], "messages[0].content: no Unicode text: lone surrogate at 1"),
+        ([said("a", x=[{"y": {1, 2}}])], "messages[0].x[0].y: set is no JSON value"),
     ],
 )
 def test_wrong_messages_are_named(messages: Any, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}"):
         ChatTemplate({"default": PLAIN}).render(messages)
 
 

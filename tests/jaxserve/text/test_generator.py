@@ -1,16 +1,18 @@
 import threading
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
+from jaxserve.text.generation import Generation
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput, merge
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, ids_of
+from tests.jaxserve.waiting import until
 
 
 class Consumer:
@@ -30,6 +32,17 @@ class Consumer:
         return merge(self.outputs)
 
 
+def submitted(
+    generator: TextGenerator, prompt: str | list[int] = "hi", **params: Any
+) -> tuple[Generation, Consumer]:
+    consumer = Consumer()
+    return generator.submit(prompt, SamplingParams(**params), consumer), consumer
+
+
+def result_of(generator: TextGenerator, **params: Any) -> GenerationOutput:
+    return submitted(generator, **params)[1].wait()
+
+
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     engine = FakeEngine(ids_of("one two three"))
@@ -47,8 +60,7 @@ def generator(engine: FakeEngine) -> Iterator[TextGenerator]:
 def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
     consumer = Consumer()
     generation = generator.submit("hi", SamplingParams(), consumer, request_id="a")
-    result = consumer.wait()
-    assert result == GenerationOutput(
+    assert consumer.wait() == GenerationOutput(
         request_id="a",
         text="one two three",
         token_ids=ids_of("one two three"),
@@ -62,26 +74,6 @@ def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
     assert generator.live == 0
 
 
-def test_token_ids_are_taken_as_they_are(engine: FakeEngine, generator: TextGenerator) -> None:
-    consumer = Consumer()
-    generator.submit([5, 6], SamplingParams(max_tokens=3), consumer)
-    assert consumer.wait().finish_reason == "length"
-    assert consumer.wait().text == "one"
-    assert engine.prompts == [[5, 6]]
-
-
-def test_characters_come_whole(engine: FakeEngine, generator: TextGenerator) -> None:
-    engine.script = ids_of("a€b")
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(), consumer)
-    consumer.wait()
-    text, tokens = "", 0
-    for output in consumer.outputs:
-        text, tokens = text + output.text, tokens + len(output.token_ids)
-        assert text == ["", "a", "a", "a", "a€", "a€b"][tokens]
-    assert tokens == 5
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 7, 50])
 def test_a_stop_string_ends_the_request(
     engine: FakeEngine, generator: TextGenerator, chunk: int
@@ -89,9 +81,7 @@ def test_a_stop_string_ends_the_request(
     """Text is cut before it, tokens after it, whatever the engine's chunks; pages come back."""
     engine.chunk = chunk
     engine.script = ids_of("one two three" * 20)
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(max_tokens=1000, stop=("tw", " th")), consumer)
-    result = consumer.wait()
+    result = result_of(generator, max_tokens=1000, stop=("tw", " th"))
     assert (result.text, result.stop_string, result.finish_reason) == ("one ", "tw", "stop")
     assert result.stop_token_id is None
     assert result.token_ids == ids_of("one tw")
@@ -99,20 +89,10 @@ def test_a_stop_string_ends_the_request(
     assert engine.wait_until_idle()
 
 
-def test_text_held_back_for_a_stop_string_comes_at_the_end(
-    engine: FakeEngine, generator: TextGenerator
-) -> None:
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(stop=("three!",)), consumer)
-    assert consumer.wait().text == "one two three"
-
-
 def test_min_tokens_holds_for_stop_strings(engine: FakeEngine, generator: TextGenerator) -> None:
     engine.script = ids_of("ababab")
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(stop=("a",), min_tokens=3, max_tokens=9), consumer)
-    assert consumer.wait().text == "ab"
-    assert consumer.wait().token_ids == ids_of("aba")
+    result = result_of(generator, stop=("a",), min_tokens=3, max_tokens=9)
+    assert (result.text, result.token_ids) == ("ab", ids_of("aba"))
 
 
 @given(strategies.text(alphabet="ab€", max_size=20), strategies.integers(1, 5))
@@ -136,9 +116,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> 
             pass
 
     generator = TextGenerator(NoEngine([]), LETTERS)
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(stop=("bb", "a€a")), consumer)
-    result = consumer.wait()
+    result = result_of(generator, stop=("bb", "a€a"))
     generator.close()
     ends = [text.find(stop) + len(stop) for stop in ("bb", "a€a") if stop in text]
     if ends:
@@ -150,8 +128,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> 
 
 def test_cancelling_returns_the_pages(engine: FakeEngine, generator: TextGenerator) -> None:
     engine.allowed = 3
-    consumer = Consumer()
-    generation = generator.submit("hi", SamplingParams(), consumer)
+    generation, consumer = submitted(generator)
     generation.cancel()
     assert consumer.wait().finish_reason == "cancelled"
     assert engine.wait_until_idle()
@@ -207,10 +184,8 @@ def test_a_consumer_that_raises_ends_its_request_alone(
 
 def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGenerator) -> None:
     engine.allowed = 3
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(), consumer)
-    while not consumer.outputs:
-        time.sleep(0.001)
+    _, consumer = submitted(generator)
+    until(lambda: consumer.outputs)
     engine.fail("process 1 (ffn) is gone")
     result = consumer.wait()
     assert (result.finish_reason, result.error) == ("error", "process 1 (ffn) is gone")
@@ -222,8 +197,7 @@ def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGene
 def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> None:
     engine.allowed = 3
     generator = TextGenerator(engine, LETTERS)
-    consumer = Consumer()
-    generator.submit("hi", SamplingParams(), consumer)
+    _, consumer = submitted(generator)
     generator.close()
     assert consumer.wait().finish_reason == "cancelled"
     assert engine.wait_until_idle()
@@ -249,7 +223,7 @@ def test_a_bad_prompt_reaches_no_engine(
     engine: FakeEngine, generator: TextGenerator, prompt: str | list[int], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        generator.submit(prompt, SamplingParams(), Consumer())
+        submitted(generator, prompt)
     assert engine.prompts == []
 
 
@@ -261,7 +235,7 @@ def test_a_bad_request_id(generator: TextGenerator, request_id: str) -> None:
 
 def test_bad_parameters_and_a_taken_id(engine: FakeEngine, generator: TextGenerator) -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
-        generator.submit("hi", SamplingParams(temperature=3), Consumer())
+        submitted(generator, temperature=3)
     engine.allowed = 3
     generator.submit("hi", SamplingParams(), Consumer(), request_id="a")
     with pytest.raises(InvalidRequestError, match="request_id: 'a' is already running"):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies
 
 from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+from tests import golden
 from tests.jaxserve.text.conversations import CONVERSATIONS, OBJECT_CONVERSATIONS, TOOLS
 from tests.jaxserve.text.jinja2_oracle import jinja2_render
 
@@ -37,7 +38,7 @@ def read(family: str) -> str:
 
 
 def same(source: str, **values: Any) -> str:
-    """Renders with both and returns the text."""
+    """Renders with the worker and with Jinja2, which must agree, and returns the text."""
     text = render(source, **values)
     assert text == jinja2_render(source, copy.deepcopy(values))
     return text
@@ -61,60 +62,28 @@ def test_every_family_renders_every_conversation_alike(
         same(source, **values, **switch, **FAMILIES[family])
 
 
-TURNS = CONVERSATIONS["turns"]
-CALL = CONVERSATIONS["a call and its answer"]
+TURNS = {"messages": CONVERSATIONS["turns"]}
+TEXTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": TURNS,
+    "deepseek_r1": TURNS,
+    "step3": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+    "kimi_k2": {
+        "messages": CONVERSATIONS["a call and its answer"],
+        "tools": [{"type": "function"}],
+    },
+    "qwen3": {
+        "messages": OBJECT_CONVERSATIONS["a call with thoughts"],
+        "enable_thinking": False,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "expected"),
-    [
-        (
-            "deepseek_v3",
-            {"messages": TURNS},
-            "<｜begin▁of▁sentence｜>Be brief & kind <b>.\n"
-            "<｜User｜>How is Łódź | today: sunny?\nI ask"
-            "<｜Assistant｜><think>\n\nA town.\n\n</think>\n\nSunny. <｜end▁of▁sentence｜>"
-            "<｜User｜>Thanks 🙂 你好<｜Assistant｜>",
-        ),
-        (
-            "deepseek_r1",
-            {"messages": TURNS},
-            "<｜begin▁of▁sentence｜>Be brief & kind <b>.\n"
-            "<｜User｜>How is Łódź | today: sunny?\nI ask"
-            "<｜Assistant｜>\n\nSunny. <｜end▁of▁sentence｜>"
-            "<｜User｜>Thanks 🙂 你好<｜Assistant｜><think>\n",
-        ),
-        (
-            "step3",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
-            "<｜begin▁of▁sentence｜><|BOT|>user\nHi<|EOT|><|BOT|>assistant\n<think>\n",
-        ),
-        (
-            "kimi_k2",
-            {"messages": CALL, "tools": [{"type": "function"}]},
-            '<|im_system|>tool_declare<|im_middle|>[{"type":"function"}]<|im_end|>'
-            "<|im_system|>system<|im_middle|>You are a helpful assistant.<|im_end|>"
-            "<|im_user|>user<|im_middle|>How is Łódź | today: sunny?\nI ask<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>"
-            'functions.weather:0<|tool_call_argument_begin|>{"city": "Łódź"}<|tool_call_end|>'
-            "<|tool_calls_section_end|><|im_end|>"
-            "<|im_system|>weather<|im_middle|>## Return of functions.weather:0\n12 °C<|im_end|>"
-            "<|im_assistant|>assistant<|im_middle|>",
-        ),
-        (
-            "qwen3",
-            {"messages": OBJECT_CONVERSATIONS["a call with thoughts"], "enable_thinking": False},
-            "<|im_start|>user\nHow is Łódź | today: sunny?\nI ask<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\nLet me see.\n</think>\n\n<tool_call>\n"
-            '{"name": "weather", "arguments": {"city": "Łódź", "days": 2.0, '
-            '"at": [1.5, true, null, {"x": "<&\'\\">"}], "n": 7}}\n</tool_call><|im_end|>\n'
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        ),
-    ],
-)
-def test_the_text_of_every_family(family: str, values: dict[str, Any], expected: str) -> None:
-    values = {"tools": None, "add_generation_prompt": True, **values, **FAMILIES[family]}
-    assert same(read(family), **values) == expected
+def test_the_text_of_every_family() -> None:
+    found = {}
+    for family, asked in TEXTS.items():
+        values = {"tools": None, "add_generation_prompt": True, **asked, **FAMILIES[family]}
+        found[family] = same(read(family), **values)
+    golden.check("text/templates.json", found)
 
 
 # ---------------------------------------------------------------------------- differences
