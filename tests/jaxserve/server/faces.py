@@ -12,12 +12,15 @@ from jaxserve.server.access import Access
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.metrics import Metrics
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
+from jaxserve.text.tokenizer import Tokenizer
 from tests.jaxserve.server.http.rig import TEMPLATE
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
+ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
 SECONDS = 20
 """No client of these tests waits longer."""
 
@@ -30,14 +33,16 @@ class Faces:
         access: Access | None = None,
         template: str = TEMPLATE,
         front: Callable[[FakeEngine], Any] = lambda engine: engine,
+        tokenizer: Tokenizer = LETTERS,
+        **options: Any,
     ):
-        self.engine = FakeEngine(ids_of("one two three"))
-        self.generator = TextGenerator(front(self.engine), LETTERS)
-        self._grpc = GrpcServer(port=0, access=access)
-        self._http = HttpServer(port=0, access=access)
+        self.engine, self.metrics = FakeEngine(ids_of("one two three")), Metrics("fake")
+        self.generator = TextGenerator(front(self.engine), tokenizer)
+        self._grpc = GrpcServer(port=0, access=access, **options)
+        self._http = HttpServer(port=0, access=access, **options)
         self.grpc_address, self.address = self._grpc.start(), self._http.start()
         self.channel = grpc.insecure_channel(self.grpc_address)
-        self._grpc.open(self.generator)
+        self._grpc.open(self.generator, self.metrics)
         self._http.open(self.generator, ChatTemplate({"default": template}))
         self.stub = InferenceStub(self.channel)
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=SECONDS)
@@ -63,15 +68,25 @@ class Faces:
         response = self.post(path, **fields)
         return response.status_code, response.json()["error"]["param"]
 
+    def generate(self, **fields: Any) -> pb.GenerateResponse:
+        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=SECONDS)
+
+    def stream(self, **fields: Any) -> grpc.Call:
+        return self.stub.GenerateStream(pb.GenerateRequest(**fields), timeout=SECONDS)
+
+    def refused(self, **fields: Any) -> grpc.RpcError:
+        with pytest.raises(grpc.RpcError) as caught:
+            self.generate(**fields)
+        return caught.value
+
     def grpc_error(self, **fields: Any) -> tuple[grpc.StatusCode, str]:
         """Status and message."""
-        with pytest.raises(grpc.RpcError) as caught:
-            self.stub.Generate(pb.GenerateRequest(**{"text": "hi", **fields}), timeout=SECONDS)
-        return caught.value.code(), caught.value.details()
+        error = self.refused(**{"text": "hi", **fields})
+        return error.code(), error.details()
 
     def untouched(self) -> bool:
         """Whether no request has reached the engine, and the next one on both faces does."""
         before = len(self.engine.prompts)
         http = self.post().json()["choices"][0]["text"]
-        rpc = self.stub.Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS).text
+        rpc = self.generate(text="hi").text
         return before == 0 and http == rpc == "one two three"

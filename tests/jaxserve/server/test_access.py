@@ -2,7 +2,6 @@
 
 import dataclasses
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,10 +16,8 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from tests.jaxserve.server import certificates
-from tests.jaxserve.server.faces import SECONDS, Faces
+from tests.jaxserve.server.faces import ALICE, BOB, SECONDS, Faces
 from tests.jaxserve.waiting import until
-
-ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
 
 
 class TestKeys:
@@ -90,13 +87,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_certificates_that_do_not_fit(files: Path, fields: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Access.from_config(Server(**{key: str(files / name) for key, name in fields.items()}))
-
-
-@pytest.fixture
-def locked() -> Iterator[Faces]:
-    faces = Faces(Access(ApiKeys([ALICE, BOB])))
-    yield faces
-    faces.close()
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

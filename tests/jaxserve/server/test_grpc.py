@@ -1,9 +1,7 @@
 """Real clients over loopback against the server, with a fake engine behind it."""
 
 import asyncio
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -22,65 +20,25 @@ from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
-from jaxserve.server.metrics import Metrics
 from jaxserve.text.generator import TextGenerator
-from jaxserve.text.tokenizer import Tokenizer
+from tests.jaxserve.server.faces import SECONDS, Faces
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SECONDS = 20
-"""No client of these tests waits longer."""
-
-
-class Rig:
-    """A server with everything around it, opened."""
-
-    def __init__(self, tokenizer: Tokenizer = LETTERS, **server: Any):
-        self.engine = FakeEngine(ids_of("one two three"))
-        self.metrics = Metrics("fake")
-        self.generator = TextGenerator(self.engine, tokenizer)
-        self.server = GrpcServer(port=0, **server)
-        self.address = self.server.start()
-        self.server.open(self.generator, self.metrics)
-        self.channel = grpc.insecure_channel(self.address)
-        self.stub = InferenceStub(self.channel)
-
-    def close(self) -> None:
-        self.channel.close()
-        self.server.stop(0)
-        self.generator.close()
-        self.engine.close()
-
-    def health(self, service: str = "") -> int:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status
-
-    def generate(self, **fields: object) -> pb.GenerateResponse:
-        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=SECONDS)
-
-    def stream(self, seconds: float = SECONDS, **fields: object) -> grpc.Call:
-        return self.stub.GenerateStream(pb.GenerateRequest(**fields), timeout=seconds)
-
-    def refused(self, **fields: object) -> grpc.RpcError:
-        with pytest.raises(grpc.RpcError) as caught:
-            self.generate(**fields)
-        return caught.value
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.close()
+def rig(faces: Faces) -> Faces:
+    return faces
 
 
 # ----------------------------------------------------------------------------- completions
 
 
-def test_a_completion(rig: Rig) -> None:
+def test_a_completion(rig: Faces) -> None:
     response = rig.generate(text="hi", request_id="a")
     assert response == pb.GenerateResponse(
         request_id="a",
@@ -94,7 +52,7 @@ def test_a_completion(rig: Rig) -> None:
     )
 
 
-def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Rig) -> None:
+def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Faces) -> None:
     events = list(rig.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
     assert events[0].prompt == pb.PromptInfo(request_id="a", prompt_tokens=2)
     assert not any(event.HasField("prompt") for event in events[1:])
@@ -108,14 +66,14 @@ def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Rig) -> N
     assert rig.engine.prompts == [[5, 6]]
 
 
-def test_a_stop_string(rig: Rig) -> None:
+def test_a_stop_string(rig: Faces) -> None:
     events = list(rig.stream(text="hi", stop=["two", "x"]))
     assert "".join(event.delta.text for event in events) == "one "
     assert events[-1].finish.stop_string == "two"
     assert rig.engine.wait_until_idle()
 
 
-def test_an_empty_completion(rig: Rig) -> None:
+def test_an_empty_completion(rig: Faces) -> None:
     rig.engine.script = []
     rig.engine.pace = 0.2  # so that the prompt's message has not waited for it
     events = list(rig.stream(text="hi"))
@@ -126,7 +84,7 @@ def test_an_empty_completion(rig: Rig) -> None:
     assert events[0].prompt.request_id != ""
 
 
-def test_what_is_there_at_once_is_one_message(rig: Rig, monkeypatch) -> None:
+def test_what_is_there_at_once_is_one_message(rig: Faces, monkeypatch) -> None:
     monkeypatch.setattr(inference, "ALONE_SECONDS", SECONDS)
     rig.engine.chunk = 100
     events = list(rig.stream(text="hi"))
@@ -136,7 +94,7 @@ def test_what_is_there_at_once_is_one_message(rig: Rig, monkeypatch) -> None:
     assert events[0].delta.text == "one two three"
 
 
-def test_the_prompt_is_told_before_a_late_first_token(rig: Rig) -> None:
+def test_the_prompt_is_told_before_a_late_first_token(rig: Faces) -> None:
     rig.engine.allowed = 0
     call = rig.stream(text="hi", request_id="a")
     assert next(call) == pb.GenerateStreamResponse(
@@ -161,7 +119,7 @@ def logprobs(ids: list[int], top: int) -> list[pb.TokenLogprobs]:
     ]
 
 
-def test_log_probabilities(rig: Rig) -> None:
+def test_log_probabilities(rig: Faces) -> None:
     ids = ids_of("one")
     fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
     answer = rig.generate(**fields)
@@ -174,7 +132,7 @@ def test_log_probabilities(rig: Rig) -> None:
     assert scores == list(answer.prompt_logprobs)
 
 
-def test_no_alternatives_are_not_no_log_probabilities(rig: Rig) -> None:
+def test_no_alternatives_are_not_no_log_probabilities(rig: Faces) -> None:
     assert list(rig.generate(text="hi", max_tokens=3, logprobs=0).logprobs) == logprobs(
         ids_of("one"), 0
     )
@@ -190,7 +148,7 @@ def test_no_alternatives_are_not_no_log_probabilities(rig: Rig) -> None:
         ({"json": '{"const": "two"}'}, '"two"'),
     ],
 )
-def test_a_form(rig: Rig, form: dict[str, object], text: str) -> None:
+def test_a_form(rig: Faces, form: dict[str, object], text: str) -> None:
     """The script as far as the form lets it through, and what the form asks for besides."""
     asked = pb.StructuredOutputs(**form)
     assert rig.generate(text="hi", structured_outputs=asked).text == text
@@ -208,39 +166,46 @@ def test_a_form(rig: Rig, form: dict[str, object], text: str) -> None:
         ({"regex": "x" * 70000}, "structured_outputs.regex", "70000 characters, at most 65536"),
     ],
 )
-def test_a_form_that_is_none(rig: Rig, form: dict[str, object], field: str, details: str) -> None:
+def test_a_form_that_is_none(rig: Faces, form: dict[str, object], field: str, details: str) -> None:
     error = rig.refused(text="hi", structured_outputs=pb.StructuredOutputs(**form))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert error.details().startswith(f"{field}: {details}")
     assert rig.generate(text="hi").text == "one two three"
 
 
-def test_zero_is_not_the_same_as_unset(rig: Rig) -> None:
-    rig.generate(text="hi", temperature=0, top_k=3, seed=0, stop_token_ids=[7], max_tokens=2)
-    rig.generate(text="hi", top_p=0.5, min_p=0.1, ignore_eos=True, min_tokens=1)
+def test_sampling_fields_reach_the_engine(rig: Faces) -> None:
+    """Zero is not the same as unset."""
+    rig.engine.cached_tokens = 2
+    first = {"temperature": 0, "top_k": 3, "seed": 0, "max_tokens": 2, "priority": -3}
+    first |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: -100.0}}
+    second = {"top_p": 0.5, "min_p": 0.1, "ignore_eos": True, "min_tokens": 1}
+    second |= {"repetition_penalty": 1.5}
+    answer = rig.generate(text="hi", **first, stop_token_ids=[7], cache_salt="x")
+    assert answer.finish.usage.cached_tokens == 2
+    rig.generate(text="hi", **second)
     assert rig.engine.params == [
-        SamplingParams(temperature=0, top_k=3, seed=0, stop_token_ids=(7,), max_tokens=2),
-        SamplingParams(top_p=0.5, min_p=0.1, ignore_eos=True, min_tokens=1),
+        SamplingParams(**first, stop_token_ids=(7,), cache_salt="/x"),
+        SamplingParams(**second),
     ]
 
 
-def test_model_info(rig: Rig) -> None:
+def test_model_info(rig: Faces) -> None:
     info = rig.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
-    assert info == pb.GetModelInfoResponse(
-        model="fake",
-        jaxserve_version="0.1.0",
-        vocab_size=300,
-        max_length=100,
-        eos_token_ids=[1],
-        dtype="float32",
-        mode="afd",
-        attention="dp 2 x tp 1",
-        ffn="ep 2 x tp 1",
-        lanes=3,
-    )
+    assert {field.name: value for field, value in info.ListFields()} == {
+        "model": "fake",
+        "jaxserve_version": "0.1.0",
+        "vocab_size": 300,
+        "max_length": 100,
+        "eos_token_ids": [1],
+        "dtype": "float32",
+        "mode": "afd",
+        "lanes": 3,
+        "attention": "dp 2 x tp 1",
+        "ffn": "ep 2 x tp 1",
+    }
 
 
-def test_tokenize(rig: Rig) -> None:
+def test_tokenize(rig: Faces) -> None:
     def ids(**fields: object) -> list[int]:
         return list(rig.stub.Tokenize(pb.TokenizeRequest(**fields), timeout=SECONDS).token_ids)
 
@@ -251,7 +216,7 @@ def test_tokenize(rig: Rig) -> None:
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_abort(rig: Rig) -> None:
+def test_abort(rig: Faces) -> None:
     rig.engine.allowed = 3
     call = rig.stream(text="hi", request_id="a")
     first_delta(call)
@@ -266,40 +231,7 @@ def test_abort(rig: Rig) -> None:
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-def test_penalties_and_biases_reach_the_engine(rig: Rig) -> None:
-    rig.engine.cached_tokens = 2
-    answer = rig.generate(
-        text="hi",
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.5,
-        logit_bias={7: -100.0},
-        priority=-3,
-        cache_salt="x",
-    )
-    assert rig.engine.params == [
-        SamplingParams(
-            presence_penalty=0.5,
-            frequency_penalty=-0.5,
-            repetition_penalty=1.5,
-            logit_bias={7: -100.0},
-            priority=-3,
-            cache_salt="/x",
-        )
-    ]
-    assert answer.finish.usage.cached_tokens == 2
-
-
 # ------------------------------------------------------------------------------ coalescing
-
-
-def test_tokens_of_one_step_share_a_message(rig: Rig) -> None:
-    """More of them may, if they come while a message is being sent: `test_stream.py`."""
-    rig.engine.script = ids_of("x" * 90)
-    rig.engine.chunk = 30
-    deltas = [e.delta for e in rig.stream(text="hi") if e.HasField("delta")]
-    assert sum(len(delta.token_ids) for delta in deltas) == 90
-    assert 1 <= len(deltas) <= 3
 
 
 # --------------------------------------------------------------- clients that go, or are late
@@ -310,10 +242,10 @@ def first_delta(call: grpc.Call) -> pb.GenerateStreamResponse:
 
 
 @pytest.mark.parametrize("how", ["cancels its stream", "cancels a unary call", "vanishes"])
-def test_a_client_that_leaves_returns_the_pages(rig: Rig, how: str) -> None:
+def test_a_client_that_leaves_returns_the_pages(rig: Faces, how: str) -> None:
     rig.engine.allowed = 3
     request = pb.GenerateRequest(text="hi", request_id="a")
-    with grpc.insecure_channel(rig.address) as channel:
+    with grpc.insecure_channel(rig.grpc_address) as channel:
         if how == "cancels a unary call":
             call = InferenceStub(channel).Generate.future(request, timeout=SECONDS)
             until(lambda: rig.engine.running)
@@ -330,7 +262,7 @@ def test_a_client_that_leaves_returns_the_pages(rig: Rig, how: str) -> None:
 
 
 @pytest.mark.parametrize("unary", [True, False])
-def test_the_deadline_reaches_the_engine(rig: Rig, unary: bool) -> None:
+def test_the_deadline_reaches_the_engine(rig: Faces, unary: bool) -> None:
     rig.engine.allowed = 3
     start = time.monotonic()
     method = rig.stub.Generate if unary else lambda *a, **k: list(rig.stub.GenerateStream(*a, **k))
@@ -341,7 +273,7 @@ def test_the_deadline_reaches_the_engine(rig: Rig, unary: bool) -> None:
     assert rig.engine.wait_until_idle(1)
 
 
-def test_the_server_itself_says_deadline_exceeded(rig: Rig) -> None:
+def test_the_server_itself_says_deadline_exceeded(rig: Faces) -> None:
     """Where the engine gives up before the client's clock does."""
     rig.engine.allowed = 3
     submit = rig.generator.submit
@@ -357,7 +289,7 @@ def test_the_server_itself_says_deadline_exceeded(rig: Rig) -> None:
 
 def test_a_reader_that_stalls_is_dropped() -> None:
     """It blocks nobody, its pages come back, and what waits for it stays bounded."""
-    rig = Rig(Verbose("y" * 200_000), max_pending_tokens=20)
+    rig = Faces(tokenizer=Verbose("y" * 200_000), max_pending_tokens=20)
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
 
@@ -367,7 +299,7 @@ def test_a_reader_that_stalls_is_dropped() -> None:
 
     async def stall() -> grpc.aio.AioRpcError:
         options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", 1 << 26)]
-        async with grpc.aio.insecure_channel(rig.address, options=options) as channel:
+        async with grpc.aio.insecure_channel(rig.grpc_address, options=options) as channel:
             call = InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi"))
             await call.read()
             assert await asyncio.to_thread(rig.engine.wait_until_idle, 10)
@@ -406,20 +338,19 @@ def test_a_reader_that_stalls_is_dropped() -> None:
     ],
 )
 def test_a_bad_field_is_named(
-    rig: Rig, fields: dict[str, object], field: str, details: str
+    rig: Faces, fields: dict[str, object], field: str, details: str
 ) -> None:
     error = rig.refused(**fields)
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert error.details().startswith(f"{field}: {details}")
     status = rpc_status.from_call(error)
     request = error_details_pb2.BadRequest()
-    assert status is not None
     assert status.details[0].Unpack(request)
     assert request.field_violations[0].field == field
     assert rig.engine.prompts == []
 
 
-def test_refusals_are_counted_by_their_reason(rig: Rig) -> None:
+def test_refusals_are_counted_by_their_reason(rig: Faces) -> None:
     rig.generate(text="hi")
     rig.refused(text="hi", temperature=9)
     rig.refused(text="")
@@ -432,7 +363,7 @@ def test_refusals_are_counted_by_their_reason(rig: Rig) -> None:
 
 
 def test_a_failed_engine_is_unavailable_and_not_healthy(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: Faces, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.engine.allowed = 3
     call = rig.stream(text="hi", request_id="a1")
@@ -446,10 +377,11 @@ def test_a_failed_engine_is_unavailable_and_not_healthy(
     error = rig.refused(text="hi", request_id="a2")
     assert error.code() == grpc.StatusCode.UNAVAILABLE
     assert error.details() == "the engine failed; request a2"
-    assert rig.health() == NOT_SERVING
+    health = health_pb2_grpc.HealthStub(rig.channel)
+    assert health.Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
 
 
-def test_two_thousand_streams_at_once(rig: Rig) -> None:
+def test_two_thousand_streams_at_once(rig: Faces) -> None:
     """gRPC's own default cancels some of more than 1,000 RPCs that wait to be taken up."""
     rig.engine.script = ids_of("a")
 
@@ -458,7 +390,7 @@ def test_two_thousand_streams_at_once(rig: Rig) -> None:
         return "".join([event.delta.text async for event in call])
 
     async def many() -> list[str]:
-        async with grpc.aio.insecure_channel(rig.address) as channel:
+        async with grpc.aio.insecure_channel(rig.grpc_address) as channel:
             stub = InferenceStub(channel)
             return await asyncio.gather(*(text(stub) for _ in range(2000)))
 
@@ -502,32 +434,11 @@ def test_health_over_a_life() -> None:
     engine.close()
 
 
-def test_draining_finishes_what_runs_and_refuses_the_rest(rig: Rig) -> None:
-    rig.engine.pace = 0.03
-    call = rig.stream(text="hi")
-    first = first_delta(call)
-    rig.server.refuse()
-    error = rig.refused(text="late")
-    assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "takes no new requests" in error.details()
-    drained: list[bool] = []
-    stopping = threading.Thread(
-        target=lambda: (drained.append(rig.engine.drain(10)), rig.server.stop(10))
-    )
-    stopping.start()
-    rest = list(call)
-    assert rest[-1].finish.reason == pb.FINISH_REASON_STOP
-    assert "".join(event.delta.text for event in [first, *rest]) == "one two three"
-    stopping.join(10)
-    assert not stopping.is_alive()
-    assert drained == [True]
-
-
-def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Rig) -> None:
+def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Faces) -> None:
     rig.engine.allowed = 3
     call = rig.stream(text="hi")
     first_delta(call)
-    rig.server.refuse()
+    rig.refuse()
     assert rig.engine.drain(0.1) is False
     rig.engine.close()
     with pytest.raises(grpc.RpcError) as caught:
@@ -536,7 +447,7 @@ def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Rig) -> None:
     assert "shut down before the request was complete" in caught.value.details()
 
 
-def test_reflection_is_enough_for_a_client_without_stubs(rig: Rig) -> None:
+def test_reflection_is_enough_for_a_client_without_stubs(rig: Faces) -> None:
     """As grpcurl does it: ask for the services, build the messages, call."""
     database = ProtoReflectionDescriptorDatabase(rig.channel)
     assert set(database.get_services()) == {
@@ -565,7 +476,9 @@ def test_reflection_is_enough_for_a_client_without_stubs(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Abort", "GetModelInfo"])
-def test_a_body_that_is_no_message(rig: Rig, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_body_that_is_no_message(
+    rig: Faces, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     call: Any = rig.channel.unary_unary(f"/jaxserve.v1.Inference/{method}")
     with pytest.raises(grpc.RpcError) as caught:
         call(b"\xff" * 20, timeout=SECONDS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.jaxserve.server.test_grpc import Rig
+from tests.jaxserve.server.faces import Faces
 
 BUILT = Path(__file__).resolve().parents[3] / "build" / "bin" / "grpcurl"
 GRPCURL = str(BUILT) if BUILT.is_file() else shutil.which("grpcurl")
@@ -25,21 +25,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig() -> Iterator[Faces]:
+    rig = Faces()
     yield rig
     rig.close()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    assert GRPCURL is not None
     return subprocess.run([GRPCURL, *arguments], capture_output=True, text=True, timeout=SECONDS)
 
 
-def call(rig: Rig, method: str, **fields: Any) -> list[Any]:
+def call(rig: Faces, method: str, **fields: Any) -> list[Any]:
     """The messages that came back."""
     body = json.dumps(fields)
-    done = run("-plaintext", "-d", body, rig.address, f"jaxserve.v1.Inference/{method}")
+    done = run("-plaintext", "-d", body, rig.grpc_address, f"jaxserve.v1.Inference/{method}")
     assert done.returncode == 0, done.stderr
     decoder, messages, rest = json.JSONDecoder(), [], done.stdout.strip()
     while rest:
@@ -49,26 +48,27 @@ def call(rig: Rig, method: str, **fields: Any) -> list[Any]:
     return messages
 
 
-def test_reflection_lists_and_describes(rig: Rig) -> None:
-    listed = run("-plaintext", rig.address, "list")
+def test_reflection_lists_and_describes(rig: Faces) -> None:
+    listed = run("-plaintext", rig.grpc_address, "list")
     assert listed.stdout.split() == [
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
         "jaxserve.v1.Inference",
     ]
-    methods = run("-plaintext", rig.address, "list", "jaxserve.v1.Inference").stdout
+    methods = run("-plaintext", rig.grpc_address, "list", "jaxserve.v1.Inference").stdout
     assert "jaxserve.v1.Inference.GenerateStream\n" in methods
-    described = run("-plaintext", rig.address, "describe", "jaxserve.v1.GenerateRequest").stdout
+    request = ("describe", "jaxserve.v1.GenerateRequest")
+    described = run("-plaintext", rig.grpc_address, *request).stdout
     assert "optional double temperature = 5;" in described
     assert ".jaxserve.v1.StructuredOutputs structured_outputs = 22;" in described
 
 
-def test_health(rig: Rig) -> None:
-    done = run("-plaintext", rig.address, "grpc.health.v1.Health/Check")
+def test_health(rig: Faces) -> None:
+    done = run("-plaintext", rig.grpc_address, "grpc.health.v1.Health/Check")
     assert json.loads(done.stdout) == {"status": "SERVING"}
 
 
-def test_a_completion(rig: Rig) -> None:
+def test_a_completion(rig: Faces) -> None:
     (answer,) = call(rig, "Generate", text="hi", max_tokens=7, request_id="a", logprobs=1)
     assert answer["text"] == "one two"
     assert answer["finish"]["reason"] == "FINISH_REASON_LENGTH"
@@ -76,16 +76,16 @@ def test_a_completion(rig: Rig) -> None:
     assert len(answer["logprobs"]) == 7
 
 
-def test_a_stream(rig: Rig) -> None:
+def test_a_stream(rig: Faces) -> None:
     events = call(rig, "GenerateStream", token_ids={"ids": [5, 6]}, temperature=0)
     assert events[0]["prompt"]["prompt_tokens"] == 2
     assert "".join(event.get("delta", {}).get("text", "") for event in events) == "one two three"
     assert events[-1]["finish"]["reason"] == "FINISH_REASON_STOP"
 
 
-def test_a_bad_field_is_named(rig: Rig) -> None:
+def test_a_bad_field_is_named(rig: Faces) -> None:
     body = json.dumps({"text": "hi", "temperature": -1})
-    done = run("-plaintext", "-d", body, rig.address, "jaxserve.v1.Inference/Generate")
+    done = run("-plaintext", "-d", body, rig.grpc_address, "jaxserve.v1.Inference/Generate")
     assert done.returncode == 64 + 3  # grpcurl's for INVALID_ARGUMENT
     assert "Message: temperature: -1.0 is not in [0, 2]" in done.stderr
     assert '"@type": "type.googleapis.com/google.rpc.BadRequest"' in done.stderr

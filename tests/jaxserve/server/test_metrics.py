@@ -1,5 +1,6 @@
 """What the exposition says after known requests."""
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,6 +10,7 @@ from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.output import GenerationOutput
+from tests import golden
 from tests.jaxserve.text.fake_engine import FakeEngine
 
 
@@ -63,24 +65,25 @@ def test_the_times_of_a_request(clock: Clock) -> None:
             )
         )
     found = samples(metrics)
-    assert found["time_to_first_token_seconds_sum"] == 2.0
-    # Two tokens that came together count as one observation of half the time each.
-    assert found["inter_token_latency_seconds_count"] == 2
-    assert found["inter_token_latency_seconds_sum"] == 0.25 + 0.25
-    assert found["request_time_per_output_token_seconds_sum"] == 0.25
-    assert found["e2e_request_latency_seconds_sum"] == 2.75
-    assert found["request_queue_time_seconds_sum"] == 0.5
-    assert found["request_prefill_time_seconds_sum"] == 1.5
-    assert found["request_decode_time_seconds_sum"] == 0.75
-    assert found["request_queue_time_seconds_count"] == 1
-    assert found["prompt_tokens_total"] == 7
-    assert found["generation_tokens_total"] == 4
-    assert found["request_prompt_tokens_bucket le=10.0"] == 1
-    assert found["request_prompt_tokens_bucket le=5.0"] == 0
+    seconds = {
+        "time_to_first_token": 2.0,
+        # Two tokens that came together count as one observation of half the time each.
+        "inter_token_latency": 0.25 + 0.25,
+        "request_time_per_output_token": 0.25,
+        "e2e_request_latency": 2.75,
+        "request_queue_time": 0.5,
+        "request_prefill_time": 1.5,
+        "request_decode_time": 0.75,
+    }
+    assert {name: found[f"{name}_seconds_sum"] for name in seconds} == seconds
+    counts = {name: found[f"{name}_seconds_count"] for name in seconds}
+    assert counts == dict.fromkeys(seconds, 1) | {"inter_token_latency": 2}
+    assert (found["prompt_tokens_total"], found["generation_tokens_total"]) == (7, 4)
     assert found["request_generation_tokens_sum"] == 4
     assert found["request_success_total finished_reason=length"] == 1
-    assert found["time_to_first_token_seconds_bucket le=2.5"] == 1
-    assert found["time_to_first_token_seconds_bucket le=1.2"] == 0
+    buckets = ("request_prompt_tokens", (5.0, 10.0)), ("time_to_first_token_seconds", (1.2, 2.5))
+    for name, edges in buckets:
+        assert [found[f"{name}_bucket le={edge}"] for edge in edges] == [0, 1]
 
 
 def test_a_request_that_the_engine_refuses_counts_nothing(clock: Clock) -> None:
@@ -106,91 +109,45 @@ VIEW = PipelineView(
 )
 
 
-def test_the_pipeline(clock: Clock) -> None:
-    metrics, engine = Metrics("m"), FakeEngine([], view=VIEW)
+def watching(load: EngineLoad | None = None, view: PipelineView = VIEW) -> dict[str, float]:
+    """What is exposed of an engine with this load and view, beside the figures of requests."""
+    engine, metrics = FakeEngine([], view=view), Metrics("m")
+    of_requests = samples(metrics)
+    if load is not None:
+        engine.load = lambda: load
     metrics.watch(engine)
-    found = samples(metrics)
-    assert found["stage_busy_fraction stage=attend"] == 0.75
-    assert found["stage_busy_fraction stage=ffn"] == 0.5
-    assert "stage_busy_fraction stage=combine" not in found
-    assert found["bubble_fraction"] == 0.25
-    assert found["transfer_seconds_sum direction=dispatch"] == 0.5
-    assert found["transfer_seconds_count direction=dispatch"] == 4
-    assert found["expert_imbalance"] == 2.5
+    found = samples(metrics).items()
+    return {name: round(value, 6) for name, value in found if name not in of_requests}
+
+
+def test_an_engine(clock: Clock) -> None:
+    golden.check("server/metrics_of_an_engine.json", watching())
 
 
 def test_what_was_measured_long_ago_is_not_now(clock: Clock) -> None:
-    metrics, engine = Metrics("m"), FakeEngine([], view=VIEW)
-    metrics.watch(engine)
     clock.date += 51
-    found = samples(metrics)
+    found = watching()
     assert not [name for name in found if name.startswith(("stage_", "bubble_"))]
     assert found["transfer_seconds_count direction=dispatch"] == 4  # a counter
 
 
-def test_each_domain_has_its_figures(monkeypatch) -> None:
-    engine = FakeEngine([])
+def test_a_fleet(clock: Clock) -> None:
+    """Two domains with their groups, workers, of which one is absent, and the pages link."""
     domains = [
         DomainLoad(running=3, waiting=1, kv_usage=[0.2, 0.4]),
         DomainLoad(running=5, waiting=0, kv_usage=[0.5, 0.9]),
     ]
-    load = EngineLoad.of(domains, queued=2, page_size=16, pages=10, compilations=0)
-    monkeypatch.setattr(engine, "load", lambda: load)
-    metrics = Metrics("m")
-    metrics.watch(engine)
-    found = samples(metrics)
-    assert found["num_requests_running"] == 8
-    assert found["num_requests_waiting"] == 3
-    assert found["kv_cache_usage_perc"] == 0.5
-    assert found["dp_group_kv_cache_usage_perc dp_group=3"] == 0.9
-    assert found["domain_running domain=0"] == 3
-    assert found["domain_waiting domain=0"] == 1
-    assert found["domain_running domain=1"] == 5
-    assert found["domain_kv_cache_usage_perc domain=1"] == 0.7
-
-
-def test_what_fleet_routers_read() -> None:
-    metrics = Metrics("m")
-    metrics.watch(FakeEngine([]))
-    found = samples(metrics)
-    assert found["num_requests_running"] == 0
-    assert found["num_requests_waiting"] == 2
-    assert found["kv_cache_usage_perc"] == 0.5
-    assert found["dp_group_kv_cache_usage_perc dp_group=1"] == 0.75
-    assert found["cache_config_info block_size=16 num_gpu_blocks=20"] == 1
-    assert found["num_preemptions_total"] == 0
-    assert found["prefix_cache_hits_total"] == 0
-
-
-def test_the_pages_link() -> None:
-    metrics = Metrics("m")
-    engine = FakeEngine([5])
-    pages = PagesLoad(
-        transfers=3, bytes=4096, failures=1, corrupt=5, queued=2, wait_seconds=0.5, expired=4
+    load = msgspec.structs.replace(
+        EngineLoad.of(domains, queued=2, page_size=16, pages=10, compilations=0),
+        workers=[
+            WorkerLoad(name="p:1", role="prefill", status="ready", held=2, pages_tokens=640),
+            WorkerLoad(name="d:1", role="domain", status="absent", running=3),
+        ],
+        replays=4,
+        moves=3,
+        refusals=5,
+        hand_offs=PagesLoad(
+            transfers=3, bytes=4096, failures=1, corrupt=5, queued=2, wait_seconds=0.5, expired=4
+        ),
     )
-    engine.load = lambda: EngineLoad(hand_offs=pages)
-    metrics.watch(engine)
-    found = samples(metrics)
-    names = ("transfers", "bytes", "failures", "corrupt", "wait_seconds", "expired")
-    assert [found[f"hand_off_{name}_total"] for name in names] == [3, 4096, 1, 5, 0.5, 4]
-    assert (found["hand_off_queued"], found["hand_off_registered_bytes"]) == (2, 0)
-
-
-def test_the_workers_of_a_fleet() -> None:
-    workers = [
-        WorkerLoad(name="p:1", role="prefill", status="ready", held=2, pages_tokens=640),
-        WorkerLoad(name="d:1", role="domain", status="absent", running=3),
-    ]
-    metrics = Metrics("m")
-    engine = FakeEngine([5])
-    engine.load = lambda: EngineLoad(workers=workers, replays=4, moves=3, refusals=5)
-    metrics.watch(engine)
-    found = samples(metrics)
-    assert found["worker_up role=prefill worker=p:1"] == 1
-    assert found["worker_up role=domain worker=d:1"] == 0
-    assert found["worker_requests role=prefill state=held worker=p:1"] == 2
-    assert found["worker_requests role=domain state=running worker=d:1"] == 3
-    assert found["worker_handed_tokens_total role=prefill worker=p:1"] == 640
-    assert "worker_handed_tokens_total role=domain worker=d:1" not in found
-    assert (found["replays_total"], found["refusals_total"]) == (4, 5)
-    assert found["moves_total"] == 3
+    golden.check("server/metrics_of_a_fleet.json", watching(load, PipelineView()))

@@ -23,7 +23,6 @@ import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Server
-from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server import access as access_module
 from jaxserve.server import jaxserve_pb2 as pb
@@ -35,28 +34,13 @@ from jaxserve.server.http.server import HttpServer
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from tests.jaxserve import layouts
-from tests.jaxserve.server.faces import SECONDS, Faces
+from tests.jaxserve.server.faces import ALICE, BOB, SECONDS, Faces
 from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import ids_of, raw_letters
+from tests.jaxserve.text.letters import raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
-ALICE, BOB = "key-of-alice-0123456789", "key-of-bob-0123456789"
 OPEN = ("/health", "/ping", "/ready", "/")
 """What needs no key: probes, and the page, which is the same everywhere and asks for one itself."""
-
-
-@pytest.fixture
-def faces() -> Iterator[Faces]:
-    faces = Faces()
-    yield faces
-    faces.close()
-
-
-@pytest.fixture
-def locked() -> Iterator[Faces]:
-    faces = Faces(Access(ApiKeys([ALICE, BOB])))
-    yield faces
-    faces.close()
 
 
 @functools.cache
@@ -355,24 +339,6 @@ def test_queues_are_bounded(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> No
     assert faces.untouched()
 
 
-def test_slow_readers_are_dropped(faces: Faces) -> None:
-    """Whatever the face: its request ends, its pages come back, and nobody else waits."""
-    outputs = []
-    faces.engine.script = ids_of("x" * 90)
-    generation = faces.generator.submit(
-        "hi", SamplingParams(), outputs.append, max_pending_tokens=5
-    )
-    assert faces.engine.wait_until_idle(SECONDS)
-    deadline = time.monotonic() + SECONDS
-    while faces.generator.live and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert generation.overflowed
-    assert outputs[-1].finish_reason == "cancelled"
-    assert "too slow" in (outputs[-1].error or "")
-    assert sum(len(output.token_ids) for output in outputs) <= 5
-    assert faces.post(max_tokens=95).json()["choices"][0]["text"] == "x" * 90
-
-
 # -------------------------------------------------------------- prefix-cache salt per tenant
 
 
@@ -415,7 +381,7 @@ def test_token_ids_are_checked_before_the_engine_sees_them(faces: Faces) -> None
 
 def test_drain(faces: Faces) -> None:
     faces.engine.allowed = 3
-    call = faces.stub.GenerateStream(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+    call = faces.stream(text="hi")
     assert next(event for event in call if event.HasField("delta"))
     faces.refuse()
     assert faces.client.get("/ready").status_code == 503
@@ -428,7 +394,7 @@ def test_drain(faces: Faces) -> None:
 
 def test_liveness_is_a_step_loop_that_moves(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
     faces.engine.allowed = 3
-    call = faces.stub.GenerateStream(pb.GenerateRequest(text="hi"), timeout=SECONDS)
+    call = faces.stream(text="hi")
     assert next(event for event in call if event.HasField("delta"))
     assert faces.client.get("/health").status_code == 200  # however long a request takes
     last = time.monotonic() - 1000

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from jaxserve.server.stream import StreamBuffer, pause
 from jaxserve.text.output import GenerationOutput
@@ -16,87 +16,77 @@ def token(number: int, finish: bool = False) -> GenerationOutput:
     )
 
 
-def run(coroutine: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+def runs(test: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
+    """Makes a test of a coroutine."""
+    return lambda: asyncio.run(asyncio.wait_for(test(), 20))
 
 
-def test_the_first_token_goes_at_once_then_whatever_gathered() -> None:
-    async def check() -> None:
-        buffer = StreamBuffer(tokens=4, seconds=10)
-        buffer.put(token(0))
-        assert (await buffer.take()).token_ids == [0]
-        for number in (1, 2, 3, 4, 5):
-            buffer.put(token(number))
-        portion = await buffer.take()
-        assert (portion.token_ids, portion.text) == ([1, 2, 3, 4, 5], "bcdef")
-
-    run(check())
+@runs
+async def test_the_first_token_goes_at_once_then_whatever_gathered() -> None:
+    buffer = StreamBuffer(tokens=4, seconds=10)
+    buffer.put(token(0))
+    assert (await buffer.take()).token_ids == [0]
+    for number in (1, 2, 3, 4, 5):
+        buffer.put(token(number))
+    portion = await buffer.take()
+    assert (portion.token_ids, portion.text) == ([1, 2, 3, 4, 5], "bcdef")
 
 
-def test_a_portion_goes_when_the_interval_is_over() -> None:
-    async def check() -> None:
-        buffer = StreamBuffer(tokens=100, seconds=0.1)
-        buffer.put(token(0))
-        await buffer.take()
-        start = time.monotonic()
-        buffer.put(token(1))
-        buffer.put(token(2))
-        assert (await buffer.take()).token_ids == [1, 2]
-        assert time.monotonic() - start >= 0.05
-
-    run(check())
+@runs
+async def test_a_portion_goes_when_the_interval_is_over() -> None:
+    buffer = StreamBuffer(tokens=100, seconds=0.1)
+    buffer.put(token(0))
+    await buffer.take()
+    start = time.monotonic()
+    buffer.put(token(1))
+    buffer.put(token(2))
+    assert (await buffer.take()).token_ids == [1, 2]
+    assert time.monotonic() - start >= 0.05
 
 
-def test_a_slow_stream_is_not_delayed() -> None:
+@runs
+async def test_a_slow_stream_is_not_delayed() -> None:
     """The interval counts from the last message: a token that comes later goes at once."""
-
-    async def check() -> None:
-        buffer = StreamBuffer(tokens=100, seconds=0.05)
-        buffer.put(token(0))
-        await buffer.take()
-        await asyncio.sleep(0.06)
-        buffer.put(token(1))
-        start = time.monotonic()
-        assert (await buffer.take()).token_ids == [1]
-        assert time.monotonic() - start < 0.04
-
-    run(check())
+    buffer = StreamBuffer(tokens=100, seconds=0.05)
+    buffer.put(token(0))
+    await buffer.take()
+    await asyncio.sleep(0.06)
+    buffer.put(token(1))
+    start = time.monotonic()
+    assert (await buffer.take()).token_ids == [1]
+    assert time.monotonic() - start < 0.04
 
 
-def test_the_end_waits_for_nothing() -> None:
-    async def check() -> None:
-        buffer = StreamBuffer(tokens=100, seconds=30)
-        buffer.put(token(0))
-        await buffer.take()
-        buffer.put(token(1))
-        buffer.put(token(2, finish=True))
-        last = await buffer.take()
-        assert (last.token_ids, last.finish_reason) == ([1, 2], "length")
-
-    run(check())
+@runs
+async def test_the_end_waits_for_nothing() -> None:
+    buffer = StreamBuffer(tokens=100, seconds=30)
+    buffer.put(token(0))
+    await buffer.take()
+    buffer.put(token(1))
+    buffer.put(token(2, finish=True))
+    last = await buffer.take()
+    assert (last.token_ids, last.finish_reason) == ([1, 2], "length")
 
 
-def test_nothing_is_lost_between_threads() -> None:
-    async def check() -> None:
-        buffer = StreamBuffer(tokens=8, seconds=0.001)
+@runs
+async def test_nothing_is_lost_between_threads() -> None:
+    buffer = StreamBuffer(tokens=8, seconds=0.001)
 
-        def produce() -> None:
-            for number in range(5000):
-                buffer.put(token(number, finish=number == 4999))
+    def produce() -> None:
+        for number in range(5000):
+            buffer.put(token(number, finish=number == 4999))
 
-        thread = threading.Thread(target=produce)
-        thread.start()
-        numbers: list[int] = []
-        while True:
-            portion = await buffer.take()
-            assert portion.token_ids
-            numbers += portion.token_ids
-            if portion.finish_reason is not None:
-                break
-        thread.join()
-        assert numbers == list(range(5000))
-
-    run(check())
+    thread = threading.Thread(target=produce)
+    thread.start()
+    numbers: list[int] = []
+    while True:
+        portion = await buffer.take()
+        assert portion.token_ids
+        numbers += portion.token_ids
+        if portion.finish_reason is not None:
+            break
+    thread.join()
+    assert numbers == list(range(5000))
 
 
 def test_putting_after_the_loop_is_gone_is_harmless() -> None:
@@ -116,13 +106,11 @@ def test_few_streams_have_every_token_at_once() -> None:
     assert pause(2064, 2000) == 1.008
 
 
-def test_tokens_that_came_while_the_loop_was_busy_go_together() -> None:
-    async def check() -> None:
-        buffer = StreamBuffer()
-        buffer.put(token(0))
-        assert (await buffer.take()).token_ids == [0]
-        for number in (1, 2, 3):
-            buffer.put(token(number))
-        assert (await buffer.take()).token_ids == [1, 2, 3]
-
-    run(check())
+@runs
+async def test_tokens_that_came_while_the_loop_was_busy_go_together() -> None:
+    buffer = StreamBuffer()
+    buffer.put(token(0))
+    assert (await buffer.take()).token_ids == [0]
+    for number in (1, 2, 3):
+        buffer.put(token(number))
+    assert (await buffer.take()).token_ids == [1, 2, 3]

@@ -14,6 +14,13 @@ def rig() -> Iterator[HttpRig]:
     rig.close()
 
 
+@pytest.fixture
+def wide(rig: HttpRig) -> HttpRig:
+    """With room for tools in the prompt."""
+    rig.engine.max_length = rig.generator._max_length = 2000
+    return rig
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[HttpRig]:
     """One for tests that leave nothing behind."""

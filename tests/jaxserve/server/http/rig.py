@@ -26,6 +26,14 @@ TEMPLATE = (
 )
 
 
+RIGHT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+}
+"""Fields of a request that would be answered."""
+
+
 class HttpRig:
     """A server with everything around it, opened."""
 
@@ -63,9 +71,7 @@ class HttpRig:
 
     def refused(self, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
         """The error of a request that is wrong."""
-        if path == "/v1/completions":
-            fields = {"prompt": "hi", **fields}
-        response = self.client.post(path, json=fields)
+        response = self.client.post(path, json=RIGHT.get(path, {}) | fields)
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert error["type"] == "invalid_request_error"

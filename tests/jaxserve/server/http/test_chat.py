@@ -1,6 +1,7 @@
 """POST /v1/chat/completions, as bodies and events on the wire."""
 
 from jaxserve.engine.request import SamplingParams
+from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.conversations import TOOLS
 from tests.jaxserve.text.letters import LETTERS, ids_of
@@ -15,27 +16,7 @@ def deltas(chunks: list[dict], key: str) -> str:
 def test_an_answer(rig: HttpRig) -> None:
     body = rig.chat(request_id="a").json()
     assert body.pop("created") > 1_700_000_000
-    assert body == {
-        "id": "chatcmpl-a",
-        "object": "chat.completion",
-        "model": "fake",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "one two three", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 19,
-            "completion_tokens": 13,
-            "total_tokens": 32,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        },
-        "prompt_logprobs": None,
-    }
+    golden.check("server/chat.json", body)
     assert rig.engine.prompts == [ids_of("[user]hi[assistant]")]
 
 
@@ -43,7 +24,8 @@ def test_the_answer_may_fill_the_room_there_is(rig: HttpRig) -> None:
     rig.chat()
     rig.chat(max_completion_tokens=5)
     rig.chat(max_tokens=6)
-    assert rig.engine.params == [SamplingParams(max_tokens=n) for n in (100 - 19, 5, 6)]
+    rig.chat(max_tokens=9, max_completion_tokens=3)
+    assert rig.engine.params == [SamplingParams(max_tokens=n) for n in (100 - 19, 5, 6, 3)]
 
 
 def test_a_stream(rig: HttpRig) -> None:
@@ -89,33 +71,15 @@ class TestLogprobs:
 
 
 class TestTools:
-    def test_an_answer(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of(CALL)
-        rig.engine.max_length = rig.generator._max_length = 2000
-        choice = rig.chat(tools=TOOLS).json()["choices"][0]
-        (call,) = choice["message"]["tool_calls"]
-        assert call["id"].startswith("call_")
-        assert (call["type"], call["function"]) == (
-            "function",
-            {"name": "weather", "arguments": '{"city": "x"}'},
-        )
-        assert choice["message"]["content"] == "Let me see.\n"
-        assert choice["finish_reason"] == "tool_calls"
-        assert "index" not in call
-        assert '"weather"' in LETTERS.decode(rig.engine.prompts[0])
-
-    def test_a_stream(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of(CALL + "\n" + CALL)
-        rig.engine.max_length = rig.generator._max_length = 2000
-        chunks = events(rig.chat(tools=TOOLS, tool_choice="auto", stream=True))
+    def test_a_stream(self, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(CALL + "\n" + CALL)
+        chunks = events(wide.chat(tools=TOOLS, tool_choice="auto", stream=True))
         calls = [
             call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
         ]
         named = [call for call in calls if "id" in call]
-        assert [(call["index"], call["function"]["name"]) for call in named] == [
-            (0, "weather"),
-            (1, "weather"),
-        ]
+        names = [(call["index"], call["function"]["name"]) for call in named]
+        assert names == [(0, "weather"), (1, "weather")]
         assert named[0]["id"] != named[1]["id"]
         for index in (0, 1):
             parts = [call["function"]["arguments"] for call in calls if call["index"] == index]
@@ -123,27 +87,25 @@ class TestTools:
         assert "tool_call>" not in deltas(chunks, "content")
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
-    def test_a_call_that_is_cut_off(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of(CALL)
-        rig.engine.max_length = rig.generator._max_length = 2000
-        choice = rig.chat(tools=TOOLS, max_tokens=len(CALL) - 16).json()["choices"][0]
+    def test_a_call_that_is_cut_off(self, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(CALL)
+        choice = wide.chat(tools=TOOLS, max_tokens=len(CALL) - 16).json()["choices"][0]
         (call,) = choice["message"]["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": '{"city": "x'}
         assert choice["message"]["content"] == "Let me see.\n"
         assert choice["finish_reason"] == "length"
 
-    def test_one_call_where_only_one_is_wanted(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of(CALL + CALL)
-        rig.engine.max_length = rig.generator._max_length = 2000
-        choice = rig.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
+    def test_one_call_where_only_one_is_wanted(self, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(CALL + CALL)
+        choice = wide.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
         assert len(choice["message"]["tool_calls"]) == 1
 
-    def test_none_means_that_the_model_sees_none(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of(CALL)
-        choice = rig.chat(tools=TOOLS, tool_choice="none").json()["choices"][0]
+    def test_none_means_that_the_model_sees_none(self, wide: HttpRig) -> None:
+        wide.engine.script = ids_of(CALL)
+        choice = wide.chat(tools=TOOLS, tool_choice="none").json()["choices"][0]
         assert choice["message"]["content"].startswith("Let me see.")
         assert "tool_calls" not in choice["message"]
-        assert "weather" not in LETTERS.decode(rig.engine.prompts[0])
+        assert "weather" not in LETTERS.decode(wide.engine.prompts[0])
 
 
 class TestReasoning:
@@ -172,7 +134,5 @@ class TestReasoning:
 
 def test_a_model_without_a_template() -> None:
     rig = HttpRig(template=None)
-    messages = [{"role": "user", "content": "hi"}]
-    error = rig.refused("/v1/chat/completions", messages=messages)
-    assert "fake has no chat template" in error["message"]
+    assert "no chat template" in rig.refused("/v1/chat/completions")["message"]
     rig.close()

@@ -27,7 +27,6 @@ def test_completions(sdk: openai.OpenAI) -> None:
     completion = sdk.completions.create(model="fake", prompt="hi", max_tokens=7, temperature=0)
     assert completion.choices[0].text == "one two"
     assert completion.choices[0].finish_reason == "length"
-    assert completion.usage is not None
     assert completion.usage.total_tokens == 10
 
 
@@ -37,7 +36,6 @@ def test_streamed_completions(sdk: openai.OpenAI) -> None:
     )
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "one two three"
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 13
 
 
@@ -54,11 +52,6 @@ def test_streamed_chats(sdk: openai.OpenAI) -> None:
         chat = stream.get_final_completion()
     assert chat.choices[0].message.content == "one two three"
     assert chat.choices[0].finish_reason == "stop"
-
-
-def test_models(sdk: openai.OpenAI) -> None:
-    assert [model.id for model in sdk.models.list()] == ["fake"]
-    assert sdk.models.retrieve("fake").owned_by == "jaxserve"
 
 
 def test_errors(sdk: openai.OpenAI, rig: HttpRig) -> None:

@@ -1,11 +1,10 @@
 """POST /v1/completions, as bodies and events on the wire."""
 
-import time
-
 import httpx
 import pytest
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.letters import ids_of
 from tests.jaxserve.waiting import until
@@ -15,93 +14,33 @@ def test_a_completion(rig: HttpRig) -> None:
     response = rig.complete(request_id="a")
     body = response.json()
     assert body.pop("created") > 1_700_000_000
-    assert body == {
-        "id": "cmpl-a",
-        "object": "text_completion",
-        "model": "fake",
-        "choices": [
-            {
-                "index": 0,
-                "text": "one two three",
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-                "prompt_logprobs": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 13,
-            "total_tokens": 16,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        },
-    }
+    golden.check("server/completion.json", body)
+    assert rig.engine.params == [SamplingParams(max_tokens=16)]
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"] == "a"
 
 
-def test_max_tokens_is_sixteen_where_nothing_is_said(rig: HttpRig) -> None:
-    rig.complete()
-    assert rig.engine.params == [SamplingParams(max_tokens=16)]
-
-
 def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
+    same = {"max_tokens": 7, "temperature": 0, "top_p": 0.5, "min_p": 0.25, "seed": 0}
+    same |= {"ignore_eos": True, "min_tokens": 2, "repetition_penalty": 1.25, "priority": -3}
+    same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
     rig.complete(
-        max_tokens=7,
-        temperature=0,
-        top_p=0.5,
-        top_k=-1,
-        min_p=0.25,
-        seed=0,
-        stop=["x", "y"],
-        stop_token_ids=[9],
-        ignore_eos=True,
-        min_tokens=2,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.25,
-        logit_bias={"5": -100},
-        priority=-3,
+        **same, top_k=-1, stop=["x", "y"], stop_token_ids=[9], logit_bias={"5": -100}, best_of=1
     )
-    assert rig.engine.params == [
-        SamplingParams(
-            max_tokens=7,
-            temperature=0,
-            top_p=0.5,
-            top_k=0,
-            min_p=0.25,
-            seed=0,
-            stop=("x", "y"),
-            stop_token_ids=(9,),
-            ignore_eos=True,
-            min_tokens=2,
-            presence_penalty=0.5,
-            frequency_penalty=-0.5,
-            repetition_penalty=1.25,
-            logit_bias={5: -100.0},
-            priority=-3,
-        )
-    ]
+    there = {"top_k": 0, "stop": ("x", "y"), "stop_token_ids": (9,), "logit_bias": {5: -100.0}}
+    assert rig.engine.params == [SamplingParams(**same, **there)]
 
 
 def test_a_stop_string(rig: HttpRig) -> None:
     choice = rig.complete(stop="two").json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
-        "one ",
-        "stop",
-        "two",
-    )
+    found = choice["text"], choice["finish_reason"], choice["stop_reason"]
+    assert found == ("one ", "stop", "two")
 
 
 def test_several_prompts_and_choices(rig: HttpRig) -> None:
     body = rig.complete(prompt=["a", "bc"], n=2, seed=7, echo=True).json()
     texts = [(choice["index"], choice["text"]) for choice in body["choices"]]
-    assert texts == [
-        (0, "aone two three"),
-        (1, "aone two three"),
-        (2, "bcone two three"),
-        (3, "bcone two three"),
-    ]
+    assert texts == [(n, ["a", "bc"][n // 2] + "one two three") for n in range(4)]
     assert [params.seed for params in rig.engine.params] == [7, 8, 7, 8]
     # a prompt counts once, with bos; every choice counts
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2 + 3, 4 * 13)
@@ -164,6 +103,8 @@ def test_which_side_of_the_prompt_is_kept(rig: HttpRig) -> None:
         prompt = ids_of("abcd")
         rig.complete(prompt=prompt, truncate_prompt_tokens=2, truncation_side=side)
         assert rig.engine.prompts[-1] == ids_of(kept)
+    rig.chat(truncate_prompt_tokens=4)
+    assert rig.engine.prompts[-1] == ids_of("ant]")
 
 
 def test_a_stream_of_several_choices(rig: HttpRig) -> None:
@@ -186,14 +127,11 @@ class TestLogprobs:
 
     def test_of_a_completion(self, rig: HttpRig) -> None:
         choice = rig.complete(logprobs=2, max_tokens=3).json()["choices"][0]
+        rivals = [{"o": -0.80, "n": -0.79}, {"n": -0.79, "m": -0.78}, {"e": -0.70, "d": -0.69}]
         assert choice["logprobs"] == {
             "tokens": ["o", "n", "e"],
             "token_logprobs": [-0.80, -0.79, -0.70],
-            "top_logprobs": [
-                {"o": -0.80, "n": -0.79},
-                {"n": -0.79, "m": -0.78},
-                {"e": -0.70, "d": -0.69},
-            ],
+            "top_logprobs": rivals,
             "text_offset": [0, 1, 2],
         }
 
@@ -231,11 +169,9 @@ class TestLogprobs:
 
     def test_of_the_prompt(self, rig: HttpRig) -> None:
         choice = rig.complete(prompt=ids_of("ab"), prompt_logprobs=1, max_tokens=1).json()
-        (place, b) = ids_of("ab")[1], "b"
-        assert choice["choices"][0]["prompt_logprobs"] == [
-            None,
-            {str(place): {"logprob": -place / 100, "rank": 1, "decoded_token": b}},
-        ]
+        b = ids_of("b")[0]
+        entry = {"logprob": -b / 100, "rank": 1, "decoded_token": "b"}
+        assert choice["choices"][0]["prompt_logprobs"] == [None, {str(b): entry}]
 
 
 def test_cached_tokens(rig: HttpRig) -> None:
@@ -289,9 +225,7 @@ def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
         lines = call.iter_lines()
         assert "choices" in next(lines)
         ((name, running),) = rig.engine._running.items()
-        deadline = time.monotonic() + 5
-        while running.sent < 3 and time.monotonic() < deadline:
-            time.sleep(0.002)
+        until(lambda: running.sent == 3)
         running.on_output(
             TokenOutput(request_id=name, finish_reason="error", error=why, unavailable=True)
         )

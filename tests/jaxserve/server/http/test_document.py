@@ -68,7 +68,7 @@ def patient() -> Iterator[HttpRig]:
 
 
 @schema.include(path_regex="^/(v1|tokenize|detokenize|version|pipeline)").parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_server_does_what_the_document_says(case, patient: HttpRig) -> None:
     if case.meta.generation.mode.is_positive and isinstance(case.body, dict):
         for field in SPECIFIC:

@@ -29,8 +29,7 @@ DEFAULTS = {
 @pytest.fixture(scope="module")
 def rig() -> Any:
     """With room for tools; a test sets the script that it wants."""
-    rig = HttpRig()
-    rig.engine.max_length = rig.generator._max_length = 2000
+    rig = HttpRig(max_length=2000)
     yield rig
     rig.close()
 
@@ -56,8 +55,7 @@ def test_fields_without_a_value_and_defaults(rig: HttpRig) -> None:
     [("modalities", ["audio"]), ("length_penalty", 2), ("use_beam_search", True), ("audio", {})],
 )
 def test_what_would_change_the_answer_is_refused(rig: HttpRig, field: str, value: Any) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    error = rig.refused("/v1/chat/completions", messages=messages, **{field: value})
+    error = rig.refused("/v1/chat/completions", **{field: value})
     assert error["param"].startswith(field)
 
 
@@ -69,10 +67,6 @@ def test_seeds_of_64_bits(rig: HttpRig, seed: int, folded: int) -> None:
     assert rig.engine.params[-1].seed == folded
 
 
-def test_both_names_of_the_limit(rig: HttpRig) -> None:
-    assert text(rig, max_tokens=9, max_completion_tokens=3) == "one"
-
-
 def test_the_stop_string_in_the_output(rig: HttpRig) -> None:
     assert text(rig, stop="two") == "one "
     assert text(rig, stop="two", include_stop_str_in_output=True) == "one two"
@@ -80,11 +74,8 @@ def test_the_stop_string_in_the_output(rig: HttpRig) -> None:
     assert text(rig, stop="w", include_stop_str_in_output=True) == "one tw"
 
 
-def test_the_only_tokens_that_may_come(rig: HttpRig) -> None:
+def test_tokens_and_words_that_may_come(rig: HttpRig) -> None:
     assert text(rig, allowed_token_ids=ids_of("otw"), max_tokens=4) == "otwo"
-
-
-def test_words_that_must_not_come(rig: HttpRig) -> None:
     assert text(rig, bad_words=["two"]) == "one tw three"
     assert text(rig, bad_words=["e"]) == "on two thr"
 
@@ -98,13 +89,6 @@ def test_a_budget_of_thoughts(rig: HttpRig) -> None:
     rig.engine.script = ids_of("<think>Hm, hm.\n</think>\n\nYes.")
     body = rig.chat(thinking_token_budget=2, max_tokens=17).json()
     assert body["choices"][0]["message"]["reasoning"] == "Hm"
-
-
-def test_a_cut_prompt(rig: HttpRig) -> None:
-    text(rig, truncate_prompt_tokens=4)
-    assert rig.engine.prompts[-1] == ids_of("ant]")
-    rig.complete(prompt="abcdef", truncate_prompt_tokens=2)
-    assert rig.engine.prompts[-1] == ids_of("ef")
 
 
 def test_bos_or_not(rig: HttpRig) -> None:
@@ -163,16 +147,14 @@ def test_structural_tags(rig: HttpRig) -> None:
     tag = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
     assert text(rig, response_format=tag) == "Well, <f>5</f> and more"
     tag["triggers"] = ["<g"]
-    messages = [{"role": "user", "content": "hi"}]
-    error = rig.refused("/v1/chat/completions", messages=messages, response_format=tag)
+    error = rig.refused("/v1/chat/completions", response_format=tag)
     assert "begin" in error["message"]
 
 
 def test_no_thoughts_to_limit() -> None:
     rig = HttpRig(template=TEMPLATE.replace("<think>", ""))
-    messages = [{"role": "user", "content": "hi"}]
-    fields = {"messages": messages, "thinking_token_budget": 3}
-    assert rig.refused("/v1/chat/completions", **fields)["param"] == "thinking_token_budget"
+    error = rig.refused("/v1/chat/completions", thinking_token_budget=3)
+    assert error["param"] == "thinking_token_budget"
     rig.close()
 
 
@@ -219,31 +201,26 @@ def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
 def test_the_models_template_does_not_wait_for_those_of_requests() -> None:
     endless = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
     rig = HttpRig(request_templates=True)
-    messages = [{"role": "user", "content": "hi"}]
-    path = "/v1/chat/completions"
     rig.client.timeout = 60  # two seconds of processor time take longer on a busy machine
     with ThreadPoolExecutor(1) as pool:
-        hostile = pool.submit(rig.refused, path, messages=messages, chat_template=endless)
+        hostile = pool.submit(rig.refused, "/v1/chat/completions", chat_template=endless)
         answered = 0
         while not hostile.done():
             answered += rig.chat().status_code == 200
-    assert (
-        hostile.result()["message"]
-        == "chat_template: chat template: default: it took more than 2 s"
-    )
+    assert hostile.result()["param"] == "chat_template"
+    assert "it took more than 2 s" in hostile.result()["message"]
     assert answered >= 10  # a rendering takes two seconds, and the template is rendered once
     rig.close()
 
 
 def test_a_template_of_the_request() -> None:
     rig = HttpRig(request_templates=True)
-    messages = [{"role": "user", "content": "hi"}]
     assert text(rig, chat_template=OWN) == "one two three"
     assert rig.engine.prompts == [ids_of("<hi>")]
-    asked = {"messages": messages, "chat_template": OWN}
+    asked = {"messages": [{"role": "user", "content": "hi"}], "chat_template": OWN}
     assert rig.client.post("/tokenize", json=asked).json()["tokens"] == ids_of("<hi>")
     for wrong in ("{% for %}", "{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}"):
-        error = rig.refused("/v1/chat/completions", messages=messages, chat_template=wrong)
+        error = rig.refused("/v1/chat/completions", chat_template=wrong)
         assert error["param"] in ("chat_template", "messages")
     assert text(rig) == "one two three"
     rig.close()

@@ -28,13 +28,6 @@ CHAIN = "\n".join([*(f'r{n}: "x" | r{n + 1}' for n in range(900)), 'r900: "y"'])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-@pytest.fixture
-def wide(rig: HttpRig) -> HttpRig:
-    """With room for tools in the prompt."""
-    rig.engine.max_length = rig.generator._max_length = 2000
-    return rig
-
-
 def test_a_json_object(rig: HttpRig) -> None:
     rig.engine.script = ids_of('Sure! {"x": [1]} and more')
     choice = rig.chat(response_format={"type": "json_object"}).json()["choices"][0]
@@ -132,8 +125,8 @@ def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> Non
         key=lambda form: len(form.known_by),
     )
     mark = " ".join(form.known_by)
-    rig = HttpRig(f"Sure, {written} What else?", template=TEMPLATE.replace("<tool_call>", mark))
-    rig.engine.max_length = rig.generator._max_length = 2000
+    template = TEMPLATE.replace("<tool_call>", mark)
+    rig = HttpRig(f"Sure, {written} What else?", template=template, max_length=2000)
     called = {"name": "add", "arguments": {"a": 1}}
     messages = [
         {"role": "user", "content": "hi"},
@@ -149,12 +142,9 @@ def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> Non
 
 
 def test_a_name_that_the_model_cannot_write() -> None:
-    rig = HttpRig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"))
-    rig.engine.max_length = rig.generator._max_length = 2000
+    rig = HttpRig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"), max_length=2000)
     tools = [{"type": "function", "function": {"name": "a\nb"}}]
-    messages = [{"role": "user", "content": "hi"}]
-    fields = {"messages": messages, "tools": tools, "tool_choice": "required"}
-    error = rig.refused("/v1/chat/completions", **fields)
+    error = rig.refused("/v1/chat/completions", tools=tools, tool_choice="required")
     assert error["param"] == "tools[0].function.name"
     rig.close()
 
@@ -174,8 +164,8 @@ def test_values_of_elements_follow_their_schemas() -> None:
         "<parameter=unit>\nKC\n</parameter>\n<parameter=days>\nx2\n</parameter>\n"
         "</function>\n</tool_call>",
         template=TEMPLATE.replace("<tool_call>", "<tool_call><function="),
+        max_length=2000,
     )
-    rig.engine.max_length = rig.generator._max_length = 2000
     choice = rig.chat(tools=tools, tool_choice="required").json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {

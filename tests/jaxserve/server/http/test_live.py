@@ -18,6 +18,7 @@ from jaxserve.engine.drafting import DraftCounts
 from jaxserve.engine.load import WorkerLoad
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
+from tests import golden
 from tests.browser import launched, needs_browser, sync_api
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import pipeline_view
@@ -99,6 +100,12 @@ def output(page: Any) -> str:
     return page.locator("#output").inner_text()
 
 
+def run(page: Any, ends: str = "stop") -> None:
+    """Presses Run, and waits until the answer has ended in this way."""
+    page.get_by_role("button", name="Run").click()
+    shows(page, "progress", re.compile(f"{ends}$"))
+
+
 def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
     rig.engine.allowed = 5
     page = visit(rig)
@@ -132,8 +139,7 @@ def test_it_can_be_cancelled_and_the_engine_hears_it(rig: HttpRig, visit: Open) 
 
 def test_probabilities_on_hover_and_by_keyboard(rig: HttpRig, visit: Open) -> None:
     page = visit(rig)
-    page.get_by_role("button", name="Run").click()
-    shows(page, "progress", re.compile("stop$"))
+    run(page)
     page.locator("#output .token").first.hover()
     tip = page.get_by_role("tooltip")
     first = rig.complete(logprobs=5, max_tokens=1).json()["choices"][0]["logprobs"]
@@ -169,12 +175,8 @@ def test_a_conversation(make_rig: Make, visit: Open) -> None:
         message.fill(turn)
         page.get_by_role("button", name="Run").click()
         expect(message).to_have_value("")
-    assert page.locator(".turn .body").all_inner_texts() == [
-        "hello",
-        "one two three",
-        "again",
-        "one two three",
-    ]
+    shown = page.locator(".turn .body").all_inner_texts()
+    assert shown == ["hello", "one two three", "again", "one two three"]
     prompt = rig.generator.tokenizer.decode(rig.engine.prompts[1])
     assert "[user]hello[assistant]one two three[user]again[assistant]" in prompt
     # It is there when the page comes back, the key is not, and it can be forgotten.
@@ -224,34 +226,26 @@ def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig: Make, visit: O
     page.get_by_role("tab", name="Chat").click()
     page.get_by_label("Message", exact=True).fill("**mine** <i>too</i>")
     page.get_by_label("max_tokens").fill("500")
-    page.get_by_role("button", name="Run").click()
-    shows(page, "progress", re.compile("stop$"))
+    run(page)
     shown = page.locator(".turn.assistant .markdown")
-    tags = "h4 em strong code p ol ul li table th td blockquote pre b i a script img"
-    assert {tag: shown.locator(tag).all_inner_texts() for tag in tags.split()} == {
-        "h4": ["A title"],
-        "em": ["title"],
-        "strong": ["bold", "2"],
-        "code": ["a < b", "<script>alert(1)</script>", "open"],
-        "p": [
-            "Two bold words, a < b and 2 * 3 * 4,\n"
-            "[a link](http://elsewhere) and <b onclick=alert(1)>none</b>.",
-            *("one", "deep", "two", "said"),
-        ],
-        "ol": ["one\n\ndeep\n\ntwo"],
-        "ul": ["deep"],
-        "li": ["one\n\ndeep", "deep", "two"],
-        "table": ["a\tb\n1\t2"],
-        "th": ["a", "b"],
-        "td": ["1", "2"],
-        "blockquote": ["said"],
-        "pre": ["<script>alert(1)</script>", "open"],
-        "b": [],
-        "i": [],
-        "a": [],
-        "script": [],
-        "img": [],
-    }
+    tags = [
+        "h4",
+        "em",
+        "strong",
+        "code",
+        "p",
+        "ol",
+        "ul",
+        "li",
+        "table",
+        "th",
+        "td",
+        "blockquote",
+        "pre",
+    ]
+    texts = {tag: shown.locator(tag).all_inner_texts() for tag in tags}
+    golden.check("server/markdown.json", texts)
+    assert shown.locator("b, i, a, script, img").count() == 0
     assert page.locator(".turn.user .body").inner_text() == "**mine** <i>too</i>"
     page.locator(".turn.assistant").get_by_role("button", name="Copy").click()
     page.get_by_role("button", name="Copied").wait_for()
@@ -275,8 +269,7 @@ def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(
     shows(page, "error", re.compile("^tools: "))
     assert page.get_by_label("Tools").get_attribute("aria-invalid") == "true"
     page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
-    page.get_by_role("button", name="Run").click()
-    shows(page, "progress", re.compile("tool_calls$"))
+    run(page, "tool_calls")
     answer = page.locator(".turn.assistant")
     assert answer.locator("summary").all_inner_texts() == ["Reasoning", "Call of weather"]
     assert not answer.locator("details pre").first.is_visible()
@@ -317,15 +310,6 @@ def test_no_chat_without_a_template(make_rig: Make, visit: Open) -> None:
     assert page.get_by_text("no chat: the model has no template").is_visible()
 
 
-def test_text_is_never_markup(make_rig: Make, visit: Open) -> None:
-    rig = make_rig("<img src=x onerror=alert(1)>")
-    page = visit(rig)
-    page.get_by_role("button", name="Run").click()
-    shows(page, "progress", re.compile("stop$"))
-    assert output(page) == "<img src=x onerror=alert(1)>"
-    assert page.locator("#output img").count() == 0
-
-
 def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> None:
     page = visit(rig)
     page.get_by_text("no step measured yet").wait_for()
@@ -335,14 +319,13 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     shows(page, "running", "1")
     expect(page.locator("#timeline rect title")).to_have_count(24)
     assert "2 steps in 24 ms, measured" in page.locator("#window").inner_text()
-    assert page.locator("#busy").inner_text().split() == [
-        *("attention", "75", "%", "dispatch", "↓", "5.0", "%"),
-        *("combine", "↑", "4.0", "%", "ffn", "50", "%"),
-    ]
-    shown = page.locator("#kv").inner_text().split()
-    assert shown == ["group", "0", "25", "%", "group", "1", "75", "%"]
-    assert page.locator("#bubble").inner_text() == "25 %"
-    assert page.locator("#transfer").inner_text() == "150 µs"
+    for place, text in (
+        ("busy", "attention 75 % dispatch ↓ 5.0 % combine ↑ 4.0 % ffn 50 %"),
+        ("kv", "group 0 25 % group 1 75 %"),
+        ("bubble", "25 %"),
+        ("transfer", "150 µs"),
+    ):
+        assert page.locator(f"#{place}").inner_text().split() == text.split()
     assert page.locator("#experts rect").count() == 4
     assert "× 2.00 of the mean" in page.locator("#layer-note").inner_text()
     page.get_by_label("Layer").select_option("2")
@@ -354,6 +337,7 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     assert page.get_by_label("Layer").input_value() == "2"
 
 
+@pytest.mark.nightly
 def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Open) -> None:
     """Two lanes of three layers, of which the last is a pass of the drafts; nothing runs now."""
     rig.engine.layers = 2
@@ -389,6 +373,7 @@ def boxes_of(page: Any, lane: str) -> list[dict[str, float]]:
     return [box.bounding_box() for box in page.locator("#timeline rect", has_text=lane).all()]
 
 
+@pytest.mark.nightly
 def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
     page = visit(rig)
     page.get_by_text("no step measured yet").wait_for()
@@ -400,14 +385,8 @@ def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
     assert saved.value.suggested_filename == "timeline-2023-11-14T22-13-20-024Z.json"
     found = json.loads(Path(saved.value.path()).read_text(encoding="utf-8"))
     assert (found["model"], found["steps"], found["window_seconds"]) == ("fake", 2, 0.024)
-    assert found["timeline"][1] == {
-        "stage": "attend",
-        "lane": 1,
-        "layer": 0,
-        "step": 7,
-        "start_us": 1000,
-        "end_us": 2000,
-    }
+    second = {"stage": "attend", "lane": 1, "layer": 0, "step": 7}
+    assert found["timeline"][1] == second | {"start_us": 1000, "end_us": 2000}
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save SVG").click()
     assert saved.value.suggested_filename.endswith(".svg")
@@ -418,6 +397,7 @@ def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
     assert {"rgb(47, 109, 179)", "rgb(217, 119, 6)", "rgb(47, 143, 91)"} < fills
 
 
+@pytest.mark.nightly
 def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
     rig.engine.drafts = DraftCounts(runs=100, drafted=200, accepted=[80, 50])
     rig.engine.workers = [
@@ -447,18 +427,21 @@ def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
     shows(page, "error", re.compile("API key"))
     assert page.evaluate("document.activeElement.id") == "key"
     page.get_by_label("API key").fill(KEY)
-    page.get_by_role("button", name="Run").click()
-    shows(page, "progress", re.compile("stop$"))
+    run(page)
     shows(page, "status", "ready")
     assert page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])") == "[{},{}]"
     assert page.evaluate("document.cookie") == ""
 
 
-@pytest.mark.parametrize("width", [390, 800, 1440])
-def test_nothing_sticks_out(rig: HttpRig, visit: Open, width: int) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [390, 1440])
+def test_nothing_sticks_out_and_text_is_no_markup(make_rig: Make, visit: Open, width: int) -> None:
+    text = "<img src=x onerror=alert(1)>"
+    rig = make_rig(text)
     rig.engine.view = pipeline_view(24)
     page = visit(rig, viewport={"width": width, "height": 900}, color_scheme="dark")
     page.get_by_role("button", name="Run").click()
+    shows(page, "output", text)
     expect(page.locator("#timeline rect title")).to_have_count(24)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -499,11 +482,7 @@ def test_figures(rig: HttpRig) -> None:
     assert found["generated_tokens"] == 13
     assert found["load"]["kv_usage"] == [0.25, 0.75]
     measured = found["measured"]
-    assert measured["timeline"][:3] == [
-        ["attend", 0, 0, 7, 0, 1000],
-        ["attend", 1, 0, 7, 1000, 2000],
-        ["dispatch", 0, 0, 7, 2000, 3000],
-    ]
+    assert measured["timeline"][1] == ["attend", 1, 0, 7, 1000, 2000]
     assert measured["transfers"] == {"dispatch": [10, 0.002], "combine": [10, 0.001]}
     assert found["experts"]["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
 

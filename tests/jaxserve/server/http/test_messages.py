@@ -31,8 +31,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def wide() -> Iterator[HttpRig]:
     """With room for tools in the prompt."""
-    rig = HttpRig()
-    rig.engine.max_length = rig.generator._max_length = 3000
+    rig = HttpRig(max_length=3000)
     yield rig
     rig.close()
 
@@ -69,6 +68,12 @@ def streamed(sdk: anthropic.Anthropic, **fields: Any) -> tuple[list[str], anthro
         return kinds, stream.get_final_message()
 
 
+def text_of(message: anthropic.types.Message) -> str:
+    """The text of a message that has one block of text."""
+    (block,) = message.content
+    return block.text
+
+
 def prompt_of(wide: HttpRig) -> str:
     return LETTERS.decode(wide.engine.prompts[-1])
 
@@ -88,8 +93,7 @@ class TestText:
 
     def test_a_stream(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
         wide.engine.cached_tokens = 2
-        given: Any = {"model": "fake", "max_tokens": 7, "messages": HI}
-        with sdk.messages.create(**given, stream=True) as stream:
+        with sdk.messages.create(model="fake", max_tokens=7, messages=HI, stream=True) as stream:
             kinds = [event.type for event in stream]
         assert kinds[:2] == ["message_start", "content_block_start"]
         assert set(kinds[2:-3]) == {"content_block_delta"}
@@ -185,7 +189,7 @@ class TestTools:
         messages[-1]["content"].append({"type": "text", "text": "So?"})
         wide.engine.script = ids_of("Cold.")
         message = create(sdk, messages=messages, tools=[TOOL])
-        assert message.content[0].model_dump()["text"] == "Cold."
+        assert text_of(message) == "Cold."
         assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
         assert '"name": "weather"' in prompt_of(wide)
 
@@ -219,6 +223,11 @@ class TestTools:
         assert len(create(sdk, tools=[TOOL], tool_choice=choice).content) == 1
 
 
+def said(kind: str, **fields: Any) -> dict[str, Any]:
+    """A conversation of one block of this type."""
+    return {"messages": [{"role": "user", "content": [{"type": kind, **fields}]}]}
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -232,18 +241,9 @@ class TestErrors:
                 {"tool_choice": {"type": "tool", "name": "b"}, "tools": [TOOL]},
                 "tool_choice.name: 'b' is no tool",
             ),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-                "messages[0].content[0].type: 'image' is not supported: only text is",
-            ),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
-                "messages[0].content[0].type: 'thinking' is not possible in a turn of 'user'",
-            ),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-                "messages[0].content[0].type: invalid value 'audio'",
-            ),
+            (said("image", source={}), "messages[0].content[0].type: 'image' is not supported"),
+            (said("thinking", thinking=""), "messages[0].content[0].type: 'thinking' is not poss"),
+            (said("audio"), "messages[0].content[0].type: invalid value 'audio'"),
             ({"system": [{"type": "text", "text": 7}]}, "system[0].text: expected `str`"),
         ],
     )

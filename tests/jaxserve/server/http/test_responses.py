@@ -24,22 +24,11 @@ TOOL = {
 
 
 @pytest.fixture
-def wide(rig: HttpRig) -> HttpRig:
-    """With room for tools in the prompt."""
-    rig.engine.max_length = rig.generator._max_length = 2000
-    return rig
-
-
-@pytest.fixture
 def sdk(wide: HttpRig) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{wide.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
     ) as client:
         yield client
-
-
-def refused(rig: HttpRig, **fields: object) -> dict[str, object]:
-    return rig.refused("/v1/responses", **{"input": "hi", **fields})
 
 
 class TestSdk:
@@ -54,7 +43,6 @@ class TestSdk:
         assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
         assert LETTERS.decode(wide.engine.prompts[0]) == "[system]Be brief.[user]hi[assistant]"
         usage = response.usage
-        assert usage is not None
         assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (36, 13, 49)
         assert usage.input_tokens_details.cached_tokens == 2
         assert response.metadata == {"a": "b"}
@@ -62,7 +50,6 @@ class TestSdk:
     def test_too_few_tokens(self, sdk: openai.OpenAI) -> None:
         response = sdk.responses.create(model="fake", input="hi", max_output_tokens=7)
         assert response.status == "incomplete"
-        assert response.incomplete_details is not None
         assert response.incomplete_details.reason == "max_output_tokens"
         assert response.output_text == "one two"
         assert response.output[0].status == "incomplete"
@@ -79,19 +66,13 @@ class TestSdk:
         with sdk.responses.create(model="fake", input="hi", tools=[TOOL], stream=True) as stream:
             found = list(stream)
         assert [event.sequence_number for event in found] == list(range(len(found)))
-        assert [event.type.removeprefix("response.") for event in found] == [
-            *("created", "in_progress"),
-            *("output_item.added", "content_part.added"),
-            *("reasoning_text.delta", "reasoning_text.done"),
-            *("content_part.done", "output_item.done"),
-            *("output_item.added", "content_part.added"),
-            *("output_text.delta", "output_text.done"),
-            *("content_part.done", "output_item.done"),
-            "output_item.added",
-            *("function_call_arguments.delta", "function_call_arguments.done"),
-            "output_item.done",
-            "completed",
-        ]
+        part = "output_item.added content_part.added {0}.delta {0}.done content_part.done "
+        part += "output_item.done "
+        call = "function_call_arguments"
+        assert [event.type.removeprefix("response.") for event in found] == (
+            f"created in_progress {part.format('reasoning_text')}{part.format('output_text')}"
+            f"output_item.added {call}.delta {call}.done output_item.done completed"
+        ).split()
         done = [event.item for event in found if event.type == "response.output_item.done"]
         response = found[-1].response
         assert response.output == done
@@ -211,13 +192,13 @@ def test_truncation_leaves_out_the_first_items(wide: HttpRig) -> None:
     wide.engine.max_length = wide.generator._max_length = 100
     items = [{"role": "user", "content": letter * 20} for letter in "abcd"]
     fields = {"input": items, "instructions": "Brief."}
-    refused(wide, **fields)
+    wide.refused("/v1/responses", **fields)
     body = wide.client.post("/v1/responses", json={**fields, "truncation": "auto"}).json()
     assert body["truncation"] == "auto"
     kept = LETTERS.decode(wide.engine.prompts[-1])
     assert kept == f"[system]Brief.[user]{'c' * 20}[user]{'d' * 20}[assistant]"
     items = [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 200}]
-    error = refused(wide, input=items, truncation="auto")
+    error = wide.refused("/v1/responses", input=items, truncation="auto")
     assert error["param"] == "input"
     short = {"input": "hi", "truncation": "auto"}
     assert wide.client.post("/v1/responses", json=short).status_code == 200
