@@ -146,7 +146,8 @@ def judges(mutant: dict[str, Any], tests: list[dict[str, Any]], seconds: float) 
         near = 2 if os.path.dirname(file) == f"tests/{room}" else 3
         return first.index(file) if file in first else near, test["seconds"]
 
-    able = [test for test in tests if f"{mutant['path']}:{mutant['function']}" in test["reaches"]]
+    name = f"{mutant['path']}:{mutant['function']}"
+    able = [test for test in tests if name in test["reaches"] or test["file"] in first]
     able.sort(key=place)
     spent = [0.0, *itertools.accumulate(test["seconds"] for test in able)]
     return [test["file"] for test, before in zip(able, spent, strict=False) if before < seconds]

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.rules import BANNED, RequestRules, bitmask
@@ -17,6 +18,13 @@ def of_step(generated=0, fresh=False, samples=True, allowed=b"", prompt=(5, 64, 
 def biases(rules):
     ids = np.frombuffer(rules.bias_ids, "<i4").tolist()
     return dict(zip(ids, np.frombuffer(rules.biases, "<f4").tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("largest", "words"), [(0, 1), (31, 1), (32, 2), (63, 2), (64, 3)])
+def test_a_mask_has_the_words_that_its_largest_id_needs(largest, words):
+    bits = np.unpackbits(np.frombuffer(bitmask([0, largest]), np.uint8), bitorder="little")
+    assert len(bits) == 32 * words
+    assert np.flatnonzero(bits).tolist() == sorted({0, largest})
 
 
 def test_nothing_asked_nothing_given():

@@ -524,6 +524,14 @@ class TestServiceLevel:
             world.emit(attempt)
         world.submit("a3", 10)
 
+    def test_the_wait_at_a_full_domain(self):
+        """Six requests of 128 tokens at 4 slots: a seventh waits until three have ended."""
+        world = World.without_prefill("d0")
+        domain = world.coordinator.placement.workers["d0"]
+        domain.facts = worker_facts("domain", slots=4)
+        domain.pace, domain.others = 0.05, 6
+        assert world.coordinator.placement.estimates.wait(domain) == pytest.approx(4.8)
+
     def test_or_they_wait_their_turn(self):
         world = World.of("p0", "p1", "d0", fleet__ttft_seconds=0.001)
         world.speeds(p0=1.0)
@@ -545,6 +553,21 @@ def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
     while world.running:
         world.emit(next(iter(world.running)))
     assert list(world.ended) == ["a0", "a1", "a2", "a3", "a4"]
+
+
+def test_smaller_priorities_first():
+    world = World(fleet__domain_waiting=0, fleet__prefill_waiting=9)
+    world.join("p0")
+    world.join("d0", slots=1)
+    for name, priority in (("a0", 0), ("later", 1), ("soon", 0)):
+        world.submit(name, 2, max_tokens=1, priority=priority)
+    while world.running:
+        world.emit(next(iter(world.running)))
+    assert list(world.ended) == ["a0", "soon", "later"]
+
+
+def test_a_worker_that_never_came_may_leave():
+    assert World.of("p0", "d0").coordinator.left("d9") == []
 
 
 class TestMoves:

@@ -139,19 +139,17 @@ def test_a_follower_keeps_its_own(folder, monkeypatch):
     ("place", "first", "writes"),
     [("", 3, True), ("", 0, True), ("s3://models", 0, True), ("s3://models", 3, False)],
 )
-def test_who_writes_an_entry(tmp_path, monkeypatch, place, first, writes):
+def test_who_writes_an_entry(folder, monkeypatch, place, first, writes):
     """In a folder all do, as entries appear whole; in a bucket the first that runs the program."""
     written = []
     monkeypatch.setattr(private, "put_executable_and_time", lambda *args: written.append(args[1]))
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     monkeypatch.setattr(program_cache._running, "first", first, raising=False)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", place or str(tmp_path))
-    try:
-        program_cache._write("key", 1.0, "ffn_moe", None, None)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    assert written == ["ffn_moe"] * writes
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_compilation_cache_dir", place or str(folder))
+    for seconds in (0.9, 1.0):
+        program_cache._write("key", seconds, f"ffn_moe {seconds}", None, None)
+    assert written == ["ffn_moe 1.0"] * writes
 
 
 @pytest.fixture
