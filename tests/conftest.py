@@ -139,12 +139,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("unoptimised")
 
 
+def compile_unoptimised(wanted: bool) -> bool:
+    """Decides how programs are compiled from now on, also in processes that tests start.
+
+    Returns:
+      how it was until now.
+    """
+    before = bool(jax.config.read("jax_disable_most_optimizations"))
+    unoptimised = _may_be_unoptimised and wanted
+    os.environ[_UNOPTIMISED] = str(int(unoptimised))
+    jax.config.update("jax_disable_most_optimizations", unoptimised)
+    return before
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Decides how the test's programs are compiled, also in processes that it starts, and exempts
     from garbage collection what is there before a file's first test."""
-    unoptimised = _may_be_unoptimised and item.get_closest_marker("unoptimised") is not None
-    os.environ[_UNOPTIMISED] = str(int(unoptimised))
-    jax.config.update("jax_disable_most_optimizations", unoptimised)
+    compile_unoptimised(item.get_closest_marker("unoptimised") is not None)
     if item.path != item.config.stash.get(_exempted, None):
         garbage.exempt()
         item.config.stash[_exempted] = item.path

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime, warm_up
+from tests.conftest import compile_unoptimised
 from tests.jaxserve import layouts
 
 
@@ -15,17 +16,28 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def colocated_runtime(tiny_model) -> Runtime:
-    """Two lanes on one device. Whoever uses it leaves it idle."""
+    """Two lanes on one device. Tests leave it idle (`layouts.serving`)."""
     return _warm(tiny_model, {**layouts.COLOCATED, "lanes": 2})
 
 
 @pytest.fixture(scope="session")
 def afd_runtime(tiny_model) -> Runtime:
-    """1A1F with two lanes. Whoever uses it leaves it idle."""
+    """1A1F with two lanes. Tests leave it idle (`layouts.serving`)."""
     return _warm(tiny_model, {"lanes": 2})
 
 
+@pytest.fixture(scope="session")
+def reference(tiny_model, colocated_runtime) -> layouts.Reference:
+    """Greedy tokens of the colocated run for all prompts, with their margins."""
+    with layouts.serving(colocated_runtime) as engine:
+        tokens = layouts.generate(engine)
+    return layouts.Reference.of(tiny_model, tokens)
+
+
 def _warm(model, overrides) -> Runtime:
+    """Compiles unoptimised, whichever test is the first to ask: all workers share the programs."""
+    before = compile_unoptimised(True)
     runtime = build_runtime(layouts.deployment(model, overrides))
     warm_up(runtime)
+    compile_unoptimised(before)
     return runtime

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 
@@ -18,14 +17,9 @@ OUTPUT_TOKENS = 24
 
 def tokens_of(model: Path, overrides: dict[str, Any]) -> list[list[int]]:
     """What follows the prompts in FP32."""
-    engine = build_engine(layouts.deployment(model, overrides))
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-    try:
-        tokens = layouts.generate(engine, PROMPTS, params)
-        layouts.idle(engine)
-    finally:
-        engine.close()
-    return tokens
+    with layouts.running(model, overrides) as engine:
+        return layouts.generate(engine, PROMPTS, params)
 
 
 def main() -> None:

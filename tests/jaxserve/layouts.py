@@ -7,7 +7,6 @@ reference lie within `TIE` of each other, and what follows it is another text.
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import threading
@@ -22,7 +21,9 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.runtime import Runtime
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -110,15 +111,10 @@ def matrix() -> list[Case]:
     return [case for case in cases if case.exchange == "gather" or "ffn.ep" in LAYOUTS[case.layout]]
 
 
-SPANNING = [
-    Case("1A1F", 3, "gather", "device_put"),
-    Case("2A1F", 2, "gather", "device_put"),
-    Case("1A2F ep", 4, "gather", "ppermute"),
-    Case("1A2F tp", 1, "gather", "device_put"),
-    Case("3A2F", 3, "alltoall", "ppermute"),
-    Case("2A4F", 4, "alltoall", "device_put"),
-]
-"""Every layout, and every value of every other factor; `-m matrix` has all 72."""
+SHOWN = Case("2A4F", 4, "alltoall", "device_put")
+"""The case that `make test` compares. Others are in other tests of `make test`: 1A1F in
+`engine/test_serving_options.py`, 3A2F and 1A2F by `ffn.tp` in `test_families_layouts.py`, 1A2F by
+`ffn.ep` over `ppermute` in `test_prediction_layouts.py`, and several processes."""
 
 
 def write_model(folder: Path) -> Path:
@@ -133,10 +129,25 @@ def deployment(model: Path, overrides: dict[str, Any]) -> Deployment:
 
 @contextlib.contextmanager
 def running(model: Path, overrides: dict[str, Any]) -> Iterator[Engine]:
-    """An engine of such a deployment, started."""
-    engine = build_engine(deployment(model, overrides))
+    """An engine of such a deployment, started. It has to be idle at the end."""
+    with _idle_at_the_end(build_engine(deployment(model, overrides))) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def serving(runtime: Runtime, eos_token_ids: frozenset[int] = frozenset()) -> Iterator[Engine]:
+    """A started engine around a warm runtime. It has to be idle at the end."""
+    engine = make_engine(runtime, eos_token_ids=eos_token_ids)
+    engine.start()
+    with _idle_at_the_end(engine):
+        yield engine
+
+
+@contextlib.contextmanager
+def _idle_at_the_end(engine: Engine) -> Iterator[Engine]:
     try:
         yield engine
+        idle(engine)
     finally:
         engine.close()
 
@@ -215,6 +226,13 @@ class Collector:
         return Output(tokens, last.finish_reason or "", last.error)
 
 
+def ask(engine: Engine, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Output:
+    """What came of one request."""
+    collector = Collector()
+    request_id = collector.submit(engine, prompt, params, **options)
+    return collector.wait()[request_id]
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]] = PROMPTS,
@@ -269,14 +287,6 @@ class Reference(NamedTuple):
     def smallest_margin(self) -> float:
         return min(min(margins) for margins in self.margins)
 
-    def dump(self) -> str:
-        """As JSON, for another process."""
-        return json.dumps([self.tokens, self.margins])
-
-    @classmethod
-    def load(cls, text: str) -> "Reference":
-        return cls(*json.loads(text))
-
 
 class Difference(NamedTuple):
     """Where a prompt's tokens first differ from the reference."""
@@ -304,3 +314,10 @@ def differences(reference: Reference, tokens: Sequence[Sequence[int]]) -> list[D
                 found.append(Difference(prompt, place, a, b, margin))
                 break
     return found
+
+
+def check(reference: Reference, tokens: Sequence[Sequence[int]], case: object) -> None:
+    """Fails at a difference that is not allowed, and prints the others."""
+    found = differences(reference, tokens)
+    print(f"{case}: {found}")
+    assert all(difference.allowed for difference in found), f"{case}: {found}"

@@ -16,8 +16,6 @@ from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.store import open_blocks
 from jaxserve.config.model import Int4
-from jaxserve.engine.build import build_engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.storage.mirror import INT8_PRODUCTS
 from tests.conftest import REPOSITORY
@@ -37,31 +35,24 @@ LAYOUTS = {
     "2A2F": {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "lanes": 2},
     "colocated": {"mode": "colocated"},
 }
-CONVERTED = [(None, ("2A2F", "colocated")), ("int8", ("1A1F",))]
-"""Weights, and what then reads them: together all layouts."""
+CONVERTED = [(None, "2A2F"), ("int8", "1A1F")]
+"""Weights, and the layout that then reads them."""
 
 
 def tokens(folder: Path, overrides: dict[str, object]) -> list[list[int]]:
-    engine = build_engine(layouts.deployment(folder, overrides))
-    try:
+    with layouts.running(folder, overrides) as engine:
         return layouts.generate(engine, PROMPTS, GREEDY)
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
 def original(colocated_runtime):
     """What the original answers, with plain weights."""
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    try:
+    with layouts.serving(colocated_runtime) as engine:
         return layouts.generate(engine, PROMPTS, GREEDY)
-    finally:
-        engine.close()
 
 
-@pytest.mark.parametrize(("weights", "names"), CONVERTED)
-def test_answers_as_the_original_in_every_layout(weights, names, tmp_path, tiny_model, original):
+@pytest.mark.parametrize(("weights", "layout"), CONVERTED)
+def test_answers_as_the_original(weights, layout, tmp_path, tiny_model, original):
     target = tmp_path / "converted"
     arguments = [str(tiny_model), str(target)] + (["--weights", weights] if weights else [])
     assert convert.main(arguments) == 0
@@ -69,14 +60,14 @@ def test_answers_as_the_original_in_every_layout(weights, names, tmp_path, tiny_
     if weights:
         asked = {"attention.weights": weights, "ffn.weights": weights, "mode": "colocated"}
         expected = tokens(tiny_model, asked)
-    for name in names:
-        assert tokens(target, LAYOUTS[name]) == expected
+    assert tokens(target, LAYOUTS[layout]) == expected
 
 
 def test_fp8_blocks_answer_as_the_original(tmp_path):
     folder = FP8_MODEL.write(tmp_path / "source")
     assert convert.main([str(folder), str(tmp_path / "converted")]) == 0
-    assert tokens(tmp_path / "converted", LAYOUTS["2A2F"]) == tokens(folder, LAYOUTS["1A1F"])
+    colocated = LAYOUTS["colocated"]
+    assert tokens(tmp_path / "converted", colocated) == tokens(folder, colocated)
 
 
 @pytest.mark.nightly

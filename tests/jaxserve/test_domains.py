@@ -5,7 +5,6 @@ Over `pull`: `fleet/test_domains.py`.
 
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
 
@@ -38,11 +37,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
     """The colocated tokens, greedy and seeded."""
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
-    engine.close()
-    return tokens
+    with layouts.serving(colocated_runtime) as engine:
+        return [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,6 @@ def expected(colocated_runtime):
 def test_domains_give_the_colocated_tokens(case, tiny_model, expected):
     with layouts.running(tiny_model, CASES[case]) as engine:
         tokens = [layouts.generate(engine, PROMPTS, params) for params in (GREEDY, SEEDED)]
-        layouts.idle(engine)
         assert tokens == expected
         assert engine.compilations_after_ready == 0
         assert len(engine.load().domains) == len(engine.schedulers) == CASES[case]["domains"]

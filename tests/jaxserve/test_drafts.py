@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
-from tests.jaxserve.layouts import COLOCATED, GREEDY, PROMPTS, Collector
+from tests.jaxserve.layouts import COLOCATED, PROMPTS, Collector
 
 pytestmark = pytest.mark.unoptimised
 
@@ -15,7 +14,6 @@ NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
 CASES = {
     "colocated": {**COLOCATED, "lanes": 2, "speculative.automatic": False},
     "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
-    "2A1F": layouts.LAYOUTS["2A1F"] | {"lanes": 3, "link.transport": "ppermute"},
 }
 
 SAMPLED = SamplingParams(
@@ -89,23 +87,20 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    sampled = layouts.generate(engine, params=SAMPLED)
-    greedy = layouts.generate(engine)
-    made = greedy, sampled, run_mixed(engine)
-    engine.close()
-    return made
+    with layouts.serving(colocated_runtime) as engine:
+        return layouts.generate(engine, params=SAMPLED), run_mixed(engine)
 
 
+# Two meshes: `test_prediction_layouts.py` and `test_fuzz.py`.
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "3A2F")) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.nightly] * (case != "colocated")) for case in CASES],
 )
-def test_the_same_tokens_as_without(case, tiny_model, expected):
-    greedy, sampled, with_options = expected
+def test_the_same_tokens_as_without(case, tiny_model, reference, expected):
+    sampled, with_options = expected
     with layouts.running(tiny_model, CASES[case] | NGRAM) as engine:
         counted = Counted(engine)
-        assert layouts.generate(engine, params=GREEDY) == greedy
+        assert layouts.generate(engine) == reference.tokens
         always = CASES[case].get("speculative.automatic") is False
         assert counted.held > (100 if always else 0)
         assert counted.drafted > (1000 if always else 0)

@@ -4,6 +4,7 @@ devices of their own and colocated, against the NumPy model.
 What takes more than the eight simulated devices of a test runs in `exchange_process.py`.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -25,51 +26,31 @@ pytestmark = pytest.mark.unoptimised
 
 SECONDS = 400
 
+SPLIT = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2}
+FOUR_BY_TWO = {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2}
+INSTANCES = {"attention.dp": 4, "ffn.instances": 2}
+WHOLE = {"ffn.whole_shared": True}
+
 EIGHT: dict[str, dict[str, Any]] = {
     "colocated EP 8": {**layouts.COLOCATED, "attention.dp": 8},
-    "colocated EP 4 x TP 2": {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2},
-    "2A, EP 3 x TP 2": {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2},
-    "2A, EP 3 x TP 2, whole": {
-        "attention.tp": 2,
-        "ffn.ep": 3,
-        "ffn.tp": 2,
-        "ffn.whole_shared": True,
-        "lanes": 2,
-    },
-    "4A, EP 4, two instances": {
-        "attention.dp": 2,
-        "attention.tp": 2,
-        "ffn.ep": 4,
-        "ffn.instances": 2,
-        "lanes": 2,
-    },
-    "4A, EP 2 x TP 2, two instances, whole": {
-        "attention.dp": 4,
-        "ffn.ep": 2,
-        "ffn.tp": 2,
-        "ffn.instances": 2,
-        "ffn.whole_shared": True,
-    },
-    "4A, EP 4, two instances, replicas": {
-        "attention.dp": 4,
-        "ffn.ep": 4,
-        "ffn.instances": 2,
-        "ffn.redundant_slots": 2,
-    },
-    "4A, EP 2, two instances, ppermute": {
-        "attention.dp": 4,
-        "ffn.ep": 2,
-        "ffn.instances": 2,
-        "link.transport": "ppermute",
-    },
-    "colocated EP 4 x TP 2, whole": {
-        **layouts.COLOCATED,
-        "attention.dp": 4,
-        "attention.tp": 2,
-        "ffn.whole_shared": True,
-    },
+    "colocated EP 4 x TP 2": FOUR_BY_TWO,
+    "colocated EP 4 x TP 2, whole": FOUR_BY_TWO | WHOLE,
+    "2A, EP 3 x TP 2": SPLIT,
+    "2A, EP 3 x TP 2, whole": SPLIT | WHOLE,
+    "4A, EP 4, two instances": INSTANCES
+    | {"attention.dp": 2, "attention.tp": 2, "ffn.ep": 4, "lanes": 2},
+    "4A, EP 2 x TP 2, two instances, whole": INSTANCES | WHOLE | {"ffn.ep": 2, "ffn.tp": 2},
+    "4A, EP 4, two instances, replicas": INSTANCES | {"ffn.ep": 4, "ffn.redundant_slots": 2},
+    "4A, EP 2, two instances, ppermute": INSTANCES | {"ffn.ep": 2, "link.transport": "ppermute"},
 }
 """Layouts of up to eight devices."""
+
+BY_DEFAULT = {
+    ("2A, EP 3 x TP 2, whole", "gather"),
+    ("4A, EP 4, two instances", "alltoall"),
+}
+"""Instances and whole shared experts, each with one exchange. `test_sixteen_ranks` is colocated and
+has ranks without experts."""
 
 MORE: dict[str, dict[str, Any]] = {
     "colocated EP 16": {**layouts.COLOCATED, "attention.dp": 16},
@@ -111,25 +92,8 @@ def overrides(layout: dict[str, Any], kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        # By default `test_sixteen_ranks` has the colocated one, with ranks that have no experts.
-        pytest.param("colocated EP 8", "alltoall", marks=pytest.mark.matrix),
-        pytest.param("colocated EP 8", "gather", marks=pytest.mark.matrix),
-        ("2A, EP 3 x TP 2", "alltoall"),
-        pytest.param("2A, EP 3 x TP 2", "gather", marks=pytest.mark.matrix),
-        ("2A, EP 3 x TP 2, whole", "gather"),
-        pytest.param("2A, EP 3 x TP 2, whole", "alltoall", marks=pytest.mark.matrix),
-        ("4A, EP 4, two instances", "alltoall"),
-        # The two before have whole shared experts and instances, one each.
-        pytest.param("4A, EP 2 x TP 2, two instances, whole", "gather", marks=pytest.mark.matrix),
-        pytest.param("4A, EP 4, two instances", "gather", marks=pytest.mark.matrix),
-        pytest.param("4A, EP 2 x TP 2, two instances, whole", "alltoall", marks=pytest.mark.matrix),
-        pytest.param("4A, EP 4, two instances, replicas", "alltoall", marks=pytest.mark.matrix),
-        pytest.param("4A, EP 4, two instances, replicas", "gather", marks=pytest.mark.matrix),
-        pytest.param("4A, EP 2, two instances, ppermute", "gather", marks=pytest.mark.matrix),
-        pytest.param("colocated EP 4 x TP 2, whole", "gather", marks=pytest.mark.matrix),
-        pytest.param("colocated EP 4 x TP 2, whole", "alltoall", marks=pytest.mark.matrix),
-        pytest.param("colocated EP 4 x TP 2", "gather", marks=pytest.mark.matrix),
-        pytest.param("colocated EP 4 x TP 2", "alltoall", marks=pytest.mark.matrix),
+        pytest.param(*case, marks=[pytest.mark.matrix] * (case not in BY_DEFAULT))
+        for case in itertools.product(EIGHT, ("gather", "alltoall"))
     ],
 )
 def test_up_to_eight_devices(name, kind, model, expected):

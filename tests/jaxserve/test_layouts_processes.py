@@ -7,24 +7,17 @@ control plane, and both transports between processes.
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
+from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
-from tests.jaxserve.layouts import Case, Reference
+from tests.jaxserve.layouts import Case, check
 
 pytestmark = pytest.mark.unoptimised
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 240
-
-# Two domains, below, have the same processes, lanes, exchange and transport.
-SPANNING = [
-    pytest.param(3, Case("2A1F", 2, "gather", "device_put"), marks=pytest.mark.nightly),
-]
 
 MEASURED = Case("3A2F", 3, "gather", "device_put")
 """Goes on until the pipeline was measured, and so shows the tokens and the figures."""
@@ -36,15 +29,6 @@ class Written(NamedTuple):
     tokens: list[list[int]]
     view: dict[str, Any]
     """Of the pipeline, as of the end."""
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model, colocated_runtime):
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    tokens = layouts.generate(engine)
-    engine.close()
-    return Reference.of(tiny_model, tokens)
 
 
 def run(model, overrides, processes, folder, *arguments):
@@ -60,47 +44,26 @@ def run(model, overrides, processes, folder, *arguments):
     return Written(**json.loads(written.read_text()))
 
 
-def check(tokens, reference, case, record_property):
-    found = layouts.differences(reference, tokens)
-    for difference in found:
-        record_property("difference", f"{case}: {difference}")
-    assert all(difference.allowed for difference in found), found
-
-
 @pytest.mark.multihost
-@pytest.mark.parametrize(("processes", "case"), SPANNING, ids=str)
-def test_processes_give_the_colocated_tokens(
-    processes, case, tiny_model, reference, tmp_path, record_property
-):
-    """By default two domains, `MEASURED` and while experts move: both exchanges and transports, 1
-    to 3 lanes, 2 devices that meet two and three, either role in one process and in two.
-    `-m matrix`: every layout, number of lanes, exchange and transport over two processes."""
-    tokens = run(tiny_model, case.overrides, processes, tmp_path).tokens
-    check(tokens, reference, case, record_property)
-
-
-@pytest.mark.multihost
-def test_experts_move_between_processes(tiny_model, reference, tmp_path, record_property):
+def test_experts_move_between_processes(tiny_model, reference, tmp_path):
     """While requests run, from the checkpoint and from the other process, and a round of which one
     process could not read its expert moves none; three devices meet two."""
     case = Case("3A2F", 1, "alltoall", "ppermute")
     overrides = case.overrides | {"ffn.processes": 2, "ffn.redundant_slots": 1}
     overrides |= {"experts.move_gb_per_second": 10.0}
     tokens, view = run(tiny_model, overrides, 3, tmp_path, "--moving")
-    check(tokens, reference, case, record_property)
+    check(reference, tokens, case)
     assert view["experts"]["moves"] > 20
 
 
 @pytest.mark.multihost
-def test_domains_over_processes_give_the_colocated_tokens(
-    tiny_model, reference, tmp_path, record_property
-):
+def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference, tmp_path):
     """Both attention processes have their half of both domains; the ffn process has two devices,
     so that processes of the two sides do not match one to one."""
     overrides = {"domains": 2, "lanes": 2, "attention.dp": 2, "attention.processes": 2}
     overrides |= {"ffn.processes": 1, "ffn.ep": 2}
     tokens = run(tiny_model, overrides, 3, tmp_path).tokens
-    check(tokens, reference, "2 domains", record_property)
+    check(reference, tokens, "2 domains")
 
 
 BOTH_ROLES = [
@@ -117,13 +80,13 @@ BOTH_ROLES = [
 @pytest.mark.multihost
 @pytest.mark.parametrize(("attention", "ffn", "case"), BOTH_ROLES, ids=str)
 def test_hosts_with_parts_of_both_roles_give_the_colocated_tokens(
-    attention, ffn, case, tiny_model, reference, tmp_path, record_property
+    attention, ffn, case, tiny_model, reference, tmp_path
 ):
     """Two processes, each with half of the attention mesh and half of the ffn mesh."""
     sizes = {"attention.dp": attention, "attention.tp": 1, "ffn.ep": ffn, "ffn.tp": 1}
     overrides = case.overrides | sizes | {"attention.processes": 2, "ffn.processes": 2}
     tokens = run(tiny_model, overrides, 2, tmp_path).tokens
-    check(tokens, reference, case, record_property)
+    check(reference, tokens, case)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +95,8 @@ def measured(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.multihost
-def test_measured_processes_give_the_colocated_tokens(measured, reference, record_property):
-    check(measured.tokens, reference, MEASURED, record_property)
+def test_measured_processes_give_the_colocated_tokens(measured, reference):
+    check(reference, measured.tokens, MEASURED)
 
 
 @pytest.mark.multihost
@@ -155,7 +118,7 @@ def test_figures_of_all_processes_come_together(measured):
 @pytest.mark.multihost
 @pytest.mark.parametrize("case", layouts.matrix(), ids=str)
 def test_every_layout_over_two_processes_gives_the_colocated_tokens(
-    case, tiny_model, reference, tmp_path, record_property
+    case, tiny_model, reference, tmp_path
 ):
     tokens = run(tiny_model, case.overrides, 2, tmp_path).tokens
-    check(tokens, reference, case, record_property)
+    check(reference, tokens, case)

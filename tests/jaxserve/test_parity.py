@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.llm import LLM
@@ -144,12 +143,8 @@ def check_logits(runtime: Runtime, expected: Expected, chunk: int) -> None:
 
 def greedy_tokens(runtime: Runtime) -> list[list[int]]:
     """What an engine around the runtime generates, all prompts at once."""
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    try:
+    with layouts.serving(runtime) as engine:
         return layouts.generate(engine, PROMPTS, GREEDY)
-    finally:
-        engine.close()
 
 
 def check_everything(runtime: Runtime, expected: Expected) -> None:

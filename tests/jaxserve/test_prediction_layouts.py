@@ -5,10 +5,10 @@
 """
 
 import dataclasses
+import itertools
 
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.attention_runtime import attention_cell
@@ -35,14 +35,9 @@ MORE = {"lanes": 3, "link.transport": "ppermute", "ffn.exchange": "alltoall"}
 
 
 def cases():
-    for layout in ("1A2F ep", "2A4F"):
-        marks = [] if layout == BY_DEFAULT else [pytest.mark.matrix]
-        yield pytest.param(ALL[layout] | MORE, 3, id=f"{layout}, 3 drafts", marks=marks)
-    for layout, overrides in ALL.items():
-        for drafts in (1, 2, 3):
-            yield pytest.param(
-                overrides, drafts, id=f"{layout}, {drafts}", marks=pytest.mark.matrix
-            )
+    yield pytest.param(ALL[BY_DEFAULT] | MORE, 3, id=f"{BY_DEFAULT}, 3 drafts")
+    for (layout, overrides), drafts in itertools.product(ALL.items(), (1, 2, 3)):
+        yield pytest.param(overrides, drafts, id=f"{layout}, {drafts}", marks=pytest.mark.matrix)
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +48,24 @@ def with_module(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    made = layouts.generate(engine), run_mixed(engine)
-    engine.close()
-    return made
+    with layouts.serving(colocated_runtime) as engine:
+        return run_mixed(engine)
 
 
 @pytest.mark.parametrize(("overrides", "drafts"), list(cases()))
-def test_the_same_tokens_as_without(overrides, drafts, with_module, expected):
-    greedy, with_options = expected
+def test_the_same_tokens_as_without(overrides, drafts, with_module, reference, expected):
     speculative = {"speculative.method": "mtp", "speculative.drafts": drafts} | ALWAYS
     with layouts.running(with_module, overrides | speculative) as engine:
         counted = Counted(engine)
-        assert layouts.generate(engine) == greedy
+        assert layouts.generate(engine) == reference.tokens
         assert counted.drafted > 300
-        assert run_mixed(engine) == with_options
+        assert run_mixed(engine) == expected
         assert counted.held > 0
-        layouts.idle(engine)
         assert engine.compilations_after_ready == 0
 
 
 @pytest.mark.multihost
-def test_over_pull(with_module, expected):
+def test_over_pull(with_module, reference):
     """The ffn worker serves a domain that has the module, and refuses one that has not."""
     overrides = FFN | {"lanes": 2, "speculative.method": "mtp", "speculative.drafts": 1} | ALWAYS
     here = overrides | {"link.addresses": ["127.0.0.1:1"]}
@@ -84,13 +74,11 @@ def test_over_pull(with_module, expected):
     role, deployment, source = role_of(with_module, "attention", 2, overrides | there)
     cell, link = attention_cell(role, deployment, source, TOKEN)
     warm_up(runtime := Runtime(deployment, role.config, cell, deployment_buckets(deployment)))
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    counted = Counted(engine)
-    assert layouts.generate(engine) == expected[0]
-    assert counted.drafted > 300
-    assert engine.compilations_after_ready == 0
-    engine.close()
+    with layouts.serving(runtime) as engine:
+        counted = Counted(engine)
+        assert layouts.generate(engine) == reference.tokens
+        assert counted.drafted > 300
+        assert engine.compilations_after_ready == 0
     link.close()
     without = role_of(with_module, "attention", 2, FFN | there)
     with pytest.raises(ConfigError, match=r"contract\.layers"):

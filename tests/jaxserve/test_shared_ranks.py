@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.attention_runtime import attention_cell
@@ -158,9 +157,7 @@ def test_over_pull(model, expected):
     role, deployment, source = role_of(model, "attention", 4, there)
     cell, link = attention_cell(role, deployment, source, TOKEN)
     warm_up(runtime := Runtime(deployment, role.config, cell, deployment_buckets(deployment)))
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    assert layouts.generate(engine, PROMPTS, PARAMS) == expected
-    engine.close()
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, PROMPTS, PARAMS) == expected
     link.close()
     server.close()

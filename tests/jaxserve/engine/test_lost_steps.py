@@ -83,9 +83,7 @@ def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, 
 
 def test_one_that_fails_again_and_again_ends_the_engine(engine, monkeypatch):
     monkeypatch.setattr(results, "_result", Failing(engine.driver, 0, 10).result)
-    collector = Collector()
-    name = collector.submit(engine, PROMPTS[0], PARAMS[0])
-    output = collector.wait()[name]
+    output = layouts.ask(engine, PROMPTS[0], PARAMS[0])
     assert output.finish_reason == "error"
     assert "INTERNAL: a device lost its step" in output.error
     assert engine.status == "failed"

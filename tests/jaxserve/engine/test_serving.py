@@ -1,19 +1,18 @@
 """The engine on real programs of a tiny model: what callers get, and what it costs."""
 
-import concurrent.futures
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
 from jaxserve.engine.build import build_engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from tests.jaxserve import layouts
-from tests.jaxserve.layouts import Collector, Output
+from tests.jaxserve.layouts import Collector, Output, ask
 from tests.reference.step3_numpy import Step3Numpy
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -22,12 +21,8 @@ VOCAB = layouts.SIZES.vocab_size
 
 @pytest.fixture(params=["colocated", "afd"])
 def engine(request):
-    runtime = request.getfixturevalue(f"{request.param}_runtime")
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    yield engine
-    layouts.idle(engine)
-    engine.close()
+    with layouts.serving(request.getfixturevalue(f"{request.param}_runtime")) as engine:
+        yield engine
 
 
 class TestEnds:
@@ -41,9 +36,7 @@ class TestEnds:
         return Step3Numpy.from_folder(tiny_model).greedy(TestEnds.PROMPT, 8)
 
     def run(self, engine, **params):
-        collector = Collector()
-        collector.submit(engine, self.PROMPT, SamplingParams(temperature=0, **params))
-        return collector.wait()["request 0"]
+        return ask(engine, self.PROMPT, SamplingParams(temperature=0, **params))
 
     def test_length(self, engine, expected):
         assert self.run(engine, max_tokens=8) == Output(expected, "length")
@@ -56,21 +49,16 @@ class TestEnds:
     def test_end_ids_of_the_model(self, afd_runtime, expected):
         ends = frozenset({expected[2], expected[5]})
         place = min(expected.index(token) for token in ends) + 1
-        engine = make_engine(afd_runtime, eos_token_ids=ends)
-        engine.start()
-        assert self.run(engine, max_tokens=8) == Output(expected[:place], "stop")
-        assert self.run(engine, max_tokens=8, ignore_eos=True) == Output(expected, "length")
-        layouts.idle(engine)
-        engine.close()
+        with layouts.serving(afd_runtime, ends) as engine:
+            assert self.run(engine, max_tokens=8) == Output(expected[:place], "stop")
+            assert self.run(engine, max_tokens=8, ignore_eos=True) == Output(expected, "length")
 
 
 class TestSeeds:
     PARAMS = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=77, ignore_eos=True)
 
     def alone(self, engine):
-        collector = Collector()
-        collector.submit(engine, layouts.PROMPTS[5], self.PARAMS)
-        return collector.wait()["request 0"].token_ids
+        return ask(engine, layouts.PROMPTS[5], self.PARAMS).token_ids
 
     def in_a_crowd(self, engine, place):
         """Among 17 others, greedy and sampled, of which it is the n-th."""
@@ -100,45 +88,32 @@ class TestSeeds:
     def test_in_both_modes(self, colocated_runtime, afd_runtime):
         tokens = []
         for runtime in (colocated_runtime, afd_runtime):
-            engine = make_engine(runtime, eos_token_ids=frozenset())
-            engine.start()
-            tokens.append(self.alone(engine))
-            engine.close()
+            with layouts.serving(runtime) as engine:
+                tokens.append(self.alone(engine))
         assert tokens[0] == tokens[1]
 
     def test_preempted_and_recomputed(self, afd_runtime, tiny_model):
         """A sequence that lost its pages draws the same tokens again."""
         deployment = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 24})
-        runtime = afd_runtime._replace(deployment=deployment)
         outputs = []
-        for pool in (afd_runtime, runtime):
-            engine = make_engine(pool, eos_token_ids=frozenset())
-            engine.start()
-            collector = Collector()
-            for number, prompt in enumerate(layouts.PROMPTS):
-                params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=number)
-                collector.submit(engine, prompt, params)
-            outputs.append(collector.wait())
-            layouts.idle(engine)
-            preemptions = engine.schedulers[0].num_preemptions
-            engine.close()
-        assert preemptions > 5
+        for runtime in (afd_runtime, afd_runtime._replace(deployment=deployment)):
+            with layouts.serving(runtime) as engine:
+                collector = Collector()
+                for number, prompt in enumerate(layouts.PROMPTS):
+                    params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=number)
+                    collector.submit(engine, prompt, params)
+                outputs.append(collector.wait())
+        assert engine.schedulers[0].num_preemptions > 5
         assert outputs[0] == outputs[1]
 
-    def test_another_seed_another_text(self, engine):
+    @pytest.mark.parametrize("seeds", [range(4), [None] * 4], ids=["seeds", "none"])
+    def test_another_seed_another_text(self, engine, seeds):
+        """A request without a seed has its own."""
         collector = Collector()
-        for seed in range(4):
+        for seed in seeds:
             params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed)
             collector.submit(engine, layouts.PROMPTS[5], params)
-        texts = {tuple(output.token_ids) for output in collector.wait().values()}
-        assert len(texts) == 4
-
-    def test_without_a_seed_every_request_has_its_own(self, engine):
-        collector = Collector()
-        for _ in range(3):
-            params = SamplingParams(max_tokens=20, temperature=1.0)
-            collector.submit(engine, layouts.PROMPTS[5], params)
-        assert len({tuple(output.token_ids) for output in collector.wait().values()}) == 3
+        assert len({tuple(output.token_ids) for output in collector.wait().values()}) == 4
 
 
 class TestCancel:
@@ -183,17 +158,8 @@ class TestCancel:
 class TestManyCallers:
     """Four threads, a pool that is too small, cancellations at any time, two lanes."""
 
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def expected(colocated_runtime):
-        engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-        engine.start()
-        tokens = layouts.generate(engine, params=SamplingParams(max_tokens=24, temperature=0))
-        engine.close()
-        return tokens
-
-    def call(self, engine, collector, seed, expected):
-        draw = random.Random(seed)
+    def call(self, engine, seed, reference):
+        draw, collector = random.Random(seed), Collector()
         for number in range(30):
             prompt = draw.randrange(len(layouts.PROMPTS))
             request_id = f"{number} of {seed}: prompt {prompt}"
@@ -204,27 +170,19 @@ class TestManyCallers:
             if draw.random() < 0.3:
                 engine.cancel(request_id)
         for request_id, output in collector.wait().items():
-            tokens = expected[int(request_id.split()[-1])]
+            tokens = reference.tokens[int(request_id.split()[-1])]
             assert output.finish_reason in ("length", "cancelled"), output
             assert output.token_ids == tokens[: len(output.token_ids)], request_id
 
     @pytest.mark.parametrize(("name", "prefix"), [("afd", False), ("colocated", True)])
     def test_everybody_gets_the_tokens_of_their_prompt(
-        self, name, prefix, request, tiny_model, expected
+        self, name, prefix, request, tiny_model, reference
     ):
         runtime = request.getfixturevalue(f"{name}_runtime")
         overrides = {"mode": name, "lanes": 2, "cache.pages": 24, "cache.prefix": prefix}
         runtime = runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
-        engine = make_engine(runtime, eos_token_ids=frozenset())
-        engine.start()
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            calls = [
-                pool.submit(self.call, engine, Collector(), seed, expected) for seed in range(4)
-            ]
-        for call in calls:
-            call.result()
-        layouts.idle(engine)
-        engine.close()
+        with layouts.serving(runtime) as engine, ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda seed: self.call(engine, seed, reference), range(4)))
         if prefix:
             assert engine.schedulers[0].queue.prompt_tokens_found > 100
         else:
@@ -262,19 +220,15 @@ class TestNoCompilationAfterReady:
     @pytest.mark.parametrize(
         ("overrides", "buckets"),
         [
-            pytest.param(
-                {"lanes": 2, "attention.dp": 2, "scheduler.token_buckets": [8, 24]},
-                4,
-                id="afd",
-            ),
-            pytest.param({**layouts.COLOCATED, "lanes": 2}, 2, id="colocated"),
+            ({"scheduler.token_buckets": [8, 24]}, 2),
+            (layouts.COLOCATED | {"scheduler.page_buckets": [5, 18]}, 2),
         ],
+        ids=["afd", "colocated"],
     )
     @pytest.mark.unoptimised
     def test_200_requests(self, overrides, buckets, tiny_model):
         """Of all threads none compiles, though all buckets are used."""
-        overrides = {"scheduler.page_buckets": [5, 18], **overrides}
-        engine = build_engine(layouts.deployment(tiny_model, overrides))
+        engine = build_engine(layouts.deployment(tiny_model, {"lanes": 2, **overrides}))
         events, used = [], set()
 
         def listen(event, seconds, **details):

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.engine.build import build_engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import InvalidRequestError
 from tests.jaxserve import layouts
@@ -121,7 +119,6 @@ def run(engine):
         params = params_of(number)
         collector.submit(engine, PROMPTS[number], params, request_id=str(number))
     collector.wait()
-    layouts.idle(engine)
     return {number: collector.outputs(str(number)) for number in numbers}
 
 
@@ -161,43 +158,41 @@ def check_top(item, count):
 @pytest.mark.parametrize("name", ["colocated", "afd"])
 def test_two_lanes(name, request, wanted):
     """Twice: the second time all prompts are in the prefix cache."""
-    runtime = request.getfixturevalue(f"{name}_runtime")
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    check(run(engine), wanted)
-    before = engine.schedulers[0].queue.prompt_tokens_found
-    outputs = run(engine)
-    check(outputs, wanted)
-    assert engine.schedulers[0].queue.prompt_tokens_found > before + 200
+    with layouts.serving(request.getfixturevalue(f"{name}_runtime")) as engine:
+        check(run(engine), wanted)
+        before = engine.schedulers[0].queue.prompt_tokens_found
+        outputs = run(engine)
+        check(outputs, wanted)
+        assert engine.schedulers[0].queue.prompt_tokens_found > before + 200
     found = {number: news[0].cached_tokens for number, news in outputs.items()}
     assert found[1] == 64, "70 tokens, 8 a page"
     assert found[10] == found[7] == 0, "scored prompts are computed"
-    engine.close()
 
 
 def test_preempted_and_recomputed(afd_runtime, tiny_model, wanted):
     for prefix in (True, False):
         overrides = {"lanes": 2, "cache.pages": 18, "cache.prefix": prefix}
         runtime = afd_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
-        engine = make_engine(runtime, eos_token_ids=frozenset())
-        engine.start()
-        check(run(engine), wanted)
-        engine.close()
+        with layouts.serving(runtime) as engine:
+            check(run(engine), wanted)
         assert engine.schedulers[0].num_preemptions
 
 
 def test_two_groups_on_three_lanes(tiny_model, wanted):
     overrides = {"attention.dp": 2, "attention.tp": 2, "ffn.ep": 2, "lanes": 3}
-    engine = build_engine(layouts.deployment(tiny_model, overrides))
-    check(run(engine), wanted)
-    assert engine.compilations_after_ready == 0
-    engine.close()
+    with layouts.running(tiny_model, overrides) as engine:
+        check(run(engine), wanted)
+        assert engine.compilations_after_ready == 0
 
 
-def test_neighbours_draw_the_same_with_and_without_rules_beside_them(colocated_runtime):
+@pytest.fixture(scope="module")
+def engine(colocated_runtime):
+    with layouts.serving(colocated_runtime) as engine:
+        yield engine
+
+
+def test_neighbours_draw_the_same_with_and_without_rules_beside_them(engine):
     """Steps with rules draw all slots again, by another program."""
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
     plain = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=5)
     outputs = []
     for company in ({}, {"frequency_penalty": 1.0}, {"logit_bias": {3: 5.0}, "logprobs": 5}):
@@ -208,17 +203,6 @@ def test_neighbours_draw_the_same_with_and_without_rules_beside_them(colocated_r
         outputs.append(collector.wait()["mine"])
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(outputs[0].token_ids) == 30
-    layouts.idle(engine)
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def engine(colocated_runtime):
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    yield engine
-    layouts.idle(engine)
-    engine.close()
 
 
 class TestEmittedElsewhere:
