@@ -74,13 +74,15 @@ def make_scheduler(**limits) -> FullScheduler:
     return FullScheduler(**(defaults | limits))
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **params) -> Request:
+def make_request(request_id, prompt=(1,), max_tokens=8, *, arrival=0.0, deadline=None, **params):
     """A greedy request of a model whose end id is 0."""
     return Request(
         request_id=request_id,
-        prompt=prompt,
+        prompt=list(prompt),
         params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
         eos_token_ids=frozenset({0}),
+        arrival=arrival,
+        deadline=deadline,
     )
 
 

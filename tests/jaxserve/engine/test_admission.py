@@ -2,8 +2,8 @@ from jaxserve.engine.admission import GroupLoad
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.prefix_cache import PageKeys
-from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import Sequence, token_array
+from tests.jaxserve.engine.step_plans import make_request
 
 
 def group(slots=2):
@@ -12,8 +12,7 @@ def group(slots=2):
 
 
 def sequence(max_generated=1, prompt=(1, 2, 3)):
-    request = Request(request_id="a", prompt=list(prompt), params=SamplingParams())
-    tokens = token_array(request.prompt)
+    request, tokens = make_request("a", prompt), token_array(list(prompt))
     return Sequence(request, (0.0, 0), max_generated, tokens, PageKeys("", tokens, 2))
 
 

@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from jaxserve.engine.fetches import FetchOrder
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import (
     Await,
@@ -81,17 +82,22 @@ def finish(loop: Loop) -> dict[str, list[int]]:
     return tokens
 
 
-def fetch_of(loop: Loop):
+def fetch_of(loop: Loop) -> FetchOrder:
     action = step(loop)
     assert isinstance(action, Fetch), action
     return action.order
 
 
+def fetching() -> tuple[Loop, FetchOrder]:
+    """A loop with one request of 18 tokens, and the order for the 16 that are held elsewhere."""
+    loop = make_loop()
+    loop.submit(request("a", 18, held=16))
+    return loop, fetch_of(loop)
+
+
 class TestOrder:
     def test_it_gets_no_step_before_its_pages_are_written(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
+        loop, order = fetching()
         assert (order.request_id, order.start, order.stop, order.group) == ("a", 0, 16, 0)
         assert order.token_ids == list(range(16))
         assert step(loop) == Idle(None)
@@ -107,19 +113,6 @@ class TestOrder:
         assert planned.plan.kv_lengths.tolist() == [18]
         assert len(planned.plan.token_ids) == 2
         loop.enqueued(0)
-        assert finish(loop) == {"a": [7, 7, 7, 7]}
-
-    def test_pieces_may_arrive_before_the_last_one_is_written(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
-        for first in (0, 8):
-            loop.arrived(0, order.ticket, first, 8, first)
-        for first in (0, 8):
-            action = step(loop, ())
-            assert isinstance(action, ImportPages)
-            assert action.piece == first
-            loop.imported(0, order.ticket, 8)
         assert finish(loop) == {"a": [7, 7, 7, 7]}
 
     def test_few_are_written_between_two_steps(self):
@@ -146,18 +139,18 @@ class TestOrder:
         assert seen == [0, 4, "step", 8, 12, "step", 16, 20, "step", 24, 28, "step"]
         assert finish(loop)["a"] == [7, 7, 7, 7]
 
-    def test_without_steps_all_are_written(self):
-        loop = make_loop()
+    @pytest.mark.parametrize("size", [4, 8])
+    def test_pieces_may_arrive_before_the_last_one_is_written(self, size):
+        """Without steps all are written at once, whatever may be written between two steps."""
+        loop, order = fetching()
         loop.fetch_policy = FetchPolicy(between_steps=4)
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
-        for first in range(0, 16, 4):
-            loop.arrived(0, order.ticket, first, 4, first)
-        for first in range(0, 16, 4):
+        for first in range(0, 16, size):
+            loop.arrived(0, order.ticket, first, size, first)
+        for first in range(0, 16, size):
             action = step(loop)
             assert isinstance(action, ImportPages)
             assert action.piece == first
-            loop.imported(0, order.ticket, 4)
+            loop.imported(0, order.ticket, size)
         assert finish(loop) == {"a": [7, 7, 7, 7]}
 
     def test_others_go_on_meanwhile(self):
@@ -195,16 +188,12 @@ class TestOrder:
 
     @pytest.mark.parametrize(("first", "tokens"), [(4, 4), (0, 0), (0, 20)])
     def test_pieces_out_of_order(self, first, tokens):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
+        loop, order = fetching()
         with pytest.raises(ValueError, match="arrived, expected 0 to 16"):
             loop.arrived(0, order.ticket, first, tokens, None)
 
     def test_pages_that_do_not_cover_a_piece(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
+        loop, order = fetching()
         loop.schedulers[0].fetches._fetches[order.ticket].sequence.page_ids[1:] = []
         with pytest.raises(ValueError, match="1 pages for tokens 0 to 8"):
             loop.arrived(0, order.ticket, 0, 8, None)
@@ -213,9 +202,7 @@ class TestOrder:
 class TestEnds:
     @pytest.mark.parametrize("arrived", [0, 1])
     def test_cancelled_while_it_waits(self, arrived):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
+        loop, order = fetching()
         if arrived:
             loop.arrived(0, order.ticket, 0, 16, None)
         (output,) = loop.cancel("a")
@@ -237,9 +224,7 @@ class TestEnds:
         assert step(loop) == Idle(None)
 
     def test_what_had_come_is_kept_when_the_rest_does_not(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
+        loop, order = fetching()
         bring(loop, order, 0, 8)
         loop.imported(0, order.ticket, 8)
         assert loop.fetch_failed(0, order.ticket, "gone") == []
@@ -260,10 +245,8 @@ class TestEnds:
         ],
     )
     def test_recompute_or_fail(self, policy, mismatch, fails):
-        loop = make_loop()
+        loop, order = fetching()
         loop.fetch_policy = policy
-        loop.submit(request("a", 18, held=16))
-        order = fetch_of(loop)
         outputs = loop.fetch_failed(0, order.ticket, "why", mismatch=mismatch)
         if fails:
             (output,) = outputs

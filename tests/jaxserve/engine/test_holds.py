@@ -195,28 +195,19 @@ def test_a_lease_ends_unless_it_is_renewed():
     assert loop.schedulers[0].kv_usage == [0.0]
 
 
-def test_prompts_wait_for_room():
-    loop, _ = make(pages=5)
+@pytest.mark.parametrize("limits", [{"pages": 5}, {"requests": 2}])
+def test_prompts_wait_for_room(limits):
+    """A prompt that takes more than the bound runs alone."""
+    loop, _ = make(**limits)
     for name in "abc":
         loop.prefill(prompt(name))
     assert run(loop) == [("a", "length"), ("b", "length")]
     assert (loop.holds.held, loop.holds.waiting) == (2, 1)
+    loop.prefill(prompt("long", 48, arrival=999.0))
     loop.holds.release(loop.holds.of_request("a").hand_off)
     assert run(loop) == [("c", "length")]
-
-
-def test_the_number_of_requests_is_bounded_too():
-    loop, _ = make(requests=1)
-    for name in "ab":
-        loop.prefill(prompt(name))
-    assert run(loop) == [("a", "length")]
-    loop.cancel("a")
-    assert run(loop) == [("b", "length")]
-
-
-def test_one_prompt_may_take_more_than_the_bound():
-    loop, _ = make(pages=5)
-    loop.prefill(prompt("long", 48))
+    for name in "bc":
+        loop.cancel(name)
     assert run(loop) == [("long", "length")]
 
 
@@ -229,17 +220,15 @@ def test_too_many_wait():
         loop.prefill(prompt("e"))
 
 
-@pytest.mark.parametrize("stage", ["waiting", "running", "held"])
-def test_a_name_is_used_once(stage):
+def test_a_name_is_used_once():
     loop, _ = make(requests=1)
     loop.prefill(prompt("first"))
-    if stage == "waiting":
-        loop.prefill(prompt("second"))
-    if stage == "held":
+    loop.prefill(prompt("waits"))
+    for _ in ("running", "held"):
+        for name in ("first", "waits"):
+            with pytest.raises(InvalidRequestError, match="is already running"):
+                loop.prefill(prompt(name))
         run(loop)
-    name = "second" if stage == "waiting" else "first"
-    with pytest.raises(InvalidRequestError, match="is already running"):
-        loop.prefill(prompt(name))
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_came_just_before():

@@ -11,14 +11,6 @@ def packed(logprob, ids, logs) -> np.ndarray:
     return np.concatenate([floats[:1], np.asarray(ids, np.int32), floats[1:]])
 
 
-def test_plain_steps_have_tokens_alone():
-    rows = [SequenceRow(0, [1], 1, [0], sample=True, logprobs=1)]
-    plan = plan_of_rows(0, 0, Bucket(2, 1), [rows], slots=2)
-    result = step_result(plan, np.asarray([[7, 8]]), None, None)
-    assert result.sampled.tolist() == [[7, 8]]
-    assert result[1:] == ({}, {})
-
-
 def test_what_each_row_asked_for():
     rows = [
         SequenceRow(0, [1], 1, [0], sample=True),
@@ -39,6 +31,7 @@ def test_what_each_row_asked_for():
         8: [(13, -3.5, ())],
         9: [(14, -4.5, everything)],  # a vocabulary of three has no more
     }
+    assert step_result(plan, sampled, None, None)[1:] == ({}, {}), "a plain step"
 
 
 def test_log_probabilities_of_a_run_end_where_its_drafts_do():

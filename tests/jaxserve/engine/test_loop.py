@@ -65,39 +65,27 @@ class TestOrder:
     def test_one_step_ahead_of_what_was_read(self):
         loop, _ = make_loop(lanes=1)
         loop.submit(request("a"))
-        first = loop.next([0])
-        assert isinstance(first, Enqueue)
-        assert loop.enqueued(0) == first.steps[0]
-        second = loop.next([0])
-        assert isinstance(second, Enqueue)
+        (first,) = loop.next([0]).steps
+        assert loop.enqueued(0) == first
+        assert len(loop.next([0]).steps) == 1
         loop.enqueued(0)
-        assert loop.next([0]) == Await(first.steps[0])
-        (output,) = loop.complete(0, first.steps[0].plan, result())
+        assert loop.next([0]) == Await(first)
+        (output,) = loop.complete(0, first.plan, result())
         assert (output.request_id, output.token_ids) == ("a", [7])
-        third = loop.next([0])
-        assert isinstance(third, Enqueue)
-        assert [step.plan.number for step in third.steps] == [2]
+        assert [step.plan.number for step in loop.next([0]).steps] == [2]
 
     def test_a_lane_that_is_inside_a_step_goes_on_without_a_new_plan(self):
         loop, _ = make_loop(groups=1)
         for name in "ab":
             loop.submit(request(name))
-        both = loop.next([0, 1])
-        assert isinstance(both, Enqueue)
-        assert [step.lane for step in both.steps] == [0, 1]
+        assert [step.lane for step in loop.next([0, 1]).steps] == [0, 1]
         loop.enqueued(0)
         assert loop.next([]) == Enqueue([])
-
-    def test_without_work_it_is_idle(self):
-        loop, _ = make_loop()
-        assert loop.next([0, 1]) == Idle(None)
 
     def test_the_last_results_are_awaited_when_nothing_is_left_to_plan(self):
         loop, _ = make_loop()
         loop.submit(request("a", max_tokens=1))
-        action = loop.next([0, 1])
-        assert isinstance(action, Enqueue)
-        (step,) = action.steps
+        (step,) = loop.next([0, 1]).steps
         loop.enqueued(step.lane)
         assert loop.next([0, 1]) == Await(step)
         (output,) = loop.complete(step.lane, step.plan, result())
@@ -116,9 +104,7 @@ class TestOrder:
     def test_lanes_of_several_domains(self):
         loop, _ = make_loop(domains=3, lanes=1)
         loop.submit(request("a"), domain=2)
-        action = loop.next([0, 1, 2])
-        assert isinstance(action, Enqueue)
-        assert [step.lane for step in action.steps] == [2]
+        assert [step.lane for step in loop.next([0, 1, 2]).steps] == [2]
         assert loop.issued == [0, 0, 1]
 
     def test_lanes_are_asked_for_one_by_one(self):
@@ -126,7 +112,6 @@ class TestOrder:
         for name in "ab":
             loop.submit(request(name))
         action = loop.next(lane for lane in [0, 1] if not max(loop.issued))
-        assert isinstance(action, Enqueue)
         assert [step.lane for step in action.steps] == [0]
 
 
@@ -154,6 +139,7 @@ class TestRequests:
 
     def test_requests_that_ended_leave_nothing_behind(self):
         loop, clock = make_loop()
+        assert loop.next([0, 1]) == Idle(None)
         for number in range(1000):
             loop.submit(request("a", deadline=1e6 + number))
             loop.cancel("a")
@@ -165,14 +151,10 @@ class TestRequests:
         clock.now = 3e6
         assert [output.request_id for output in loop.tick()] == ["b"]
 
-    def test_idle_until_the_next_deadline(self):
-        loop, _ = make_loop(lanes=1)
-        loop.submit(request("a", deadline=5.0))
-        assert loop.next([]) == Idle(5.0)
-
     def test_how_long_a_sequence_waited(self):
         loop, clock = make_loop(lanes=1)
-        loop.submit(request("a", arrival=2.0, max_tokens=1))
+        loop.submit(request("a", arrival=2.0, max_tokens=1, deadline=5.0))
+        assert loop.next([]) == Idle(5.0), "until the next deadline"
         clock.now = 3.5
         loop.next([0])
         step = loop.enqueued(0)

@@ -6,30 +6,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jaxserve.engine.pages import PageAllocator
 
 
-def test_hands_out_low_pages_first_and_freed_ones_again():
-    pool = PageAllocator(5)
-    assert pool.allocate(3) == [0, 1, 2]
-    assert pool.allocate(1) == [3]
-    pool.free([1, 2])
-    assert pool.allocate(2) == [1, 2]
-    assert pool.free_pages == 1
-
-
-def test_all_or_nothing():
-    pool = PageAllocator(3)
-    assert pool.allocate(2) == [0, 1]
-    assert pool.allocate(2) is None
-    assert pool.free_pages == 1
-    assert pool.allocate(0) == []
-
-
-def test_usage_is_the_taken_part():
+def test_low_pages_come_first_freed_ones_again_and_never_too_few():
     pool = PageAllocator(4)
-    assert pool.usage == 0.0
-    pool.allocate(3)
-    assert pool.usage == 0.75
-    pool.free([0, 1, 2])
-    assert pool.usage == 0.0
+    assert (pool.allocate(0), pool.usage) == ([], 0.0)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert (pool.allocate(2), pool.free_pages, pool.usage) == (None, 1, 0.75)
+    pool.free([1, 2])
+    assert pool.allocate(3) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

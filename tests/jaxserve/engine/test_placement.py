@@ -1,31 +1,16 @@
 """Which domain takes a request in."""
 
 from jaxserve.engine.placement import choose_domain
-from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.scheduler import Scheduler
+from tests.jaxserve.engine.step_plans import make_request, make_scheduler
 
 
-def scheduler(**limits):
-    return Scheduler(
-        **{
-            "groups": 1,
-            "lanes": 1,
-            "slots": 2,
-            "pages": 12,
-            "page_size": 4,
-            "max_length": 32,
-            "token_budget": 16,
-            "token_buckets": [16],
-            "page_buckets": [8],
-            "max_waiting": 100,
-            **limits,
-        }
-    )
+def scheduler(slots=2):
+    sizes = {"slots": slots, "pages": 12, "page_size": 4, "max_length": 32, "max_waiting": 100}
+    return make_scheduler(token_budget=16, token_buckets=[16], page_buckets=[8], **sizes).scheduler
 
 
 def request(name, length=8):
-    params = SamplingParams(max_tokens=4)
-    return Request(request_id=str(name), prompt=[1] * length, params=params)
+    return make_request(str(name), [1] * length, max_tokens=4)
 
 
 def fill(schedulers, lengths):

@@ -1,33 +1,22 @@
 """Who comes first and where to, what the prefix cache saves, what grammars do; written out."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
-from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import InvalidRequestError
 from jaxserve.roles.layout import NO_TOKEN, REJECTED
 from jaxserve.roles.step_plan import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     in_pool,
-    make_request,
     make_scheduler,
     news,
     row,
     sampled,
 )
-
-
-def request(request_id, prompt=(1,), max_tokens=8, arrival=0.0, deadline=None, **params):
-    return Request(
-        request_id=request_id,
-        prompt=list(prompt),
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
-        eos_token_ids=frozenset({0}),
-        arrival=arrival,
-        deadline=deadline,
-    )
-
+from tests.jaxserve.engine.step_plans import make_request as request
 
 # Who comes first.
 
@@ -108,12 +97,6 @@ def run(scheduler, request, token=7):
 
 def test_the_group_that_has_the_prompt_takes_it():
     scheduler = make_scheduler(groups=2, pages=16, prefix_cache=True)
-    scheduler.add(request("busy", [9], max_tokens=15))
-    scheduler.plan(0)
-    scheduler.add(request("a", [1, 2, 3, 4, 5], max_tokens=1))
-    plan = scheduler.plan(0)
-    assert [len(rows) for rows in plan.groups] == [1, 1]
-    scheduler = make_scheduler(groups=2, pages=16, prefix_cache=True)
     run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=1))
     scheduler.add(request("other", [9], max_tokens=1))
     scheduler.add(request("again", [1, 2, 3, 4, 6], max_tokens=1))
@@ -143,18 +126,25 @@ def test_the_last_token_is_always_fed():
     scheduler = make_scheduler(pages=16, prefix_cache=True)
     run(scheduler, request("a", [1, 2, 3, 4], max_tokens=1))
     scheduler.add(request("b", [1, 2, 3, 4], max_tokens=2))
-    plan = scheduler.plan(0)
-    assert [one.token_ids for one in plan.groups[0]] == [[3, 4]]
     scheduler.add(request("c", [1, 2, 9], max_tokens=2))
-    assert [one.token_ids for one in scheduler.plan(0).groups[0]] == [[FROM_DEVICE], [9]]
+    assert [one.token_ids for one in scheduler.plan(0).groups[0]] == [[3, 4], [9]]
 
 
-def test_salts_keep_tenants_apart():
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"cache_salt": "x"}, 4),
+        ({"cache_salt": "y"}, 0),
+        ({}, 0),
+        ({"cache_salt": "x", "prompt_logprobs": 1}, 0),
+        ({"cache_salt": "x", "repetition_penalty": 1.2}, 4),
+    ],
+)
+def test_salts_keep_tenants_apart_and_what_is_scored_passes_through_the_steps(options, found):
     scheduler = make_scheduler(pages=16, prefix_cache=True)
     run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=1, cache_salt="x"))
-    for request_id, salt, found in (("b", "y", 0), ("c", "", 0), ("d", "x", 4)):
-        own = request(request_id, [1, 2, 3, 4, 5], max_tokens=1, cache_salt=salt)
-        assert run(scheduler, own)[0].cached_tokens == found
+    outputs = run(scheduler, request("b", [1, 2, 3, 4, 5], max_tokens=1, **options))
+    assert outputs[0].cached_tokens == found
 
 
 def test_running_sequences_take_cached_pages_before_they_preempt():
@@ -164,16 +154,6 @@ def test_running_sequences_take_cached_pages_before_they_preempt():
     assert len(outputs) == 15
     assert scheduler.num_preemptions == 0
     assert run(scheduler, request("c", [1, 2, 3, 4, 5, 6], max_tokens=1))[0].cached_tokens < 4
-
-
-def test_what_is_counted_or_scored_passes_through_the_steps():
-    scheduler = make_scheduler(pages=16, prefix_cache=True)
-    run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=3))
-    prompt = [1, 2, 3, 4, 5]
-    scored = run(scheduler, request("b", prompt, max_tokens=1, prompt_logprobs=1))
-    assert scored[0].cached_tokens == 0
-    counted = run(scheduler, request("c", prompt, max_tokens=1, repetition_penalty=1.2))
-    assert counted[0].cached_tokens == 4
 
 
 # Log-probabilities.
@@ -331,15 +311,15 @@ class Silent(Script):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "token", "message"),
+    ("grammar", "message"),
     [
-        (Broken(5, 6, 7), 1, "the grammar failed: no such rule"),
-        (Silent(5, 6, 7), 1, "the grammar failed: the grammar allows no token"),
+        (Broken, "the grammar failed: no such rule"),
+        (Silent, "the grammar failed: the grammar allows no token"),
     ],
 )
-def test_a_grammar_that_fails_ends_its_request_alone(grammar, token, message):
+def test_a_grammar_that_fails_ends_its_request_alone(grammar, message):
     scheduler = make_scheduler()
-    scheduler.add(request("a", [1], grammar=grammar))
+    scheduler.add(request("a", [1], grammar=grammar(5, 6, 7)))
     scheduler.add(request("b", [2], max_tokens=4))
     outputs = []
     tokens = iter([5, 6, 7, 8])
@@ -351,24 +331,14 @@ def test_a_grammar_that_fails_ends_its_request_alone(grammar, token, message):
     scheduler.check_integrity()
 
 
-def test_a_grammar_that_allows_nothing_at_all_is_refused():
+def test_a_grammar_that_allows_nothing_and_too_many_ids_to_keep_away_are_refused():
     scheduler = make_scheduler()
     with pytest.raises(InvalidRequestError, match="grammar: the grammar allows no token"):
-        scheduler.add(request("a", [1], grammar=Silent(5)))
-    assert not scheduler.has_work
-
-
-def test_too_many_ids_to_keep_away():
-    scheduler = make_scheduler()
-    ends = Request(
-        request_id="a",
-        prompt=[1],
-        params=SamplingParams(max_tokens=4, min_tokens=2),
-        eos_token_ids=frozenset(range(90)),
-    )
+        scheduler.add(request("a", grammar=Silent(5)))
+    ends = msgspec.structs.replace(request("a", min_tokens=2), eos_token_ids=frozenset(range(90)))
     with pytest.raises(InvalidRequestError, match="min_tokens: 90 ids would end the request"):
-        scheduler.check(ends)
-    scheduler.check(make_request("b", [1]))
+        scheduler.add(ends)
+    assert not scheduler.has_work
 
 
 @pytest.mark.parametrize(("modules", "proposes"), [(1, [True, True, False]), (0, [False] * 3)])
@@ -378,7 +348,7 @@ def test_prediction_modules_see_every_chunk_of_a_prompt(modules, proposes):
         drafts=1, modules=modules, automatic_drafts=True, token_budget=6, token_buckets=[3, 6]
     )
     scheduler.draft_policy.choose = lambda *_, **__: 0
-    scheduler.add(make_request("a", [1] * 8))
+    scheduler.add(request("a", [1] * 8))
     plans = []
     for _ in range(3):
         plans.append(scheduler.plan(0))

@@ -83,10 +83,10 @@ def test_the_youngest_leaves_when_it_needs_a_page_itself():
     scheduler, landing = three_lanes_short_of_a_page()
     scheduler.complete(landing, sampled({0: 31}))
     scheduler.complete(scheduler.plan(2), sampled({0: 32}))
-    assert scheduler.plan(2) is None
-    assert scheduler.waiting_ids() == ["c"]
-    assert in_pool(scheduler, pages=5) == [4]
-    assert scheduler.plan(2) is None, "two pages, and two to spare, are more than one"
+    for _ in ("c leaves", "two pages, and two to spare, are more than one"):
+        assert scheduler.plan(2) is None
+        assert scheduler.waiting_ids() == ["c"]
+        assert in_pool(scheduler, pages=5) == [4]
 
 
 def test_a_page_that_comes_back_goes_to_the_oldest_who_missed_a_step():
@@ -163,17 +163,10 @@ def test_a_lost_prefill_is_begun_again():
     again = scheduler.plan(0)
     assert again.groups == first.groups
     assert scheduler.num_preemptions == 1, "what the device counted may be wrong"
-
-
-def test_a_request_that_was_cancelled_leaves_with_its_lost_step():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1]))
-    plan = scheduler.plan(0)
     scheduler.cancel("a")
-    assert in_pool(scheduler) == [1]
-    scheduler.lost(plan)
-    assert in_pool(scheduler) == [0]
-    assert not scheduler.has_work
+    assert in_pool(scheduler) == [4]
+    scheduler.lost(again)
+    assert (in_pool(scheduler), scheduler.has_work) == ([0], False), "it leaves with its step"
 
 
 # Cancellation.
@@ -184,42 +177,26 @@ def test_cancel_a_waiting_request():
     scheduler.add(make_request("a", [1]))
     scheduler.add(make_request("b", [2]))
     assert scheduler.cancel("a") == [news("a", [], "cancelled")]
-    assert scheduler.cancel("a") == []
-    assert scheduler.cancel("nobody") == []
+    assert scheduler.cancel("a") == scheduler.cancel("nobody") == []
     assert scheduler.plan(0).groups == [[row(0, [2], 1, [0])]]
+    assert scheduler.cancel("b", "stop") == [news("b", [], "stop")], "the text ends there"
 
 
-def test_cancel_between_steps_frees_at_once():
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+@pytest.mark.parametrize("prompt", [[1], [1] * 10], ids=["decoding", "in its prompt"])
+def test_cancel_frees_once_nothing_is_in_flight(prompt, in_flight):
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1]))
+    scheduler.add(make_request("a", prompt))
     scheduler.complete(scheduler.plan(0), sampled({0: 11}))
-    assert in_pool(scheduler) == [1]
+    steps = [scheduler.plan(0) for _ in range(in_flight)]
     assert scheduler.cancel("a") == [news("a", [], "cancelled")]
-    assert in_pool(scheduler) == [0]
-    assert not scheduler.has_work
-
-
-def test_cancel_in_flight_frees_when_both_steps_have_landed():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1]))
-    first, second = scheduler.plan(0), scheduler.plan(0)
-    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
-    assert scheduler.complete(first, sampled({0: 11})) == []
-    assert in_pool(scheduler) == [1]
-    assert scheduler.has_work
-    assert scheduler.complete(second, sampled({0: 12})) == []
-    assert in_pool(scheduler) == [0]
-    assert not scheduler.has_work
-
-
-def test_cancel_in_the_middle_of_a_prompt():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6]))
-    first = scheduler.plan(0)
-    scheduler.cancel("a")
     assert scheduler.plan(0) is None
-    assert scheduler.complete(first, sampled({})) == []
+    for plan in steps:
+        assert scheduler.has_work
+        assert in_pool(scheduler) != [0]
+        assert scheduler.complete(plan, sampled({0: 12})) == []
     assert in_pool(scheduler) == [0]
+    assert not scheduler.has_work
 
 
 def test_cancel_the_preempted_before_they_land():
@@ -239,9 +216,3 @@ def test_the_preempted_may_end_when_they_land():
     assert scheduler.complete(landing, sampled({0: 0})) == [news("c", [], "stop", 0)]
     assert scheduler.waiting_ids() == []
     scheduler.check_integrity()
-
-
-def test_who_has_a_tokenizer_ends_a_request_with_another_reason():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1]))
-    assert scheduler.cancel("a", "stop") == [news("a", [], "stop")]
