@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 
 import pytest
@@ -20,26 +21,19 @@ from jaxserve.link.channel import (
 )
 
 
-def accept_one(listener: socket.socket, token: str, seconds: float = 5.0) -> list:
-    """Accepts in a thread; the list gets the channel or the error."""
-    result: list = []
-
-    def run() -> None:
-        try:
-            result.append(accept(listener.accept()[0], token, seconds))
-        except (AuthenticationError, OSError, EOFError) as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    result.append(thread)
-    return result
-
-
 @pytest.fixture
 def listener():
     with listen("127.0.0.1:0", "secret") as sock:
         yield sock
+
+
+@pytest.fixture
+def accept_one(listener):
+    """Accepts a connection in a thread: a future of the channel."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda seconds=5.0: pool.submit(
+            lambda: accept(listener.accept()[0], "secret", seconds)
+        )
 
 
 def address(listener: socket.socket) -> str:
@@ -56,15 +50,19 @@ def dial_with(listener: socket.socket, token: str) -> Channel:
     return channel
 
 
-def meet(listener: socket.socket, token: str = "secret") -> tuple[Channel, Channel]:
-    thread, *_ = result = accept_one(listener, token)
-    client = dial_with(listener, token)
-    thread.join()
-    return client, result[1]
+@pytest.fixture
+def ends(listener, accept_one):
+    """Both ends of a connection."""
+    accepted = accept_one()
+    client = dial_with(listener, "secret")
+    server = accepted.result()
+    yield client, server
+    client.close()
+    server.close()
 
 
-def test_frames_keep_their_bounds_and_order(listener) -> None:
-    client, server = meet(listener)
+def test_frames_keep_their_bounds_and_order(ends) -> None:
+    client, server = ends
     for frame in (b"one", b"", b"x" * 100_000):
         client.send(frame)
     assert [server.receive() for _ in range(3)] == [b"one", b"", b"x" * 100_000]
@@ -76,12 +74,11 @@ def test_frames_keep_their_bounds_and_order(listener) -> None:
     assert server.wait(5.0)
     with pytest.raises((EOFError, OSError)):
         server.receive()
-    server.close()
 
 
-def test_a_detached_socket_has_the_same_frames(listener) -> None:
+def test_a_detached_socket_has_the_same_frames(ends) -> None:
     assert framed(b"body") == b"\x00\x00\x00\x04body"
-    client, server = meet(listener)
+    client, server = ends
     with client.detach() as sock:
         sock.sendall(framed(b"one") + framed(b""))
         assert [server.receive() for _ in range(2)] == [b"one", b""]
@@ -108,17 +105,15 @@ def test_a_length_beyond_the_cap_is_refused_before_its_bytes(head: bytes, length
         take_frames(bytearray(head), 3)
 
 
-def test_shutdown_wakes_a_receiver_in_another_thread(listener) -> None:
-    client, server = meet(listener)
+def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
+    client, _ = ends
     threading.Timer(0.1, client.shutdown).start()
     with pytest.raises((EOFError, OSError)):
         client.receive()
-    client.close()
-    server.close()
 
 
-def test_frame_beyond_the_cap_is_refused(listener) -> None:
-    client, server = meet(listener)
+def test_frame_beyond_the_cap_is_refused(ends) -> None:
+    client, server = ends
 
     def send() -> None:
         with contextlib.suppress(OSError):  # The other end closes in the middle.
@@ -131,23 +126,19 @@ def test_frame_beyond_the_cap_is_refused(listener) -> None:
     server.close()
     client.shutdown()
     sender.join()
-    client.close()
 
 
-def test_another_token_is_refused_by_both_ends(listener) -> None:
-    thread, *_ = result = accept_one(listener, "secret")
+def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
+    accepted = accept_one()
     with pytest.raises(AuthenticationError, match="another token than that of 127"):
         dial_with(listener, "guess")
-    thread.join()
-    assert isinstance(result[1], AuthenticationError)
+    assert isinstance(accepted.exception(5.0), AuthenticationError)
 
 
-def test_stranger_who_says_nothing_is_cut_off(listener) -> None:
-    thread, *_ = result = accept_one(listener, "secret", seconds=0.1)
+def test_stranger_who_says_nothing_is_cut_off(listener, accept_one) -> None:
+    accepted = accept_one(seconds=0.1)
     with socket.create_connection(listener.getsockname()):
-        thread.join(5.0)
-        assert not thread.is_alive()
-    assert isinstance(result[1], (OSError, EOFError))
+        assert isinstance(accepted.exception(5.0), (OSError, EOFError))
 
 
 def test_address_that_others_reach_needs_a_token() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,11 +11,10 @@ from jaxserve.link import channel as channel_module
 from jaxserve.link import listener as listener_module
 from jaxserve.link.channel import Channel, dial, listen, split_address
 from jaxserve.link.listener import Listener
+from tests.jaxserve.waiting import until
 
 TOKEN = "secret"
 SECONDS = 10.0
-
-
 ENDS: list[Channel] = []
 
 
@@ -85,10 +83,7 @@ def test_strangers_make_room_for_each_other_and_for_peers(monkeypatch: pytest.Mo
             known = peer(address)
             assert answers(known)
             known.close()
-        deadline = time.monotonic() + SECONDS
-        while sum(map(is_closed, strangers)) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: sum(map(is_closed, strangers)) >= 5)
         assert not all(map(is_closed, strangers))
 
 
@@ -101,10 +96,7 @@ def test_strangers_do_not_count_as_peers_and_peers_are_capped() -> None:
         assert answers(second)
         assert not answers(third)
         first.close()
-        deadline = time.monotonic() + SECONDS
-        while made.count == 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: made.count < 2)
         assert answers(peer(address))
 
 
@@ -128,16 +120,10 @@ def test_no_thread_and_no_descriptor_stays() -> None:
         stranger = socket.create_connection(split_address(address), SECONDS)
         known = peer(address)
         assert answers(known)
-        deadline = time.monotonic() + SECONDS
-        while not is_closed(stranger):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: is_closed(stranger))
         stranger.close()
     known.close()
-    deadline = time.monotonic() + SECONDS
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: threading.active_count() <= before)
 
 
 def test_closed_before_it_is_started() -> None:

@@ -18,7 +18,6 @@ STORAGE = {
     "int8": np.int8,
 }
 FORMATS = list(STORAGE)
-TOP_K = [0, 1, 3, 8]
 
 
 def message(tokens: int, d_model: int, top_k: int, dtype=np.float32, seed: int = 0) -> Message:
@@ -62,37 +61,20 @@ def expected_bytes(m: Message, rows: str) -> bytes:
 @pytest.mark.parametrize(
     ("d_model", "rows", "top_k", "word", "width"),
     [
-        (16, "float32", 0, np.uint32, 16),
         (16, "float32", 3, np.uint32, 16 + 3 + 3),
-        (16, "bfloat16", 0, np.uint16, 16),
         (16, "bfloat16", 3, np.uint16, 16 + 6 + 6),
         (16, "fp8", 0, np.uint8, 16 + 4),
-        (16, "fp8", 3, np.uint8, 16 + 4 + 12 + 12),
         (16, "int8", 8, np.uint8, 16 + 4 + 32 + 32),
-        # Values that fill tiles of 128 words: zeros after the 28, 6, 12 and 84 words.
+        # Values that fill tiles of 128 words: zeros after the 28, 12 and 84 words.
         (7168, "fp8", 3, np.uint8, 7168 + 128),
-        (7168, "float32", 3, np.uint32, 7168 + 128),
-        (7168, "bfloat16", 3, np.uint16, 7168 + 128),
         (7168, "bfloat16", 0, np.uint16, 7168),
         (2048, "int8", 8, np.uint8, 2048 + 128),
         (128, "bfloat16", 33, np.uint16, 128 + 256),
-        (192, "int8", 0, np.uint8, 192 + 4),
     ],
 )
 def test_layout_of_a_row(d_model, rows, top_k, word, width):
     form = MessageFormat(d_model, top_k, rows)
     assert (form.word, form.width) == (np.dtype(word), width)
-
-
-@pytest.mark.parametrize("d_model", [16, 256])
-@pytest.mark.parametrize("top_k", TOP_K)
-@pytest.mark.parametrize("rows", FORMATS)
-def test_packed_bytes(rows, top_k, d_model):
-    form, m = MessageFormat(d_model, top_k, rows), message(5, d_model, top_k)
-    packed = np.asarray(jax.jit(form.pack)(m))
-    assert packed.shape == (5, form.width)
-    assert packed.dtype == form.word
-    assert packed.tobytes() == expected_bytes(m, rows)
 
 
 @pytest.mark.parametrize(("d_model", "width"), [(16, 16 + 4), (256, 256 + 128)])
@@ -119,16 +101,8 @@ def test_encoded_rows_are_sent_as_they_are(rows):
     assert np.asarray(form.pack(encoded)).tobytes() == expected_bytes(m, rows)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "d_model"),
-    [
-        (np.float32, 24),
-        (ml_dtypes.bfloat16, 128),
-        pytest.param(np.float32, 128, marks=pytest.mark.nightly),
-        pytest.param(ml_dtypes.bfloat16, 24, marks=pytest.mark.nightly),
-    ],
-)
-@pytest.mark.parametrize("top_k", TOP_K)
+@pytest.mark.parametrize(("dtype", "d_model"), [(np.float32, 24), (ml_dtypes.bfloat16, 128)])
+@pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("rows", FORMATS)
 def test_unpacked_is_what_was_packed(rows, top_k, dtype, d_model):
     form, m = MessageFormat(d_model, top_k, rows), message(7, d_model, top_k, dtype)
@@ -162,13 +136,14 @@ def test_side_fields_are_not_rounded_and_not_interpreted():
 
 @given(
     tokens=st.integers(1, 5),
-    d_model=st.integers(1, 40).map(lambda n: 4 * n),
-    top_k=st.integers(0, 5),
+    d_model=st.integers(1, 40).map(lambda n: 4 * n) | st.just(256),
+    top_k=st.integers(0, 8),
     rows=st.sampled_from(FORMATS),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20)
-def test_any_shape(tokens, d_model, top_k, rows, seed):
-    m = message(tokens, d_model, top_k, seed=seed)
-    packed = np.asarray(MessageFormat(d_model, top_k, rows).pack(m))
+@settings(max_examples=30)
+def test_packed_bytes(tokens, d_model, top_k, rows, seed):
+    form, m = MessageFormat(d_model, top_k, rows), message(tokens, d_model, top_k, seed=seed)
+    packed = np.asarray(form.pack(m))
+    assert (packed.shape, packed.dtype) == ((tokens, form.width), form.word)
     assert packed.tobytes() == expected_bytes(m, rows)

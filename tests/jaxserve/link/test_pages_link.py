@@ -105,13 +105,19 @@ def ask(link: PagesClient, server, hand_off: str = "a", start=0, stop=50, tokens
     return taker, source
 
 
+def ended(link: PagesClient, server, *arguments, **options) -> Taker:
+    """A fetch that has ended, one way or the other."""
+    taker, _ = ask(link, server, *arguments, **options)
+    until(lambda: taker.ended)
+    return taker
+
+
 class TestFetches:
     def test_a_range_arrives_in_order(self):
         with serving() as (server, _), client() as link:
             for start, stop in ((0, 50), (4, 7), (16, 48), (0, 200)):
-                taker, _ = ask(link, server, start=start, stop=stop, tokens=200)
-                until(lambda taker=taker: taker.ended)
-                assert taker.failure is None
+                fetch = ended(link, server, start=start, stop=stop, tokens=200)
+                assert fetch.failure is None
             until(lambda: not server.room.taken)
             until(lambda: server.counters.queued == 0)
             until(lambda: link.counters.transfers == 4)  # counted after the last piece
@@ -160,8 +166,7 @@ class TestFetches:
             for key in "swq":
                 link.cancel(key)
             holder.go.set()
-            taker, _ = ask(link, server, "c")
-            until(lambda: taker.ended)
+            ended(link, server, "c")
             assert [each.failure for each in (slow, waiting, queued)] == [None] * 3
             assert queued.next == 0
             until(lambda: not server.room.taken)
@@ -181,35 +186,24 @@ class TestRefusals:
     )
     def test_a_fetch(self, changes, message, mismatch):
         with serving() as (server, _), client() as link:
-            taker, _ = ask(link, server, **changes)
-            until(lambda: taker.ended)
-            assert taker.failure is not None
-            assert message in taker.failure[0]
-            assert taker.failure[1] is mismatch
-            taker, _ = ask(link, server)  # the next one is not affected
-            until(lambda: taker.ended)
-            assert taker.failure is None
+            text, found = ended(link, server, **changes).failure
+            assert message in text
+            assert found is mismatch
+            assert ended(link, server).failure is None  # the next one is not affected
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("theirs", "options", "message"),
         [
-            ({"facts": {"model": "other"}}, "model = other, here toy"),
-            ({"token": "another"}, "another token than that of"),
+            ({}, {"facts": {"model": "other"}}, "model = other, here toy"),
+            ({}, {"token": "another"}, "another token than that of"),
+            ({"cache_format": "fp8"}, {}, "none that is taken here: int32"),
         ],
     )
-    def test_a_worker(self, options, message):
-        with serving() as (server, _), client(**options) as link:
-            taker, _ = ask(link, server)
-            until(lambda: taker.ended)
-            assert message in taker.failure[0]
-            assert taker.failure[1] is False, "its request may be computed elsewhere"
-
-    def test_a_format_that_is_not_taken(self):
-        with serving(cache_format="fp8") as (server, _), client() as link:
-            taker, _ = ask(link, server)
-            until(lambda: taker.ended)
-            assert "cache.format fp8 of" in taker.failure[0]
-            assert "none that is taken here: int32" in taker.failure[0]
+    def test_a_worker(self, theirs, options, message):
+        with serving(**theirs) as (server, _), client(**options) as link:
+            text, mismatch = ended(link, server).failure
+            assert message in text
+            assert mismatch is False, "its request may be computed elsewhere"
 
 
 def _changing(monkeypatch, pieces: set[int]) -> None:
@@ -234,9 +228,7 @@ class TestCorruption:
     def test_a_piece_is_fetched_again_over_another_connection(self, monkeypatch, caplog):
         _changing(monkeypatch, {1})
         with serving() as (server, _), client(streams=1) as link:
-            taker, _ = ask(link, server)
-            until(lambda: taker.ended)
-            assert taker.failure is None
+            assert ended(link, server).failure is None
             assert link.counters.corrupt == 1
             assert (link.counters.transfers, link.counters.failures) == (1, 0)
             assert "tokens 16 to 32 are corrupt: checksum" in caplog.text
@@ -249,16 +241,13 @@ class TestCorruption:
         monkeypatch.setattr(pages_server, "checksum", nobody)
         monkeypatch.setattr(pages_connection, "checksum", nobody)
         with serving(checksums=False) as (server, _), client() as link:
-            taker, _ = ask(link, server)
-            until(lambda: taker.ended)
-            assert taker.failure is None
+            assert ended(link, server).failure is None
 
     def test_a_second_time_it_has_failed(self, monkeypatch):
         """Not as a mismatch: its request may be computed elsewhere."""
         _changing(monkeypatch, {*range(100)})
         with serving() as (server, _), client(streams=1) as link:
-            taker, _ = ask(link, server)
-            until(lambda: taker.ended)
+            taker = ended(link, server)
             assert taker.next == 0
             assert taker.failure is not None
             text, mismatch = taker.failure
@@ -279,9 +268,7 @@ class TestCorruption:
             assert 0 < len(failures) < 20
             assert not any(mismatch for _, mismatch in failures)
             proxy.disturb("")
-            taker, _ = ask(link, server, address=address)
-            until(lambda: taker.ended)
-            assert taker.failure is None
+            assert ended(link, server, address=address).failure is None
 
     def test_a_frame(self):
         frame = encode(Release("a"))
@@ -338,9 +325,7 @@ def test_a_prefill_worker_that_dies_or_stops(how):
     threads = threading.active_count()
     deadlines = msgspec.structs.replace(DEADLINES, handshake=4.0)  # nobody's, who is stopped
     with process() as remote, client(deadlines=deadlines) as link:
-        taker, _ = ask(link, remote)
-        until(lambda: taker.ended)
-        assert taker.failure is None
+        assert ended(link, remote).failure is None
         slow, _ = ask(link, remote, "slow")
         time.sleep(0.2)
         remote.running.send_signal(how)
@@ -365,11 +350,9 @@ def test_a_piece_that_the_engine_does_not_begin_to_read_takes_no_room(monkeypatc
 
         monkeypatch.setattr(holder, "export", fails_once)
         holder.go.set()
-        first, _ = ask(link, server)
-        until(lambda: first.ended)
+        first = ended(link, server)
         assert first.failure is not None
         assert "KeyError: 'a defect'" in first.failure[0]
-        second, _ = ask(link, server)
-        until(lambda: second.ended)
+        second = ended(link, server)
         assert second.failure is None
         until(lambda: server.room.taken == 0)

@@ -161,15 +161,6 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
         gc.enable()
 
 
-def test_two_domains_at_once(server) -> None:
-    with client(server, domain="a") as one, client(server, domain="b") as other:
-        for number in range(10):
-            for link in (one, other):
-                link.send(0, KIND, 1, ROWS, on_mesh(values(number)))
-            for link in (other, one):
-                np.testing.assert_array_equal(link.receive(0), 2 * values(number) + 1)
-
-
 def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served(toys) -> None:
     """However long that takes: the time in which nobody is there does not run."""
     deadlines = {"absent": 0.5}
@@ -194,14 +185,21 @@ def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served
         assert link.counters == LinkCounters(messages=number)
 
 
-def test_domain_that_the_server_cannot_compile_for_is_refused_by_its_sizes(server) -> None:
-    message = r"no programs for messages of 4 pieces of 6 rows: ValueError: 6 rows do not fit"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": [UNFIT_ROWS]}, "no programs for messages of 4 pieces of 6 rows: ValueError: 6 "),
+        ({"rows": []}, r"messages of 4 pieces of \[\] rows"),
+        ({"facts": {**FACTS, "layers": "5"}}, "layers = 5, here 4"),
+        ({"token": "guess"}, "token"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(server, options, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        with client(server, rows=[UNFIT_ROWS]):
+        with client(server, **options):
             pass
-    with pytest.raises(ConfigError, match=r"messages of 4 pieces of \[\] rows"):
-        with client(server, rows=[]):
-            pass
+    with client(server) as link:
+        exchange(link, 0)
 
 
 def test_message_that_is_still_computed_is_announced_and_not_late(server) -> None:
@@ -351,21 +349,6 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
         assert link.counters.resends == 1
         assert "silent for" in link.counters.last_failure
         assert link.problems == []
-
-
-def test_other_facts_are_refused_by_name(server) -> None:
-    facts = {**FACTS, "layers": "5"}
-    with pytest.raises(ConfigError, match=r"layers = 5, here 4"):
-        with client(server, facts=facts):
-            pass
-
-
-def test_other_token_is_refused(server) -> None:
-    with pytest.raises(ConfigError, match="token"):
-        with client(server, token="guess"):
-            pass
-    with client(server) as link:
-        exchange(link, 0)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05])

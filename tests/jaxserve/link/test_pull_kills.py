@@ -1,13 +1,12 @@
-"""A storm of SIGKILLs over a link under load: no wrong answer, nobody waits for ever.
+"""A storm of SIGKILLs over a link under load: no wrong answer, and no lane waits for ever.
 
-Prints what it measures (`-s`): the gap of a kill is the longest time without an answer around it.
+The gap of a kill is the longest time without an answer around it.
 """
 
 import itertools
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 
@@ -72,35 +71,11 @@ class Load:
         return max((b - a for a, b in itertools.pairwise(times) if b > since), default=0)
 
 
-def resources() -> tuple[int, int, int]:
-    """Descriptors, threads and resident MiB of this process."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return (
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-        pages * os.sysconf("SC_PAGESIZE") >> 20,
-    )
-
-
-def report(name: str, gaps: list[float], before: tuple, load: Load) -> None:
-    ordered = sorted(gaps)
-    leaked = [(b - a) / len(gaps) for a, b in zip(before, resources(), strict=True)]
-    print(
-        f"\n{name}: {len(gaps)} kills, {len(load.times)} answers, gap median "
-        f"{statistics.median(gaps):.3f} s, 95 % {ordered[int(len(gaps) * 0.95)]:.3f}, longest "
-        f"{ordered[-1]:.3f}; a kill leaves {leaked[0]:.2f} descriptors, {leaked[1]:.2f} threads, "
-        f"{leaked[2]:.2f} MiB; {load.link.counters}"
-    )
-
-
 def test_restarts() -> None:
     generator = random.Random(0)
-    gaps, gaps_ready = [], []
     with nursery() as toys, toys.servers({}) as [server], client(server) as link:
         load = Load(link)
         load.wait_for_answer()
-        before = resources()
         for _ in range(KILLS):
             time.sleep(generator.uniform(0.0, 0.2))
             killed = time.monotonic()
@@ -112,26 +87,17 @@ def test_restarts() -> None:
                 server.end(signal.SIGKILL)
                 server.start()
             server.ready()
-            ready = time.monotonic()
             load.wait_for_answer()
-            if not again:
-                gaps.append(load.gap(killed))
-                first = min(t for t in load.times[-5000:] if t > killed + 0.02)
-                gaps_ready.append(max(0.0, first - ready))
+            assert again or load.gap(killed) < LONGEST_GAP
         load.end()
-        report("restart", gaps, before, load)
-        print(f"from readiness: median {statistics.median(gaps_ready):.3f}, {max(gaps_ready):.3f}")
         assert link.counters.failures >= KILLS
-    assert max(gaps) < LONGEST_GAP
 
 
 def test_standby() -> None:
     generator = random.Random(1)
-    gaps = []
     with nursery() as toys, toys.servers({}, {}) as started, client(*started) as link:
         load = Load(link)
         load.wait_for_answer()
-        before = resources()
         by_address = {server.address: server for server in started}
         for _ in range(KILLS):
             until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
@@ -141,9 +107,7 @@ def test_standby() -> None:
             killed = time.monotonic()
             server.end(signal.SIGKILL)
             load.wait_for_answer()
-            gaps.append(load.gap(killed))
+            assert load.gap(killed) < LONGEST_GAP
             server.start()
         load.end()
-        report("standby", gaps, before, load)
         assert link.counters.failures >= KILLS
-    assert max(gaps) < LONGEST_GAP
