@@ -47,9 +47,7 @@ def test_a_server_completes(address: str, capsys: pytest.CaptureFixture[str]) ->
     assert error.endswith("stop]\n")
 
 
-def test_a_model_completes(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_completes(folder, engine, capsys):
     arguments = ["--config", str(folder), "--prompt", "hi", "--max-tokens", "7", "--set", "lanes=2"]
     assert generate.main(arguments) == 0
     output, error = capsys.readouterr()
@@ -59,25 +57,14 @@ def test_a_model_completes(
     assert engine.status == "closed"
 
 
-def test_the_prompt_from_standard_input_and_every_parameter(
-    address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_from_standard_input_and_every_parameter(address, engine, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("from a file"))
     sampling = "--temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1 --seed 7 --stop tw --stop x"
     arguments = ["--server", address, "--prompt", "-", "--ignore-eos", *sampling.split()]
     assert generate.main(arguments) == 0
     assert engine.prompts == [[0, *ids_of("from a file")]]
-    assert engine.params == [
-        SamplingParams(
-            temperature=0,
-            top_k=3,
-            top_p=0.5,
-            min_p=0.1,
-            seed=7,
-            stop=("tw", "x"),
-            ignore_eos=True,
-        )
-    ]
+    given = {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7}
+    assert engine.params == [SamplingParams(**given, stop=("tw", "x"), ignore_eos=True)]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +75,7 @@ def test_the_prompt_from_standard_input_and_every_parameter(
         (["--prompt", ""], 2, "INVALID_ARGUMENT: prompt: is empty"),
     ],
 )
-def test_wrong_requests_end_in_one_line(
-    address: str, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
+def test_wrong_requests_end_in_one_line(address, capsys, arguments, code, message):
     assert generate.main(["--server", address, *arguments]) == code
     error = capsys.readouterr().err
     assert error.startswith(f"jaxserve: {message}")
@@ -106,33 +91,30 @@ def test_a_timeline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--timeline: shows the stages of mode afd" in capsys.readouterr().err
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(["--server", "127.0.0.1:1", "--prompt", "hi"]) == 1
-    assert capsys.readouterr().err.startswith("jaxserve: UNAVAILABLE: ")
-
-
-def test_a_wrong_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(["--config", str(tmp_path / "nowhere.yaml"), "--prompt", "hi"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--server", "127.0.0.1:1"], 1, "UNAVAILABLE: "),
+        (["--config", "nowhere.yaml"], 2, "nowhere.yaml"),
+    ],
+)
+def test_no_server_and_no_file(arguments, code, message, capsys) -> None:
+    assert generate.main([*arguments, "--prompt", "hi"]) == code
     error = capsys.readouterr().err
-    assert "nowhere.yaml" in error
+    assert message in error
+    assert error.startswith("jaxserve: ")
     assert error.count("\n") == 1
 
 
-def test_a_message_in_the_models_chat_template(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_in_the_models_chat_template(folder, engine, capsys):
     (folder / "config.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }} {{ m.content }},{% endfor %}"
-    )
     arguments = ["--model", str(folder), "--prompt", "hi", "--chat", "--system", "Short."]
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }},{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     assert generate.main(arguments) == 0
     assert engine.prompts == [ids_of("system Short.,user hi,")]
-
-
-def test_a_model_without_a_chat_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.json").write_text("{}")
-    assert generate.main(["--model", str(folder), "--prompt", "hi", "--chat"]) == 2
+    (folder / "chat_template.jinja").unlink()
+    assert generate.main(arguments) == 2
     assert "has no chat template" in capsys.readouterr().err
 
 
@@ -146,9 +128,7 @@ def test_a_model_without_a_chat_template(folder: Path, capsys: pytest.CaptureFix
         (["--model", "x", "--system", "y"], "--system: only with --chat"),
     ],
 )
-def test_arguments_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_arguments_that_do_not_go_together(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         generate.main([*arguments, "--prompt", "hi"])
     assert message in capsys.readouterr().err

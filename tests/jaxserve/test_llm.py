@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -49,17 +48,18 @@ def llm(engine: FakeEngine, folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+ANSWER = {
+    "text": "one two three",
+    "token_ids": ids_of("one two three"),
+    "finish_reason": "stop",
+    "stop_token_id": 1,
+}
+
+
 def test_a_single_prompt(llm: LLM) -> None:
-    assert llm.generate("hi") == [
-        RequestOutput(
-            prompt="hi",
-            prompt_token_ids=[0, *ids_of("hi")],
-            text="one two three",
-            token_ids=ids_of("one two three"),
-            finish_reason="stop",
-            stop_token_id=1,
-        )
-    ]
+    ids = [0, *ids_of("hi")]
+    assert llm.generate("hi") == [RequestOutput(prompt="hi", prompt_token_ids=ids, **ANSWER)]
+    assert llm.generate([]) == []
     assert llm.deployment.lanes == 2
 
 
@@ -68,11 +68,8 @@ def test_texts_and_token_ids_in_their_order(llm: LLM, engine: FakeEngine) -> Non
     outputs = llm.generate(["a", [7, 8], "b"], params)
     assert [output.text for output in outputs] == ["one t", "o", "one"]
     assert [output.prompt for output in outputs] == ["a", None, "b"]
-    assert [output.prompt_token_ids for output in outputs] == [
-        [0, *ids_of("a")],
-        [7, 8],
-        [0, *ids_of("b")],
-    ]
+    assert engine.prompts == [[0, *ids_of("a")], [7, 8], [0, *ids_of("b")]]
+    assert [output.prompt_token_ids for output in outputs] == engine.prompts
     assert {output.finish_reason for output in outputs} == {"length"}
 
 
@@ -81,10 +78,6 @@ def test_one_prompt_of_token_ids(llm: LLM, prompt: list[int]) -> None:
     (output,) = llm.generate(prompt, SamplingParams(stop=("two",)))
     assert output.prompt_token_ids == [7, 8]
     assert (output.text, output.stop_string) == ("one ", "two")
-
-
-def test_no_prompts_no_outputs(llm: LLM) -> None:
-    assert llm.generate([]) == []
 
 
 @pytest.mark.parametrize(
@@ -97,13 +90,7 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
         (["a", "b"], [SamplingParams(), SamplingParams(top_p=0)], r"^prompts\[1\]\.top_p: 0 is"),
     ],
 )
-def test_a_bad_prompt_stops_all_before_any_is_submitted(
-    llm: LLM,
-    engine: FakeEngine,
-    prompts: str | list[str],
-    params: list[SamplingParams] | None,
-    message: str,
-) -> None:
+def test_a_bad_prompt_stops_all_before_any_is_submitted(llm, engine, prompts, params, message):
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompts, params)
     assert engine.prompts == []
@@ -130,9 +117,7 @@ def test_a_failing_engine_ends_the_call(llm: LLM, engine: FakeEngine) -> None:
         llm.generate(["a", "b"])
 
 
-def test_an_interrupted_call_cancels_its_requests(
-    llm: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_cancels_its_requests(llm, engine, monkeypatch):
     engine.allowed = 3
 
     def interrupt(*_: object) -> None:
@@ -145,8 +130,11 @@ def test_an_interrupted_call_cancels_its_requests(
     assert engine.wait_until_idle()
 
 
-def test_streaming(llm: LLM) -> None:
-    pieces = list(llm.stream("hi", SamplingParams(max_tokens=7)))
+def test_streaming(llm: LLM, engine: FakeEngine) -> None:
+    """Nothing is submitted before the first piece is asked for."""
+    stream = llm.stream("hi", SamplingParams(max_tokens=7))
+    assert engine.prompts == []
+    pieces = list(stream)
     assert "".join(piece.text for piece in pieces) == "one two"
     assert pieces[-1].finish_reason == "length"
     assert pieces[-1].completion_token_count == 7
@@ -168,10 +156,8 @@ def test_a_bad_prompt_of_a_stream_raises_at_once(llm: LLM) -> None:
 def test_closing_from_another_thread_ends_a_call(llm: LLM, engine: FakeEngine) -> None:
     engine.allowed = 3
     threading.Timer(0.1, llm.close).start()
-    start = time.monotonic()
     with pytest.raises(EngineFailedError, match="closed"):
         llm.generate("hi")
-    assert time.monotonic() - start < 5
 
 
 def test_errors_of_construction(engine: FakeEngine, tmp_path: Path, folder: Path) -> None:
@@ -182,6 +168,9 @@ def test_errors_of_construction(engine: FakeEngine, tmp_path: Path, folder: Path
     with LLM(folder) as llm:
         with pytest.raises(ConfigError, match="a Deployment is complete"):
             LLM(llm.deployment, overrides={"lanes": 2})
+    (folder / "config.json").write_text('{"vocab_size": 257}')
+    with pytest.raises(CheckpointError, match="ids go up to 257, but vocab_size = 257 in config"):
+        LLM(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no file tokenizer\.json"):
         LLM(folder)
@@ -223,16 +212,10 @@ def chatty(folder: Path, llm: LLM) -> LLM:
 
 
 def test_a_conversation(chatty: LLM) -> None:
-    assert chatty.chat(HI) == [
-        RequestOutput(
-            prompt="<s>u:Hi;a:",
-            prompt_token_ids=[0, *ids_of("u:Hi;a:")],
-            text="one two three",
-            token_ids=ids_of("one two three"),
-            finish_reason="stop",
-            stop_token_id=1,
-        )
-    ]
+    prompt, ids = "<s>u:Hi;a:", [0, *ids_of("u:Hi;a:")]
+    assert chatty.chat(HI) == [RequestOutput(prompt=prompt, prompt_token_ids=ids, **ANSWER)]
+    pieces = chatty.stream(chatty.chat_prompt(HI), SamplingParams(max_tokens=3))
+    assert "".join(piece.text for piece in pieces) == "one"
 
 
 def test_several_conversations_with_their_own_parameters(chatty: LLM) -> None:
@@ -254,12 +237,6 @@ def test_tools_switches_and_going_on(chatty: LLM) -> None:
     assert output.prompt == "<s>u:Hi;2!"
 
 
-def test_a_streamed_conversation(chatty: LLM, engine: FakeEngine) -> None:
-    pieces = list(chatty.stream(chatty.chat_prompt(HI), SamplingParams(max_tokens=3)))
-    assert "".join(piece.text for piece in pieces) == "one"
-    assert engine.prompts == [[0, *ids_of("u:Hi;a:")]]
-
-
 def test_a_template_without_bos_gets_none(folder: Path, llm: LLM) -> None:
     """The tokenizer's bos is for texts; a template says all that it wants."""
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -272,19 +249,17 @@ def test_a_template_without_bos_gets_none(folder: Path, llm: LLM) -> None:
     ("messages", "options", "message"),
     [
         ([], {}, "^messages: is empty"),
-        ([*HI, {"content": "x"}], {}, r"^messages\[1\]\.role: is missing"),
         ([HI, [*HI, {"role": "user"}]], {}, r"^messages\[1\]\[1\]\.content: is missing"),
         ([HI, []], {}, r"^messages\[1\]: is empty"),
         (HI, {"tools": [{"x": object()}]}, r"^tools\[0\]\.x: object is no JSON value"),
-        (HI, {"chat_template_kwargs": {"x": 1}}, r"^chat_template_kwargs\.x: is no switch"),
         ([{"role": "user", "content": "x" * 95}], {}, "^messages: 101 tokens leave no room"),
         ([HI, HI], {"params": [SamplingParams()]}, "^params: 1 of them for 2 conversations"),
         (HI, {"params": SamplingParams(top_p=0)}, "^top_p: 0 is"),
     ],
 )
 def test_a_bad_conversation_stops_all_before_any_is_submitted(
-    chatty: LLM, engine: FakeEngine, messages: list, options: dict, message: str
-) -> None:
+    chatty, engine, messages, options, message
+):
     with pytest.raises(InvalidRequestError, match=message):
         chatty.chat(messages, **options)
     assert engine.prompts == []
@@ -304,21 +279,7 @@ def test_a_broken_template_is_met_by_chats_alone(llm: LLM, folder: Path) -> None
         llm.chat(HI)
 
 
-def test_more_ids_than_the_model_has_end_the_start(engine: FakeEngine, folder: Path) -> None:
-    (folder / "config.json").write_text('{"vocab_size": 257}')
-    with pytest.raises(CheckpointError, match="ids go up to 257, but vocab_size = 257 in config"):
-        LLM(folder)
-
-
-def test_a_stream_that_is_never_read_submits_nothing(llm: LLM, engine: FakeEngine) -> None:
-    stream = llm.stream("hi")
-    assert engine.prompts == []
-    assert "".join(piece.text for piece in stream) == "one two three"
-
-
-def test_one_that_the_engine_refuses_keeps_the_others_from_it(
-    chatty: LLM, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_the_engine_refuses_keeps_the_others_from_it(chatty, engine, monkeypatch):
     def check(prompt: list[int], params: SamplingParams) -> None:
         if params.max_tokens == 9:
             raise InvalidRequestError("max_tokens", "take 9 pages")
@@ -336,14 +297,11 @@ def test_one_that_the_engine_refuses_keeps_the_others_from_it(
 
 def test_two_requests_do_not_share_a_grammar(chatty: LLM, engine: FakeEngine) -> None:
     grammar = Mock(spec=["mask", "accept", "finished"])
-    for several in (
-        SamplingParams(grammar=grammar),
-        [SamplingParams(grammar=grammar, max_tokens=n) for n in (1, 2)],
-    ):
-        with pytest.raises(InvalidRequestError, match="params: several requests share a grammar"):
-            chatty.generate(["a", "b"], several)
-        with pytest.raises(InvalidRequestError, match="params: several requests share a grammar"):
-            chatty.chat([HI, HI], several)
+    own = [SamplingParams(grammar=grammar, max_tokens=n) for n in (1, 2)]
+    for several in (own[0], own):
+        for method, prompts in ((chatty.generate, ["a", "b"]), (chatty.chat, [HI, HI])):
+            with pytest.raises(InvalidRequestError, match="params: several requests share a gram"):
+                method(prompts, several)
     assert engine.prompts == []
 
 

@@ -4,8 +4,6 @@ import json
 import logging
 import sys
 
-import pytest
-
 from jaxserve import logs
 from jaxserve.logs import JsonFormatter, announce
 
@@ -39,9 +37,7 @@ def test_an_exception() -> None:
     assert "\n" not in line
 
 
-def test_what_is_announced_has_the_form_of_the_log(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_announced_has_the_form_of_the_log(capsys, monkeypatch):
     fields = {"http": "127.0.0.1:8000", "lanes": 2}
     announce("ready", fields)
     assert capsys.readouterr().out == "ready  http=127.0.0.1:8000  lanes=2\n"

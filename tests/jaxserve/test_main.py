@@ -16,27 +16,19 @@ from jaxserve.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_without_a_command_it_lists_them(capsys):
-    assert main([]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in COMMANDS)
-
-
-def test_an_unknown_command_is_named_and_exits_2(capsys):
-    assert main(["sevre"]) == 2
-    assert "there is no command 'sevre'" in capsys.readouterr().err
-
-
-def test_a_command_gets_its_arguments(capsys):
-    assert main(["serve", "--config", "demo", "--check"]) == 0
-    assert "attention" in capsys.readouterr().out
-    assert main(["serve", "--config", "nothing", "--check"]) == 2
-    assert "by name there are deepseek-v3, demo, " in capsys.readouterr().err
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "jaxserve 0.1.0\n"
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("", 0, [f"  {name} " for name in COMMANDS]),
+        ("--version", 0, ["jaxserve 0.1.0\n"]),
+        ("sevre", 2, ["there is no command 'sevre'"]),
+        ("serve --config nothing --check", 2, ["by name there are deepseek-v3, demo, "]),
+    ],
+)
+def test_commands_and_what_they_are_given(arguments, code, said, capsys):
+    assert main(arguments.split()) == code
+    output, error = capsys.readouterr()
+    assert all(text in (error if code else output) for text in said)
 
 
 def test_completion_of_commands_options_names_and_files(tmp_path):

@@ -13,27 +13,20 @@ from jaxserve.serve import main as serve
 SEARCH = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "8"]
 
 
-def test_tables_as_text(capsys):
+def test_tables(capsys, tmp_path):
+    """As text, for programs, and as a page."""
     assert main(["tables"]) == 0
     text = capsys.readouterr().out
     assert "tables: 211 of 212 printed cells agree to the printed digits\n" in text
     assert "Figure 5" in text
-
-
-def test_tables_for_programs(capsys, tmp_path):
-    assert main(["tables", "--json", "--svg", str(tmp_path / "figures")]) == 0
+    path, figures = tmp_path / "tables.html", tmp_path / "figures"
+    assert main(["tables", "--json", "--svg", str(figures), "--html", str(path)]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert [table["name"] for table in tree][:2] == ["Table 2", "Table 3"]
     assert tree[0]["rows"]["Step-3"]["cache bytes"]["value"] == 61 * 512 * 8192
-    assert len(list((tmp_path / "figures").glob("*.svg"))) == 7
-
-
-def test_tables_as_a_page(tmp_path):
-    path = tmp_path / "tables.html"
-    assert main(["tables", "--html", str(path)]) == 0
+    assert len(list(figures.glob("*.svg"))) == 7
     text = path.read_text(encoding="utf-8")
-    assert text.count("<svg") == 7
-    assert text.count("<table>") == 12
+    assert (text.count("<svg"), text.count("<table>")) == (7, 12)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +56,9 @@ class TestSearch:
         assert main([*SEARCH, "--hardware", "v6e", "--tpot", "50ms"]) == 0
         text = capsys.readouterr().out
         for part in (
-            "AFD\n",
-            "colocated EP\n",
-            "colocated TP\n",
-            "FFN batch (§5.3): ",
-            "cheapest: ",
-            "decode only: prompts come computed",
-            " USD a month",
-            "USD/month",
+            *("AFD\n", "colocated EP\n", "colocated TP\n", "FFN batch (§5.3): ", "cheapest: "),
+            *("decode only: prompts come computed", "USD/month", "not verified since"),
             "price of v6e: 2.7 USD an accelerator and hour, 1,971 a month of 730 hours (https://",
-            "not verified since",
         ):
             assert part in text
 
@@ -138,10 +124,7 @@ class TestSearch:
             (["--hardware", "v6e", "--tpot", "50", "--cache", "fp8"], "v6e has no FP8"),
             (["--hardware", "h20", "--tpot", "50", "--context", "64K"], "has 40960 positions"),
             (["--hardware", "h20", "--tpot", "50", "--price", "h800=1"], "not among the hardware"),
-            (
-                ["--hardware", "h20", "--tpot", "50", "--model", "gpt-9"],
-                "model 'gpt-9' is not known",
-            ),
+            (["--hardware", "h20", "--tpot", "50", "--model", "gpt-9"], "'gpt-9' is not known"),
         ],
     )
     def test_what_is_wrong_is_named(self, capsys, asked, message):

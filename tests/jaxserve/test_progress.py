@@ -45,9 +45,7 @@ def test_a_terminal_is_not_redrawn_for_every_item() -> None:
 
 
 @pytest.mark.parametrize(("process", "stream"), [(0, io.StringIO()), (1, Terminal())])
-def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(
-    process: int, stream: io.StringIO, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(process, stream, caplog):
     clock = Clock()
     with caplog.at_level(logging.INFO, "jaxserve.progress"):
         with Progress(
@@ -64,9 +62,7 @@ def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(
     ]
 
 
-def test_an_error_leaves_a_line_that_says_where_it_stopped(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_leaves_a_line_that_says_where_it_stopped(caplog):
     caplog.set_level(logging.INFO, "jaxserve.progress")
     progress = Progress("load", 7, stream=io.StringIO(), clock=Clock())
 
@@ -80,9 +76,7 @@ def test_an_error_leaves_a_line_that_says_where_it_stopped(
     assert caplog.messages == ["load: 2 of 7, stopped"]
 
 
-def test_no_time_left_is_claimed_before_anything_arrived(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_time_left_is_claimed_before_anything_arrived(caplog):
     caplog.set_level(logging.INFO, "jaxserve.progress")
     clock = Clock()
     with Progress("load", 2, total_bytes=15_700_000, stream=io.StringIO(), clock=clock) as progress:

@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -32,6 +32,7 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from tests.jaxserve.text.letters import raw_letters
+from tests.jaxserve.waiting import until
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
 
@@ -119,9 +120,15 @@ class Process:
 
 
 @pytest.fixture
-def processes() -> Iterator[list[Process]]:
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts processes, which are killed at the end."""
     started: list[Process] = []
-    yield started
+
+    def start(*arguments: Any) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield start
     for process in started:
         process.popen.kill()
         process.end()
@@ -142,22 +149,16 @@ def until_the_first_token(events: Iterator[pb.GenerateStreamResponse]) -> None:
 
 
 def until_not_serving(channel: grpc.Channel) -> None:
-    deadline = time.monotonic() + SECONDS
-    while health(channel) == health_pb2.HealthCheckResponse.SERVING:
-        assert time.monotonic() < deadline
+    until(lambda: health(channel) != health_pb2.HealthCheckResponse.SERVING)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_finishes_what_runs(
-    folder: Path, processes: list[Process], number: signal.Signals
-) -> None:
-    process = Process(folder)
-    processes.append(process)
+def test_a_signal_under_load_finishes_what_runs(folder, start):
+    process = start(folder)
     with grpc.insecure_channel(process.address()) as channel:
         assert health(channel) == health_pb2.HealthCheckResponse.SERVING
         events = stream(channel)
         until_the_first_token(events)
-        process.popen.send_signal(number)
+        process.popen.send_signal(signal.SIGINT)
         until_not_serving(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stream(channel))
@@ -171,54 +172,41 @@ def test_a_signal_under_load_finishes_what_runs(
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_http_is_drained_as_well(folder: Path, processes: list[Process], number: int) -> None:
+def test_http_is_drained_as_well(folder: Path, start: Callable[..., Process], number: int) -> None:
     """A stream goes on to its end, /ready says no meanwhile, the admin port ended it all.
 
-    With `number` processes for the faces.
+    With `number` processes for the faces, and with keys.
     """
-    options = ["--set", "server.admin_port=0", "--set", f"server.processes={number}"]
-    process = Process(folder, "", *options, "--log-format", "json")
-    processes.append(process)
+    (folder / "keys").write_text("a-key-of-some-length\n")
+    settings = ("server.admin_port=0", f"server.processes={number}")
+    settings += (f"server.api_keys={folder / 'keys'}",)
+    options = [word for setting in settings for word in ("--set", setting)]
+    process = start(folder, "", *options, "--log-format", "json")
     ready = json.loads(process.line())
     assert (ready["message"], ready["model"]) == ("ready", "fake")
     admin, address = ready["admin"], ready["http"]
     url = f"http://{address}/v1/completions"
     fields = {"prompt": "hi", "stream": True, "max_tokens": 39}
-    with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
+    assert httpx.get(f"http://{address}/v1/models", timeout=SECONDS).status_code == 401
+    key = {"Authorization": "Bearer a-key-of-some-length"}
+    with httpx.stream("POST", url, json=fields, headers=key, timeout=SECONDS) as call:
         lines = call.iter_lines()
         assert "choices" in next(lines)
         assert httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200
-        assert httpx.post(f"http://{admin}/drain", json={}, timeout=SECONDS).status_code == 200
-        deadline = time.monotonic() + SECONDS
-        while httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code == 200:
-            assert time.monotonic() < deadline
-        assert httpx.post(url, json=fields, timeout=SECONDS).status_code == 503
+        drained = httpx.post(f"http://{admin}/drain", json={}, headers=key, timeout=SECONDS)
+        assert drained.status_code == 200
+        until(lambda: httpx.get(f"http://{address}/ready", timeout=SECONDS).status_code != 200)
+        assert httpx.post(url, json=fields, headers=key, timeout=SECONDS).status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
     code, errors = process.end()
     assert code == 0, errors
     logged = [json.loads(line) for line in errors.splitlines()]
-    assert [line["status"] for line in logged if line.get("path") == "/v1/completions"] == [
-        503,
-        200,
-    ]
+    answered = [line["status"] for line in logged if line.get("path") == "/v1/completions"]
+    assert answered == [503, 200]
 
 
-def test_keys_and_an_open_address(folder: Path, processes: list[Process]) -> None:
-    (folder / "keys").write_text("a-key-of-some-length\n")
-    keys = f"server.api_keys={folder / 'keys'}"
-    process = Process(folder, "", "--set", keys, "--set", "server.host=0.0.0.0")
-    processes.append(process)
-    match = re.fullmatch(r"ready  grpc=0\.0\.0\.0:\d+  http=0\.0\.0\.0:(\d+)  .*", process.line())
-    assert match is not None
-    url = f"http://127.0.0.1:{match[1]}"
-    assert httpx.get(f"{url}/v1/models", timeout=SECONDS).status_code == 401
-    headers = {"Authorization": "Bearer a-key-of-some-length"}
-    assert httpx.get(f"{url}/v1/models", headers=headers, timeout=SECONDS).status_code == 200
-
-
-def test_what_does_not_finish_in_time_is_cut(folder: Path, processes: list[Process]) -> None:
-    process = Process(folder, "stuck", "--set", "server.drain_seconds=0.3")
-    processes.append(process)
+def test_what_does_not_finish_in_time_is_cut(folder: Path, start: Callable[..., Process]) -> None:
+    process = start(folder, "stuck", "--set", "server.drain_seconds=0.3")
     with grpc.insecure_channel(process.address()) as channel:
         events = stream(channel)
         until_the_first_token(events)
@@ -231,12 +219,10 @@ def test_what_does_not_finish_in_time_is_cut(folder: Path, processes: list[Proce
     assert "requests were still running after 0.3 s and are cut" in errors
 
 
-def test_a_second_signal_ends_at_once(folder: Path, processes: list[Process]) -> None:
-    process = Process(folder, "stuck")
-    processes.append(process)
+def test_a_second_signal_ends_at_once(folder: Path, start: Callable[..., Process]) -> None:
+    process = start(folder, "stuck")
     with grpc.insecure_channel(process.address()) as channel:
-        events = stream(channel)
-        until_the_first_token(events)
+        until_the_first_token(stream(channel))
         process.popen.terminate()
         until_not_serving(channel)  # two signals at once count as one
         assert process.popen.poll() is None
@@ -244,17 +230,15 @@ def test_a_second_signal_ends_at_once(folder: Path, processes: list[Process]) ->
         assert process.end()[0] == 128 + signal.SIGTERM
 
 
-def test_a_signal_before_ready_ends_at_once(folder: Path, processes: list[Process]) -> None:
-    process = Process(folder, "slow start")
-    processes.append(process)
+def test_a_signal_before_ready_ends_at_once(folder: Path, start: Callable[..., Process]) -> None:
+    process = start(folder, "slow start")
     assert process.line() == "starting"
     process.popen.terminate()
     assert process.end()[0] == 128 + signal.SIGTERM
 
 
-def test_a_failed_engine_ends_the_process(folder: Path, processes: list[Process]) -> None:
-    process = Process(folder, "failing")
-    processes.append(process)
+def test_a_failed_engine_ends_the_process(folder: Path, start: Callable[..., Process]) -> None:
+    process = start(folder, "failing")
     with grpc.insecure_channel(process.address()) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             list(stream(channel))
@@ -276,33 +260,27 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     return error
 
 
+QWEN = str(ROOT / "configs/qwen3-32b.yaml")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--set", "attention.dpp=2"], "did you mean 'attention.dp'"),
         (["--set", "lanes=9"], "lanes"),
         (["--set", "server.host=0.0.0.0"], "server.host = '0.0.0.0' can be reached from elsewhere"),
+        (["--set", "mode=colocated", "--timeline", "t"], "--timeline: shows the stages of mode"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--model", "nowhere"], "nowhere: no such folder"),
+        (["--config", QWEN], "tokenizer"),
         (
-            ["--set", "mode=colocated", "--timeline", "t"],
-            "--timeline: shows the stages of mode afd",
+            ["--config", QWEN, "--check", "--set", "attention.tp=3"],
+            "attention.tp = 3 does not divide the model's query heads = 64",
         ),
     ],
 )
-def test_wrong_settings(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_wrong_settings(folder, capsys, arguments, message):
     assert message in refused(["--config", str(folder), *arguments], capsys)
-
-
-def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.yaml" in refused(["--config", str(tmp_path / "nowhere.yaml")], capsys)
-
-
-def test_a_missing_model_folder(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--config", str(folder), "--model", str(tmp_path / "nowhere")]
-    assert "nowhere: no such folder" in refused(arguments, capsys)
 
 
 def test_neither_a_file_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,26 +292,21 @@ def test_neither_a_file_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None
 class TestCheck:
     """`--check`: what a deployment weighs, without its weights and its devices."""
 
-    def test_fits(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert serve.main(["--config", str(ROOT / "configs/deepseek-v3.yaml"), "--check"]) == 0
-        output, error = capsys.readouterr()
-        roles, weights = output.split("\n\n", 1)
-        assert roles.splitlines()[1].split() == [
-            "attention",
-            "main",
-            "dp",
-            "16",
-            "x",
-            "tp",
-            "1",
-            "=",
-            "16",
-            "as",
-            "started",
-            "h800",
-        ]
+    def test_fits_and_no_backend_is_started(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxserve.serve", "--config", "deepseek-v3", "--check"],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "none that exists"},
+            capture_output=True,
+            text=True,
+            timeout=4 * SECONDS,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        roles, weights = done.stdout.split("\n\n", 1)
+        expected = "attention main dp 16 x tp 1 = 16 as started h800"
+        assert " ".join(roles.splitlines()[1].split()) == expected
         assert weights.startswith("parameters   671.03 B (671,026,419,200), of which")
-        assert error == ""
+        assert "it was read as an architecture alone" in weights
 
     def test_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--config", str(ROOT / "configs/step3.yaml"), "--set", "ffn.memory_gb=16"]
@@ -343,9 +316,7 @@ class TestCheck:
         assert error.startswith("jaxserve: the deployment does not fit:\n  weights 21.75 + activ")
         assert "of 16.00 GB (ffn.memory_gb) on each of the 16 ffn devices" in error
 
-    def test_headers_of_quantised_weights_are_read_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_headers_of_quantised_weights_are_read_once(self, tmp_path, monkeypatch):
         """Although which parts are quantised is asked of them, too, and of two roles' workers."""
         TinyModel("checked", TinyQwen3()).write(tmp_path, shards=3)
         config = json.loads((tmp_path / "config.json").read_text())
@@ -395,39 +366,6 @@ class TestCheck:
         assert serve.main(arguments) == 2, "an index without files"
         assert "no .safetensors file" in capsys.readouterr().err
 
-    def test_an_architecture_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert serve.main(["--config", str(ROOT / "configs/qwen3-32b.yaml"), "--check"]) == 0
-        assert "it was read as an architecture alone" in capsys.readouterr().out
-
-    def test_another_model(self, capsys: pytest.CaptureFixture[str]) -> None:
-        model = str(ROOT / "configs/models/qwen3-30b-a3b")
-        config = str(ROOT / "configs/qwen3-32b.yaml")
-        assert serve.main(["--config", config, "--model", model, "--check"]) == 0
-        assert "\n\nparameters   30.53 B" in capsys.readouterr().out
-
-    def test_a_layout_that_cannot_be(self, capsys: pytest.CaptureFixture[str]) -> None:
-        arguments = ["--config", str(ROOT / "configs/qwen3-32b.yaml"), "--check"]
-        message = "attention.tp = 3 does not divide the model's query heads = 64"
-        assert message in refused([*arguments, "--set", "attention.tp=3"], capsys)
-
-    def test_starts_no_backend(self) -> None:
-        config = str(ROOT / "configs/kimi-k2.yaml")
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxserve.serve", "--config", config, "--check"],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "none that exists"},
-            capture_output=True,
-            text=True,
-            timeout=2 * SECONDS,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "1026.41 B" in done.stdout
-
-
-def test_the_architecture_alone_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(["--config", str(ROOT / "configs/kimi-k2.yaml")], capsys)
-    assert "tokenizer" in error
-
 
 @pytest.fixture
 def signals() -> Iterator[None]:
@@ -439,22 +377,7 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_missing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert "no file tokenizer.json" in refused(["--model", str(tmp_path)], capsys)
-
-
-@pytest.mark.usefixtures("signals")
-def test_more_ids_than_the_model_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.json").write_text('{"vocab_size": 200}')
-    message = "token ids go up to 257, but vocab_size = 200 in config.json"
-    assert message in refused(["--model", str(folder)], capsys)
-
-
-@pytest.mark.usefixtures("signals")
-def test_a_port_in_use_is_noticed_before_the_model_is_loaded(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_noticed_before_the_model_is_loaded(folder, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -464,9 +387,7 @@ def test_a_port_in_use_is_noticed_before_the_model_is_loaded(
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_process_that_follows_answers_probes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_follows_answers_probes(folder, monkeypatch):
     """From before it has joined, on ports of its own, and nothing else."""
     started: dict[str, str] = {}
     follower = Follower(
