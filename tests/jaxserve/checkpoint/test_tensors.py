@@ -12,6 +12,7 @@ from safetensors.numpy import load, save_file
 from jaxserve.checkpoint.tensors import INDEX, Tensor, list_tensors, read_header
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.files import Version
+from tests import golden
 
 
 def write(path, tree, data=b"", *, length=None):
@@ -56,40 +57,40 @@ class TestHeader:
         tensors = read_header(write(tmp_path / "a.safetensors", tree, bytes(4)))
         assert (tensors["none"].shape, tensors["one"].shape) == ((0, 3), ())
 
-    @pytest.mark.parametrize(
-        ("header", "data", "message"),
-        [
-            (b"", 0, "Input data was truncated"),
-            (b"[]", 0, "Expected `object`, got `array`"),
-            (b"[" * 100_000, 0, "Expected `object`, got `array`"),
-            (b'{"a": ' + b"[" * 100_000, 0, "recursion"),
-            (b"{} {}", 0, "trailing characters"),
-            (b'{"a": 1}', 0, "a: Expected `object`, got `int`"),
-            ({"a": {"dtype": "F32", "shape": [2]}}, 0, "a: Object missing .* `data_offsets`"),
-            ({"a": entry() | {"more": 1}}, 8, "a: Object contains unknown field `more`"),
-            ({"a": entry("F13")}, 8, "a: dtype 'F13' is not known"),
-            ({"a": entry(["F32"])}, 8, "a: Expected `str`, got `array` - at `\\$.dtype`"),
-            ({"a": entry(shape=(-2,))}, 8, "a: Expected `int` >= 0 - at `\\$.shape\\[0\\]`"),
-            ({"a": entry(shape=(2.0,))}, 8, "a: Expected `int`, got `float` - at `\\$.shape"),
-            ({"a": entry(shape=(True, 2))}, 8, "a: Expected `int`, got `bool` - at `\\$.shape"),
-            ({"a": entry(shape=(2**62, 4))}, 8, "a: Expected `int` <= .* - at `\\$.shape"),
-            ({"a": entry(shape=(2**70, 4))}, 8, "a: .* - at `\\$.shape"),
-            ({"a": entry(shape=(2**40, 2**40))}, 8, "in the bytes 0 to 8"),
-            ({"a": entry(offsets=(0, 8, 9))}, 8, "a: Expected `array` of length 2 - at `\\$.data"),
-            (twice(entry(), entry(offsets=(8, 16))), 16, "a starts at byte 8, and not at 0"),
-            ({"a": entry(offsets=(8, 0))}, 8, "in the bytes 8 to 0"),
-            ({"a": entry(offsets=(0, 4))}, 8, "in the bytes 0 to 4"),
-            ({"a": entry(), "b": entry()}, 8, "b starts at byte 0, and not at 8"),
-            ({"a": entry(), "b": entry(offsets=(9, 17))}, 17, "b starts at byte 9, and not at 8"),
-            ({"a": entry()}, 7, "has 76 bytes, and its header says 77"),
-            ({"a": entry()}, 9, "has 78 bytes, and its header says 77"),
-        ],
-    )
-    def test_bad(self, header, data, message, tmp_path):
-        path = write(tmp_path / "a.safetensors", header, bytes(data))
-        with pytest.raises(CheckpointError, match=message) as error:
-            read_header(path)
-        assert str(error.value).startswith(f"{path}: truncated or no safetensors: ")
+    def test_bad(self, tmp_path):
+        """`golden/checkpoint/headers.txt` has what is said of each."""
+        told = []
+        for header, data in (
+            (b"", 0),
+            (b"[]", 0),
+            (b"[" * 100_000, 0),
+            (b'{"a": ' + b"[" * 100_000, 0),
+            (b"{} {}", 0),
+            (b'{"a": 1}', 0),
+            ({"a": {"dtype": "F32", "shape": [2]}}, 0),
+            ({"a": entry() | {"more": 1}}, 8),
+            ({"a": entry("F13")}, 8),
+            ({"a": entry(["F32"])}, 8),
+            ({"a": entry(shape=(-2,))}, 8),
+            ({"a": entry(shape=(2.0,))}, 8),
+            ({"a": entry(shape=(True, 2))}, 8),
+            ({"a": entry(shape=(2**62, 4))}, 8),
+            ({"a": entry(shape=(2**70, 4))}, 8),
+            ({"a": entry(shape=(2**40, 2**40))}, 8),
+            ({"a": entry(offsets=(0, 8, 9))}, 8),
+            (twice(entry(), entry(offsets=(8, 16))), 16),
+            ({"a": entry(offsets=(8, 0))}, 8),
+            ({"a": entry(offsets=(0, 4))}, 8),
+            ({"a": entry(), "b": entry()}, 8),
+            ({"a": entry(), "b": entry(offsets=(9, 17))}, 17),
+            ({"a": entry()}, 7),
+            ({"a": entry()}, 9),
+        ):
+            path = write(tmp_path / "a.safetensors", header, bytes(data))
+            with pytest.raises(CheckpointError) as error:
+                read_header(path)
+            told.append(str(error.value).replace(str(path), "FILE"))
+        golden.check("checkpoint/headers.txt", "\n".join(told) + "\n")
 
     @pytest.mark.parametrize("length", [0, 10**6, 2**63, 2**64 - 1])
     def test_bad_length(self, length, tmp_path):

@@ -9,10 +9,8 @@ from tests import golden
 
 
 def test_errors_and_their_reasons():
-    """`golden/planner/world.json` has them in percent; most were fitted to nothing."""
+    """`golden/planner/world.txt` has them all; most were fitted to nothing."""
     found = {one.measurement.name: one for one in compare()}
-    errors = {name: round(100 * one.error) for name, one in found.items()}
-    golden.check("planner/world.json", errors)
     layers = [one for name, one in found.items() if name.startswith("attention layer")]
     assert len(layers) == 16
     assert max(abs(one.error) for one in layers) <= 0.26
@@ -34,10 +32,7 @@ def test_every_number_has_a_source_and_says_what_was_taken():
 def test_the_table(capsys, tmp_path):
     page = tmp_path / "world.html"
     assert main(["tables", "--world", "--html", str(page)]) == 0
-    text = capsys.readouterr().out
-    row = next(line for line in text.splitlines() if line.startswith("SGLang, EP 72  "))
-    assert row.split()[-3:] == ["2785", "3149", "+13%"]
-    assert "  given: 22,282 tokens/s a node of 8, 9 nodes" in text
+    golden.check("planner/world.txt", capsys.readouterr().out)
     assert "https://github.com/deepseek-ai/profile-data" in page.read_text()
 
 
