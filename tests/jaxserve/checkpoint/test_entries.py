@@ -116,18 +116,17 @@ class TestOnly:
         assert entries.problems == []
 
     @pytest.mark.parametrize(
-        ("value", "known", "message"),
+        ("value", "known", "wanted"),
         [
-            ("gelu", ("silu",), "act = 'gelu' is not supported, only 'silu'"),
-            ("gelu", ("silu", "swish"), "act = 'gelu' is not supported, only 'silu' or 'swish'"),
-            (0, (False,), "act = 0 is not supported, only False"),
-            (True, (1,), "act = True is not supported, only 1"),
+            ("gelu", ("silu", "swish"), "'silu' or 'swish'"),
+            (0, (False,), "False"),
+            (True, (1,), "1"),
         ],
     )
-    def test_anything_else(self, value: Any, known: tuple[Any, ...], message: str):
+    def test_anything_else(self, value: Any, known: tuple[Any, ...], wanted: str):
         entries = Entries({"act": value})
         entries.only("act", *known)
-        assert entries.problems == [message]
+        assert entries.problems == [f"act = {value!r} is not supported, only {wanted}"]
 
 
 class TestUnread:
@@ -198,12 +197,10 @@ class TestRope:
     @pytest.mark.parametrize(
         "tree",
         [
-            {"rope_theta": 5e5},
             {"rope_theta": 500000, "rope_scaling": None},
             {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
             {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-            {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1.0},
-            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
+            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}, "rope_theta": 1},
         ],
     )
     def test_plain(self, tree: dict[str, Any]):

@@ -80,6 +80,12 @@ def blocked(shape, seed=0):
     return values, rng.uniform(0.5, 2, grid).astype(np.float32)
 
 
+def blocked_pairs(source):
+    """Values and scales of every tensor of a source, by name."""
+    shapes = zip(source.names, source.shapes, strict=True)
+    return {name: blocked(shape, seed) for seed, (name, shape) in enumerate(shapes)}
+
+
 def multiplied(values, grid):
     spread = grid.repeat(128, -2).repeat(128, -1)[..., : values.shape[-2], : values.shape[-1]]
     return values.astype(np.float32) * spread
@@ -97,10 +103,7 @@ FP8_SOURCES = {
 @pytest.mark.parametrize("block", [(128, 128), (128, 64), (32, 128), (16, 8), (2, 1)])
 def test_scales_of_blocks(source, block):
     """A leaf of values times its scales is the dequantised leaf."""
-    pairs = {
-        name: blocked(shape, seed)
-        for seed, (name, shape) in enumerate(zip(source.names, source.shapes, strict=True))
-    }
+    pairs = blocked_pairs(source)
     values = whole(source, {name: pair[0] for name, pair in pairs.items()})
     expected = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
     *outer, d_out, d_in = values.shape
@@ -141,10 +144,7 @@ def test_side_by_side_inside_a_block():
     ids=[*FP8_SOURCES, "rows of each head", "the other rows"],
 )
 def test_dequantised(source, tmp_path):
-    pairs = {
-        name: blocked(shape, seed)
-        for seed, (name, shape) in enumerate(zip(source.names, source.shapes, strict=True))
-    }
+    pairs = blocked_pairs(source)
     leaf = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
     ranges = tuple((size // 3, size) for size in leaf.shape)
     grids = {name: pair[1] for name, pair in pairs.items()}

@@ -154,21 +154,21 @@ class TestFolder:
         assert "2.safetensors: truncated" in str(error.value)
         assert "3.safetensors: truncated" in str(error.value)
 
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("{", "not JSON"),
-            ("[]", "weight_map is not an object"),
-            ("{}", "weight_map is not an object"),
-            ('{"weight_map": {}}', "weight_map is not an object"),
-            ('{"weight_map": {"a": 3}}', "weight_map.a = 3 is not a file's name"),
-            ('{"weight_map": {"a": "../1.safetensors"}}', "is not a file's name"),
-            ('{"weight_map": {"a": "/1.safetensors"}}', "is not a file's name"),
-            ('{"weight_map": {"a": "1.bin"}}', "'1.bin' is not a file's name"),
-        ],
-    )
-    def test_a_bad_index(self, content, message, tmp_path):
-        folder = self.folder(tmp_path, {"1.safetensors": "a"})
-        (folder / INDEX).write_text(content)
-        with pytest.raises(CheckpointError, match=message):
-            list_tensors(folder)
+    def test_a_bad_index(self, tmp_path):
+        """`golden/checkpoint/index.txt` has what is said of each."""
+        folder, told = self.folder(tmp_path, {"1.safetensors": "a"}), []
+        for content in (
+            "{",
+            "[]",
+            "{}",
+            '{"weight_map": {}}',
+            '{"weight_map": {"a": 3}}',
+            '{"weight_map": {"a": "../1.safetensors"}}',
+            '{"weight_map": {"a": "/1.safetensors"}}',
+            '{"weight_map": {"a": "1.bin"}}',
+        ):
+            (folder / INDEX).write_text(content)
+            with pytest.raises(CheckpointError) as error:
+                list_tensors(folder)
+            told.append(str(error.value).replace(str(folder), "FOLDER"))
+        golden.check("checkpoint/index.txt", "\n".join(told) + "\n")

@@ -21,11 +21,7 @@ START_SECONDS, END_SECONDS = 900.0, 180.0
 
 
 class Hosts:
-    """Hosts by name, and the processes that were started on them.
-
-    Attributes:
-      addresses: of the hosts.
-    """
+    """Hosts by name, with their addresses and the processes that were started on them."""
 
     def __init__(self, names: Sequence[str], logs: Path):
         self._tag, self._logs = f"jx{os.getpid()}", logs
@@ -65,7 +61,7 @@ class Hosts:
         subprocess.run(["ip", "link", "del", self._tag], check=False)
 
     def on(self, name: str) -> list[str]:
-        """What runs a command on a host, before it."""
+        """The words before a command that runs it on a host."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
         return ["ip", "netns", "exec", self._spaces[name], *named, name.partition(".")[0]]
 
@@ -96,7 +92,7 @@ class Hosts:
         raise AssertionError(f"not ready within {START_SECONDS:g} s\n{self.said()}")
 
     def said(self) -> str:
-        """The last words of all processes."""
+        """The last lines of all logs."""
         return "\n".join(
             f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}"
             for log in sorted(self._logs.glob("*.log"))
@@ -105,7 +101,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(names: Sequence[str], logs: Path) -> Iterator[Hosts]:
-    """The hosts; no process, namespace or device of them is left at the end."""
+    """The hosts, for the time of the block; nothing stays behind."""
     made = Hosts(names, logs)
     try:
         made.make()
@@ -115,14 +111,14 @@ def hosts(names: Sequence[str], logs: Path) -> Iterator[Hosts]:
 
 
 def surroundings() -> dict[str, str]:
-    """What processes have of the test's own environment."""
+    """The variables that processes inherit from the test."""
     kept = ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     here = {name: os.environ[name] for name in kept if name in os.environ}
     return here | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
 
 
 def can_make_hosts() -> bool:
-    """Whether this machine lets us."""
+    """Whether this machine allows network namespaces."""
     if os.geteuid() or shutil.which("ip") is None:
         return False
     name = f"jx{os.getpid()}-try"

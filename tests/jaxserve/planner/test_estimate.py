@@ -83,29 +83,20 @@ def test_the_longest_sets_the_pace():
     assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
 
 
+def micro(**parts: float) -> dict[str, float]:
+    return {name: 1e-6 * microseconds for name, microseconds in parts.items()}
+
+
 def test_the_host_of_a_process():
     """A call with its arguments, the kernels' launches, a message with its answer, and of the one
     that leads a step's plan to the others, here for 2 layers."""
-    assert estimate.host_parts(COUNTS) == pytest.approx(
-        {
-            "call": 4.2e-6,
-            "arguments": 12 * 0.6e-6,
-            "launches": 10 * 3e-6,
-            "message": 21e-6,
-            "driver": 3e-6,
-            "plans": (140e-6 + 3 * 14e-6) / 2,
-        }
-    )
+    plans = (140 + 3 * 14) / 2
+    expected = micro(call=4.2, arguments=12 * 0.6, launches=10 * 3, message=21, driver=3)
+    assert estimate.host_parts(COUNTS) == pytest.approx(expected | micro(plans=plans))
     # All in one process: there are no others, and ffn has more to launch.
-    assert estimate.host_parts(COUNTS, process_devices=4) == pytest.approx(
-        {
-            "call": 4.2e-6 + 3 * 6.7e-6,
-            "arguments": 8 * (0.6e-6 + 3 * 0.07e-6),
-            "launches": 20 * 3e-6,
-            "message": 21e-6 + 3 * 4.4e-6,
-            "driver": 3e-6,
-        }
-    )
+    more = micro(call=4.2 + 3 * 6.7, arguments=8 * (0.6 + 3 * 0.07), launches=20 * 3)
+    expected = more | micro(message=21 + 3 * 4.4, driver=3)
+    assert estimate.host_parts(COUNTS, process_devices=4) == pytest.approx(expected)
     assert estimate.bounds(COUNTS, process_devices=4).longest() == "ffn"
     # Two instances get a message each, and both answer.
     two = msgspec.structs.replace(COUNTS, instances=2)

@@ -20,6 +20,7 @@ EP = layout("ep", dp=16)
 def served(model: str, planned: Layout, batch: int) -> list[tuple[int, int]]:
     """(weights, activations and room for an expert) of each role, as `serve --check` counts."""
     budget = token_budget(batch, 0)
+    limits = {"slots": batch, "max_length": 4096, "token_budget": budget}
     tree = {
         "model": "",
         "mode": "afd" if planned.mode == "afd" else "colocated",
@@ -28,18 +29,11 @@ def served(model: str, planned: Layout, batch: int) -> list[tuple[int, int]]:
         "ffn": {"ep": planned.ep, "tp": planned.ffn_tp, "weights": "fp8"},
         "link": {"dispatch": "fp8"},
         "cache": {"format": "fp8", "page_size": 64, "pages": 64},
-        "scheduler": {
-            "slots": batch,
-            "max_length": 4096,
-            "token_budget": budget,
-            "token_buckets": [budget],
-            "page_buckets": [64],
-        },
+        "scheduler": limits | {"token_buckets": [budget], "page_buckets": [64]},
     }
     if planned.mode != "afd":
         tree["ffn"] = {"weights": "fp8"}
     config = model_config(model_folder(model))
-    assert config is not None
     parts = role_bytes(config, msgspec.convert(tree, Deployment))
     return [(part.weights, part.activations + part.moving) for part in parts]
 

@@ -20,14 +20,14 @@ BUCKET = "models"
 
 
 class Objects:
-    """What a server has, and what it was asked for.
+    """The objects of a server, and the requests that it has seen.
 
     Attributes:
       files: key → contents, of the one bucket.
-      ranges: (key, start, stop) of every object that was given.
-      failures: so many of the next requests get 503.
+      ranges: (key, start, stop) of every answer with content.
+      failures: number of next requests that get 503.
       refuses: whether every request gets 403.
-      silent: set, requests wait until it is cleared.
+      silent: whether requests wait for `awake`.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         google = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.+))?", url.path)
+        bucket, _, key = unquote(url.path).strip("/").partition("/")
         if google:
             bucket, key = google[1], google[2] and unquote(google[2])
-        else:
-            bucket, _, key = unquote(url.path).strip("/").partition("/")
         if objects.refuses:
             return self._send(403, b"<Error><Code>AccessDenied</Code></Error>")
         if bucket != BUCKET:
@@ -86,8 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             for name, data in sorted(objects.files.items())
             if name.startswith(prefix)
         )
-        listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>"
-        return self._send(200, listing.encode())
+        whole = f"<IsTruncated>false</IsTruncated>{found}"
+        return self._send(200, f"<ListBucketResult>{whole}</ListBucketResult>".encode())
 
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers["Content-Length"]))
