@@ -120,6 +120,7 @@ REFUSED = [
     compressed("int-quantized", W8A8 | {"symmetric": False}, DYNAMIC),
     KIMI | {"kv_cache_scheme": {"num_bits": 4}},
     KIMI | {"config_groups": {}},
+    KIMI | {"sparsity_config": {"format": "sparse-24-bitmask"}},
     several(compressed("nvfp4-pack-quantized", FP8), KIMI),
 ]
 
