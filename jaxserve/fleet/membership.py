@@ -5,10 +5,10 @@ Pure arithmetic and digests for `devices.py` and the two ends of the control pla
 """
 
 import hashlib
-import importlib.metadata
 import os
 import socket
 from collections.abc import Mapping
+from importlib.metadata import distributions
 
 import msgspec
 
@@ -17,6 +17,9 @@ from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.control import Identity
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+"""Processes of a runtime have the same versions: compilers and collectives meet there."""
 
 
 class ProcessShare(msgspec.Struct, frozen=True):
@@ -100,17 +103,14 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
     """
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
+    versions = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
     return Identity(
         process_id=process_id,
         processes=processes,
         role=process_shares(deployment, processes)[process_id].role,
         host=socket.gethostname(),
         pid=os.getpid(),
-        versions={
-            "jaxserve": jaxserve.__version__,
-            "jax": importlib.metadata.version("jax"),
-            "jaxlib": importlib.metadata.version("jaxlib"),
-        },
+        versions={"jaxserve": jaxserve.__version__, **versions},
         digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
         facts=facts,
     )
