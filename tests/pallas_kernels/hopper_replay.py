@@ -13,6 +13,7 @@ one arrives for all, at the barriers of a cluster), and what the compiler makes 
 import functools
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Generator
 from typing import Any
@@ -552,31 +553,18 @@ def _over_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ARRAYS: dict[str, Callable[..., Any]] = {
-    "add": _plain(np.add),
-    "sub": _plain(np.subtract),
-    "mul": _plain(np.multiply),
+    **{
+        name: _plain(getattr(np, function))
+        for name, function in re.findall(
+            r"(\w+):(\w+)",
+            "add:add sub:subtract mul:multiply rem:fmod min:minimum max:maximum and:bitwise_and "
+            "or:bitwise_or not:bitwise_not neg:negative sign:sign abs:abs round:rint exp:exp "
+            "exp2:exp2 log:log log2:log2 eq:equal ne:not_equal lt:less le:less_equal gt:greater "
+            "ge:greater_equal",
+        )
+    },
     "div": _quotient,
-    "rem": _plain(np.fmod),
-    "min": _plain(np.minimum),
-    "max": _plain(np.maximum),
-    "and": _plain(np.bitwise_and),
-    "or": _plain(np.bitwise_or),
-    "not": _plain(np.bitwise_not),
-    "neg": _plain(np.negative),
-    "sign": _plain(np.sign),
-    "abs": _plain(np.abs),
-    "round": _plain(np.rint),
-    "exp": _plain(np.exp),
-    "exp2": _plain(np.exp2),
-    "log": _plain(np.log),
-    "log2": _plain(np.log2),
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
-    "eq": _plain(np.equal),
-    "ne": _plain(np.not_equal),
-    "lt": _plain(np.less),
-    "le": _plain(np.less_equal),
-    "gt": _plain(np.greater),
-    "ge": _plain(np.greater_equal),
     "select_n": _plain(
         lambda which, *cases: np.select([which == i for i in range(len(cases))], cases)
     ),

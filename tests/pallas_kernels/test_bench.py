@@ -15,6 +15,7 @@ from pallas_kernels.bench.cases import INTERPRETED
 from pallas_kernels.grouped_matmul import mosaic_tpu
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
 from pallas_kernels.target import use_target
+from tests.pallas_kernels.nightly import nightly
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,7 +56,11 @@ def test_attention_of_several_queries() -> None:
 @pytest.mark.unoptimised
 @pytest.mark.parametrize(
     ("op", "case", "count"),
-    [("attention", "step3", 3), ("grouped_matmul", "step3_2a2f", 7), ("norm_quantize", "step3", 2)],
+    [
+        ("attention", "step3", 3),
+        ("norm_quantize", "step3", 2),
+        *nightly(("grouped_matmul", "step3_2a2f", 7)),
+    ],
 )
 def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -100,6 +105,7 @@ def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: C
     assert "WRONG by 0.1" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.unoptimised
 def test_a_wrong_layer_fails_the_run_and_is_not_written(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path

@@ -88,6 +88,7 @@ def test_a_worker_that_hangs_or_dies_is_started_again(monkeypatch):
     worker.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.unoptimised
 def test_the_command_on_interpreted_kernels(tmp_path, capsys):
     arguments = ["--tune", "--quick", "--op", "attention", "--case", "qwen3-235b-tp4"]

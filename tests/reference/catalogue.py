@@ -4,12 +4,16 @@ Used by `make_golden.py` and by the tests. The committed entries have golden fil
 random variation is compared with a live transformers only.
 """
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
 
 _DEEPSEEK = TinyDeepseek(yarn=Yarn(mscale=1.0, mscale_all_dim=1.0))
 _KIMI = replace(
@@ -109,35 +113,13 @@ def _entries() -> list[TinyModel]:
     ]
 
 
-_SEEDS = {
-    "deepseek_v3": 1,
-    "deepseek_v3_transformers5": 1,
-    "deepseek_v3_fp8": 1,
-    "deepseek_v3_one_group": 1,
-    "deepseek_v3_two_dense": 2,
-    "deepseek_v3_every_other": 2,
-    "deepseek_v3_yarn_mscales": 1,
-    "deepseek_v3_full_query_biases": 4,
-    "kimi_k2": 1,
-    "qwen3_moe": 2,
-    "qwen3_moe_transformers5": 2,
-    "qwen3_moe_raw_gates": 2,
-    "qwen3_moe_sparse_step": 2,
-    "qwen3_moe_mlp_only": 1,
-    "qwen3_moe_window": 2,
-    "qwen3_moe_four_queries_a_key": 1,
-    "qwen3_moe_tied": 36,
-    "qwen3": 1,
-    "qwen3_transformers5": 1,
-    "qwen3_tied": 4,
-    "qwen3_window_unused": 1,
-    "qwen3_yarn": 1,
-}
-"""Those that make_golden.py asks for; 0 for the others."""
-
+_index = GOLDEN / "golden.json"
+_made = json.loads(_index.read_text())["models"] if _index.exists() else {}
 CATALOGUE: dict[str, TinyModel] = {
-    entry.name: replace(entry, seed=_SEEDS.get(entry.name, 0)) for entry in _entries()
+    entry.name: replace(entry, seed=_made.get(entry.name, {}).get("seed", 0))
+    for entry in _entries()
 }
+"""By name, with the seeds that `make_golden.py` found."""
 
 
 def random_model(seed: int) -> TinyModel:

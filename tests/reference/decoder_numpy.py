@@ -1,8 +1,8 @@
 """DeepSeek-V3 (and Kimi K2) and Qwen3 in plain NumPy, written from the models' descriptions.
 
-For tests, where transformers is not installed. Shares no code with jaxserve or with the writer of
-the tiny checkpoints. Float64, one sequence at a time, everything computed anew for every token:
-there is no cache that could be wrong.
+For tests, where transformers is not installed; `step3_numpy.py` has Step-3. Shares no code with
+jaxserve or with the writer of the tiny checkpoints, and knows neither jax nor safetensors. Float64,
+one sequence at a time, everything computed anew for every token: no cache could be wrong.
 """
 
 import json
@@ -12,7 +12,49 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.step3_numpy import read_safetensors, rms_norm, silu, softmax
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Reads a safetensors file as float64: 8 bytes of header length, a JSON header, the data."""
+    data: bytes = Path(path).read_bytes()
+    header_length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_length])
+    header.pop("__metadata__", None)
+    tensors: dict[str, np.ndarray] = {}
+    for name, entry in header.items():
+        begin, end = (8 + header_length + offset for offset in entry["data_offsets"])
+        flat = decode(data[begin:end], entry["dtype"]).astype(np.float64)
+        tensors[name] = flat.reshape(entry["shape"])
+    return tensors
+
+
+def decode(data: bytes, dtype: str) -> np.ndarray:
+    """Decodes the bytes of a tensor; a bfloat16 is the upper half of a float32.
+
+    e4m3fn has one sign, four exponent and three mantissa bits, and no infinities.
+    """
+    if dtype == "F8_E4M3":
+        bits = np.frombuffer(data, np.uint8).astype(np.int64)
+        exponent, mantissa = bits >> 3 & 15, bits & 7
+        normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+        values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+        values = np.where(bits & 127 == 127, np.nan, values)
+        return np.where(bits & 128, -values, values)
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[dtype])
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * (0.5 * (1 + np.tanh(0.5 * x)))
 
 
 def dequantise(tensors: dict[str, np.ndarray], block: list[int]) -> dict[str, np.ndarray]:
@@ -134,7 +176,7 @@ class DecoderNumpy:
         return self.norm("model.norm", x)
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
-        tied = self.config["tie_word_embeddings"]
+        tied = self.config.get("tie_word_embeddings", False)
         return self.linear("model.embed_tokens" if tied else "lm_head", hidden)
 
     def decoder_layer(self, layer: int, x: np.ndarray) -> np.ndarray:

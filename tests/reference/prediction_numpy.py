@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.reference.decoder_numpy import DecoderNumpy
-from tests.reference.step3_numpy import Step3Numpy
 
 
 class Drafts(NamedTuple):
@@ -23,9 +22,7 @@ class Drafts(NamedTuple):
     """By how much the best logit lies above the second best, the least of all choices."""
 
 
-def propose(
-    model: Step3Numpy | DecoderNumpy, tokens: list[int], modules: int, count: int
-) -> Drafts:
+def propose(model: DecoderNumpy, tokens: list[int], modules: int, count: int) -> Drafts:
     """The greedy next token and `count` drafts. Draft m is module m's; the last module makes those
     behind it, of its own hidden state and draft, a position further."""
 

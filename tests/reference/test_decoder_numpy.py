@@ -10,9 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.reference.catalogue import CATALOGUE
-from tests.reference.decoder_numpy import DecoderNumpy
+from tests.reference.decoder_numpy import DecoderNumpy, decode
 from tests.reference.make_golden import GOLDEN, OUTPUT_TOKENS
-from tests.reference.step3_numpy import decode
 from tests.reference.tiny_models import prompts
 from tests.reference.tiny_sizes import Yarn
 

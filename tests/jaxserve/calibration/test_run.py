@@ -8,8 +8,8 @@ from jaxserve.calibration.gptq import IntMatrix
 from jaxserve.calibration.run import Calibration, Calibrator, Settings, cut
 from tests.jaxserve.calibration.float_model import FloatModel, all_layers
 from tests.reference.catalogue import CATALOGUE
-from tests.reference.decoder_numpy import DecoderNumpy
-from tests.reference.step3_numpy import Step3Numpy, rms_norm
+from tests.reference.decoder_numpy import DecoderNumpy, rms_norm
+from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised

@@ -54,14 +54,6 @@ def test_prefill_in_chunks(runtime, expected):
     assert sequences.fed == list(LENGTHS)
 
 
-def test_token_by_token(runtime, expected):
-    sequences = Sequences(runtime, PROMPTS)
-    for step in range(max(LENGTHS)):
-        counts = [int(step < length) for length in LENGTHS]
-        for index, row in sequences.step(counts).items():
-            np.testing.assert_allclose(row, expected[index][step], atol=1e-4)
-
-
 def test_a_step_takes_its_token_from_the_device(colocated_runtime, afd_runtime, tiny_model):
     """Greedy, three tokens that the host never sees before the end."""
     prompt = PROMPTS[0]

@@ -114,8 +114,8 @@ def counted(slots):
 class Routes(Step3Numpy):
     """The reference, which notes how many tokens each expert of each layer gets."""
 
-    def route(self, name, x):
-        chosen, gates = super().route(name, x)
+    def choose(self, name, x):
+        chosen, gates = super().choose(name, x)
         layer = int(name.split("layers.")[1].split(".")[0])
         self.counts[layer] = np.bincount(chosen.ravel(), minlength=layouts.SIZES.moe_num_experts)
         return chosen, gates

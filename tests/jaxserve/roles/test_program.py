@@ -28,20 +28,13 @@ def _body(page_bucket, window, x, pages, position):
     return normed, attended
 
 
-WINDOWS = [0, 7, 40, 150, 1000]
-STEPS = [(1, 12), (7, 12), (40, 5), (2, 64)]
-
-
-def steps_by_window():
-    """Every window in one step and every step with one window; `-m nightly` has all others."""
-    for other_rows, page_bucket in STEPS:
-        for window in WINDOWS:
-            shown = window == 40 or (other_rows, page_bucket) == (40, 5)
-            marks = [] if shown else [pytest.mark.nightly]
-            yield pytest.param(other_rows, page_bucket, window, marks=marks)
-
-
-@pytest.mark.parametrize(("other_rows", "page_bucket", "window"), list(steps_by_window()))
+@pytest.mark.parametrize(
+    ("other_rows", "page_bucket", "window"),
+    [
+        *((other_rows, page_bucket, 40) for other_rows, page_bucket in ((1, 12), (7, 12), (2, 64))),
+        *((40, 5, window) for window in (0, 7, 40, 150, 1000)),
+    ],
+)
 def test_a_row_is_the_same_in_any_step_on_cpus(other_rows, page_bucket, window):
     """XLA:CPU would begin to sum otherwise at 8 rows of 512, and at 4 of 8 heads' 128 scores."""
     rng = np.random.default_rng(0)

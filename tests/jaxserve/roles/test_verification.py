@@ -18,7 +18,7 @@ from jaxserve.roles.step_arrays import LaneState, rules_array
 from jaxserve.roles.step_plan import SequenceRow, SlotRules, plan_of_rows
 from jaxserve.roles.token_programs import TokenPrograms
 
-SLOTS, ROUNDS = 1024, 50
+SLOTS, ROUNDS = 1024, 20
 VOCAB, TOKENS = 33, 7  # those beyond never come
 LAST, PROMPT = 2, 3
 LOGITS = 1.5 * np.random.default_rng(3).standard_normal((VOCAB, VOCAB)).astype(np.float32)
@@ -132,8 +132,8 @@ def test_probabilities(name, choose):
         np.testing.assert_array_equal(counts[0], fed[LAST] + holds[:, None] * fed[drafts])
         first += np.bincount(run[:, 0], minlength=VOCAB)
         np.add.at(second, (drafts[holds], run[holds, 1]), 1)
-    assert first.sum() >= 50_000
-    assert second.sum() > 5_000
+    assert first.sum() >= 20_000
+    assert second.sum() > 2_000
     follows = np.stack([probabilities([LAST, token], case) for token in range(VOCAB)])
     expected = second.sum(axis=1) @ follows
     for found, wanted in (

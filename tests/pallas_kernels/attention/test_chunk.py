@@ -1,7 +1,5 @@
 """`chunk_attention` against NumPy, alone and merged with what a cache held before."""
 
-import inspect
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,32 +69,3 @@ def test_merged_with_the_cache_it_is_attention_to_everything():
     )
     merged = merge(*zip(before, inside, strict=True))
     np.testing.assert_allclose(np.asarray(merged), expected[new], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"queries": jnp.zeros((3, 12))}, r"queries is float32\(3, 12\), needs floats"),
-        ({"values": jnp.zeros((3, 2, 4), jnp.int8)}, r"values is int8\(3, 2, 4\), needs floats"),
-        ({"keys": jnp.zeros((3, 1, 6))}, r"keys \(3, 1, 6\) .* must agree in tokens and heads"),
-        ({"keys": jnp.zeros((3, 2, 4))}, "queries and keys in head_dim"),
-        ({"values": jnp.zeros((4, 2, 4))}, r"values \(4, 2, 4\) must agree"),
-        ({"position": jnp.zeros(4, jnp.int32)}, "position has 4 entries for 3 tokens"),
-        ({"position": jnp.zeros(3)}, r"position is float32\(3,\), needs int32 of rank 1"),
-        (
-            {"sequence_of_token": jnp.zeros((3, 1), jnp.int32)},
-            r"sequence_of_token is int32\(3, 1\), needs int32 of rank 1",
-        ),
-    ],
-)
-def test_errors(changes, message):
-    """The errors that users see: `unwrap` removes the check of annotations."""
-    arrays = {
-        "queries": jnp.zeros((3, 2, 6)),
-        "keys": jnp.zeros((3, 2, 6)),
-        "values": jnp.zeros((3, 2, 4)),
-        "sequence_of_token": jnp.zeros(3, jnp.int32),
-        "position": jnp.zeros(3, jnp.int32),
-    }
-    with pytest.raises(ValueError, match=message):
-        inspect.unwrap(chunk_attention)(**(arrays | changes), scale=SCALE)

@@ -1,7 +1,6 @@
 """`paged_attention` with its options, and `merge`, against the suite's definition in NumPy."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -162,65 +161,3 @@ class TestMerge:
             parts.append(attend_with_lse(queries, *pages, *where))
         outputs, lses = zip(*parts, strict=True)
         np.testing.assert_allclose(merge(outputs, lses), case.output, rtol=1e-4, atol=1e-5)
-
-    @pytest.mark.parametrize(
-        ("outputs", "lses", "message"),
-        [
-            ([], [], "0 outputs and 0 lses"),
-            ([jnp.zeros((2, 3, 4))], [], "1 outputs and 0 lses"),
-            ([jnp.zeros((2, 3, 4))], [jnp.zeros((2, 4))], r"lses\[0\] \(2, 4\)"),
-            (
-                [jnp.zeros((2, 3, 4)), jnp.zeros((2, 3, 5))],
-                [jnp.zeros((2, 3))] * 2,
-                r"outputs\[1\] has shape \(2, 3, 5\)",
-            ),
-        ],
-    )
-    def test_bad_calls(self, outputs, lses, message):
-        with pytest.raises(ValueError, match=message):
-            inspect.unwrap(merge)(outputs, lses)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"window": -1}, "window is -1"),
-        ({"v_width": 2}, "v_width is 2, which is for v_pages None"),
-        ({"v_pages": None}, "v_width is 0, needs 1 to 8"),
-        ({"v_pages": None, "v_width": 9}, "v_width is 9, needs 1 to 8"),
-        ({"v_pages": None, "v_width": 4, "v_scales": jnp.ones((2, 2, PAGE))}, "no v_pages"),
-        ({"k_scales": jnp.ones((2, 2, PAGE))}, "k_pages is float32, which has no scales"),
-        (
-            {"k_pages": jnp.zeros((2, 2, PAGE, 8), jnp.int8)},
-            r"k_pages is int8, k_scales is None, needs float32\(2, 2, 4\)",
-        ),
-        (
-            {
-                "v_pages": jnp.zeros((2, 2, PAGE, 6), jnp.float8_e4m3fn),
-                "v_scales": jnp.ones((2, 2, PAGE, 1)),
-            },
-            r"v_scales is float32\(2, 2, 4, 1\), needs float32\(2, 2, 4\)",
-        ),
-        ({"k_pages": jnp.zeros((2, 2, PAGE, 8), jnp.int32)}, r"k_pages is int32\(2, 2, 4, 8\)"),
-        ({"queries": jnp.zeros((3, 3, 8))}, "3 query heads are not a multiple of 2"),
-        ({"queries": jnp.zeros((3, 4, 7))}, "head_dim 7, k_pages has 8"),
-        ({"queries": jnp.zeros((3, 4, 8), jnp.int32)}, r"int32\(3, 4, 8\)"),
-        ({"v_pages": jnp.zeros((3, 2, PAGE, 6))}, r"\(2, 2, 4\), v_pages has \(3, 2, 4\)"),
-        ({"page_table": jnp.zeros((1, 2), jnp.uint32)}, r"page_table is uint32\(1, 2\)"),
-        ({"page_table": jnp.zeros((1, 0), jnp.int32)}, r"page_table is empty: \(1, 0\)"),
-        ({"rope_pages": jnp.zeros((2, 2, PAGE, 3))}, "there are rope_pages and v_pages"),
-        ({"position": jnp.zeros(4, jnp.int32)}, "position has 4 entries for 3 tokens"),
-    ],
-)
-def test_bad_calls(change, message):
-    """The errors that users see: `unwrap` removes the check of annotations."""
-    good = {
-        "queries": jnp.zeros((3, 4, 8)),
-        "k_pages": jnp.zeros((2, 2, PAGE, 8)),
-        "v_pages": jnp.zeros((2, 2, PAGE, 6)),
-        "page_table": jnp.zeros((1, 2), jnp.int32),
-        "sequence_of_token": jnp.zeros(3, jnp.int32),
-        "position": jnp.zeros(3, jnp.int32),
-    }
-    with pytest.raises(ValueError, match=message):
-        inspect.unwrap(paged_attention)(**(good | change), scale=1.0)

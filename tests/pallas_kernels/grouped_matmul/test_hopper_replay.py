@@ -24,7 +24,6 @@ from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import (
     FORMS,
     few_blocks,
     rows_come_first,
-    rows_have_parts,
 )
 from tests.pallas_kernels.hopper_memory import Unordered
 from tests.pallas_kernels.hopper_replay import mutated, replay
@@ -137,47 +136,6 @@ def test_a_network_in_two_steps(monkeypatch):
 def clusters(monkeypatch):
     """Blocks of which two form a cluster."""
     monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 2)
-
-
-@pytest.mark.usefixtures("clusters")
-@pytest.mark.nightly
-@pytest.mark.parametrize(("tile", "shared"), [(160, "rows"), (128, "weights")])
-def test_groups_of_some_rows(tile, shared, monkeypatch):
-    """Two blocks share rows, or weights for a tile each; rows of nobody are read, not written."""
-    rows_have_parts(monkeypatch, tile)
-    given = {"cluster": 2}
-    sizes = (1, 0, 7, tile - 1, tile, tile + 1, 17, 2 * tile)
-    d_model, d_ff = 384, 256
-    rng, pick, picked = np.random.default_rng(0), mosaic_gpu.pick_tiles, []
-
-    def keep(*arguments, **options):
-        picked.append(pick(*arguments, **options)._replace(stages=3))
-        return picked[-1]
-
-    monkeypatch.setattr(mosaic_gpu, "pick_tiles", keep)
-    weights = [
-        quantize_weight(jnp.asarray(rng.normal(size=(8, *shape))) / 16, "fp8_block")
-        for shape in ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
-    ]
-    rows = rng.normal(size=(sum(sizes) + 6, d_model)).astype(jnp.bfloat16)
-    rows[sum(sizes) :] = np.nan
-
-    def network(rows, *weights):
-        options = {"row_format": "fp8", "tiles": given}
-        return grouped_swiglu(rows, *weights, jnp.asarray(sizes, jnp.int32), **options)
-
-    found = np.asarray(replay(network, jnp.asarray(rows), *weights), np.float32)
-    assert [(*tiles[:2], tiles.shared, tiles.in_parts) for tiles in picked] == [
-        (tile, 128, shared, True),
-        (tile, 192, shared, True),
-    ]
-    given = None
-    with use_target(Target("reference", "cpu")):
-        expected = np.asarray(jax.jit(network)(rows, *weights), np.float32)
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(found - expected) <= 2e-2 * scale)
-    assert scale[: sum(sizes)].min() > 1
-    assert not found[sum(sizes) :].any()
 
 
 @pytest.mark.usefixtures("clusters")

@@ -1,7 +1,5 @@
 """`quantize_rows` and `dequantize_rows` against literal expectations and a NumPy definition."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -45,35 +43,6 @@ class TestLiteral:
         values, scales = quantize_rows(jnp.zeros((0, 3)), format)
         assert values.shape == (0, 3)
         assert scales.shape == (0,)
-
-
-class TestBadCalls:
-    """The errors that users see: `unwrap` removes the check of annotations."""
-
-    @pytest.mark.parametrize(
-        ("x", "format", "message"),
-        [
-            (jnp.zeros(3), "fp8", r"x is float32\(3,\)"),
-            (jnp.zeros((2, 0)), "fp8", r"x is float32\(2, 0\)"),
-            (jnp.zeros((2, 3), jnp.int32), "int8", r"x is int32\(2, 3\)"),
-            (jnp.zeros((2, 3)), "int4", "'int4', needs one of .*'fp8', 'int8'"),
-        ],
-    )
-    def test_quantize(self, x, format, message):
-        with pytest.raises(ValueError, match=message):
-            inspect.unwrap(quantize_rows)(x, format)
-
-    @pytest.mark.parametrize(
-        ("values", "scales", "dtype", "message"),
-        [
-            (jnp.zeros((2, 3)), jnp.ones(2), jnp.float32, r"values is float32\(2, 3\)"),
-            (jnp.zeros((2, 3), jnp.int8), jnp.ones(3), jnp.float32, r"scales is float32\(3,\)"),
-            (jnp.zeros((2, 3), jnp.int8), jnp.ones(2), jnp.int32, "needs a float type"),
-        ],
-    )
-    def test_dequantize(self, values, scales, dtype, message):
-        with pytest.raises(ValueError, match=message):
-            inspect.unwrap(dequantize_rows)(values, scales, dtype)
 
 
 @st.composite

@@ -24,7 +24,7 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
 from tests.reference.decoder_numpy import DeepseekNumpy, Qwen3Numpy
-from tests.reference.step3_numpy import Cache, Step3Numpy
+from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -51,10 +51,9 @@ def numpy_attention(model: Model) -> list[np.ndarray]:
     tensors = {name: tensor.astype(np.float64) for name, tensor in model.tensors().items()}
     tree = model.config()
     rows = [x.astype(np.float64) for x in inputs(tree["hidden_size"])]
-    if isinstance(model, TinyStep3):
-        return [Step3Numpy(tree, tensors).attention(0, x, Cache()) for x in rows]
-    reference = DeepseekNumpy if tree["model_type"] == "deepseek_v3" else Qwen3Numpy
-    return [reference(tree, tensors).attention(0, x) for x in rows]
+    references = {"step3_text": Step3Numpy, "deepseek_v3": DeepseekNumpy, "qwen3": Qwen3Numpy}
+    reference = references[tree["model_type"]](tree, tensors)
+    return [reference.attention(0, x) for x in rows]
 
 
 class Options(NamedTuple):

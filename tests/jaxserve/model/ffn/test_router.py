@@ -60,7 +60,7 @@ def test_against_numpy(renormalise):
     weights = rng.normal(scale=0.3, size=(48, 64)).astype(np.float32)
     x = rng.normal(size=(33, 64)).astype(np.float32)
     config = TinyStep3(norm_expert_weight=renormalise).config()
-    chosen, expected = Step3Numpy(config, {"r.gate.weight": weights}).route("r", x)
+    chosen, expected = Step3Numpy(config, {"r.gate.weight": weights}).choose("r", x)
     module = router(weights, 3, renormalise=renormalise)
     experts, gates = module(jnp.asarray(x), jnp.ones(33, bool), 48)
     np.testing.assert_array_equal(np.asarray(experts), chosen)
