@@ -44,7 +44,6 @@ LONGEST = (
     "pallas_kernels/grouped_matmul/test_mosaic_tpu.py",
     "jaxserve/engine/test_serving.py",
     "jaxserve/test_parity.py",
-    "jaxserve/planner/test_aot.py",
     "pallas_kernels/attention/test_mosaic_gpu.py",
     "pallas_kernels/attention/test_aot.py",
     "pallas_kernels/attention/test_mosaic_tpu.py",
@@ -56,7 +55,6 @@ LONGEST = (
     "jaxserve/fleet/test_processes.py",
     "pallas_kernels/test_bench.py",
     "pallas_kernels/test_tune.py",
-    "test_readme.py",
 )
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""

@@ -62,13 +62,6 @@ def test_a_folder_without_a_library_is_an_error(tmp_path: Path) -> None:
         load_corpus(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"), [("", []), ("abc", ["abc"]), ("a\n" * 100, ["a\n" * 100])]
-)
-def test_a_short_file_stays_whole(text: str, parts: list[str]) -> None:
-    assert cut(SourceFile("x.py", text)) == parts
-
-
 LINES = strategies.lists(
     strategies.text(alphabet=string.ascii_letters + " é", max_size=80), max_size=120
 )

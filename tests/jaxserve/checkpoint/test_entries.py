@@ -269,11 +269,6 @@ class TestRope:
             told.append(entries.problems)
         golden.check("checkpoint/rope.json", told)
 
-    def test_no_theta(self):
-        entries = Entries({})
-        entries.rope("head_dim", 8)
-        assert entries.problems == ["rope_theta is missing"]
-
     def test_odd(self):
         entries = Entries({"rope_theta": 1e4})
         entries.rope("qk_rope_head_dim", 7)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from jaxserve.checkpoint.qwen3 import qwen3_config
-from jaxserve.config.model import LayerKind
 from jaxserve.errors import CheckpointError
 from tests import golden
 from tests.reference.tiny_sizes import TinyQwen3
@@ -81,11 +80,6 @@ class TestWindow:
     def test_layers(self, tree: dict[str, Any], window: int, layers: set[int]):
         config = qwen3_config(tree)
         assert (config.window, config.window_layers) == (window, layers)
-
-    def test_kinds(self):
-        config = qwen3_config(DENSE | WINDOW)
-        assert config.kinds() == [LayerKind("dense"), LayerKind("dense", 8)]
-        assert config.runs() == [(LayerKind("dense"), 0, 3), (LayerKind("dense", 8), 3, 4)]
 
 
 WRONG = [

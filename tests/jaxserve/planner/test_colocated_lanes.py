@@ -95,10 +95,8 @@ def overlapped(times: StepTimes, layers: int, groups: int = 2) -> tuple[list[flo
 class TestOverlapped:
     @pytest.mark.parametrize("stages", [(5, 1, 4, 2), (5, 3, 4, 6), (9, 1, 0, 0), (4, 0, 3, 0)])
     def test_a_cycle_is_what_the_search_charges(self, stages):
-        attend, dispatch, ffn, combine = stages
-        given = Given(
-            layers=10, groups=2, attend=attend, dispatch=dispatch, ffn=ffn, combine=combine, leave=7
-        )
+        named = dict(zip(STAGES, stages, strict=True))
+        given = Given(layers=10, groups=2, leave=7, **named)
         ends, _ = overlapped(given.step(NO_ROWS), 10)
         assert np.diff(ends)[1:] == pytest.approx(10 * overlapped_seconds(stages) + 2 * 7)
 

@@ -46,7 +46,7 @@ def test_formats_that_the_device_does_not_multiply():
         attention=AttentionRole(weights="fp8", memory_gb=30), ffn=FFNRole(memory_gb=30)
     )
     (note,) = remarks(made, load_hardware("v6e"), "TPU v6 lite")
-    assert note == ("attention.weights = fp8: TPU v6 lite has no such products, they run in BF16")
+    assert note == "attention.weights = fp8: TPU v6 lite has no such products, they run in BF16"
     assert remarks(made, load_hardware("v7x"), "TPU7x") == []
 
 

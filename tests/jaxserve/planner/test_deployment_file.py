@@ -37,8 +37,8 @@ def other(**sizes: int) -> Layout:
     ("name", "model", "planned", "batch", "formats"),
     [
         ("afd", "step3", AFD, 32, {}),
-        ("shared ranks", "deepseek-v3", other(ep=288, shared_ranks=32), 32, {}),
-        ("fp8 blocks", "deepseek-v3", AFD, 32, {}),  # stay as the files have them
+        ("shared-ranks", "deepseek-v3", other(ep=288, shared_ranks=32), 32, {}),
+        ("fp8-blocks", "deepseek-v3", AFD, 32, {}),  # stay as the files have them
         ("int8", "deepseek-v3", AFD, 32, INT8),
         ("drafts", "deepseek-v3", other(drafts=2), 32, {}),
         ("replicas", "deepseek-v3", other(redundant_slots=1), 32, {}),  # rebalanced at times

@@ -41,13 +41,6 @@ def test_figures_of_the_users(tmp_path):
     assert load_hardware(str(path)).price == 1.5
 
 
-def test_unknown_hardware_lists_the_known():
-    with pytest.raises(ConfigError, match=r"'h8000' is not known; did you mean 'h800'\? Known: 9"):
-        load_hardware("h8000")
-    with pytest.raises(ConfigError, match=r"'abacus' is not known\. Known: 910b, 910c, a800"):
-        load_hardware("abacus")
-
-
 WRONG = [
     {"price": -1},
     {"colour": "green"},

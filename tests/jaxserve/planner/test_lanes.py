@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.observe.spans import Span
+from jaxserve.observe.spans import STAGES, Span
 from jaxserve.planner.lanes import Disaggregated, LinkMode
 from jaxserve.planner.stage_times import Given, Rows, StepTimes
 
@@ -23,16 +23,8 @@ def run(
     leave: float = 0.0,
 ) -> tuple[dict[int, list[float]], list[Span]]:
     """Ends of every lane's steps, and all spans, with the same times everywhere."""
-    attend, dispatch, ffn, combine = stages
-    times = Given(
-        layers=layers,
-        groups=2,
-        attend=attend,
-        dispatch=dispatch,
-        ffn=ffn,
-        combine=combine,
-        leave=leave,
-    ).step(NO_ROWS)
+    named = dict(zip(STAGES, stages, strict=True))
+    times = Given(layers=layers, groups=2, leave=leave, **named).step(NO_ROWS)
     spans: list[Span] = []
     pipeline = Disaggregated(
         layers=layers, lanes=lanes, groups=2, domains=domains, link=link, note=spans.append
@@ -106,13 +98,12 @@ class TestDomains:
         ends, _ = run("duplex", 2, stages, domains=3, layers=61, steps=6)
         assert (ends[0][-1] - ends[0][-2]) == pytest.approx(2 * 61 * 0.7)
 
-    def test_too_many_domains_wait_for_the_experts(self):
-        ends, _ = run("duplex", 2, (0.7, 0.1, 0.3, 0.1), domains=3)
-        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(10 * 6 * 0.3)
-
-    def test_the_ffn_role_takes_one_message_at_a_time_in(self):
-        ends, _ = run("duplex", 2, (0.7, 0.4, 0.1, 0.1), domains=3)
-        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(10 * 6 * 0.4)
+    @pytest.mark.parametrize(
+        ("stages", "each"), [((0.7, 0.1, 0.3, 0.1), 0.3), ((0.7, 0.4, 0.1, 0.1), 0.4)]
+    )
+    def test_too_many_domains_wait_for_the_experts_or_for_their_way_in(self, stages, each):
+        ends, _ = run("duplex", 2, stages, domains=3)
+        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(10 * 6 * each)
 
 
 def test_a_late_device_holds_the_others_up_at_the_experts():

@@ -48,15 +48,13 @@ class TestExpertLoads:
         assert self.loads(0.0).busiest(1, 1_000_000) == pytest.approx(1.0, abs=0.01)
         assert self.loads(0.0).balance == pytest.approx(1.0)
 
-    def test_one_device_has_everything(self):
+    def test_one_device_has_everything_and_no_tokens_are_nothing(self):
         assert self.loads(1.0, ranks=1).busiest(1, 1000) == 1.0
+        assert self.loads(0.0).busiest(1, 0) == 0.0
 
     def test_skew_and_few_tokens_make_a_device_busier(self):
         assert self.loads(1.0).busiest(1, 1_000_000) > 1.2
         assert self.loads(0.0).busiest(1, 8) > 1.2
-
-    def test_no_tokens(self):
-        assert self.loads(0.0).busiest(1, 0) == 0.0
 
     def test_ranks_that_do_not_divide_the_experts(self):
         """Ten on one of seven ranks, nine on the others."""

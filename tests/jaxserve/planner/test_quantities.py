@@ -22,16 +22,17 @@ def test_tokens(text, value):
     assert tokens(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf"])
-def test_times_that_are_none(text):
-    with pytest.raises(ConfigError, match="--tpot"):
-        seconds(text)
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "8M", "1e4", "99999999"])
-def test_contexts_that_are_none(text):
-    with pytest.raises(ConfigError, match="--context"):
-        tokens(text)
+@pytest.mark.parametrize(
+    ("read", "texts", "option"),
+    [
+        (seconds, ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf"], "--tpot"),
+        (tokens, ["", "0", "-1", "8M", "1e4", "99999999"], "--context"),
+    ],
+)
+def test_times_and_contexts_that_are_none(read, texts, option):
+    for text in texts:
+        with pytest.raises(ConfigError, match=option):
+            read(text)
 
 
 @given(st.text(max_size=12))

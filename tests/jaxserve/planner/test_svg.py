@@ -22,11 +22,6 @@ def test_the_papers_five_figures_are_well_formed(drawn):
         assert "nan" not in text
 
 
-def test_every_model_stands_in_figure_1(drawn):
-    for name in ("DSv3", "Step-3", "Pangu Pro MoE"):
-        assert f">{name}<" in drawn["figure-1.svg"]
-
-
 @pytest.mark.parametrize(
     ("points", "logarithmic"),
     [([(0.0, 0.0), (1.0, 1.0)], False), ([(1.0, 10.0), (100.0, 1000.0)], True)],
