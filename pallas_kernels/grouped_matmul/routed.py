@@ -73,8 +73,10 @@ def sort_choices(
         return Order(source, place, place >= 0 if once else here, sizes)
     by_sorting = functools.partial(_by_sorting, groups=groups + 1, top_k=top_k)
     by_counting = functools.partial(_by_counting, groups=groups + 1, top_k=top_k)
+    # Counting divides the choices into blocks, of which 0 choices have none.
+    default = by_counting if choices.size else by_sorting
     source, place, sizes = jax.lax.platform_dependent(
-        group, cpu=by_sorting, tpu=by_sorting, default=by_counting
+        group, cpu=by_sorting, tpu=by_sorting, default=default
     )
     place = jnp.where(here, place.reshape(choices.shape), -1)
     return Order(source, place, here, sizes[:groups])

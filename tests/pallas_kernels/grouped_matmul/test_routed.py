@@ -61,6 +61,15 @@ def test_order_of_each_group_once():
     np.testing.assert_array_equal(order.sizes, [2, 1, 1])
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_order_of_no_tokens(once):
+    """Under `jit`, which traces the branches of every platform."""
+    sort = jax.jit(functools.partial(sort_choices, groups=3, once=once))
+    source, place, here, sizes = sort(jnp.zeros((0, 2), jnp.int32))
+    assert (source.shape, place.shape, here.shape) == ((0,), (0, 2), (0, 2))
+    np.testing.assert_array_equal(sizes, [0, 0, 0])
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 211])
 def test_counting_gives_the_order_that_sorting_gives(tokens):
     """Of more choices, or fewer, than are compared with each other at once."""
