@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
@@ -120,6 +121,16 @@ SHOWN = Case("2A4F", 4, "alltoall", "device_put")
 def write_model(folder: Path) -> Path:
     """The model folder that all of this is about."""
     return write_tiny_step3(folder, SIZES, seed=SEED)
+
+
+def write_damaged_model(folder: Path, tensor: str, place: Any, value: float) -> Path:
+    """The model folder with another value in one of its tensors."""
+    file = write_model(folder) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[tensor] = np.array(tensors[tensor])
+    tensors[tensor][place] = value
+    save_file(tensors, file)
+    return folder
 
 
 def deployment(model: Path, overrides: dict[str, Any]) -> Deployment:

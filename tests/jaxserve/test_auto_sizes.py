@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.checkpoint import tensors
 from jaxserve.engine.request import SamplingParams
 from jaxserve.llm import LLM
 from tests.jaxserve import layouts
@@ -27,23 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def headers() -> list[Path]:
-    """Files whose headers were read in a start."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path, headers: list[Path]) -> Iterator[LLM]:
-    real = tensors.read_header
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "read_header", lambda path: (headers.append(path), real(path))[1])
-        with LLM(folder) as llm:
-            yield llm
-
-
-def test_headers_are_read_once(llm: LLM, headers: list[Path], folder: Path) -> None:
-    """Sizes, the architecture and the weights follow from them."""
-    assert headers == sorted(folder.glob("*.safetensors"))
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as llm:
+        yield llm
 
 
 def test_sizes(llm: LLM) -> None:

@@ -45,10 +45,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 }
 """Layouts of up to eight devices."""
 
-BY_DEFAULT = {
-    ("2A, EP 3 x TP 2, whole", "gather"),
-    ("4A, EP 4, two instances", "alltoall"),
-}
+BY_DEFAULT = {("2A, EP 3 x TP 2, whole", "gather"), ("4A, EP 4, two instances", "alltoall")}
 """Instances and whole shared experts, each with one exchange. `test_sixteen_ranks` is colocated and
 has ranks without experts."""
 
@@ -65,10 +62,7 @@ MORE: dict[str, dict[str, Any]] = {
 def model(tmp_path_factory):
     """Step-3 with enough experts for 16 ranks, of which the last have none."""
     sizes = TinyStep3(
-        vocab_size=161,
-        moe_intermediate_size=33,
-        share_expert_dim=42,
-        moe_num_experts=20,
+        vocab_size=161, moe_intermediate_size=33, share_expert_dim=42, moe_num_experts=20
     )
     return write_tiny_step3(tmp_path_factory.mktemp("experts"), sizes, seed=layouts.SEED)
 

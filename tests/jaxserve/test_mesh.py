@@ -94,39 +94,30 @@ def test_abstract_ones_have_the_same_axes_and_need_no_devices(mode):
     assert axis_product(thousand.attention, ("dp", "tp")) == 1000
 
 
+def test_too_few_devices_with_the_arithmetic():
+    message = "layout attention.dp 3 x attention.tp 2 + ffn.ep 2 x ffn.tp 2 = 10 devices, but there"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)} are 8"):
+        submeshes(attention_dp=3, attention_tp=2, ffn_ep=2, ffn_tp=2)
+    message = "layout attention.dp 9 x attention.tp 1 = 9 devices, but there are 8"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        submeshes(mode="colocated", attention_dp=9)
+    with pytest.raises(ConfigError, match="= 3 devices, but there are 2"):
+        submeshes(jax.devices()[4:6], ffn_ep=2)
+    meshes = submeshes(jax.devices()[4:6])
+    assert (ids(meshes.attention), ids(meshes.ffn)) == ([[4]], [[5]])
+
+
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("dimensions", "rules", "axes"),
     [
-        (
-            {"attention_dp": 3, "attention_tp": 2, "ffn_ep": 2, "ffn_tp": 2},
-            "layout attention.dp 3 x attention.tp 2 + ffn.ep 2 x ffn.tp 2 = 10 devices, but there",
-        ),
-        (
-            {"mode": "colocated", "attention_dp": 9},
-            "layout attention.dp 9 x attention.tp 1 = 9 devices, but there are 8",
-        ),
+        (("d_model", "q_heads"), ATTENTION_RULES, (None, "tp")),
+        (("slots", "d_model", "expert_d_ff"), FFN_RULES, ("ep", None, "tp")),
+        (("d_model", "d_ff"), FFN_RULES, (None, ("ep", "tp"))),
+        (("d_ff", None), COLOCATED_FFN_RULES, (("dp", "tp"), None)),
     ],
 )
-def test_too_few_devices_with_the_arithmetic(layout, message):
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        submeshes(**layout)
-
-
-def test_given_devices():
-    devices = jax.devices()[4:6]
-    meshes = submeshes(devices)
-    assert ids(meshes.attention) + ids(meshes.ffn) == [[[4]][0], [[5]][0]]
-    with pytest.raises(ConfigError, match="= 3 devices, but there are 2"):
-        submeshes(devices, ffn_ep=2)
-
-
-def test_rules():
-    assert partition_spec(("d_model", "q_heads"), ATTENTION_RULES) == PartitionSpec(None, "tp")
-    assert partition_spec(("slots", "d_model", "expert_d_ff"), FFN_RULES) == PartitionSpec(
-        "ep", None, "tp"
-    )
-    assert partition_spec(("d_model", "d_ff"), FFN_RULES) == PartitionSpec(None, ("ep", "tp"))
-    assert partition_spec(("d_ff", None), COLOCATED_FFN_RULES) == PartitionSpec(("dp", "tp"), None)
+def test_rules(dimensions, rules, axes):
+    assert partition_spec(dimensions, rules) == PartitionSpec(*axes)
 
 
 def test_an_axis_cannot_be_used_twice():

@@ -171,12 +171,9 @@ def runtime(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 
 class TestColocated:
-    @pytest.mark.parametrize("chunk", [40, 16, 7])
-    def test_prefill_at_once_and_in_chunks(self, runtime: Runtime, name: str, chunk: int):
+    @pytest.mark.parametrize("chunk", [40, 16, 7, 1])
+    def test_prefill_at_once_in_chunks_and_by_token(self, runtime: Runtime, name: str, chunk: int):
         check_logits(runtime, Expected.golden(name), chunk)
-
-    def test_token_by_token(self, runtime: Runtime, name: str):
-        check_logits(runtime, Expected.golden(name), 1)
 
     def test_greedy(self, runtime: Runtime, name: str):
         assert greedy_tokens(runtime) == Expected.golden(name).tokens

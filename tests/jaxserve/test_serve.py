@@ -440,11 +440,7 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
     arguments = ProcessArguments(process_id=1, processes=2)
     options = argparse.Namespace(timeline=None, insecure_bind=False)
     assert following.follow(load_deployment(folder, ports), options, arguments) == 0
-    assert seen == [
-        (503, 200, "NOT_SERVING"),
-        (200, 200, "SERVING"),
-        (200, 503, "SERVING"),
-    ]
+    assert seen == [(503, 200, "NOT_SERVING"), (200, 200, "SERVING"), (200, 503, "SERVING")]
 
 
 def test_a_process_that_follows_is_as_careful_with_addresses(folder: Path) -> None:

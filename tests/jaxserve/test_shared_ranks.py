@@ -10,12 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import Runtime, warm_up
-from jaxserve.fleet.attention_runtime import attention_cell
-from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.roles.capacity import deployment_buckets
 from tests.jaxserve import layouts, test_families_layouts
-from tests.jaxserve.fleet.test_domains import TOKEN, role_of
 from tests.jaxserve.moving import move_at_random
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.make_golden import GOLDEN
@@ -29,11 +24,7 @@ PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 RECONFIGURATIONS = 8
 
 SIZES = TinyStep3(
-    vocab_size=161,
-    moe_intermediate_size=33,
-    share_expert_dim=66,
-    moe_num_experts=7,
-    mtp=True,
+    vocab_size=161, moe_intermediate_size=33, share_expert_dim=66, moe_num_experts=7, mtp=True
 )
 """A shared expert that takes two slots."""
 
@@ -96,10 +87,7 @@ def expected(model):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "4 + 2, gather",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in list(MOVING)[1:]),
-    ],
+    ["4 + 2, gather", *(pytest.param(name, marks=pytest.mark.matrix) for name in list(MOVING)[1:])],
 )
 def test_the_same_tokens_while_routed_experts_move(layout, model, expected):
     with layouts.running(model, MOVING[layout]) as engine:
@@ -143,21 +131,3 @@ def test_families_give_the_references_tokens(case, tmp_path):
     CATALOGUE[name].write(tmp_path)
     got = test_families_layouts.tokens(tmp_path, layout)
     assert got == load_file(GOLDEN / f"{name}.safetensors")["tokens"].tolist()
-
-
-@pytest.mark.matrix
-@pytest.mark.multihost
-def test_over_pull(model, expected):
-    """The attention runtime knows nothing of it."""
-    shared = {"ffn.ep": 4, "ffn.shared_ranks": 1, "ffn.redundant_slots": 1, "lanes": 2}
-    overrides = {"link.transport": "pull", "ffn.runtime": "ffn"}
-    here = overrides | shared | {"link.addresses": ["127.0.0.1:1"]}
-    server, _ = message_server(*role_of(model, "ffn", 0, here), TOKEN, "127.0.0.1:0")
-    there = overrides | {"ffn.ep": 4, "lanes": 2, "link.addresses": [server.start()]}
-    role, deployment, source = role_of(model, "attention", 4, there)
-    cell, link = attention_cell(role, deployment, source, TOKEN)
-    warm_up(runtime := Runtime(deployment, role.config, cell, deployment_buckets(deployment)))
-    with layouts.serving(runtime) as engine:
-        assert layouts.generate(engine, PROMPTS, PARAMS) == expected
-    link.close()
-    server.close()

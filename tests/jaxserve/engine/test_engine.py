@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.errors import (
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from tests.jaxserve.engine.fake_driver import fake_engine
 from tests.jaxserve.layouts import Collector, Output, ask, idle
 from tests.jaxserve.waiting import until
@@ -446,14 +441,7 @@ class TestReceiverThatRaises:
         assert 2 <= len(calls) <= 4
         assert calls[-1].finish_reason == "cancelled"
         assert "request bad: its receiver failed" in caplog.text
-
-    def test_at_the_last_output(self, make):
-        engine, _ = make()
-
-        def on_output(output):
-            raise RuntimeError("the client is gone")
-
-        engine.submit([1], SamplingParams(max_tokens=1), on_output)
+        engine.submit([1], SamplingParams(max_tokens=1), on_output)  # raises at its last output
         until(lambda: not engine.schedulers[0].has_work)
         idle(engine)
         assert engine.status == "ready"
@@ -520,14 +508,11 @@ class TestFailure:
         self.failed(engine, collector, "process 1: its connection closed")
         assert time.monotonic() - started < 8
 
-    def test_before_the_start(self, make):
+    def test_before_the_start_and_after_the_end(self, make):
         engine, _ = make(start=False)
         engine.fail(EngineFailedError("process 1: gone"))
         with pytest.raises(EngineFailedError, match="process 1: gone"):
             engine.start()
-        engine.close()
-
-    def test_after_the_end_is_none(self, make):
         engine, _ = make()
         engine.close()
         engine.fail(EngineFailedError("the peer has left"))
@@ -549,6 +534,11 @@ class TestFailure:
         assert "bad callback" in caplog.text
         engine.add_failure_callback(heard.append)  # too late, and told at once
         assert heard == [error, error]
+        for _ in range(3):
+            with pytest.raises(EngineFailedError) as later:
+                engine.submit([1], LONG, lambda output: None)
+            assert later.value is not engine.failure, "errors do not carry each other's stacks"
+        assert engine.failure.__traceback__ is None
 
     def test_books_that_do_not_add_up(self, make, monkeypatch):
         """Checked whenever the loop is idle."""
@@ -561,12 +551,3 @@ class TestFailure:
         engine.start()
         until(lambda: engine.status == "failed")
         assert "lost pages [3]" in str(engine.failure)
-
-    def test_later_errors_do_not_carry_each_others_stacks(self, make):
-        engine, _ = make()
-        engine.fail(EngineFailedError("gone"))
-        for _ in range(3):
-            with pytest.raises(EngineFailedError) as error:
-                engine.submit([1], LONG, lambda output: None)
-            assert error.value is not engine.failure
-        assert engine.failure.__traceback__ is None

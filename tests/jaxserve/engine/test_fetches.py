@@ -186,42 +186,35 @@ class TestOrder:
             return
         assert fetch_of(loop).stop == stop
 
-    @pytest.mark.parametrize(("first", "tokens"), [(4, 4), (0, 0), (0, 20)])
-    def test_pieces_out_of_order(self, first, tokens):
+    def test_pieces_out_of_order_and_pages_that_do_not_cover_one(self):
         loop, order = fetching()
-        with pytest.raises(ValueError, match="arrived, expected 0 to 16"):
-            loop.arrived(0, order.ticket, first, tokens, None)
-
-    def test_pages_that_do_not_cover_a_piece(self):
-        loop, order = fetching()
+        for first, tokens in ((4, 4), (0, 0), (0, 20)):
+            with pytest.raises(ValueError, match="arrived, expected 0 to 16"):
+                loop.arrived(0, order.ticket, first, tokens, None)
         loop.schedulers[0].fetches._fetches[order.ticket].sequence.page_ids[1:] = []
         with pytest.raises(ValueError, match="1 pages for tokens 0 to 8"):
             loop.arrived(0, order.ticket, 0, 8, None)
 
 
 class TestEnds:
-    @pytest.mark.parametrize("arrived", [0, 1])
-    def test_cancelled_while_it_waits(self, arrived):
-        loop, order = fetching()
-        if arrived:
-            loop.arrived(0, order.ticket, 0, 16, None)
+    @pytest.mark.parametrize("moment", ["planned", "asked", "arrived"])
+    def test_cancelled_while_it_waits(self, moment):
+        loop, ticket = make_loop(), 0
+        loop.submit(request("a", 18, held=16))
+        loop.schedulers[0].plan(0)
+        if moment != "planned":
+            ticket = fetch_of(loop).ticket
+        if moment == "arrived":
+            loop.arrived(0, ticket, 0, 16, None)
         (output,) = loop.cancel("a")
         assert output.finish_reason == "cancelled"
-        assert step(loop) == DropFetch(0, order.ticket)
-        loop.arrived(0, order.ticket, 0, 16, None)
-        assert loop.fetch_failed(0, order.ticket, "late") == []
+        assert step(loop) == DropFetch(0, ticket)
+        loop.arrived(0, ticket, 0, 16, None)
+        assert loop.fetch_failed(0, ticket, "late") == []
         assert step(loop) == Idle(None)
         loop.schedulers[0].check_integrity()
         assert loop.schedulers[0].kv_usage == [0.0]
         assert not loop.schedulers[0].has_work
-
-    def test_cancelled_before_anybody_was_asked(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        loop.schedulers[0].plan(0)
-        loop.cancel("a")
-        assert step(loop) == DropFetch(0, 0)
-        assert step(loop) == Idle(None)
 
     def test_what_had_come_is_kept_when_the_rest_does_not(self):
         loop, order = fetching()
@@ -248,14 +241,10 @@ class TestEnds:
         loop, order = fetching()
         loop.fetch_policy = policy
         outputs = loop.fetch_failed(0, order.ticket, "why", mismatch=mismatch)
-        if fails:
-            (output,) = outputs
-            assert (output.finish_reason, output.token_ids) == ("error", [])
-            assert output.error == "the prompt's KV pages did not come: why"
-            assert finish(loop) == {}
-        else:
-            assert outputs == []
-            assert finish(loop) == {"a": [7, 7, 7, 7]}
+        errors = ["the prompt's KV pages did not come: why"] * fails
+        assert [output.error for output in outputs] == errors
+        assert [output.finish_reason for output in outputs] == ["error"] * fails
+        assert finish(loop) == ({} if fails else {"a": [7, 7, 7, 7]})
 
     def test_it_may_be_preempted_and_fetches_again(self):
         """A sequence that is due earlier grows into the pages of one that waits."""

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxserve.engine.build import build_engine
 from jaxserve.errors import CheckpointError
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.unoptimised
     ],
 )
 def test_the_block_is_named(tmp_path, layout, tensor, value, block):
-    folder = layouts.write_model(tmp_path)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if tensor in tensors:
-            tensors[tensor] = np.array(tensors[tensor])
-            tensors[tensor][0, 0] = value
-            save_file(tensors, file)
+    folder = layouts.write_damaged_model(tmp_path, tensor, (0, 0), value)
     with pytest.raises(CheckpointError, match=rf"logits are not finite, nor are {block}$"):
         build_engine(layouts.deployment(folder, layout))

@@ -98,8 +98,7 @@ PAIRS = {
 # Formats that differ: `test_quantised_entries_are_converted_where_they_arrive`, too. Groups:
 # `test_fuzz.py`, too.
 @pytest.mark.parametrize(
-    "pair",
-    [pytest.param(pair, marks=[pytest.mark.nightly] * ("GQA" in pair)) for pair in PAIRS],
+    "pair", [pytest.param(pair, marks=[pytest.mark.nightly] * ("GQA" in pair)) for pair in PAIRS]
 )
 def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
     name, first, second = PAIRS[pair]
@@ -506,32 +505,38 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
 
 
 class TestPressure:
+    @staticmethod
+    def hand_over_as_they_come(pair, prompts, params) -> tuple[Collector, list[int]]:
+        """Starts all prompts; the domain gets each as soon as it is held. Numbers of those."""
+        source, domain = pair
+        collector, started = Collector(), []
+
+        def go_on(number):
+            def held(news):
+                if not isinstance(news, Exception):
+                    name, prompt = f"{number}", prompts[number]
+                    collector.submit(domain, prompt, params, request_id=name, source=news)
+                    started.append(number)
+
+            return held
+
+        for number, prompt in enumerate(prompts):
+            collector._outputs[f"{number}"] = []
+            source.prefill(prompt, go_on(number), request_id=f"{number}")
+        return collector, started
+
     def test_many_requests_through_four_slots(self, pair):
         """More than the domain takes wait there, and beyond that at the prefill worker."""
         source, domain = pair
         prompts = draw_prompts(9, [random.Random(n).randrange(20, 150) for n in range(20)])
         expected = alone(domain, prompts)
-        collector = Collector()
-        started = []
-
-        def go_on(number):
-            def held(news):
-                started.append(number)
-                collector.submit(
-                    domain, prompts[number], GREEDY, request_id=f"p{number}", source=news
-                )
-
-            return held
-
-        for number, prompt in enumerate(prompts):
-            source.prefill(prompt, go_on(number), request_id=f"p{number}")
-            collector._outputs[f"p{number}"] = []
+        collector, started = self.hand_over_as_they_come(pair, prompts, GREEDY)
         most = 0
         while len(started) < len(prompts):
             most = max(most, source.load().held)
             threading.Event().wait(0.002)
         outputs = collector.wait()
-        assert [outputs[f"p{n}"].token_ids for n in range(len(prompts))] == expected
+        assert [outputs[f"{n}"].token_ids for n in range(len(prompts))] == expected
         assert most <= 6
 
     def test_cancelled_at_random_moments(self, pair):
@@ -539,30 +544,16 @@ class TestPressure:
         threads = threading.active_count()
         draw = random.Random(10)
         prompts = draw_prompts(11, [draw.randrange(1, 150) for _ in range(60)])
-        collector = Collector()
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-
-        def go_on(number):
-            def held(news):
-                if not isinstance(news, Exception):
-                    collector.submit(
-                        domain, prompts[number], params, request_id=f"q{number}", source=news
-                    )
-
-            return held
-
-        for number, prompt in enumerate(prompts):
-            collector._outputs[f"q{number}"] = []
-            source.prefill(prompt, go_on(number), request_id=f"q{number}")
+        collector, _ = self.hand_over_as_they_come(pair, prompts, params)
         for _ in range(80):
             threading.Event().wait(draw.random() * 0.02)
-            name = f"q{draw.randrange(60)}"
-            draw.choice([source, domain]).cancel(name)
+            draw.choice([source, domain]).cancel(f"{draw.randrange(60)}")
         until(lambda: not source._open)
         collector.wait()
         # A lease whose request was cancelled on its way between the two is for the router to end.
         for number in range(60):
-            source.release(f"q{number}")
+            source.release(f"{number}")
         for engine in (source, domain):
             at_rest(engine)
         until(lambda: counters(domain).queued == 0)

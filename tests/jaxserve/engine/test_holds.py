@@ -116,7 +116,8 @@ def held_pages(loop: Loop, name: str) -> list[int]:
 def test_prompts_that_share_a_page_hold_their_own_ones():
     loop, _ = make(pages=99)
     admitted_together(loop, "a", "b")
-    assert sorted(run_begun(loop)) == [("a", "length"), ("b", "length")]
+    loop.enqueued(0)
+    assert sorted(run(loop)) == [("a", "length"), ("b", "length")]
     pages = held_pages(loop, "a") + held_pages(loop, "b")
     assert len(pages) == len(set(pages)) == 6
     scheduler = loop.schedulers[0]
@@ -170,11 +171,6 @@ def test_a_prompt_that_the_scheduler_refuses_waits():
     assert loop.holds.held == 2
 
 
-def run_begun(loop: Loop) -> list[tuple[str, str | None]]:
-    loop.enqueued(0)
-    return run(loop)
-
-
 def test_a_lease_ends_unless_it_is_renewed():
     loop, clock = make()
     for name in "ab":
@@ -211,19 +207,12 @@ def test_prompts_wait_for_room(limits):
     assert run(loop) == [("long", "length")]
 
 
-def test_too_many_wait():
-    loop, _ = make(requests=1, max_waiting=3)
-    for name in "abcd":
-        loop.prefill(prompt(name))
-        run(loop)
-    with pytest.raises(OverloadedError, match="3 prompts wait already"):
-        loop.prefill(prompt("e"))
-
-
-def test_a_name_is_used_once():
-    loop, _ = make(requests=1)
+def test_a_name_is_used_once_and_too_many_wait():
+    loop, _ = make(requests=1, max_waiting=2)
     loop.prefill(prompt("first"))
     loop.prefill(prompt("waits"))
+    with pytest.raises(OverloadedError, match="2 prompts wait already"):
+        loop.prefill(prompt("third"))
     for _ in ("running", "held"):
         for name in ("first", "waits"):
             with pytest.raises(InvalidRequestError, match="is already running"):

@@ -4,9 +4,7 @@ ends if it has them again. Others never notice."""
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from jaxserve.engine.build import build_engine
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised
@@ -17,16 +15,10 @@ BROKEN = 7
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = layouts.write_model(tmp_path_factory.mktemp("nan"))
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if "model.embed_tokens.weight" in tensors:
-            table = np.array(tensors["model.embed_tokens.weight"])
-            table[BROKEN] = np.nan
-            save_file({**tensors, "model.embed_tokens.weight": table}, file)
-    engine = build_engine(layouts.deployment(folder, layouts.COLOCATED))
-    yield engine
-    engine.close()
+    folder = tmp_path_factory.mktemp("nan")
+    layouts.write_damaged_model(folder, "model.embed_tokens.weight", BROKEN, np.nan)
+    with layouts.running(folder, layouts.COLOCATED) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

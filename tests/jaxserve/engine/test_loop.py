@@ -13,12 +13,7 @@ from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError, OverloadedError
-from tests.jaxserve.engine.test_scheduler_simulation import (
-    EOS_IDS,
-    Device,
-    Limits,
-    expected_output,
-)
+from tests.jaxserve.engine.test_scheduler_simulation import EOS_IDS, Device, Limits, expected_output
 from tests.jaxserve.full_steps import Replica
 
 LIMITS = Limits(
@@ -238,8 +233,7 @@ def test_lost_steps_change_no_token(random, lanes, prefix_cache, losses):
             request_id=str(seed),
             prompt=[random.choice([5, 5, 5, 3]) for _ in range(random.randint(1, 12))],
             params=SamplingParams(
-                max_tokens=random.randint(1, 8),
-                presence_penalty=random.choice([0.0, 0.0, 1.0]),
+                max_tokens=random.randint(1, 8), presence_penalty=random.choice([0.0, 0.0, 1.0])
             ),
             eos_token_ids=EOS_IDS,
             seed=seed,

@@ -38,10 +38,7 @@ def test_the_youngest_makes_room_and_recomputes_without_repeating_itself():
     assert scheduler.plan(0) is None
     assert scheduler.num_preemptions == 1
     assert scheduler.waiting_ids() == ["b"]
-    assert scheduler.complete(third, sampled({0: 14, 1: 24})) == [
-        news("a", [14]),
-        news("b", [24]),
-    ]
+    assert scheduler.complete(third, sampled({0: 14, 1: 24})) == [news("a", [14]), news("b", [24])]
     assert in_pool(scheduler, pages=5) == [3]
     fourth = scheduler.plan(0)
     assert fourth == step(4, 1, 8, [row(0, [14], 7, [0, 1, 3, 2])])

@@ -1,7 +1,6 @@
 """The engine on real programs of a tiny model: what callers get, and what it costs."""
 
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,13 +84,6 @@ class TestSeeds:
         for place in (0, 9, 17):
             assert self.in_a_crowd(engine, place) == alone
 
-    def test_in_both_modes(self, colocated_runtime, afd_runtime):
-        tokens = []
-        for runtime in (colocated_runtime, afd_runtime):
-            with layouts.serving(runtime) as engine:
-                tokens.append(self.alone(engine))
-        assert tokens[0] == tokens[1]
-
     def test_preempted_and_recomputed(self, afd_runtime, tiny_model):
         """A sequence that lost its pages draws the same tokens again."""
         deployment = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 24})
@@ -114,45 +106,6 @@ class TestSeeds:
             params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed)
             collector.submit(engine, layouts.PROMPTS[5], params)
         assert len({tuple(output.token_ids) for output in collector.wait().values()}) == 4
-
-
-class TestCancel:
-    def test_while_others_run(self, engine, tiny_model):
-        """Every third request goes after a few tokens; the others' tokens stay as they were."""
-        model = Step3Numpy.from_folder(tiny_model)
-        collector = Collector()
-        params = SamplingParams(max_tokens=24, temperature=0)
-        prompts = layouts.PROMPTS[4:16]
-        for number, prompt in enumerate(prompts):
-            collector.submit(engine, prompt, params, request_id=str(number))
-        gone = {str(number) for number in range(0, 12, 3)}
-        for request_id in gone:
-            engine.cancel(request_id)
-        for number, (request_id, output) in enumerate(collector.wait().items()):
-            if request_id in gone:
-                assert output.finish_reason in ("cancelled", "length")
-            elif number < 6:
-                assert output == Output(model.greedy(prompts[number], 24), "length")
-            else:
-                assert (len(output.token_ids), output.finish_reason) == (24, "length")
-
-    def test_a_receiver_that_disconnects(self, engine):
-        """Cancels from another thread after its third token; the pages come back."""
-        reached, ended = threading.Event(), threading.Event()
-        tokens = []
-
-        def on_output(output):
-            tokens.extend(output.token_ids)
-            if len(tokens) >= 3:
-                reached.set()
-            if output.finish_reason:
-                ended.set()
-
-        request_id = engine.submit(layouts.PROMPTS[1], SamplingParams(max_tokens=60), on_output)
-        assert reached.wait(30)
-        engine.cancel(request_id)
-        assert ended.wait(30)
-        layouts.idle(engine)
 
 
 class TestManyCallers:

@@ -78,12 +78,7 @@ def test_the_checksum_notices_what_stands_elsewhere(distance):
 
 @pytest.mark.parametrize(
     ("start", "stop", "sizes"),
-    [
-        (0, 300, [128, 128, 32, 32]),
-        (0, 250, [128, 128]),
-        (16, 32, [32]),
-        (32, 128, [32, 32, 32]),
-    ],
+    [(0, 300, [128, 128, 32, 32]), (0, 250, [128, 128]), (16, 32, [32]), (32, 128, [32, 32, 32])],
 )
 def test_pieces_of_a_range(start, stop, sizes):
     ranges = _ranges(start, stop, [32, 128])

@@ -71,43 +71,29 @@ class Load:
         return max((b - a for a, b in itertools.pairwise(times) if b > since), default=0)
 
 
-def test_restarts() -> None:
-    generator = random.Random(0)
-    with nursery() as toys, toys.servers({}) as [server], client(server) as link:
-        load = Load(link)
-        load.wait_for_answer()
-        for _ in range(KILLS):
-            time.sleep(generator.uniform(0.0, 0.2))
-            killed = time.monotonic()
-            server.end(signal.SIGKILL)
-            server.start()
-            again = generator.random() < 0.2
-            if again:  # Before or while it meets the client.
-                time.sleep(generator.uniform(0.0, 0.6))
-                server.end(signal.SIGKILL)
-                server.start()
-            server.ready()
-            load.wait_for_answer()
-            assert again or load.gap(killed) < LONGEST_GAP
-        load.end()
-        assert link.counters.failures >= KILLS
-
-
-def test_standby() -> None:
-    generator = random.Random(1)
-    with nursery() as toys, toys.servers({}, {}) as started, client(*started) as link:
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_storm(standby) -> None:
+    """Without a standby every fifth server is killed again before or while it meets the client."""
+    draw = random.Random(standby)
+    options = [{}, {}] if standby else [{}]
+    with nursery() as toys, toys.servers(*options) as started, client(*started) as link:
         load = Load(link)
         load.wait_for_answer()
         by_address = {server.address: server for server in started}
         for _ in range(KILLS):
             until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-            time.sleep(generator.uniform(0.0, 0.2))
+            time.sleep(draw.uniform(0.0, 0.2))
             until(lambda: in_use(link) is not None)
-            server = by_address[in_use(link)]
-            killed = time.monotonic()
+            server, killed = by_address[in_use(link)], time.monotonic()
             server.end(signal.SIGKILL)
+            if standby:
+                load.wait_for_answer()
+            server.start()
+            if not standby and draw.random() < 0.2:
+                time.sleep(draw.uniform(0.0, 0.6))
+                server.end(signal.SIGKILL)
+                server.start()
             load.wait_for_answer()
             assert load.gap(killed) < LONGEST_GAP
-            server.start()
         load.end()
         assert link.counters.failures >= KILLS
