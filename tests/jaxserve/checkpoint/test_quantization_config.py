@@ -105,6 +105,7 @@ REFUSED = [
     GPTQMODEL_AWQ | {"dynamic": {"-:.*gate$": {}, "+:.*down": {"group_size": 32}}},
     GPTQ | {"dynamic": {"+:.*down": {"format": "gguf"}}},
     GPTQ | {"rotation": "hadamard"},
+    GPTQ | {"is_marlin_format": True},
     AUTO_ROUND | {"packing_format": "x"},
     AUTO_ROUND | {"packing_format": None},
     AUTO_ROUND | {"bits": 3, "act_bits": 8},

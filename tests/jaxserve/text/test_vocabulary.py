@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+import tokenizers
+from tokenizers import models, processors
 
 from jaxserve.errors import CheckpointError
 from jaxserve.text.vocabulary import TokenizersVocabulary
@@ -20,6 +21,17 @@ def test_letters() -> None:
     assert (ids[0], ids[-1], len(ids)) == (0, 1, 4)
     assert vocabulary.decode(ids) == "é"
     assert vocabulary.decode(ids[:2]) == "\ufffd"
+
+
+def test_bytes_of_tokens() -> None:
+    """As SentencePiece spells them, and as byte-level BPE does."""
+    words = {"<unk>": 0, "▁é": 1, "<0x0A>": 2, "<0x0A>▁": 3, "a": 4}
+    vocabulary = TokenizersVocabulary(tokenizers.Tokenizer(models.WordLevel(words, "<unk>")))
+    found = [vocabulary.token_bytes(token_id) for token_id in range(6)]
+    assert found == [b"<unk>", " é".encode(), b"\n", b"<0x0A> ", b"a", b""]
+    letters = TokenizersVocabulary(raw_letters())
+    (id_of_a,) = letters.encode("a")
+    assert [letters.token_bytes(token_id) for token_id in (1, id_of_a)] == [b"</s>", b"a"]
 
 
 @pytest.mark.parametrize(
