@@ -29,9 +29,8 @@ def test_it_tries_jax_on_this_host_and_says_that_the_demo_would_run(capsys):
     code, found = findings(capsys, "--config", "demo")
     assert code == 0
     assert found["cpu"]["text"].startswith("no accelerator")
-    assert [found[link]["text"] for link in ("device_put", "ppermute", "pull")] == [
-        "arrays arrive"
-    ] * 3
+    links = [found[link]["text"] for link in ("device_put", "ppermute", "pull")]
+    assert links == ["arrays arrive"] * 3
     assert found["demo"]["text"] == "would run on 2 simulated CPU devices"
     assert found["packages"]["state"] == "ok"
 
@@ -81,9 +80,5 @@ def test_few_open_files_are_a_note(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "probe", lambda: HOPPER)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 4096))
     _, found = findings(capsys, "--config", "demo")
-    assert found["open files"] == {
-        "section": "host",
-        "name": "open files",
-        "text": "1024 (at most 4096); below 4096: raise it with ulimit -n",
-        "state": "note",
-    }
+    assert found["open files"]["state"] == "note"
+    assert found["open files"]["text"].startswith("1024 (at most 4096); below 4096")

@@ -1,5 +1,6 @@
 """Processes that share the devices of a host: who they are, and how they end."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.llm import LLM
 from jaxserve.serve import parser
-from tests.jaxserve.fleet.launched import REPOSITORY, Launched
+from tests.jaxserve.fleet.launched import REPOSITORY, started
 
 DEMO = f"{REPOSITORY}/configs/demo.yaml"
 HOST = ["--process-id", "1", "--processes", "2", "--coordinator", "h:1", "--control", "h:2"]
@@ -65,11 +66,8 @@ def test_each_has_its_devices(monkeypatch) -> None:
 
     # Two processes with an attention device each, two with four ffn devices.
     assert [of_process(n, n) for n in range(4)] == [(0,), (1,), (2, 3, 4, 5), (6, 7, 8, 9)]
-    assert [of_process(2, 0), of_process(3, 1), of_process(3, None)] == [
-        (0, 1, 2, 3),
-        (4, 5, 6, 7),
-        None,
-    ]
+    assert (of_process(2, 0), of_process(3, 1)) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert of_process(3, None) is None
     monkeypatch.setattr(devices, "choose_platform", lambda: "tpu")
     with pytest.raises(ConfigError, match="on TPUs a host has one process"):
         of_process(0, 0)
@@ -90,22 +88,22 @@ def handlers() -> Iterator[None]:
         signal.signal(each, handler)
 
 
-def started(*codes: str) -> list[subprocess.Popen[bytes]]:
+def children(*codes: str) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen([sys.executable, "-I", "-c", code]) for code in codes]
 
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 3), 3), ((1, 0), 1)])
 def test_the_first_failure_is_the_end_of_all(codes, expected) -> None:
-    assert host._watch(started(*(f"exit({code})" for code in codes))) == expected
+    assert host._watch(children(*(f"exit({code})" for code in codes))) == expected
 
 
 @pytest.mark.usefixtures("handlers")
 def test_who_does_not_end_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(host, "LAST_WORDS_SECONDS", 0.2)
-    children = started("exit(1)", "import time; time.sleep(60)")
-    assert host._watch(children) == 1
-    assert children[1].returncode == -signal.SIGKILL
+    both = children("exit(1)", "import time; time.sleep(60)")
+    assert host._watch(both) == 1
+    assert both[1].returncode == -signal.SIGKILL
 
 
 @pytest.mark.nightly
@@ -119,21 +117,18 @@ def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
     command = ["-u", "-m", "jaxserve.serve", "--config", "demo", "--host-processes", "2"]
     command += ["--coordinator", f"127.0.0.1:{ports[0]}", "--control", f"127.0.0.1:{ports[1]}"]
     command += [word for one in [*sizes, "server.grpc_port=0"] for word in ("--set", one)]
-    hosts = [
-        Launched([*command, "--processes", "2", "--process-id", f"{number}"], environment)
-        for number in range(2)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                started([*command, "--processes", "2", "--process-id", f"{number}"], environment)
+            )
+            for number in range(2)
+        ]
         hosts[0].wait_for("^ready  ", 300)
         url = f"http://127.0.0.1:{ports[2]}/v1/completions"
         text = httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"]
         hosts[1].process.send_signal(signal.SIGTERM)  # its first process has the leader drain all
         assert [one.end(30) for one in hosts] == [0, 0]
-    finally:
-        for one in hosts:
-            if one.process.poll() is None:
-                one.process.kill()
-                one.end(10)
     with LLM(DEMO, ["mode=colocated", *buckets]) as llm:
         (alone,) = llm.generate(["def f(x):"], SamplingParams(max_tokens=24, temperature=0))
     assert text == alone.text

@@ -14,11 +14,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODULE = "tests.jaxserve.fleet.process"
-DEADLINES = (
-    "cluster.start_seconds=60",
-    "cluster.step_seconds=30",
-    "cluster.heartbeat_seconds=1",
-)
+DEADLINES = ("cluster.start_seconds=60", "cluster.step_seconds=30", "cluster.heartbeat_seconds=1")
 PATIENCE = 90.0
 
 
@@ -64,6 +60,18 @@ class Launched:
         return code
 
 
+@contextlib.contextmanager
+def started(command: Sequence[str], environment: dict[str, str]) -> Iterator[Launched]:
+    """A launcher, which is killed if it has not ended."""
+    run = Launched(command, environment)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.end(5.0)
+
+
 def python(code: str, **environment: str | None) -> Any:
     """Returns what a fresh interpreter prints as JSON; None removes a variable."""
     changed = {**os.environ, **environment}
@@ -95,16 +103,11 @@ def launched(
     command = [launcher, str(followers_end_in), "--module", module, *arguments]
     for deadline in deadlines:
         command += ["--set", deadline]
-    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
-    try:
+    with started(command, {"JAX_PLATFORMS": "cpu"}) as run:
         yield run
         pids = [int(pid) for pid in re.findall(r"^\[\d+\] pid (\d+)", run.output, re.MULTILINE)]
         run.end(5.0)
         assert not [pid for pid in pids if _alive(pid, 5.0)], run.output
-    finally:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.end(5.0)
 
 
 def _alive(pid: int, timeout: float) -> bool:

@@ -81,10 +81,7 @@ def jax_config(name: str, value: object) -> None:
 
 
 def lead(
-    leader: Leader,
-    device_loop: Iterator[int],
-    options: argparse.Namespace,
-    failed: threading.Event,
+    leader: Leader, device_loop: Iterator[int], options: argparse.Namespace, failed: threading.Event
 ) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())

@@ -1,13 +1,15 @@
 import argparse
 import os
 import re
+from typing import Any
 
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments, add_arguments, from_arguments
 
-SECRET = {"JAXSERVE_CLUSTER_TOKEN": "a long s3cret here"}
+TOKEN = "a long s3cret here"
+SECRET = {"JAXSERVE_CLUSTER_TOKEN": TOKEN}
 
 
 def parse(*flags: str, **environment: str) -> ProcessArguments:
@@ -16,29 +18,22 @@ def parse(*flags: str, **environment: str) -> ProcessArguments:
     return from_arguments(parser.parse_args(flags), environment)
 
 
-def test_alone_without_flags() -> None:
-    assert parse() == ProcessArguments(process_id=0, processes=1)
-    assert parse().is_leader
+def second(coordinator: str, control: str, **more: Any) -> ProcessArguments:
+    """The second of two processes."""
+    where = {"coordinator": coordinator, "control_address": control}
+    return ProcessArguments(process_id=1, processes=2, token=TOKEN, **where, **more)
 
 
 def test_flags_come_before_the_environment() -> None:
-    expected = ProcessArguments(
-        process_id=1,
-        processes=2,
-        coordinator="10.0.0.1:1234",
-        control_address="10.0.0.1:1235",
-        token="a long s3cret here",
-    )
-    flags = "--process-id 1 --processes 2 --coordinator 10.0.0.1:1234 --control 10.0.0.1:1235"
+    expected = second("a:1", "a:2")
+    flags = "--process-id 1 --processes 2 --coordinator a:1 --control a:2"
     assert parse(*flags.split(), **SECRET, JAXSERVE_PROCESS_ID="7") == expected
-    environment = {
-        "JAXSERVE_PROCESS_ID": "1",
-        "JAXSERVE_PROCESSES": "2",
-        "JAXSERVE_COORDINATOR": "10.0.0.1:1234",
-        "JAXSERVE_CONTROL": "10.0.0.1:1235",
-    }
-    assert parse(**SECRET, **environment) == expected
+    environment = {"PROCESS_ID": "1", "PROCESSES": "2", "COORDINATOR": "a:1", "CONTROL": "a:2"}
+    found = parse(**SECRET, **{f"JAXSERVE_{name}": text for name, text in environment.items()})
+    assert found == expected
     assert not expected.is_leader
+    assert parse() == ProcessArguments(process_id=0, processes=1)
+    assert parse().is_leader
 
 
 def test_the_token_is_not_shown() -> None:
@@ -72,14 +67,8 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"STEP_NODELIST": "node[007-008]", "STEP_NUM_NODES": "2", "NTASKS": "2"}
     for name, value in (step | {"JOB_ID": "4097", "PROCID": "1", "LOCALID": "0"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert parse("--distributed", **SECRET) == ProcessArguments(
-        process_id=1,
-        processes=2,
-        coordinator="node007:61441",
-        control_address="node007:61442",
-        local_device_ids=(0,),
-        token="a long s3cret here",
-    )
+    expected = second("node007:61441", "node007:61442", local_device_ids=(0,))
+    assert parse("--distributed", **SECRET) == expected
 
 
 POD = {
@@ -90,13 +79,8 @@ POD = {
 
 
 def test_a_pod_of_a_tpu_slice_is_detected() -> None:
-    assert parse("--distributed", **SECRET, **POD) == ProcessArguments(
-        process_id=1,
-        processes=2,
-        coordinator="serve-0-0.serve:8482",
-        control_address="serve-0-0.serve:8483",
-        token="a long s3cret here",
-    )
+    expected = second("serve-0-0.serve:8482", "serve-0-0.serve:8483")
+    assert parse("--distributed", **SECRET, **POD) == expected
     found = parse(*["--distributed", "--coordinator", "a:7", "--process-id", "0"], **SECRET, **POD)
     assert (found.process_id, found.coordinator, found.control_address) == (0, "a:7", "a:8")
     newer = POD | {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8471,10.0.0.2:8471,10.0.0.3:8471"}
@@ -105,11 +89,8 @@ def test_a_pod_of_a_tpu_slice_is_detected() -> None:
 
 
 def test_a_pod_of_several_slices_is_detected() -> None:
-    slices = {
-        "MEGASCALE_COORDINATOR_ADDRESS": "serve-slice-0-0.serve:8080",
-        "MEGASCALE_SLICE_ID": "2",
-        "MEGASCALE_NUM_SLICES": "3",
-    }
+    slices = {"MEGASCALE_SLICE_ID": "2", "MEGASCALE_NUM_SLICES": "3"}
+    slices["MEGASCALE_COORDINATOR_ADDRESS"] = "serve-slice-0-0.serve:8080"
     found = parse("--distributed", **SECRET, **POD, **slices)
     assert (found.process_id, found.processes) == (5, 6)
     assert found.coordinator == "serve-slice-0-0.serve:8482"

@@ -3,7 +3,7 @@ import pytest
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
-from jaxserve.fleet.control import Heartbeat, Position, refusal
+from jaxserve.fleet.control import Heartbeat, refusal
 from tests.jaxserve.fleet.ends import boundary, identity
 
 
@@ -18,15 +18,6 @@ def test_each_direction_takes_only_its_own_messages() -> None:
         control.decode_from_leader(control.encode(Heartbeat(3, True)))
     with pytest.raises(msgspec.DecodeError):
         control.decode_from_follower(b"\x80\x04.")
-
-
-def test_position_reads_as_a_place() -> None:
-    position = Position(stage="ffn", lane=2, layer=5, step=812)
-    assert str(position) == "ffn of lane 2, layer 5, step 812"
-
-
-def test_identity_reads_as_a_name() -> None:
-    assert str(identity(1)) == "process 1 (ffn, host host1, pid 1001)"
 
 
 def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:

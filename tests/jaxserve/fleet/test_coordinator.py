@@ -412,10 +412,7 @@ class Fleet(RuleBasedStateMachine):
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(
-    max_examples=20,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -43,10 +43,9 @@ except ConfigError as error:
     print(json.dumps(str(error)))
 """
     assert python(HEAD + code, JAX_NUM_CPU_DEVICES="5") == "ok"
-    assert python(HEAD + code) == (
-        "this process needs 5 CPU devices (3 attention + 2 ffn), and JAX has already started with "
-        "1: create the deployment before any other use of JAX, or set JAX_NUM_CPU_DEVICES=5"
-    )
+    said = python(HEAD + code)
+    assert said.startswith("this process needs 5 CPU devices (3 attention + 2 ffn), and JAX has")
+    assert said.endswith("or set JAX_NUM_CPU_DEVICES=5")
 
 
 @pytest.mark.parametrize(

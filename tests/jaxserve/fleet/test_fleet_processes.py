@@ -19,7 +19,7 @@ from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.addresses import free_port
 from tests.jaxserve import layouts
-from tests.jaxserve.fleet.launched import Launched
+from tests.jaxserve.fleet.launched import started
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference
 from tests.jaxserve.waiting import until
 
@@ -123,22 +123,14 @@ def fleet(tiny_model, folder, workers, overrides, *arguments):
     command = ["launch/local.py", "--fleet", "--model", str(model), *arguments]
     for key, value in (layouts.LIMITS | faces | overrides).items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    run = Launched(command, {"JAX_PLATFORMS": "cpu"})
-    client = None
-    try:
+    with started(command, {"JAX_PLATFORMS": "cpu"}) as run:
         address = run.wait_for(r"^\[0\] ready .* http=(\S+)", SECONDS)[1]
         for process in workers:
             run.wait_for(rf"^\[{process}\] ready ", SECONDS)
-        client = Client(address)
-        yield run, client
+        with contextlib.closing(Client(address)) as client:
+            yield run, client
         run.process.send_signal(signal.SIGTERM)
         assert run.end(SECONDS) == 0, run.output
-    finally:
-        if client is not None:
-            client.close()
-        if run.process.poll() is None:
-            run.process.kill()
-            run.end(5.0)
 
 
 def generate(client):

@@ -172,10 +172,8 @@ def test_failure_of_a_follower_is_reported_once_with_its_place() -> None:
         follower.fail("ValueError: no such expert", timeout=WAIT)
         assert time.monotonic() - started < WAIT / 2  # the leader says that it knows
         failure = ends.failures.get(timeout=WAIT)
-        assert str(failure) == (
-            "process 1 (ffn, host host1, pid 1001): ValueError: no such expert; last seen in ffn "
-            "of lane 1, layer 4, step 9"
-        )
+        said = "process 1 (ffn, host host1, pid 1001): ValueError: no such expert"
+        assert str(failure) == f"{said}; last seen in ffn of lane 1, layer 4, step 9"
         assert leader.failure is failure
         with pytest.raises(EngineFailedError, match="no such expert"):
             leader.broadcast(boundary(0))
@@ -298,10 +296,8 @@ def test_errors_on_both_sides_are_told_together_own_first() -> None:
     with pair() as (_, leader, follower):
         threading.Timer(0.1, follower.fail, ["transfer aborted"]).start()
         explained = leader.explain(EngineFailedError("step 54: out of memory"), timeout=WAIT)
-        assert str(explained) == (
-            "step 54: out of memory; process 1 (ffn, host host1, pid 1001): transfer aborted; no "
-            "step seen yet"
-        )
+        theirs = "process 1 (ffn, host host1, pid 1001): transfer aborted; no step seen yet"
+        assert str(explained) == f"step 54: out of memory; {theirs}"
 
 
 def test_compiling_may_take_long_while_it_progresses() -> None:

@@ -13,12 +13,7 @@ from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import (
-    ProcessShare,
-    deployment_facts,
-    identity,
-    process_shares,
-)
+from jaxserve.fleet.membership import ProcessShare, deployment_facts, identity, process_shares
 from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3
 

@@ -39,14 +39,11 @@ def test_ready_pods_of_a_service_are_the_workers():
     names = Names(prefill=["10.0.0.1", "10.0.0.2"], decode=["10.0.1.1"])
     with contextlib.closing(Registry(KUBERNETES, Prefill(), names)) as found:
         assert names.asked == [("prefill", 9100), ("decode", 9200)]
-        expected = [Place("10.0.0.1:9100", "prefill"), Place("10.0.0.2:9100", "prefill")]
+        expected = [Place(f"10.0.0.{n}:9100", "prefill") for n in (1, 2)]
         assert found.places() == [*expected, Place("10.0.1.1:9200", "domain")]
         names.pods = {"prefill": ["10.0.0.2", "10.0.0.3"], "decode": []}
         found.look()
-        assert found.places() == [
-            Place("10.0.0.2:9100", "prefill"),
-            Place("10.0.0.3:9100", "prefill"),
-        ]
+        assert found.places() == [Place(f"10.0.0.{n}:9100", "prefill") for n in (2, 3)]
 
 
 def test_a_registry_that_does_not_answer_changes_nothing():

@@ -15,13 +15,7 @@ from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet import router as router_module
 from jaxserve.fleet.router import RouterEngine
 from tests.conftest import REPOSITORY
-from tests.jaxserve.fleet.fake_worker import (
-    MODEL,
-    TOKEN,
-    FakeWorker,
-    FakeWorkerEngine,
-    expected,
-)
+from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker, FakeWorkerEngine, expected
 from tests.jaxserve.waiting import until
 
 SECONDS = 20

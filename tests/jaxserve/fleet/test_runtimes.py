@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.engine.make_engine import make_engine
 from tests.jaxserve import layouts
-from tests.jaxserve.fleet.launched import Launched
+from tests.jaxserve.fleet.launched import Launched, started
 from tests.jaxserve.layouts import Reference
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
@@ -39,8 +39,8 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     command += ["--module", "tests.jaxserve.fleet.runtime_process"]
     for key, value in overrides.items():
         command += ["--set", f"{key}={value}"]
-    run = Launched(command, {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "TOLD": str(tmp_path)})
-    try:
+    environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "TOLD": str(tmp_path)}
+    with started(command, environment) as run:
         (tmp_path / "0").touch()
         for victim in (1, 2):
             # The standby is ready: in round 2 that is the first worker, for the second time.
@@ -52,10 +52,6 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
             (pid,) = re.findall(rf"process {victim}: role ffn, runtime ffn, pid (\d+)", run.output)
             os.kill(int(pid), signal.SIGKILL)
         assert run.end(SECONDS) == 0, run.output
-    finally:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.end(5.0)
     for number in range(3):
         found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
         assert found, run.output

@@ -8,12 +8,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetSimulation
-from jaxserve.fleet.simulation_conditions import (
-    FleetConditions,
-    FleetTraffic,
-    Loss,
-    PagesLink,
-)
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
 from jaxserve.plan import main
 from jaxserve.planner.noise import Lengths
 from jaxserve.planner.stage_times import Given

@@ -25,19 +25,25 @@ SECONDS = 20
 """No client of these tests waits longer."""
 
 
+def rpc_error(call: Callable[..., object], *arguments: Any, **options: Any) -> tuple[str, str]:
+    """The name of the status, and the message, with which an RPC fails."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **options)
+    return caught.value.code().name, caught.value.details()
+
+
 class Faces:
-    """Servers, their engine, behind `front` if that is given, and clients without TLS."""
+    """Servers, their engine, and clients without TLS."""
 
     def __init__(
         self,
         access: Access | None = None,
         template: str = TEMPLATE,
-        front: Callable[[FakeEngine], Any] = lambda engine: engine,
         tokenizer: Tokenizer = LETTERS,
         **options: Any,
     ):
         self.engine, self.metrics = FakeEngine(ids_of("one two three")), Metrics("fake")
-        self.generator = TextGenerator(front(self.engine), tokenizer)
+        self.generator = TextGenerator(self.engine, tokenizer)
         self._grpc = GrpcServer(port=0, access=access, **options)
         self._http = HttpServer(port=0, access=access, **options)
         self.grpc_address, self.address = self._grpc.start(), self._http.start()
@@ -79,10 +85,9 @@ class Faces:
             self.generate(**fields)
         return caught.value
 
-    def grpc_error(self, **fields: Any) -> tuple[grpc.StatusCode, str]:
+    def grpc_error(self, **fields: Any) -> tuple[str, str]:
         """Status and message."""
-        error = self.refused(**{"text": "hi", **fields})
-        return error.code(), error.details()
+        return rpc_error(self.generate, **{"text": "hi", **fields})
 
     def untouched(self) -> bool:
         """Whether no request has reached the engine, and the next one on both faces does."""

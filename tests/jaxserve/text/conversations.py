@@ -104,12 +104,12 @@ SENT: dict[str, list[dict[str, Any]]] = {
     ],
     "two calls at once": [QUESTION, sent_call("Łódź", "Łódź 2"), result("a"), result("b", 1)],
     "calls one after the other": [
-        *(QUESTION, sent_call("Łódź"), result("a"), sent_call("Łódź 2"), result("b")),
+        *(QUESTION, sent_call("Łódź"), result("a"), sent_call("Łódź 2"), result("b"))
     ],
     "a call with text": [QUESTION, sent_call("Łódź", content="I look."), result("a")],
     "a call with an empty text": [QUESTION, sent_call("Łódź", content=""), result("a")],
     "a call with thoughts": [
-        *(QUESTION, sent_call("Łódź", reasoning_content="Where?"), result("a")),
+        *(QUESTION, sent_call("Łódź", reasoning_content="Where?"), result("a"))
     ],
     "thoughts": [QUESTION, REASONED, THANKS],
     "parts": [{"role": "user", "content": _PARTS}],
@@ -132,6 +132,6 @@ DESCRIBED_TOOLS: list[dict[str, Any]] = [
                 "required": ["city"],
             },
         },
-    },
+    }
 ]
 """Without anything left out, as some released templates need them."""

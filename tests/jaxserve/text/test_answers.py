@@ -124,10 +124,8 @@ def test_a_value_may_hold_the_mark_that_ends_a_call(form_and_tail) -> None:
     for texts in ([written], [*written]):
         _, content, calls = parse(AnswerParser(False, False, form), *texts)
         assert content == ""
-        assert [json.loads(arguments) for _, arguments in calls] == [
-            {"city": f"say {tail} there"},
-            {},
-        ]
+        found = [json.loads(arguments) for _, arguments in calls]
+        assert found == [{"city": f"say {tail} there"}, {}]
 
 
 @pytest.mark.parametrize(

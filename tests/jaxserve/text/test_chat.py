@@ -71,11 +71,7 @@ def test_special_tokens_come_from_the_tokenizer_configuration(tmp_path: Path, te
         ),
         ("tokenizer_config.json", {"chat_template": 5}, "expected a text, or names and templates"),
         ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}, "names and templates"),
-        (
-            "tokenizer_config.json",
-            {"chat_template": {"rag": "{{ a b }}"}},
-            "there is no default one; rag: line 1: expected token",
-        ),
+        ("tokenizer_config.json", {"chat_template": {"rag": "{{ a b }}"}}, "no default one; rag:"),
     ],
 )
 def test_broken_templates(tmp_path: Path, name: str, content: Any, message: str) -> None:
@@ -168,16 +164,12 @@ READS_PARTS = (
 )
 def test_contents_in_parts(source: str, expected: str) -> None:
     """A template that knows no parts gets their text, one a line."""
-    assert (
-        ChatTemplate({"default": source}).render([{"role": "user", "content": PARTS}]) == expected
-    )
+    assert ChatTemplate({"default": source}).render([said(PARTS)]) == expected
 
 
 def test_the_templates_refusal_and_failure() -> None:
     refusing = ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"})
-    with pytest.raises(
-        InvalidRequestError, match=r"^messages: the chat template refuses: roles must alternate$"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^messages: .* refuses: roles must alternate$"):
         refusing.render(HI)
     failing = ChatTemplate({"default": "\n{{ messages[0].content + 1 }}"})
     with pytest.raises(InvalidRequestError, match=r"^messages: the chat template failed: line 2: "):
@@ -191,9 +183,8 @@ def test_switches_are_what_the_template_reads_and_a_few_known_ones() -> None:
     template = ChatTemplate(
         {"default": PLAIN + "{{ style }}{% if enable_thinking is false %}quick{% endif %}"}
     )
-    assert template.switches == {
-        *("style", "enable_thinking", "thinking", "reasoning_effort", "documents"),
-    }
+    known = {"enable_thinking", "thinking", "reasoning_effort", "documents"}
+    assert template.switches == {"style", *known}
     switches = {"style": "x", "enable_thinking": False, "reasoning_effort": "low"}
     assert template.render(HI, chat_template_kwargs=switches) == "user:Hi;assistant:xquick"
 
@@ -203,14 +194,10 @@ def test_switches_are_what_the_template_reads_and_a_few_known_ones() -> None:
 )
 def test_other_names_are_refused(name: str) -> None:
     template = ChatTemplate({"default": PLAIN + "{{ range(2) }}{{ raise_exception }}"})
-    with pytest.raises(
-        InvalidRequestError, match=rf"^chat_template_kwargs\.{name}: is no switch of the template"
-    ):
+    with pytest.raises(InvalidRequestError, match=rf"^chat_template_kwargs\.{name}: is no switch"):
         template.render(HI, chat_template_kwargs={name: "x"})
 
 
 def test_a_switch_is_json() -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"^chat_template_kwargs\.thinking\[0\]: object is no JSON value"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_kwargs\.thinking\[0\]: object"):
         ChatTemplate({"default": PLAIN}).render(HI, chat_template_kwargs={"thinking": [object()]})

@@ -82,10 +82,8 @@ def test_arguments_that_are_objects_already() -> None:
 def test_arguments_that_are_no_object(arguments: str) -> None:
     function = {"name": "clock", "arguments": arguments}
     message = {**CALL, "tool_calls": [{"function": function}]}
-    with pytest.raises(
-        InvalidRequestError,
-        match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments: is no JSON object$",
-    ):
+    field = r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments"
+    with pytest.raises(InvalidRequestError, match=f"{field}: is no JSON object$"):
         ChatTemplate({"default": ITERATES}).render([QUESTION, message])
     assert arguments in ChatTemplate({"default": COPIES}).render([QUESTION, message])
 

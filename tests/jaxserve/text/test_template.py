@@ -71,10 +71,7 @@ TEXTS: dict[str, dict[str, Any]] = {
         "messages": CONVERSATIONS["a call and its answer"],
         "tools": [{"type": "function"}],
     },
-    "qwen3": {
-        "messages": OBJECT_CONVERSATIONS["a call with thoughts"],
-        "enable_thinking": False,
-    },
+    "qwen3": {"messages": OBJECT_CONVERSATIONS["a call with thoughts"], "enable_thinking": False},
 }
 
 

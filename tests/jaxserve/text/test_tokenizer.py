@@ -74,29 +74,26 @@ def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **configs: objec
 # ------------------------------------------------------------------------------- Tokenizer
 
 
-def test_special_ids_come_from_every_configuration(tmp_path: Path) -> None:
-    folder = write_folder(
-        tmp_path,
-        byte_level(),
-        config={"bos_token_id": 0, "eos_token_id": 7},
-        generation_config={"eos_token_id": [5, 7], "pad_token_id": 9},
-        tokenizer_config={"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "no"},
-    )
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.bos_token_id == 0
-    assert tokenizer.eos_token_ids == {1, 5, 7}
-    assert tokenizer.pad_token_id == 9
+EVERYWHERE = {
+    "config": {"bos_token_id": 0, "eos_token_id": 7},
+    "generation_config": {"eos_token_id": [5, 7], "pad_token_id": 9},
+    "tokenizer_config": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "no"},
+}
+
+
+@pytest.mark.parametrize(
+    ("configs", "bos", "eos", "pad"),
+    [
+        ({}, None, set(), None),
+        ({"config": {"text_config": {"eos_token_id": 3}}}, None, {3}, None),
+        (EVERYWHERE, 0, {1, 5, 7}, 9),
+    ],
+)
+def test_special_ids_come_from_every_configuration(tmp_path, configs, bos, eos, pad) -> None:
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), **configs))
+    found = tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id
+    assert found == (bos, eos, pad)
     assert tokenizer.vocab_size == 300
-
-
-def test_a_nested_text_config_and_one_eos_as_int(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, byte_level(), config={"text_config": {"eos_token_id": 3}})
-    assert Tokenizer.from_folder(folder).eos_token_ids == {3}
-
-
-def test_no_configuration_at_all_is_no_error(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level()))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, frozenset())
 
 
 @pytest.mark.parametrize("text", ["a fox", "<s>a fox"])
@@ -168,14 +165,9 @@ def test_weights_without_a_tokenizer_leave_token_ids(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7, "vocab_size": 300}')
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert (tokenizer.knows_text, tokenizer.eos_token_ids) == (False, {7})
-    assert (tokenizer.vocab_size, tokenizer.decode([1, 2]), tokenizer.has_text(1)) == (
-        300,
-        "",
-        False,
-    )
-    with pytest.raises(
-        ValueError, match=r"no tokenizer \(tokenizer.json or tiktoken.model\): send"
-    ):
+    found = tokenizer.vocab_size, tokenizer.decode([1, 2]), tokenizer.has_text(1)
+    assert found == (300, "", False)
+    with pytest.raises(ValueError, match=r"no tokenizer \(tokenizer.json or"):
         tokenizer.encode("hello")
     assert BYTE_LEVEL.knows_text
 
@@ -259,9 +251,8 @@ def test_chat_tokens_between_characters_and_inside_one() -> None:
     # A special token has no bytes: the character around it is whole.
     assert deltas_of(RANKED, [[i] for i in (first, end, second, last)]) == ["", "", "", "🙂", ""]
     # One that has text cuts it.
-    assert "".join(deltas_of(RANKED, [[i] for i in (first, call, last)])) == (
-        "\ufffd<|tool_call_begin|>\ufffd"
-    )
+    text = "".join(deltas_of(RANKED, [[i] for i in (first, call, last)]))
+    assert text == "\ufffd<|tool_call_begin|>\ufffd"
 
 
 @given(strategies.text(alphabet="ab é你🙂", min_size=1))

@@ -14,9 +14,8 @@ def test_letters() -> None:
     assert (vocabulary.size, vocabulary.longest_token) == (258, 4)
     assert vocabulary.special_ids == {0, 1}
     assert vocabulary.token_to_id("</s>") == 1
-    assert [vocabulary.has_text(token_id) for token_id in (1, 2, 257, 258)] == [
-        *(False, True, True, False),
-    ]
+    has_text = [vocabulary.has_text(token_id) for token_id in (1, 2, 257, 258)]
+    assert has_text == [False, True, True, False]
     ids = vocabulary.encode("<s>é</s>")
     assert (ids[0], ids[-1], len(ids)) == (0, 1, 4)
     assert vocabulary.decode(ids) == "é"

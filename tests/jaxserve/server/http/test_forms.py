@@ -115,8 +115,7 @@ NAMED = {"type": "function", "function": {"name": "bid"}}
 
 
 @pytest.mark.parametrize(
-    ("written", "choice"),
-    list(zip(FAMILIES, itertools.cycle(["required", NAMED]), strict=False)),
+    ("written", "choice"), list(zip(FAMILIES, itertools.cycle(["required", NAMED]), strict=False))
 )
 def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> None:
     """Whatever else the model wants to say; the conversation has had a call before."""
@@ -168,9 +167,6 @@ def test_values_of_elements_follow_their_schemas() -> None:
     )
     choice = rig.chat(tools=tools, tool_choice="required").json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {
-        "city": "<b></tool_call a",
-        "unit": "C",
-        "days": 2,
-    }
+    found = json.loads(call["function"]["arguments"])
+    assert found == {"city": "<b></tool_call a", "unit": "C", "days": 2}
     rig.close()

@@ -349,9 +349,8 @@ def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Op
     assert titles.last.text_content() == "combine ↑, drafts, pass 1, lane 1, step 7: 1.0 ms"
     rows = page.locator("#timeline rect.track")
     assert rows.count() == 4
-    assert page.locator("#timeline text").all_text_contents()[:4] == [
-        *("attention", "ffn", "lane 0", "lane 1")
-    ]
+    names = page.locator("#timeline text").all_text_contents()[:4]
+    assert names == ["attention", "ffn", "lane 0", "lane 1"]
     # Each side's stages of both lanes touch, so they are one stretch a layer.
     assert page.locator("#timeline .side.attention").count() == 3
     places = {lane: {box["y"] for box in boxes_of(page, f"lane {lane}")} for lane in (0, 1)}

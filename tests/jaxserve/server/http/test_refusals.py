@@ -120,10 +120,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": "x" * 2001}, "prompt: "),
         ({"messages": [{"role": "user"}]}, "messages[0].content: "),
     ],
-    "/detokenize": [
-        ({}, "tokens: "),
-        ({"tokens": [3, -1]}, "tokens[1]: "),
-    ],
+    "/detokenize": [({}, "tokens: "), ({"tokens": [3, -1]}, "tokens[1]: ")],
 }
 """By path: fields, and the error's field and part of its message."""
 

@@ -141,9 +141,8 @@ def test_every_item(wide: HttpRig) -> None:
     ]
     response = wide.client.post("/v1/responses", json={"input": items})
     assert response.status_code == 200
-    assert LETTERS.decode(wide.engine.prompts[0]) == (
-        "[system]Brief.[user]a[assistant]b[tool]c[assistant]d[assistant]e[assistant]"
-    )
+    prompt = LETTERS.decode(wide.engine.prompts[0])
+    assert prompt == "[system]Brief.[user]a[assistant]b[tool]c[assistant]d[assistant]e[assistant]"
 
 
 class TestLogprobs:

@@ -89,9 +89,7 @@ class TestForms:
     @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
     def test_numbers_that_are_none(self, shared: HttpRig, number: str) -> None:
         response = shared.client.post(
-            "/v1/completions",
-            content=f'{{"prompt": "hi", "temperature": {number}}}',
-            headers=JSON,
+            "/v1/completions", content=f'{{"prompt": "hi", "temperature": {number}}}', headers=JSON
         )
         assert response.status_code == 400
 

@@ -6,12 +6,8 @@ from tests.jaxserve.text.letters import ids_of
 
 def test_a_prompt_has_bos_in_front(rig: HttpRig) -> None:
     body = rig.client.post("/tokenize", json={"prompt": "ab"}).json()
-    assert body == {
-        "count": 3,
-        "max_model_len": 100,
-        "tokens": [0, *ids_of("ab")],
-        "token_strs": None,
-    }
+    tokens = [0, *ids_of("ab")]
+    assert body == {"count": 3, "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
 
 def test_a_prompt_without_bos(rig: HttpRig) -> None:
