@@ -1,11 +1,10 @@
 """Random deployments and requests for `test_fuzz.py`, all of them functions of a seed.
 
 A draw is plain data: a deployment, perhaps with a prefill worker, and a list of requests that share
-system prompts. It is printed as JSON when it fails, and made smaller as long as it still fails.
+system prompts. It is printed as JSON, of which one may run a part (`FUZZ_DRAW`).
 """
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -247,41 +246,6 @@ def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
             )
         after += rng.choice((0, 3, 10, 40))
     return found
-
-
-def smaller(whole: Draw) -> Iterator[Draw]:
-    """Draws that ask for less than one, the smallest first."""
-    replace = msgspec.structs.replace
-    count = len(whole.requests)
-    size = count // 2
-    while size:
-        for start in range(0, count, size):
-            kept = whole.requests[:start] + whole.requests[start + size :]
-            if kept:
-                yield replace(whole, requests=kept)
-        size //= 2
-    for n in range(len(whole.resets)):
-        yield replace(whole, resets=whole.resets[:n] + whole.resets[n + 1 :])
-    if whole.format != "float32":
-        yield replace(whole, format="float32")
-    for key, value in (("chunk", 0), ("held", 64), ("spare", (20, 20))):
-        if getattr(whole, key) != value:
-            yield replace(whole, **{key: value})
-    for side in ("decode", "prefill"):
-        overrides = getattr(whole, side) or {}
-        for key in overrides:
-            if key not in ("mode", "cache.page_size", "speculative.drafts"):
-                fewer = {k: v for k, v in overrides.items() if k != key}
-                yield replace(whole, **{side: fewer})
-        if overrides.get("mode") == "afd":
-            keys = ("cache.page_size", "lanes", "attention.dp", "attention.tp")
-            kept = {k: v for k, v in overrides.items() if k in keys or "speculative" in k}
-            yield replace(whole, **{side: {"mode": "colocated", **kept}})
-    for n, one in enumerate(whole.requests):
-        plain = replace(one, cancel=None, emitted=0, tenant="", scores=False, seed=None)
-        if plain != one:
-            changed = [*whole.requests[:n], plain, *whole.requests[n + 1 :]]
-            yield replace(whole, requests=changed)
 
 
 def _tokens(name: str, count: int) -> list[int]:

@@ -3,15 +3,14 @@
 Every answer is compared token for token, and by its log-probabilities, with the plain colocated
 engine's, which runs one request at a time. Afterwards no page, slot or lease may be left.
 
-`make test` runs six draws and `make fuzz DRAWS=60 SEED=10` any others. A failure prints its seed
-and the smallest draw that was found to fail; `FUZZ_DRAW=DRAW` has the file run that draw alone.
+`make test` runs six draws and `make fuzz DRAWS=60 SEED=10` any others. A draw is printed with its
+seed; `FUZZ_DRAW=DRAW` has the file run that draw alone, or what one has left of it.
 """
 
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.unoptimised
 FIRST = int(os.environ.get("FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("FUZZ_DRAWS", "6"))
 GIVEN = os.environ.get("FUZZ_DRAW", "")
-SHRINK_SECONDS = float(os.environ.get("FUZZ_SHRINK_SECONDS", "60"))
 SECONDS = 120.0
 
 MOST_RUNTIMES = 6
@@ -358,21 +356,6 @@ def left_behind(engine: Engine) -> list[str]:
     return [f"{compiled} programs were compiled after the start"] if compiled else []
 
 
-def shrunk(draw: Draw, fails: Callable[[Draw], object], seconds: float) -> Draw:
-    """The smallest draw that was found to fail within some seconds."""
-    end = time.monotonic() + seconds
-    found = True
-    while found:
-        found = False
-        for candidate in draws.smaller(draw):
-            if time.monotonic() > end:
-                return draw
-            if fails(candidate):
-                draw, found = candidate, True
-                break
-    return draw
-
-
 @pytest.fixture(scope="module")
 def fuzz(tmp_path_factory):
     return Fuzz(tmp_path_factory.mktemp("models"))
@@ -385,19 +368,4 @@ SEEDS = [-1] if GIVEN else range(FIRST, FIRST + COUNT)
 def test_the_answers_are_those_of_the_engine_alone(seed, fuzz):
     draw = draws.read(GIVEN) if GIVEN else draws.draw(seed)
     print(f"FUZZ_SEED={seed} FUZZ_DRAW='{draw.text()}'")
-    problems = fuzz.run(draw)
-    if problems:
-        least = shrunk(draw, fuzz.run, 0.0 if GIVEN else SHRINK_SECONDS)
-        again = fuzz.run(least)
-        pytest.fail(
-            "\n".join(
-                [
-                    f"FUZZ_SEED={seed}: {len(problems)} problems",
-                    *problems[:5],
-                    "the smallest draw that was found to fail, and what is wrong with it now:",
-                    f"FUZZ_DRAW='{least.text()}'",
-                    *again[:5],
-                ]
-            ),
-            pytrace=False,
-        )
+    assert fuzz.run(draw) == []

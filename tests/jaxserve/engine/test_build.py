@@ -12,6 +12,7 @@ from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
+from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
@@ -128,25 +129,6 @@ class TestWarmUp:
 class TestBuckets:
     """Sizes are rounded up, so that all attention devices get equal shares."""
 
-    def buckets(self, monkeypatch, model, overrides):
-        made = {}
-
-        def stop(programs, buckets):
-            made["buckets"] = buckets
-            raise KeyboardInterrupt
-
-        for role, weights in (("attention", "Attention"), ("colocated", "Colocated")):
-            monkeypatch.setattr(f"jaxserve.roles.{role}.{role}_programs", stop)
-            monkeypatch.setattr(f"jaxserve.roles.{role}.{weights}Weights", lambda *_: None)
-        limits = {
-            "scheduler.token_budget": 22,
-            "scheduler.token_buckets": [5, 7, 22],
-            "scheduler.page_buckets": [9, 18],
-        }
-        with pytest.raises(KeyboardInterrupt):
-            build_runtime(layouts.deployment(model, limits | overrides))
-        return [(bucket.tokens, bucket.pages) for bucket in made["buckets"]]
-
     @pytest.mark.parametrize(
         ("overrides", "tokens"),
         [
@@ -156,9 +138,11 @@ class TestBuckets:
         ],
         ids=str,
     )
-    def test_token_sizes(self, overrides, tokens, tiny_model, monkeypatch):
-        expected = [(size, pages) for size in tokens for pages in (9, 18)]
-        assert self.buckets(monkeypatch, tiny_model, overrides) == expected
+    def test_token_sizes(self, overrides, tokens, tiny_model):
+        limits = {"scheduler.token_budget": 22, "scheduler.token_buckets": [5, 7, 22]}
+        limits |= {"scheduler.page_buckets": [9, 18]}
+        buckets = deployment_buckets(layouts.deployment(tiny_model, limits | overrides))
+        assert buckets == [Bucket(size, pages) for size in tokens for pages in (9, 18)]
 
 
 class TestEndIds:

@@ -107,29 +107,19 @@ class TestRequests:
         }
         assert len(ids) == 3
 
-    def test_an_id_is_free_again_when_its_request_has_ended(self, make):
-        engine, driver = make()
-        driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], LONG, request_id="a")
-        with pytest.raises(InvalidRequestError, match="request_id: 'a' is running already"):
-            engine.submit([1], LONG, lambda output: None, request_id="a")
-        driver.gate.set()
-        collector.wait()
-        engine.submit([1], SamplingParams(max_tokens=1), lambda output: None, request_id="a")
-
-    def test_a_grammar_belongs_to_one_request_at_a_time(self, make):
+    def test_an_id_and_a_grammar_belong_to_one_request_at_a_time(self, make):
         engine, driver = make()
         driver.gate.clear()
         collector, params = Collector(), SamplingParams(max_tokens=3, grammar=Everything())
-        collector.submit(engine, [1, 2], params)
+        collector.submit(engine, [1, 2], params, request_id="a")
+        with pytest.raises(InvalidRequestError, match="request_id: 'a' is running already"):
+            engine.submit([1], LONG, print, request_id="a")
         with pytest.raises(InvalidRequestError, match="grammar: is another running request's"):
-            engine.submit([1], params, lambda output: None)
+            engine.submit([1], params, print)
         driver.gate.set()
-        assert collector.wait() == {"request 0": Output([2, 3, 4], "length")}
+        assert collector.wait() == {"a": Output([2, 3, 4], "length")}
         idle(engine)
-        collector.submit(engine, [1], params, request_id="again")
-        collector.wait()
+        assert ask(engine, [1], params, request_id="a") == Output([1, 2, 3], "length")
 
 
 class TestBadRequests:
@@ -197,15 +187,14 @@ class TestOneStepAhead:
     def test_followers_hear_of_every_boundary_before_the_driver(self, make):
         heard = []
 
-        def broadcast(plans, measured):
+        def broadcast(plans, measured, actions):
             heard.append(([plan.number for plan in plans], list(driver.log)))
 
-        engine, driver = make(broadcast=broadcast, overrides={"lanes": 2}, start=False)
-        engine.start()
+        engine, driver = make(broadcast=broadcast, overrides={"lanes": 2})
         collector = Collector()
         for _ in range(3):
             collector.submit(engine, [1], SamplingParams(max_tokens=3))
-        collector.wait()
+        assert [output.finish_reason for output in collector.wait().values()] == ["length"] * 3
         numbers = [number for plans, _ in heard for number in plans]
         assert numbers == sorted(numbers) == [n for event, n in driver.log if event == "begin"]
         for plans, before in heard:
@@ -261,8 +250,7 @@ class TestCancel:
 
     def test_between_submit_and_the_loop(self, make):
         """Both before the loop looked: the request ends without a step."""
-        engine, driver = make(start=False)
-        engine.start()
+        engine, driver = make()
         driver.gate.clear()
         collector = Collector()
         collector.submit(engine, [1], LONG, request_id="busy")

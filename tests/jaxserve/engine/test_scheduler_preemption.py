@@ -42,17 +42,13 @@ def test_the_youngest_makes_room_and_recomputes_without_repeating_itself():
     assert in_pool(scheduler, pages=5) == [3]
     fourth = scheduler.plan(0)
     assert fourth == step(4, 1, 8, [row(0, [14], 7, [0, 1, 3, 2])])
-    fifth = scheduler.plan(0)
-    scheduler.complete(fourth, sampled({0: 15}))
-    sixth = scheduler.plan(0)
-    scheduler.complete(fifth, sampled({0: 16}))
-    assert scheduler.complete(sixth, sampled({0: 17})) == [news("a", [17], "length")]
+    assert scheduler.complete(fourth, sampled({0: 0})) == [news("a", [], "stop", 0)]
     # b comes back with prompt and output, five tokens in two chunks, and goes on.
-    seventh, eighth = scheduler.plan(0), scheduler.plan(0)
-    assert seventh == step(7, 4, 2, [row(0, [4, 21, 22, 23], 4, [0, 1], sample=False)])
-    assert eighth == step(8, 1, 8, [row(0, [24], 5, [0, 1, 3])])
-    assert scheduler.complete(seventh, sampled({})) == []
-    assert scheduler.complete(eighth, sampled({0: 25})) == [news("b", [25])]
+    fifth, sixth = scheduler.plan(0), scheduler.plan(0)
+    assert fifth == step(5, 4, 2, [row(0, [4, 21, 22, 23], 4, [0, 1], sample=False)])
+    assert sixth == step(6, 1, 8, [row(0, [24], 5, [0, 1, 3])])
+    assert scheduler.complete(fifth, sampled({})) == []
+    assert scheduler.complete(sixth, sampled({0: 25})) == [news("b", [25])]
 
 
 def three_lanes_short_of_a_page() -> tuple[FullScheduler, FullStep]:
