@@ -81,6 +81,9 @@ def test_all_that_are_late_are_named() -> None:
     named = blame(*late, now=40.0, last=0)
     assert named.count("boundary 0 not done after 40.0 s") == 2
     assert blame(*late, now=40.0, last=-1) == ""  # nothing was asked of them
+    assert blame(*late, now=45.0, last=0) == ""  # their time begins when something is
+    slow = follower(1, message_at=40.0, advanced_at=15.0, completed=5)
+    assert blame(slow, now=40.0, last=9) == ""  # each step has a time of its own
 
 
 @pytest.mark.parametrize(

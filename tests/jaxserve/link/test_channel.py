@@ -5,6 +5,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge
 
 import pytest
 
@@ -133,6 +134,22 @@ def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
     with pytest.raises(AuthenticationError, match="another token than that of 127"):
         dial_with(listener, "guess")
     assert isinstance(accepted.exception(5.0), AuthenticationError)
+
+
+def test_a_listener_that_welcomes_everybody_has_to_prove_itself_too(listener) -> None:
+    def welcome() -> None:
+        impostor = Channel(listener.accept()[0])
+        impostor.send(b"#CHALLENGE#{sha256}" + bytes(32))
+        impostor.receive()
+        impostor.send(b"#WELCOME#")
+        with contextlib.suppress(AuthenticationError, EOFError, OSError):
+            answer_challenge(impostor._connection, b"guess")
+        impostor.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(welcome)
+        with pytest.raises(AuthenticationError, match="another token than that of 127"):
+            dial_with(listener, "secret")
 
 
 def test_stranger_who_says_nothing_is_cut_off(listener, accept_one) -> None:

@@ -332,9 +332,11 @@ def test_errors_are_opaque(faces: Faces, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_queues_are_bounded(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
-    faces.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=2)
+    faces.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
     response = faces.post()
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
     assert faces.grpc_error()[0] == "RESOURCE_EXHAUSTED"
     faces.engine.refusal = None
     with monkeypatch.context() as patched:

@@ -94,9 +94,12 @@ class TestTools:
         assert choice["finish_reason"] == "length"
 
     def test_one_call_where_only_one_is_wanted(self, wide: HttpRig) -> None:
-        wide.engine.script = ids_of(CALL + CALL)
+        wide.engine.script = ids_of(CALL.removeprefix("Let me see.\n") * 2)
         choice = wide.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
-        assert len(choice["message"]["tool_calls"]) == 1
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["type"], call["id"][:5], "index" in call) == ("function", "call_", False)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+        assert '"weather"' in LETTERS.decode(wide.engine.prompts[0])
 
     def test_none_means_that_the_model_sees_none(self, wide: HttpRig) -> None:
         wide.engine.script = ids_of(CALL)

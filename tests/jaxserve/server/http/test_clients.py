@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from jaxserve.errors import OverloadedError
@@ -28,6 +29,7 @@ def test_completions(sdk: openai.OpenAI) -> None:
     assert completion.choices[0].text == "one two"
     assert completion.choices[0].finish_reason == "length"
     assert completion.usage.total_tokens == 10
+    assert [model.owned_by for model in sdk.models.list()] == ["jaxserve"]
 
 
 def test_streamed_completions(sdk: openai.OpenAI) -> None:
@@ -52,6 +54,26 @@ def test_streamed_chats(sdk: openai.OpenAI) -> None:
         chat = stream.get_final_completion()
     assert chat.choices[0].message.content == "one two three"
     assert chat.choices[0].finish_reason == "stop"
+
+
+def test_closing_a_stream_returns_the_pages(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    rig.engine.allowed = 3
+    stream = sdk.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+    next(iter(stream))
+    assert rig.engine.running == 1
+    stream.close()
+    assert rig.engine.wait_until_idle()
+
+
+class Answer(pydantic.BaseModel):
+    a: int
+
+
+def test_a_form(sdk: openai.OpenAI, rig: HttpRig) -> None:
+    """The SDK asks for a strict schema, and parses the answer."""
+    rig.engine.script = ids_of('{"a": 17}')
+    chat = sdk.chat.completions.parse(model="fake", messages=MESSAGES, response_format=Answer)
+    assert chat.choices[0].message.parsed == Answer(a=17)
 
 
 def test_errors(sdk: openai.OpenAI, rig: HttpRig) -> None:

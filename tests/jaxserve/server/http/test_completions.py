@@ -24,17 +24,23 @@ def test_sampling_fields_reach_the_engine(rig: HttpRig) -> None:
     same = {"max_tokens": 7, "temperature": 0, "top_p": 0.5, "min_p": 0.25, "seed": 0}
     same |= {"ignore_eos": True, "min_tokens": 2, "repetition_penalty": 1.25, "priority": -3}
     same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-    rig.complete(
-        **same, top_k=-1, stop=["x", "y"], stop_token_ids=[9], logit_bias={"5": -100}, best_of=1
-    )
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "model": "fake"}
+    ignored |= {"suffix": None, "logprobs": None}
+    asked = {"top_k": -1, "stop": ["x", "y"], "stop_token_ids": [9], "logit_bias": {"5": -100}}
+    rig.complete(**same, **asked, **ignored, best_of=1)
     there = {"top_k": 0, "stop": ("x", "y"), "stop_token_ids": (9,), "logit_bias": {5: -100.0}}
     assert rig.engine.params == [SamplingParams(**same, **there)]
 
 
-def test_a_stop_string(rig: HttpRig) -> None:
+@pytest.mark.parametrize("chunk", [1, 5, 13])
+def test_a_stop_string(rig: HttpRig, chunk: int) -> None:
+    rig.engine.chunk, rig.engine.pace = chunk, 0.02  # each chunk is an event of its own
     choice = rig.complete(stop="two").json()["choices"][0]
     found = choice["text"], choice["finish_reason"], choice["stop_reason"]
     assert found == ("one ", "stop", "two")
+    choices = [event["choices"][0] for event in events(rig.complete(stop=["wo th"], stream=True))]
+    assert "".join(choice["text"] for choice in choices) == "one t"
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "wo th")
 
 
 def test_several_prompts_and_choices(rig: HttpRig) -> None:
@@ -114,6 +120,11 @@ def test_a_stream_of_several_choices(rig: HttpRig) -> None:
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
     assert texts == ["hione two three"] * 3
+    texts = ["", "", ""]
+    for chunk in events(rig.chat(stream=True, n=3)):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["one two three"] * 3
 
 
 def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
@@ -160,6 +171,7 @@ class TestLogprobs:
         assert choice["text"] == "one"
         assert choice["token_ids"] == ids_of("one t")
         assert choice["logprobs"]["tokens"] == list("one t")
+        assert choice["logprobs"]["top_logprobs"][:2] == [{"o": -0.80}, {"n": -0.79}]
 
     def test_of_part_of_a_character(self, rig: HttpRig) -> None:
         rig.engine.script = ids_of("é")

@@ -22,6 +22,7 @@ from tests import golden
 from tests.browser import launched, needs_browser, sync_api
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import pipeline_view
+from tests.jaxserve.text.letters import ids_of
 
 pytestmark = needs_browser
 
@@ -107,6 +108,9 @@ def run(page: Any, ends: str = "stop") -> None:
 
 
 def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
+    """Its text is no markup."""
+    written = "one t<img src=x onerror=alert(1)>"
+    rig.engine.script = ids_of(written)
     rig.engine.allowed = 5
     page = visit(rig)
     page.get_by_label("Prompt", exact=True).fill("hi")
@@ -115,8 +119,9 @@ def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
     assert page.get_by_role("button", name="Run").is_disabled()
     rig.engine.allowed = None
     shows(page, "progress", re.compile("stop$"))
-    assert output(page) == "one two three"
-    assert "13 tokens" in page.locator("#progress").inner_text()
+    assert output(page) == written
+    assert page.locator("#output img").count() == 0
+    assert f"{len(written)} tokens" in page.locator("#progress").inner_text()
     (params,) = rig.engine.params
     assert (params.max_tokens, params.temperature, params.logprobs) == (128, 0.6, 5)
 

@@ -113,6 +113,7 @@ def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:
     assert answer.json()["balance_then"] == 0.9
     assert admin.post("/experts/rebalance", json={}).status_code == 200
     assert admin.post("/experts/rebalance", json={}).status_code == 409
+    assert admin.post("/experts/rebalance", json={"dry_run": "yes"}).status_code == 400
     assert asked == [True, False, False]
 
 
@@ -212,7 +213,9 @@ def test_responses_and_refusals_are_counted(rig: HttpRig) -> None:
     rig.refused(temperature=3)
     assert rig.client.get("/v1/models/other").status_code == 404
     assert rig.client.get("/nowhere/7").status_code == 404
-    text = rig.client.get("/metrics").text
+    response = rig.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    text = response.text
     labels = 'model_name="fake",path='
     assert f'jaxserve:http_responses_total{{{labels}"/v1/completions",status="200"}} 1.0' in text
     assert f'jaxserve:http_responses_total{{{labels}"/v1/completions",status="400"}} 1.0' in text

@@ -16,6 +16,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": [[]]}, "prompt: is empty"),
         ({"prompt": ["a", ""]}, "prompt[1]: expected `str` of length >= 1"),
         ({"prompt": [3, "a"]}, "prompt: mixes texts, token ids and lists"),
+        ({"prompt": [3, 300]}, "prompt[1]: token id 300 is not in [0, 299]"),
         ({"prompt": [-1]}, "prompt[0]: expected `int` >= 0, got -1"),
         ({"prompt": "x" * 1999}, "prompt: 2000 tokens leave no room for an output"),
         ({"prompt": None}, "prompt: expected `str | array`, got `null`"),

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from jaxserve.config.deployment import Server
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.processes import host
@@ -110,6 +110,15 @@ def test_a_grammar_is_followed_at_the_engine(rig: Rig) -> None:
     assert answer["choices"][0]["text"] == "two"
     wrong = rig.complete(structured_outputs={"regex": "("})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "structured_outputs.regex")
+
+
+def test_refusals_keep_their_status_and_defects_are_opaque(rig: Rig) -> None:
+    rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
+    response = rig.complete()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    rig.engine.refusal = KeyError("a secret path")
+    response = rig.complete()
+    assert (response.status_code, "secret" in response.text) == (500, False)
 
 
 def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig: Rig) -> None:
