@@ -1,4 +1,4 @@
-"""What `serve --check` says of roles and links."""
+"""Roles and links as `serve --check` prints them."""
 
 from jaxserve.commands.checking import describe_roles
 from jaxserve.config.load import load_deployment

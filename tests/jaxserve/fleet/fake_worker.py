@@ -231,7 +231,7 @@ class FakeWorkerEngine:
 
 
 def worker_facts(role: WorkerRole, **changes: Any) -> WorkerFacts:
-    """What a worker says of itself to routers."""
+    """Facts that a worker tells routers about itself."""
     facts: dict[str, Any] = {"name": role, "role": role, "model": MODEL, "slots": 4, "groups": 1}
     facts |= {"pages": 1000, "page_size": PAGE, "max_length": 200, "vocab": VOCAB}
     facts |= {"eos_token_ids": [], "info": {}, "instance": "1"}
@@ -261,7 +261,7 @@ class FakeWorker:
         self.address, self.model = self.port.address, model
 
     def kill(self) -> None:
-        """As if the process were gone: connections end, nothing is said."""
+        """Ends the connections without a word, like a process that is killed."""
         self.port._stopping.set()
         for router in self.port._connected():
             router._outbox.close()

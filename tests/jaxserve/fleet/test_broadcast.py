@@ -104,7 +104,7 @@ def test_strangers_get_nothing() -> None:
 
 
 def _is_closed(stranger: socket.socket) -> bool:
-    """By the other end, while a byte comes every 0.2 s."""
+    """Whether the other end closes a connection that brings a byte every 0.2 s."""
     stranger.settimeout(0.2)
     for _ in range(31):
         try:
@@ -131,7 +131,7 @@ def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def serve_one(serve: Callable[[Channel], None]) -> str:
-    """The address of somebody who knows the token and says what is given, once."""
+    """Starts a sender that knows the token and serves one connection; returns its address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:

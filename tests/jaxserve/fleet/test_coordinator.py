@@ -74,7 +74,7 @@ class World:
         self.take(self.coordinator.tick())
 
     def join(self, name: str, reserved: bool = False, tokens: int = 16000, **options: Any) -> None:
-        """A worker is there, whose cache has room for so many `tokens`."""
+        """A worker joins; `tokens` is the size of its cache."""
         sizes = {"page_size": PAGE, "pages": tokens // PAGE, "max_length": 10**6}
         role: WorkerRole = "prefill" if name.startswith("p") else "domain"
         self.take(self.coordinator.joined(name, worker_facts(role, **sizes, **options), reserved))
@@ -663,7 +663,7 @@ class TestOtherWeights:
 
 
 def test_the_load_of_a_fleet_has_the_pages_link():
-    """As its domains see it: what a prefill worker gave is what a domain got."""
+    """Transfers are counted at the domains, which receive what prefill workers give."""
     world = World.of("p0", "d0", "d1")
     ends = {
         "p0": PagesLoad(transfers=5, bytes=500, expired=2, registered_bytes=64),

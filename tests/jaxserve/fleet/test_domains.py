@@ -1,5 +1,5 @@
-"""Several attention workers, each with an engine of its own, on one ffn worker, over `pull`: the
-colocated tokens, whoever else is there, joins and leaves.
+"""Several attention workers, each with an engine of its own, share one ffn worker over `pull`.
+Each gives the colocated tokens, whichever others join and leave.
 
 The runtimes live in one process here, each on devices of its own; `test_runtimes.py` has them
 apart.
@@ -45,8 +45,8 @@ DOMAINS = {
     "2 lanes, dp 2": (3, {"lanes": 2, "attention.dp": 2}),
     "2 lanes, tp 2, INT8": (5, {"lanes": 2, "attention.tp": 2, "cache.format": "int8"}),
 }
-"""By name: the first device, and what is special. The ffn worker has devices 0 and 1; it was
-started for the first of them, and compiles for the others when they join."""
+"""Name of a domain → its first device and its settings. The ffn worker has devices 0 and 1; it
+starts for the first domain, and compiles for the others when they join."""
 
 
 class Domain(NamedTuple):
@@ -110,7 +110,7 @@ def generate(engine, params):
 
 
 def side_by_side(*calls):
-    """What the calls return, made at the same time."""
+    """Makes the calls at the same time; returns their results."""
     results = [None] * len(calls)
 
     def run(place):
@@ -228,7 +228,7 @@ def test_an_ffn_worker_on_what_is_left_takes_over(domains, server, expected, tin
 
 
 def while_it_serves(work, server, call):
-    """What the call returns, while the ffn worker does what its main thread does."""
+    """Returns the result of a call, during which the ffn worker moves experts."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()

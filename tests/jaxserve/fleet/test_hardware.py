@@ -1,8 +1,10 @@
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxserve.fleet import hardware
 from jaxserve.fleet.hardware import detect_platform
 from tests.jaxserve.fleet.launched import python
 
@@ -67,11 +69,12 @@ def test_hardware_without_its_plugin_is_said(
     assert ".[cuda]" in caplog.text
 
 
-def test_jax_platforms_comes_first() -> None:
-    code = "import json; from jaxserve.fleet import hardware as h; print(json.dumps(h.%s()))"
-    assert python(code % "expected_platform", JAX_PLATFORMS="cpu") == "cpu"
-    assert python(code % "expected_platform", JAX_PLATFORMS="tpu,cpu") == "tpu"
-    assert python(code % "choose_platform", JAX_PLATFORMS="tpu,cpu") == "tpu"
+@pytest.mark.parametrize(("platforms", "first"), [("cpu", "cpu"), ("tpu,cpu", "tpu")])
+def test_jax_platforms_comes_first(
+    monkeypatch: pytest.MonkeyPatch, platforms: str, first: str
+) -> None:
+    monkeypatch.setattr(hardware.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    assert (hardware.expected_platform(), hardware.choose_platform()) == (first, first)
 
 
 def test_an_installed_plugin_without_hardware_leaves_simulated_devices() -> None:
@@ -83,6 +86,7 @@ libtpu.__spec__ = importlib.machinery.ModuleSpec("libtpu", None)
 sys.modules["libtpu"] = libtpu
 import jax
 from pathlib import Path
+from types import SimpleNamespace
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.fleet import devices, hardware
 from jaxserve.fleet.arguments import ProcessArguments

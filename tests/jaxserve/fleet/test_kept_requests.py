@@ -17,7 +17,7 @@ OTHER = keyed_id("tenant", "a key", b"something else") + ".0"
 
 
 def lose(router):
-    """As if its process were gone."""
+    """Closes a router's connections, like a process that is killed."""
     router.connections.close()
 
 

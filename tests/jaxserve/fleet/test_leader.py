@@ -103,7 +103,7 @@ def test_nobody_warms_up_before_all_have_compiled() -> None:
 
 
 def check_order(leader: Leader, followers: list[Follower]) -> None:
-    """That all followers get all boundaries, in order."""
+    """Checks that all followers get all boundaries, in order."""
     for number in range(50):
         leader.broadcast(boundary(number))
     for follower in followers:

@@ -13,7 +13,7 @@ SECONDS = 20.0
 
 @pytest.mark.parametrize("error", [BlockingIOError(), ValueError("a defect"), KeyError("another")])
 def test_an_outbox_that_cannot_go_on_says_so(error: Exception) -> None:
-    """Its receiver would wait for ever otherwise."""
+    """Otherwise the receiver would wait for ever."""
     stuck = threading.Event()
 
     def send(found: Sequence[Frame]) -> None:

@@ -98,7 +98,7 @@ def test_a_lost_follower_is_named_and_not_who_noticed_first(
 
 @pytest.mark.nightly
 def test_leader_outlives_the_heartbeats_of_jax() -> None:
-    """By default JAX aborts it as soon as it misses the follower, clients or not."""
+    """JAX's default is to abort the leader as soon as it misses the follower."""
     after = "9"  # JAX waits for 6 s: no less than 6 heartbeats of ours
     with launched(*LAYOUT, "--jax-heartbeat", "1", "--report-after", after) as run:
         run.wait_for(r"^\[0\] boundary 49 ")

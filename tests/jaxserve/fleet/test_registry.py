@@ -9,7 +9,7 @@ from tests.jaxserve.waiting import until
 
 
 class Names:
-    """What a cluster's DNS says of headless Services: the addresses of their ready pods."""
+    """A cluster's DNS, which returns the addresses of the ready pods of headless Services."""
 
     def __init__(self, **pods: list[str]):
         self.pods = pods

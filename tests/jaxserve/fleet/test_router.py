@@ -23,7 +23,7 @@ LONG = list(range(10, 40))
 
 
 class Results:
-    """What requests got."""
+    """Outputs that requests have received."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -134,7 +134,7 @@ def test_tokens(prefills, domains):
 
 
 def test_cached_tokens_are_those_that_nobody_computed():
-    """Of a prompt that was handed over the prefill worker's hits, of others the domain's."""
+    """Counts the hits of the worker that computed the prompt: a prefill worker or the domain."""
     with rig() as fleet:
         fleet.prefills[0].engine.found = 8
         fleet.submit(LONG, 3, "handed over")
@@ -512,7 +512,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, mon
 
 
 def test_a_frame_that_is_not_taken_loses_no_token(caplog):
-    """The rest of it is lost; the requests begin again from what was taken."""
+    """Outputs after the failing one are lost; the requests go on from the tokens taken before."""
     with rig(0, 1) as fleet:
         output, failed = fleet.router._coordinator.output, threading.Event()
 

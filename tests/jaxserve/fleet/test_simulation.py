@@ -16,7 +16,7 @@ from jaxserve.planner.stage_times import Given
 STEP = 0.1
 """Seconds of a step: 10 layers of 4 + 1 + 4 + 1 ms."""
 PULL = 0.01 + 96 * 1e-4
-"""Of the 6 whole pages of 100 tokens: 10 ms, and 0.1 ms a token."""
+"""Seconds to pull the 6 whole pages of 100 tokens: 10 ms, and 0.1 ms a token."""
 FILE = {
     "mode": "colocated",
     "cache.page_size": 16,

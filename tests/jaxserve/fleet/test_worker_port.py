@@ -236,7 +236,7 @@ def test_states_go_on_after_one_that_could_not_be_made(monkeypatch) -> None:
 
 
 def test_a_kept_request_that_ends_while_it_is_adopted_is_not_counted() -> None:
-    """Its last output comes before the router is told anything."""
+    """The last output comes before the router is told anything."""
     with a_worker() as worker:
         worker.engine.allowed = 1
         first = Router(worker)

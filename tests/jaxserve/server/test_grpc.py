@@ -103,7 +103,7 @@ def test_the_prompt_is_told_before_a_late_first_token(rig: Faces) -> None:
 
 
 def logprobs(ids: list[int], top: int) -> list[pb.TokenLogprobs]:
-    """As the fake engine makes them up."""
+    """Log-probabilities that the fake engine makes up."""
     return [
         pb.TokenLogprobs(
             token_id=i,
@@ -261,7 +261,7 @@ def test_the_server_itself_says_deadline_exceeded(rig: Faces) -> None:
 
 
 def test_a_reader_that_stalls_is_dropped() -> None:
-    """It blocks nobody, its pages come back, and what waits for it stays bounded."""
+    """Other requests go on, its pages come back, and its queue stays bounded."""
     rig = Faces(tokenizer=Verbose("y" * 200_000), max_pending_tokens=20)
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
@@ -411,7 +411,7 @@ def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Faces) -> None:
 
 
 def test_reflection_is_enough_for_a_client_without_stubs(rig: Faces) -> None:
-    """As grpcurl does it: ask for the services, build the messages, call."""
+    """Asks for the services, builds the messages and calls, like grpcurl."""
     database = ProtoReflectionDescriptorDatabase(rig.channel)
     assert {"grpc.health.v1.Health", "jaxserve.v1.Inference"} < set(database.get_services())
     pool = descriptor_pool.DescriptorPool(database)

@@ -16,7 +16,7 @@ from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 
 @pytest.mark.parametrize("face", [GrpcServer, HttpServer])
 def test_a_port_in_use_is_a_clear_error(face: type[GrpcServer | HttpServer]) -> None:
-    """Of another program, and of a server like it."""
+    """The port belongs to another program, or to a server of the same kind."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"_port: cannot listen on 127.0.0.1:{port}"):

@@ -1,4 +1,4 @@
-"""What the exposition says after known requests."""
+"""The exposition after known requests, and of engines with known loads."""
 
 import msgspec
 import pytest
@@ -110,7 +110,7 @@ VIEW = PipelineView(
 
 
 def watching(load: EngineLoad | None = None, view: PipelineView = VIEW) -> dict[str, float]:
-    """What is exposed of an engine with this load and view, beside the figures of requests."""
+    """Exposed figures of an engine with this load and view, without those of requests."""
     engine, metrics = FakeEngine([], view=view), Metrics("m")
     of_requests = samples(metrics)
     if load is not None:

@@ -1,4 +1,4 @@
-"""The rules that somebody's CVE taught: a test a row, in the order of the table, over both faces.
+"""Rules learnt from CVEs of other servers, over both faces: one test a rule.
 
 Each attack ends in bounded time with an error that says what is wrong, none reaches the engine,
 and afterwards everybody else is served as before. Finer points of HTTP are in
@@ -39,11 +39,11 @@ from tests.jaxserve.text.letters import raw_letters
 
 ROOT = Path(__file__).resolve().parents[3]
 OPEN = ("/health", "/ping", "/ready", "/")
-"""What needs no key: probes, and the page, which is the same everywhere and asks for one itself."""
+"""Paths without a key: probes, and the page, which is the same for all and asks for a key."""
 
 
 class Source(NamedTuple):
-    """What a module of ours imports and calls, and what it gives as `allow_pickle`."""
+    """Imports and calls of one of our modules, and the values that it gives `allow_pickle`."""
 
     path: Path
     imports: set[str]
@@ -134,7 +134,7 @@ def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bounds(faces: Faces) -> None:
-    """Of the documented schemas, and the engine's own over gRPC, which has no schema for them."""
+    """Bounds of the documented schemas, and the engine's bounds over gRPC, which has no schema."""
     schemas = json.loads(document(ENDPOINTS, keys=False))["components"]["schemas"]
     taken = {endpoint.takes.__name__ for endpoint in ENDPOINTS if endpoint.takes is not None}
 

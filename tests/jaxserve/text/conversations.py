@@ -115,7 +115,7 @@ SENT: dict[str, list[dict[str, Any]]] = {
     "parts": [{"role": "user", "content": _PARTS}],
     "a late system message": [QUESTION, {"role": "assistant", "content": "x"}, SYSTEM, THANKS],
 }
-"""What OpenAI's clients send, turn by turn."""
+"""Conversations as OpenAI's clients send them, turn by turn."""
 
 DESCRIBED_TOOLS: list[dict[str, Any]] = [
     {

@@ -94,7 +94,7 @@ def test_the_cut_makes_no_difference(form, written, cuts, thinking) -> None:
 
 
 def with_text(form, written, text) -> str:
-    """What a family writes of the calls, with another text than the town's name."""
+    """Calls as a family writes them, with another text in place of the town's name."""
     return written.replace(
         "Łódź", text if form.parameter else json.dumps(text, ensure_ascii=False)[1:-1]
     )
@@ -287,7 +287,7 @@ def test_who_does_not_think_may_write_the_mark() -> None:
     [("qwen3", JSON), ("deepseek_v3", DEEPSEEK), ("kimi_k2", KIMI), ("step3", STEP)],
 )
 def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
-    """What the template writes of a call, the parser takes apart again."""
+    """The parser takes apart the call that the template has written."""
     template = template_of(name)
     found = AnswerFormat.of(template)
     assert found.calls is form

@@ -1,4 +1,4 @@
-"""What chat templates expect of messages: small templates with the constructs of released ones."""
+"""Forms of messages that chat templates expect, by small templates like released ones."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ def test_sizes_and_spellings() -> None:
 
 @pytest.mark.parametrize("text", ["a" * 23, " " * 23, "ab cd " * 9, "a" * 11 + " " * 25 + "b" * 9])
 def test_long_runs_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """As in the model's own code, after every tenth character of a run and every fortieth."""
+    """The model's own code cuts after every tenth character of a run and every fortieth."""
     monkeypatch.setattr(tiktoken_files, "MAX_RUN", 10)
     monkeypatch.setattr(tiktoken_files, "MAX_CHARACTERS", 40)
     parts = list(tiktoken_files._parts(text))

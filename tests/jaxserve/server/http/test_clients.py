@@ -111,7 +111,7 @@ def test_many_streams_of_an_asynchronous_client(rig: HttpRig) -> None:
 
 
 def test_tools_over_three_turns(rig: HttpRig) -> None:
-    """What the SDK got is what it sends back, with all of its empty fields."""
+    """The SDK sends the messages back as it received them, with all of their empty fields."""
     rig.engine.max_length = rig.generator._max_length = 5000
     written = 'Wait.<tool_call>\n{"name": "now", "arguments": {"z": %d}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]

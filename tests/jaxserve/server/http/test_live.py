@@ -463,25 +463,18 @@ def test_the_policy_allows_the_page_and_nothing_else(shared: HttpRig) -> None:
 
 
 def test_the_page_asks_for_nothing_from_elsewhere() -> None:
-    """Its text has no address but that of the SVG namespace."""
+    """The page's text has no address but that of the SVG namespace."""
     assert set(re.findall(rb"(?:https?:)?//[\w.]+/", PAGE)) == {b"http://www.w3.org/"}
     assert b"innerHTML" not in PAGE
     assert b"style=" not in PAGE  # the policy would forbid it
 
 
-def test_figures_ask_for_a_key_and_the_page_does_not(make_rig: Make) -> None:
-    rig = make_rig(access=Access(ApiKeys([KEY])))
-    assert rig.client.get("/").status_code == 200
-    assert rig.client.get("/pipeline").status_code == 401
-    found = rig.client.get("/pipeline", headers={"Authorization": f"Bearer {KEY}"})
-    assert found.headers["cache-control"] == "no-store"
-    assert found.json()["measured"] is None
-
-
 def test_figures(rig: HttpRig) -> None:
     rig.engine.view = pipeline_view(24)
     rig.complete()
-    found = rig.client.get("/pipeline").json()
+    answer = rig.client.get("/pipeline")
+    assert answer.headers["cache-control"] == "no-store"
+    found = answer.json()
     assert (found["model"], found["mode"], found["chat"]) == ("fake", "afd", True)
     assert found["generated_tokens"] == 13
     assert found["load"]["kv_usage"] == [0.25, 0.75]
@@ -492,7 +485,7 @@ def test_figures(rig: HttpRig) -> None:
 
 
 def test_the_page_is_package_data() -> None:
-    """It is found beside the module, wherever that was installed."""
+    """The page is found beside the module, wherever that was installed."""
     pyproject = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
     packed = pyproject.partition("[tool.setuptools.package-data]")[2].partition("#")[0]
     assert all(f'"*.{suffix}"' in packed for suffix in ("html", "css", "js"))

@@ -173,7 +173,7 @@ class TestThinking:
 
 class TestTools:
     def test_three_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        """What the SDK got is what it sends back; once streamed, once whole."""
+        """The SDK sends back the content that it received, once streamed and once whole."""
         messages: list[Any] = list(HI)
         for turn in range(2):
             wide.engine.script = ids_of(f"Wait.{CALL}" if turn else CALL)

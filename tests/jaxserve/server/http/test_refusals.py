@@ -123,7 +123,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "/detokenize": [({}, "tokens: "), ({"tokens": [3, -1]}, "tokens[1]: ")],
 }
-"""By path: fields, and the error's field and part of its message."""
+"""Path → fields, with the error's field and a part of its message."""
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def test_every_item(wide: HttpRig) -> None:
 
 class TestLogprobs:
     def test_of_a_message(self, sdk: openai.OpenAI) -> None:
-        """Those of the message's tokens and of the token that ends it."""
+        """A message has the log-probabilities of its tokens."""
         response = sdk.responses.create(
             model="fake", input="hi", max_output_tokens=3, top_logprobs=2
         )

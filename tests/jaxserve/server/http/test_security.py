@@ -69,7 +69,7 @@ class TestSizes:
 
 
 class TestForms:
-    """What a web page may send without asking, and what is no JSON, is not read."""
+    """Bodies that are not JSON, or of types that any web page may send, are refused."""
 
     @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "x"])
     def test_other_types(self, shared: HttpRig, kind: str) -> None:

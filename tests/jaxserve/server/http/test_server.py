@@ -199,7 +199,7 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("pending", [20, 10**6])
 def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
-    """By the tokens that wait for it, or by the clock once the engine has nothing more."""
+    """The limit is the number of tokens that wait, or the clock once the engine has finished."""
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
     rig = HttpRig(tokenizer=Verbose("y" * 200_000), max_pending_tokens=pending)
     rig.engine.script = ids_of("x" * 90)

@@ -17,7 +17,7 @@ def test_a_prompt_without_bos(rig: HttpRig) -> None:
 
 
 def test_a_conversation(rig: HttpRig) -> None:
-    """Its texts are no templates."""
+    """Texts of messages are not templates."""
     messages = [{"role": "user", "content": "{{ 7 * 7 }}"}]
     body = rig.client.post("/tokenize", json={"messages": messages}).json()
     assert body["tokens"] == ids_of("[user]{{ 7 * 7 }}[assistant]")
