@@ -25,9 +25,9 @@ class Knowledge:
     """What a warpgroup knows, or a barrier passes on."""
 
     seen: np.ndarray
-    """Of every warpgroup, up to which of its times."""
+    """By warpgroup, the last of its times that is known."""
     fenced: np.ndarray
-    """Of every warpgroup, up to which time what it wrote is visible to TMA and wgmma."""
+    """By warpgroup, the time up to which its writes are visible to TMA and wgmma."""
     done: int = 0
     """A bit for each asynchronous operation that has ended."""
 

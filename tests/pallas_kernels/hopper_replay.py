@@ -35,7 +35,7 @@ from tests.pallas_kernels.hopper_memory import (
 TARGET = Target("mosaic_gpu", "NVIDIA H200")
 
 Run = Generator[None, None, list[Any]]
-"""Of a jaxpr: it yields where it has to wait, and returns the results."""
+"""The run of a jaxpr: yields where it has to wait, and returns the results."""
 
 
 def replay(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -66,7 +66,7 @@ def mutated(function: Callable[..., Any], *changes: tuple[str, str]) -> Callable
 
 
 def _finish(run: Run) -> list[Any]:
-    """Of what never waits."""
+    """Returns the results of a run that never waits."""
     while True:
         try:
             next(run)
@@ -382,7 +382,7 @@ def _barrier(barriers: Barriers, transforms: Any) -> int:
 
 
 def _positions(ref: Any, transforms: Any) -> np.ndarray:
-    """Of the elements, in the flat array; -1: beyond it."""
+    """Positions of the elements in the flat array; -1: beyond it."""
     if isinstance(ref, _Accumulator):
         raise NotImplementedError("a part of an accumulator")
     return _transformed(np.arange(ref.data.size).reshape(ref.shape), transforms)
@@ -496,7 +496,7 @@ def _while(eqn: Any, inputs: Any, machine: Any) -> Run:
 
 
 def _scan(eqn: Any, inputs: Any, machine: Any) -> Run:
-    """Of kernels: nothing but carries, as `fori_loop` makes it."""
+    """A loop of a kernel, which has nothing but carries, as `fori_loop` makes it."""
     consts, body = len(inputs) - len(eqn.outvars), eqn.params["jaxpr"]
     fixed, carry = inputs[:consts], inputs[consts:]
     for _ in range(eqn.params["length"]):
@@ -532,7 +532,7 @@ def _convert(eqn: Any, x: np.ndarray) -> np.ndarray:
 
 
 def _quotient(eqn: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Of integers towards zero."""
+    """Quotients of integers are rounded towards zero."""
     if not np.issubdtype(x.dtype, np.integer):
         return x / y
     return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))

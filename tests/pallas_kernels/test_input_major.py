@@ -21,7 +21,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 def tiled(weights, entry: Any = None) -> InputMajor:
-    """Of [..., d_out, d_in]."""
+    """Weights [..., d_out, d_in] in tiles."""
     return InputMajor(in_tiles(jnp.asarray(weights), width_of(weights.shape[-2])), entry)
 
 

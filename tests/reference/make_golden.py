@@ -46,7 +46,7 @@ class Reference(NamedTuple):
     """What transformers says about one model and its prompts."""
 
     logits: list[np.ndarray]
-    """Of each prompt with its continuation: float32 [prompt + OUTPUT_TOKENS, vocab]."""
+    """For each prompt with its continuation: float32 [prompt + OUTPUT_TOKENS, vocab]."""
     tokens: list[list[int]]
     logit_margin: float
     """The least distance between the best two logits of a greedy token."""

@@ -29,7 +29,7 @@ PROMPT = [46, 58, 43, 20, 74, 31, 75, 5, 58]
 
 
 def read_with_fp8(path):
-    """As `load_file`, which does not know NumPy's eight-bit floats."""
+    """Does what `load_file` does, which does not know NumPy's eight-bit floats."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])

@@ -30,7 +30,7 @@ class TinyModel:
     name: str
     sizes: TinyDeepseek | TinyQwen3
     seed: int = 0
-    """Of the weights; chosen so that no choice of the reference is a close one."""
+    """Seed of the weights, with which no choice of the reference is a close one."""
     spelling: Spelling = "released"
     fp8_blocks: bool = False
     """The projections are stored in FP8 with a scale for every block of 128 × 128."""
@@ -141,33 +141,18 @@ def write_safetensors(folder: Path, tensors: dict[str, np.ndarray], shards: int)
 
 def _tokenizer() -> dict[str, Any]:
     """A tokenizer.json whose tokens are "<s>", "</s>" and the words "2", "3", …"""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     specials = [
-        {
-            "id": token,
-            "content": content,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
+        {"id": token, "content": content, "special": True, **plain}
         for token, content in ((BOS, "<s>"), (EOS, "</s>"))
     ]
-    words = {str(token): token for token in range(2, VOCAB)}
+    words = {"<s>": BOS, "</s>": EOS} | {str(token): token for token in range(2, VOCAB)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": specials,
-        "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {"<s>": BOS, "</s>": EOS, **words},
-            "unk_token": "2",
-        },
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "2"},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
     }
 
 

@@ -28,7 +28,7 @@ def rows_of(model, sequences, seed):
 
 
 def relative_error(model, made, x):
-    """Of everything that attention's matrices give, with INT8 activations as they are served."""
+    """The error of all that attention's matrices give, with INT8 activations as they are served."""
     floats = model.floats("layers.0.attention")
     _, inputs = forward.attend(model.config, 0, floats, x)
     wrong = total = 0.0
@@ -82,7 +82,7 @@ def test_smoothing_and_compensation_each_help(wide, monkeypatch):
 
 
 def test_outliers_are_the_same_function_in_fp32(wide, tmp_path):
-    """And the widest channel behind each norm is 32 to 100 times the median one."""
+    """The widest channel behind each norm is 32 to 100 times the median one."""
     plain = FloatModel(write_tiny_step3(tmp_path / "tiny"))
     x = rows_of(plain, 1, seed=3)
     for layer in range(2):

@@ -79,7 +79,7 @@ def test_a_step_takes_its_token_from_the_device(colocated_runtime, afd_runtime, 
 
 
 def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runtime, tiny_model):
-    """Of the slot, and of slots that take no part in the step."""
+    """The slot keeps its token, and so do slots that take no part in the step."""
     driver, bucket = colocated_runtime.driver, colocated_runtime.buckets[-1]
     slots = colocated_runtime.deployment.scheduler.slots
 
@@ -99,6 +99,7 @@ def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runti
     assert second[1:3].tolist() == first[1:3].tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not (DEMO / "model.safetensors").exists(), reason="no demo checkpoint")
 def test_demo_model():
     """The shipped checkpoint: BF16 weights, computed in FP32."""

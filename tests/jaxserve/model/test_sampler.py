@@ -371,22 +371,8 @@ class TestAdjust:
             before[0, token] = value
         return np.asarray(jax.jit(adjust)(self.LOGITS, before, rules(row)))[0]
 
-    def test_repetition_of_prompt_and_output(self):
-        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, repetition=2.0, prompt_length=1)
-        assert logits[:4].tolist() == [1.0, -2.0, 0.5, -6.0]
-
-    def test_presence_once_and_frequency_every_time_of_the_output_alone(self):
-        row = {"presence": 0.5, "frequency": 0.25, "prompt_length": 1}
-        logits = self.run({0: 1 << 24, 1: 2, 3: (1 << 24) + 1}, **row)
-        assert logits[:4].tolist() == [2.0, -2.0, 0.5, -3.75]
-
     def test_counts_of_another_sequence_mean_nothing(self):
         assert self.run({0: 7}, repetition=1.0).tolist() == self.LOGITS[0].tolist()
-
-    def test_biases(self):
-        logits = self.run({}, token_ids=[3, 39], biases=[5.0, -1e30])
-        assert logits[:4].tolist() == [2.0, -1.0, 0.5, 2.0]
-        assert logits[39] == np.float32(-1e30)
 
     def test_the_mask_comes_last(self):
         row = {"masked": 1, "allowed": words_of([1, 31, 32]), "token_ids": [0, 1]}

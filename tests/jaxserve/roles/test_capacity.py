@@ -94,7 +94,7 @@ class TestParameters:
 
 
 class TestBytes:
-    """Of one device, by hand."""
+    """Bytes of one device, by hand."""
 
     def test_of_dense_weights_in_bf16(self):
         (part,) = by_role("qwen3-32b").values()
@@ -319,7 +319,7 @@ class TestDescription:
 
 
 def test_int4_takes_half_a_byte_and_its_scales():
-    """Of Qwen3 30B's experts, 48 layers of 128; attention as it is."""
+    """Qwen3 30B has 48 layers of 128 experts; attention stays as it is."""
     plain, int4 = (by_role("qwen3-30b-a3b", ffn_weights=name) for name in ("bfloat16", "int4"))
     role = "ffn" if "ffn" in plain else "attention"
     held = 48 * 128 * 3 * 768 * 2048 // plain[role].devices

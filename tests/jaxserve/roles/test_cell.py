@@ -123,7 +123,7 @@ class Routes(Step3Numpy):
 
 @pytest.mark.parametrize("mode", ["afd", "colocated"])
 def test_tokens_of_experts_are_those_of_the_reference(mode, tiny_model, request):
-    """Of the step's tokens, and not of its padding."""
+    """Counts have the step's tokens, and not its padding."""
     runtime = request.getfixturevalue(f"{mode}_runtime")
     model = Routes.from_folder(tiny_model)
     model.counts = {}

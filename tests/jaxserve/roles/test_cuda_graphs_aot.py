@@ -28,7 +28,7 @@ BLOCKS_THE_HOST = {"Conditional", "While"}
 
 
 def kinds(sequence, depth=0):
-    """Of the entries of a dumped sequence that are nested so deeply: [(number, kind)]."""
+    """Entries of a dumped sequence at a depth of nesting: [(number, kind)]."""
     found = re.findall(r"^( *)(\d+): k(\w+)", sequence, re.MULTILINE)
     return [(int(number), kind) for space, number, kind in found if len(space) == 4 * depth]
 
@@ -50,7 +50,7 @@ def test_what_a_sequence_says():
 
 @functools.cache
 def sequences():
-    """Of each program, as it runs: {name: text}."""
+    """The sequence of each program, as it runs: {name: text}."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=^$"
         names = gpu_aot.printed_by("tests.jaxserve.roles.test_cuda_graphs_aot", XLA_FLAGS=flags)

@@ -95,7 +95,7 @@ class Worker:
         self.total[0, 0] += counts[0].astype(np.uint32)
 
     def lose_a_step(self):
-        """And the counts with it."""
+        """Loses the counts with it."""
         self.total[:] = 0
         self.renewals += 1
 
@@ -158,7 +158,7 @@ def test_a_layer_is_left_alone_unless_it_gains():
 
 
 def test_one_rank_has_nothing_to_gain_from_replicas():
-    """And no program that would move any."""
+    """One rank has no program that would move any, either."""
     sizes = SlotSizes(8, 1, 1)
     facts, eager = ExpertFacts([1], sizes, 10), Experts(least_gain=0.0)
     assert propose({1: SKEWED}, {1: home_slots(sizes)}, facts, eager).layers == []
@@ -303,7 +303,7 @@ def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make):
 
 
 def test_a_failure_is_the_answer_to_its_own_question(make):
-    """Of two rebalances that wait, the second has counts of its own."""
+    """Two rebalances wait; the second one has counts of its own."""
     worker = make()
     balancer, answers = worker.balancer, {}
     wait_for_counts(worker)
@@ -346,7 +346,7 @@ def test_counts_that_a_lost_step_took_along_begin_anew(make):
 
 
 def test_counts_of_a_lost_step_end_nothing(make):
-    """They cannot be read; the next ones can."""
+    """The counts of a lost step cannot be read; the next ones can."""
     worker = make(window_seconds=10)
     worker.failures[2] = RuntimeError("INTERNAL: a step was lost")
     wait_for_counts(worker)

@@ -180,7 +180,7 @@ def converted(tiny_model, tmp_path_factory):
     ids=str,
 )
 def test_experts_come_from_the_checkpoint(folder, overrides, request):
-    """As they were loaded: their slots have the same bytes."""
+    """Slots have the same bytes as after loading."""
     folder = request.getfixturevalue(folder)
     slots, weights, _ = make(folder, overrides, open_checkpoint(str(folder), NAMES))
     layer, home = slots.layers[-1], home_slots(slots.sizes)

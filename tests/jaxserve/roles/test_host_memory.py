@@ -76,7 +76,7 @@ def test_a_systemd_unit_of_cgroup_v1(tmp_path):
 
 
 def test_a_container_that_has_the_kernels_name_of_its_group(tmp_path):
-    """Its own group is mounted as the outermost one."""
+    """The process's own group is mounted as the outermost one."""
     top = in_unit(tmp_path).parents[1]
     (tmp_path / "proc/self/cgroup").write_text("0::/kubepods/pod1/abc\n")
     limit(top, 5_000_000, 1_000_000)

@@ -106,7 +106,7 @@ def test_check_takes_attentions_hardware_for_the_ffn_and_says_what_it_does_not_k
 def test_a_worker_says_it_once_and_refuses_where_that_is_wanted(
     tiny_model, strict, caplog, monkeypatch
 ):
-    """As on a GPU that has no kernels: plain XLA runs there as it does here."""
+    """On a GPU without kernels plain XLA runs, as it does here."""
     monkeypatch.setattr(coverage, "_said", set())
     monkeypatch.setattr(coverage, "_refused", False)
     deployment = layouts.deployment(tiny_model, {"strict_kernels": strict})

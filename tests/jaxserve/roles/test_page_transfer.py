@@ -143,8 +143,8 @@ def test_tp_page_size_and_layout_are_each_side_s_own_affair(
     [(0, 0, "int8"), (1, 1, "bfloat16"), (2, 1, "fp8"), (2, 0, "float32")],
 )
 def test_through_one_device_of_the_mesh(tmp_path, source, target, cache_format):
-    """As meshes over several processes do it, here in one: what is read comes together on the first
-    device, and what arrives on the first device is spread."""
+    """Does in one process what meshes over several do: pages that are read come together on the
+    first device, and pages that arrive there are spread."""
     (name, layout, group), (other, into) = SOURCES[source], TARGETS[target]
     options = {"transfer": SpreadPages, "cache__format": cache_format}
     holder, domain = _check_carried(tmp_path, name, layout, group, other, into, **options)

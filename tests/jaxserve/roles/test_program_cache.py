@@ -162,7 +162,7 @@ def bucket(folder, objects):
 
 
 def test_a_second_host_compiles_nothing(bucket, caplog):
-    """It finds what the first one wrote; an entry that is damaged is made again."""
+    """The second host finds what the first one wrote; a damaged entry is made again."""
     hits = []
 
     def listener(event, **_):

@@ -36,7 +36,7 @@ CASES = {
 
 
 def probabilities(before: list[int], case: dict) -> np.ndarray:
-    """Of the token after these generated ones."""
+    """Probabilities of the token after these generated ones."""
     logits = LOGITS[before[-1]].astype(np.float64)
     times = np.bincount(before, minlength=VOCAB)
     repetition = case.get("repetition", 1.0)

@@ -23,7 +23,7 @@ PADDING = (0, 0)
 
 
 class Sizes(NamedTuple):
-    """Of heads and cache."""
+    """Heads and cache of a case."""
 
     q_heads: int = 4
     kv_heads: int = 1

@@ -83,8 +83,10 @@ class TestMosaicGpu(PagedAttentionSuite):
 
     @pytest.mark.parametrize("ranges", [8, *nightly(3, 11)])
     def test_partial_results(self, ranges, monkeypatch):
-        """Of as many ranges as there are units and steps in one, of more ranges than there are
-        steps: what nobody wrote is NaN here, and memory's last contents on a GPU."""
+        """As many ranges as units and steps in one, and more ranges than steps.
+
+        Memory that no block wrote is NaN here; on a GPU it holds its last contents.
+        """
         monkeypatch.setattr(mosaic_gpu, "gpu_blocks", lambda target: ranges)
         self.page_size = 64
         self.check(self.case(PLAIN, [(260, 1), PADDING, (70, 1)]))

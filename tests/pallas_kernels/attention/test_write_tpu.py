@@ -73,7 +73,7 @@ def test_of_tokens_at_one_place_one_is_written():
 
 
 def test_the_call_takes_it_for_a_tpu():
-    """Of a latent and its scales; a width of 128 goes the common way."""
+    """A latent and its scales; a width of 128 goes the common way."""
     pages = (jnp.zeros((2, 1, PAGE, 3), jnp.int8), jnp.zeros((2, 1, PAGE)))
     rows = (jnp.full((1, 1, 3), 5, jnp.int8), jnp.full((1, 1), 0.5))
     where = (jnp.asarray([[1]], jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 2, jnp.int32))

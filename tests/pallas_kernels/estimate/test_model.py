@@ -39,7 +39,7 @@ def test_hopper():
 
 
 def test_beyond_memory():
-    """Of two kernels one takes 90 µs more than its 10 µs of bytes, one nothing."""
+    """One kernel takes 90 µs more than its 10 µs of bytes, the other one nothing."""
     loop = {"chain": 1.0, "issued": 1, "tensor": 1.0, "flops": 0, "columns": 0, "pipes": {}}
     kernel = {"loops": [loop], "overhead": 0, "bytes": 43_000_000, "l2_bytes": 0}
     slow, quick = kernel | {"turns": 1.755e9 * 100e-6}, kernel | {"turns": 1}

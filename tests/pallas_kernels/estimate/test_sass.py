@@ -8,7 +8,7 @@ from pallas_kernels.estimate import sass
 from pallas_kernels.estimate.assumptions import LATENCIES
 
 REAL = Path(__file__).with_name("grouped_bf16.sass")
-"""Of a grouped product in BF16, 256 rows a tile (jax 0.12.0.1, ptxas of CUDA 13.5)."""
+"""A grouped product in BF16, 256 rows a tile (jax 0.12.0.1, ptxas of CUDA 13.5)."""
 
 PROGRAM = """
    -:-:-:Y:01        /*0000*/                   MOV R1, c[0x0][0x28]

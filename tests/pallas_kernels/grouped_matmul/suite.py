@@ -245,7 +245,7 @@ class RowsInBlocksSuite:
         np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     def check_swiglu(self, formats, dtype, d_ff, tolerance, row_format=None, factors=(1, 1)):
-        """As networks in NumPy.
+        """Compares with networks in NumPy.
 
         Args:
           factors: What the rows of the first and of the last group are multiplied by.
@@ -378,7 +378,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ],
     )
     def test_swiglu_of_picked_rows(self, format, row_format):
-        """As of rows that lie in their order; what none picks may be poison."""
+        """Rows that are picked give what rows in their order give; others may be poison."""
         rng = np.random.default_rng(0)
         sizes = [13, 0, 6]
         weights = [Weight(rng, (3, 128, 128), format, jnp.bfloat16, sizes) for _ in range(3)]

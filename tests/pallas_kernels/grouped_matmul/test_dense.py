@@ -162,8 +162,8 @@ def test_a_row_is_the_same_alone_and_among_others(format):
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_block"])
 def test_a_network_in_two_steps(format):
-    """As experts of a single group: rows that came in FP8, the first columns of wider ones, and
-    hidden rows in FP8 blocks."""
+    """Gives what experts of a single group give: rows that came in FP8, the first columns of wider
+    ones, and hidden rows in FP8 blocks."""
     rng = np.random.default_rng(0)
     wide = jnp.asarray(rng.normal(size=(16, D_IN + 128)), jnp.float8_e4m3fn)
     rows = jnp.zeros((16, D_IN), jnp.bfloat16)

@@ -1,7 +1,6 @@
 """`grouped_matmul` and `grouped_swiglu` against literal expectations and a NumPy definition."""
 
 import copy
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.quantize import QuantArray, as_bits
+from pallas_kernels.quantize import QuantArray
 from tests.pallas_kernels.grouped_matmul.suite import (
     Weight,
     assert_near,
@@ -103,16 +102,6 @@ def test_a_row_does_not_depend_on_the_batch(format):
     np.testing.assert_array_equal(alone[0], together[0])
 
 
-@pytest.mark.parametrize("format", ["fp8", BLOCKS, "int8"], ids=str)
-def test_values_may_be_bits(format):
-    rng = np.random.default_rng(0)
-    weights = Weight(rng, (2, 8, 16), format, jnp.float32, [1, 1]).jax
-    bits = dataclasses.replace(weights, values=as_bits(weights.values))
-    rows, sizes = jnp.asarray(rng.normal(size=(9, 16)), jnp.float32), int32(4, 3)
-    expected = grouped_matmul(rows, weights, sizes)
-    np.testing.assert_array_equal(grouped_matmul(rows, bits, sizes), expected)
-
-
 def part_of(weight, *where):
     """Some groups and a part of the matrices of a weight, for NumPy alone."""
     part = copy.copy(weight)
@@ -168,7 +157,7 @@ def test_inside_shard_map(format):
 
 
 def int8_weight(values, scale):
-    """Of a single group, with one scale for all channels."""
+    """Weights of a single group, with one scale for all channels."""
     values = jnp.asarray([values], jnp.int8)
     return QuantArray(values, jnp.full((1, values.shape[1], 1), scale), (1, 0))
 
@@ -212,15 +201,6 @@ class TestRowFormat:
         assert output.dtype == dtype
         # 2 * (200 + 25) + (-64 - 2 * 127), 0.5 * (3 - 2) + 4 * 6, padding
         np.testing.assert_array_equal(output.astype(jnp.float32), [[132], [24.5], [0]])
-
-    @pytest.mark.parametrize("format", ["fp8", BLOCKS], ids=str)
-    def test_fp8_has_rows_as_they_are_anyway(self, format):
-        rng = np.random.default_rng(0)
-        weights = Weight(rng, (2, 8, 6), format, jnp.float32, [1, 1]).jax
-        rows = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
-        expected = grouped_matmul(rows, weights, int32(2, 3))
-        output = grouped_matmul(rows, weights, int32(2, 3), row_format="float")
-        np.testing.assert_array_equal(output, expected)
 
     def test_literal_swiglu_of_rows_as_they_are(self):
         """silu(x) is x where it is large, and 128.5 is one of the hidden numbers."""

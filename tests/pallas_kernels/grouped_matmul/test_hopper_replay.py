@@ -96,8 +96,10 @@ def test_where_no_group_has_rows_no_tile_is_read_but_the_first(monkeypatch):
 
 
 def network_in_two_steps():
-    """Of rows that came in FP8, the first columns of wider ones, in two tiles that form a cluster;
-    found and expected."""
+    """Rows that came in FP8, the first columns of wider ones, in two tiles that form a cluster.
+
+    Returns: found and expected.
+    """
     rng = np.random.default_rng(0)
     shapes = (D_FF, D_MODEL), (D_FF, D_MODEL), (D_MODEL, D_FF)
     weights = [quantize_weight(jnp.asarray(rng.normal(size=shape)) / 16, "fp8") for shape in shapes]
@@ -149,7 +151,7 @@ def clusters(monkeypatch):
     ],
 )
 def test_clusters_change_no_bit(form, format, row_format, tiles, monkeypatch):
-    """So that a token's sums do not depend on how many others there are."""
+    """A token's sums do not depend on the number of other tokens."""
     FORMS[form](monkeypatch)
     alone, together = (
         replayed(format, row_format, tiles | {"cluster": blocks}) for blocks in (1, 2)

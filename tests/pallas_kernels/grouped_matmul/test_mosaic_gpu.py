@@ -33,12 +33,12 @@ H200 = Target("mosaic_gpu", "NVIDIA H200")
 
 
 def rows_have_parts(monkeypatch, rows=96):
-    """As if no tile for few rows were larger than 16 of them, and no others had another size."""
+    """Makes tiles for few rows no larger than 16 of them, and gives all others one size."""
     _tiles_of(monkeypatch, some=(rows,), many=())
 
 
 def rows_come_first(monkeypatch):
-    """As if no tile for few rows were larger than 16 of them, and there were none for some."""
+    """Makes tiles for few rows no larger than 16 of them, and leaves none for some."""
     _tiles_of(monkeypatch, some=(), many=(128,))
 
 
@@ -146,7 +146,7 @@ def agrees_with_the_reference(format, sizes, rows, d_out):
 
 
 def test_a_row_is_the_same_whichever_comes_first(monkeypatch):
-    """So that a sequence does not depend on how many others there are."""
+    """A sequence does not depend on the number of others."""
     rng = np.random.default_rng(0)
     weights = quantize_weight(jnp.asarray(rng.normal(size=(2, 192, 256))), "fp8_block")
     rows = jnp.asarray(rng.normal(size=(32, 256)), jnp.bfloat16)

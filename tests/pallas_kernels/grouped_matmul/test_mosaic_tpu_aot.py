@@ -121,7 +121,7 @@ def compiled(function, mesh, arguments, specs=None):
     ],
 )
 def test_swiglu_of_a_model(generation, name, tokens, format):
-    """It compiles, and no weights are copied; of INT4, which is read as half a byte, scales and
+    """Each compiles, and no weights are copied; of INT4, which is read as half a byte, scales and
     zero points are brought into the kernel's order. Others are in `test_all_cases_compile`."""
     shape = SHAPES[name]
     arguments = swiglu_arguments(shape, shape.rows(tokens), format)
@@ -264,7 +264,7 @@ def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_
 
 @pytest.mark.nightly
 def test_sums_of_rows_are_rounded_where_they_are_made():
-    """And what the shared expert has added is, too: XLA has no sums in FP32."""
+    """The shared expert's are, too: XLA has no sums in FP32."""
     tokens, top_k, d = 512, 3, 7168
     row = jax.ShapeDtypeStruct((tokens * top_k, d), jnp.bfloat16)
     base = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)
@@ -302,7 +302,7 @@ def test_a_message_is_read_as_it_came(generation, dtype):
 
 @pytest.mark.nightly
 def test_a_token_is_quantised_once():
-    """And not every choice of it; what a network has for a choice is, by the kernel."""
+    """Its choices are not; the kernel quantises the hidden rows of each choice."""
     shape, tokens = SHAPES["step3_2a2f"], 512
     _, *weights, sizes = swiglu_arguments(shape, 8, "int8")
     x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)

@@ -80,7 +80,7 @@ def test_as_numpy(format, row_format, dtype, sizes):
     ("format", "dtype"), [("fp8", jnp.float8_e4m3fn), *nightly(("int8", jnp.int8))]
 )
 def test_rows_that_came_in_8_bits(format, dtype):
-    """As the first columns of wider ones, of which the others are not read."""
+    """They are the first columns of wider rows, whose other columns are not read."""
     rng = np.random.default_rng(0)
     sizes, source = [21, 0, 2, 18], rng.integers(0, TOKENS, 51).astype(np.int32)
     shapes = [(4, D_FF, D), (4, D_FF, D), (4, D, D_FF)]

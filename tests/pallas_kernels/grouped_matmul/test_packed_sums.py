@@ -148,7 +148,7 @@ def test_parts_are_sums():
 
 @pytest.mark.parametrize("target", RUNS)
 def test_pieces_of_rows(target):
-    """Of choices and a base, and of parts."""
+    """Sums of choices and a base, and of parts."""
     rng = np.random.default_rng(2)
     _, order = choices_of(rng, 6)
     rows = packed_numpy(rng.normal(size=(6 * TOP_K, D)).astype(np.float32))
@@ -191,7 +191,7 @@ def test_rows_without_a_kernel():
 
 
 def test_blocks_of_rows(monkeypatch):
-    """Of one row or column of blocks the order stays, whatever their number."""
+    """One row or column of blocks keeps its order, whatever their number."""
     asked = []
     monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *given, everywhere: asked.append(given[2]))
     six = Unsummed(jnp.ones((6, D)))

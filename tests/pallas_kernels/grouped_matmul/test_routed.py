@@ -72,7 +72,7 @@ def test_order_of_no_tokens(once):
 
 @pytest.mark.parametrize("tokens", [1, 7, 211])
 def test_counting_gives_the_order_that_sorting_gives(tokens):
-    """Of more choices, or fewer, than are compared with each other at once."""
+    """More choices, or fewer, than are compared with each other at once."""
     group = np.random.default_rng(0).integers(0, 6, 3 * tokens).astype(np.int32)
     order = np.argsort(group, stable=True)
     for found in (_by_counting(jnp.asarray(group), 6, 3), _by_sorting(jnp.asarray(group), 6, 3)):
@@ -98,7 +98,7 @@ def order_on_hopper(tokens, once, monkeypatch):
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_the_hopper_kernel_gives_the_same_order(tokens, once, monkeypatch):
-    """Of choices that fill the last of 128, or do not."""
+    """Choices that fill the last block of 128, or do not."""
     order_on_hopper(tokens, once, monkeypatch)
 
 
@@ -141,7 +141,7 @@ def windowed(count):
 )
 @settings(max_examples=25)
 def test_as_numpy(tokens, top_k, first, count, spread, seed):
-    """Of a window of the groups, in which the weights of the others are poison."""
+    """A window of the groups; the weights of the others are poison."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(tokens, D_MODEL)).astype(np.float32)
     choices = rng.integers(-1, spread, (tokens, top_k)).astype(np.int32)

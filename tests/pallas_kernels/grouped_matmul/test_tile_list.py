@@ -24,7 +24,7 @@ def test_literal():
     tile_rows=st.sampled_from([8, 16, 32]),
 )
 def test_every_row_is_in_one_tile(sizes, padding, tile_rows):
-    """Of its group, and there is room for all tiles. One shape, so that it compiles once."""
+    """Each row is in a tile of its group, and all tiles fit. One shape, which compiles once."""
     sizes = [min(size, 160 - padding - sum(sizes[:i])) for i, size in enumerate(sizes)]
     sizes = [max(size, 0) for size in sizes]
     tiles, [*_, of_groups, total] = listed(jnp.asarray(sizes, jnp.int32), 160, tile_rows)

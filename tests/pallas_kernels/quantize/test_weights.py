@@ -156,7 +156,7 @@ class TestWeights:
             assert sliceable(values) is values
 
     def test_is_a_pytree(self):
-        """Of arrays, shapes or specs; block is part of the structure."""
+        """A tree of arrays, shapes or specs; block is part of the structure."""
         w = jnp.ones((3, 4, 6))
         quantised = quantize_weight(w, "fp8_block", (2, 4))
         assert quantised.shape == (3, 4, 6)

@@ -35,7 +35,7 @@ NAMES = ("pages", "query", "key", "value", "cosine", "sine", "page_table")
     ],
 )
 def test_bad_calls(name, change, message):
-    """What users see, who do not run with the annotations checked: `unwrap` removes that check."""
+    """The errors that users see: `unwrap` removes the check of annotations."""
     case = changed(make_case("int8", normed=True), NAMES, name, change)
     kernel = Target("mosaic_gpu", "NVIDIA H200", interpret=True)
     with use_target(kernel), pytest.raises(ValueError, match=message):

@@ -46,7 +46,7 @@ def test_all_that_is_left_beside_the_last():
 
 
 def test_steps_are_left_for_others():
-    """Of three the first one runs beside a collective that leaves two, and none beside the next."""
+    """The first of three runs beside a collective that leaves two, and none beside the next."""
     log: list[str] = []
     beside = Beside(jnp.array(7), steps(log))
     for _ in range(2):

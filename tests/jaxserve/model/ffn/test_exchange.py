@@ -48,7 +48,7 @@ SIZES = TinyStep3(
 )
 CONFIG = step3_config(SIZES.config())
 WIDER = step3_config(dataclasses.replace(SIZES, share_expert_dim=20).config())
-"""Its shared expert takes two slots, where it has ranks of its own."""
+"""A model whose shared expert takes two slots on ranks of its own."""
 FORMAT = MessageFormat(D_MODEL, TOP_K, "float32")
 FLOAT = jnp.dtype(jnp.float32)
 
@@ -67,9 +67,9 @@ class Layer(NamedTuple):
 
     sizes: SlotSizes
     rows: int
-    """Of all devices."""
+    """Rows of all devices."""
     weights: dict[str, np.ndarray]
-    """Of the experts at home."""
+    """Weights of the experts at home."""
     run: object
 
     def __call__(self, x, experts, gates, placement=None):
@@ -230,7 +230,7 @@ def test_a_shared_expert_that_is_whole_on_every_device(kind, mesh):
 
 @pytest.mark.parametrize("mesh", ["AFD 8 x 1", "AFD 4 x 2"])
 def test_a_whole_shared_expert_is_not_rounded_to_int8(mesh):
-    """It stays where it is: without routed experts nothing is lost, and else what travels is."""
+    """The result of the shared expert does not travel; that of routed experts is rounded."""
     one = layer("gather", mesh, combine="int8", whole=True)
     x, experts, gates = inputs(one)
     out, _ = one(x, experts, 0 * gates)
@@ -245,7 +245,7 @@ def test_a_whole_shared_expert_is_not_rounded_to_int8(mesh):
 @pytest.mark.parametrize("mesh", ["AFD 4 x 2", "AFD 2 x 4", "colocated 4 x 2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_row_to_one_rank(mesh, rank):
-    """It receives all that there is."""
+    """One rank receives all rows."""
     one = layer("alltoall", mesh)
     local = one.sizes.local
     own = home_slots(one.sizes)[rank * local : (rank + 1) * local]
@@ -299,7 +299,7 @@ def test_skewed_routings_with_padding_anywhere(mesh, seed, allowed, padding):
     ],
 )
 def test_any_placement_gives_the_same(kind, mesh, redundant):
-    """And the replicas of an expert share its rows."""
+    """Replicas of an expert share its rows."""
     one, draw = layer(kind, mesh, redundant), random.Random(3)
     x, experts, gates = inputs(one)
     experts[::5], gates[::5] = EXPERTS, 0.0

@@ -34,7 +34,7 @@ from pallas_kernels import aot
 pytestmark = pytest.mark.tpu_aot
 
 ROWS = {"small": 32, "deepseek": 128}
-"""Of a device."""
+"""Rows of a device."""
 
 COLLECTIVE = re.compile(
     r"= (\w+)\[([\d,]+)\]\S* "
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def test_rows_of_an_all_to_all_go_where_they_are_needed():
-    """And all else that moves are the numbers of rows."""
+    """Nothing else moves but the numbers of rows."""
     pytest.importorskip("libtpu")
     command = [sys.executable, "-m", "tests.jaxserve.model.ffn.test_exchange_aot"]
     done = subprocess.run(

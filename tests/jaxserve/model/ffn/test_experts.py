@@ -86,7 +86,7 @@ def total(ranks, x, experts, gates, values):
 
 
 def test_kernels_are_told_how_many_rows_an_expert_has(monkeypatch):
-    """Of 2 x 24 choices of 8 slots on two ranks: 6, whatever there is room for on each."""
+    """2 x 24 choices of 8 slots on two ranks are 6 each, whatever fits on a rank."""
     said = []
 
     def network(rows, *weights, source, average, **options):
@@ -140,7 +140,7 @@ def test_experts_of_several_layers_in_one_row(layer, rank):
 
 @pytest.mark.parametrize(("weights", "row_format"), [("fp8", "fp8"), ("int8", "float")])
 def test_format_of_rows(weights, row_format):
-    """As `grouped_swiglu` computes one expert's rows; and the option does change something."""
+    """Gives what `grouped_swiglu` gives for one expert's rows, and changes the result."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, D_MODEL)), jnp.float32)
     experts, gates = jnp.full((5, 1), 3), jnp.full((5, 1), 0.5)
 

@@ -11,7 +11,7 @@ from tests.reference.tiny_step3 import TinyStep3
 
 
 def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **rule):
-    """Of `weights` [experts, d_model], as a checkpoint has them."""
+    """A router with `weights` [experts, d_model], as a checkpoint has them."""
     experts, d_model = weights.shape
     asked = Rule(experts=experts, top_k=top_k, bias=bias is not None, **rule)
     module = Router(d_model, asked, jnp.dtype(dtype), Rngs(0))
