@@ -10,8 +10,9 @@ from jaxtyping import Array
 from pallas_kernels.aot import GENERATIONS, Case, Loop
 from pallas_kernels.attention.api import chunk_attention, paged_attention, write_rows
 from pallas_kernels.attention.model_batch import attend, page_shapes
-from pallas_kernels.attention.shapes import NAIVE, SHAPES
-from pallas_kernels.attention.tiles import tpu_tiles
+from pallas_kernels.attention.mosaic_tpu_memory import call_of
+from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.shapes import MANY_KV_HEADS, NAIVE, SHAPES
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
 PAGES = SEQUENCES * KV_LENGTH // PAGE_SIZE
@@ -23,22 +24,22 @@ BATCHES = {
     " 8 tokens": (SEQUENCES, 8),
     " chunk": (4, 512),
 }
-"""Sequences, and tokens of each: a decode step, drafts that are verified, chunks of a prefill."""
+"""Sequences and tokens per sequence of a decode step, of verified drafts, and of prefill chunks."""
 
 CHUNK_TOKENS = 2048
-"""Of a prefill whose tokens attend to each other."""
+"""Tokens of a prefill that attend to each other."""
 
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
-"""Of keys and values; FP8 as its bits, as the cache has them."""
+"""Dtypes of keys and values in the cache, which holds FP8 as its bits."""
 
 
 def formats(generation: str) -> tuple[str, ...]:
-    """Those that a generation has."""
+    """Formats of keys and values that a generation multiplies."""
     return ("bf16", "int8", "fp8") if generation == "v7x" else ("bf16", "int8")
 
 
 def cases(generation: str) -> list[Case]:
-    """The named shapes in all formats that the generation has."""
+    """Cases of the named shapes, in all formats of the generation."""
     return (
         [_inside(name) for name in NAIVE]
         + [_apart("deepseek-v3-tp8")]
@@ -57,6 +58,12 @@ def cases(generation: str) -> list[Case]:
                 *_in_int8(name, kv_format, generation),
                 _write(name, kv_format),
             )
+        ]
+        + [
+            _attend(name, kv_format, generation, kind)
+            for name in MANY_KV_HEADS
+            for kv_format in formats(generation)
+            for kind in ("", " chunk")
         ]
     )
 
@@ -78,16 +85,18 @@ def _attend(
     name: str, kv_format: str, generation: str, kind: str, int8_products: bool = False
 ) -> Case:
     """Sequences of `KV_LENGTH` tokens; the loop of a decode step is the one that is looked into."""
-    shape, dtype = SHAPES[name], jnp.dtype(FORMATS[kv_format])
+    shape = (SHAPES | MANY_KV_HEADS)[name]
+    dtype = jnp.dtype(FORMATS[kv_format])
     sequences, tokens = BATCHES[kind]
     pages, scales = page_shapes(shape, dtype, PAGES, PAGE_SIZE)
     rows = (sequences * tokens, shape.q_heads, shape.head_dim)
     queries = jax.ShapeDtypeStruct(rows, jnp.bfloat16)
     loop = None
     if tokens == 1:
-        device_kind = GENERATIONS[generation].device_kind
-        heads, widths = (shape.q_heads, shape.kv_heads), (shape.head_dim, shape.v_width)
-        units = tpu_tiles(device_kind, heads, widths, dtype, decode=True).block_tokens
+        stored: list[Any] = [*pages, None]
+        cache = Cache(stored[0], stored[1], None, None, shape.v_width)
+        call = call_of(queries, cache, _where(sequences, tokens)[0])
+        units = call.tiles(GENERATIONS[generation].device_kind).block_tokens
         loop = Loop(
             kernel="paged_attention",
             unit="KV token",

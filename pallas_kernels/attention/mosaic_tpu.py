@@ -32,16 +32,14 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
+from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES, Call, call_of
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.attention.tiles import TpuTiles, tpu_tiles
+from pallas_kernels.attention.tiles import TpuTiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.coverage import SlowKernel, fall_back
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
-
-VMEM_BYTES = 56 * 2**20
-"""What the kernel may take of the vector memory: 64 MiB on a v7x core, 128 MiB on v5e and v6e."""
 
 INTERPRETER = pltpu.InterpretParams(detect_races=True)
 """Interpreter parameters for tests on a CPU; copies happen when they are waited for."""
@@ -50,11 +48,11 @@ LEAST_PAGE = 64
 """Tokens of a page below which its copies are too small to keep the memory busy."""
 
 Places = tuple[Array, ...]
-"""Where the tokens of a batch read, the same for every layer of a window: the fields of `Items`,
-how many there are, and how many padding tokens."""
+"""Positions that the tokens of a batch read, the same for every layer of a window: the fields of
+`Items`, the number of items, and the number of padding tokens."""
 
 SMEM_BYTES = 768 * 2**10
-"""What the page table and the items may take of the scalar memory of 1 MiB."""
+"""Scalar memory, of 1 MiB, that the page table and the items may take."""
 
 
 def paged_attention(
@@ -81,8 +79,8 @@ def paged_attention(
 
     Raises:
       ValueError: the tiles do not fit.
-      NotImplementedError: a format, page size or page table that this generation or kernel cannot
-        take; the message says what to use instead.
+      NotImplementedError: a format, page size, page table or number of heads that this generation
+        or kernel cannot take; the message says what to use instead.
     """
     arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
     every_scale = [k_scales, v_scales]
@@ -99,14 +97,12 @@ def paged_attention(
     pool, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
-    group = _group(queries, kv_heads)
-    # As many tokens as sequences: decode, whose items have one token each.
-    single = tokens <= sequences
-    heads, widths = (q_heads, kv_heads), (head_dim, v_width)
-    sizes = tpu_tiles(target.device_kind, heads, widths, k_pages.dtype, decode=single, given=tiles)
+    cache = Cache(k_pages, v_pages, k_scales, v_scales, v_width, rope_pages)
+    sizes = call_of(queries, cache, page_table)
+    chosen = sizes.tiles(target.device_kind, tiles)
     if tiles:
-        _check_tiles(sizes, group, kv_heads, page_size, single)
-    tile, item_tokens = _tokens(sizes, kv_heads, group, single)
+        _check_tiles(chosen, tiles, sizes)
+    cut, group = sizes.cut(chosen), sizes.group
     plan = Sizes(
         kv_heads=kv_heads,
         group=group,
@@ -114,11 +110,11 @@ def paged_attention(
         rope_dim=0 if rope_pages is None else rope_pages.shape[3],
         v_width=v_width,
         page_size=page_size,
-        pages_per_block=min(max(1, sizes.block_tokens // page_size), pages_per_sequence),
+        pages_per_block=cut.pages_per_block,
         pages_per_sequence=pages_per_sequence,
         pool=pool,
-        tile=tile,
-        item_tokens=item_tokens,
+        tile=cut.tile,
+        item_tokens=cut.item_tokens,
         window=window,
         scale=scale * math.log2(math.e),
         dtype=dtype,
@@ -126,7 +122,7 @@ def paged_attention(
     )
     if places is None:
         size = page_size, pages_per_sequence
-        places = _items(sequences, size, window, item_tokens, sequence_of_token, position)
+        places = _items(sequences, size, window, cut.item_tokens, sequence_of_token, position)
     items = (*places, page_table.reshape(-1))
     smem = 4 * sum(array.size for array in items)
     if smem > SMEM_BYTES:
@@ -144,8 +140,6 @@ def paged_attention(
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
-    if tiles:
-        _check_memory(plan, grouped, stored, scales)
     call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
     output, *lse = call(*items, grouped, *stored, *scales)
     each = q_heads // kv_heads
@@ -179,54 +173,23 @@ def _check_format(pages: Array, target: Target) -> None:
         fall_back(SlowKernel("paged_attention", target.device_kind, reason, cost))
 
 
-def _check_tiles(sizes: TpuTiles, group: int, kv_heads: int, page_size: int, single: bool) -> None:
-    """Reject tiles of a caller that are no whole pages or heads.
+def _check_tiles(tiles: TpuTiles, given: Fields, sizes: Call) -> None:
+    """Rejects given tiles that are no whole pages or heads.
 
     Raises:
       ValueError: naming the field and what would do.
     """
-    op = "paged_attention"
-    fits = sizes.block_tokens % page_size == 0
-    limits = f"a multiple of page_size {page_size}"
-    require(fits, op, "block_tokens", sizes.block_tokens, limits)
-    if not single:
-        fits, heads = sizes.tile_rows % group == 0, f"{group} rows of a token and KV head"
-        require(fits, op, "tile_rows", sizes.tile_rows, f"a multiple of the {heads}")
-        most = kv_heads * sizes.tile_rows
-        limits = f"a multiple of {most}, {kv_heads} KV heads of tile_rows {sizes.tile_rows}"
-        require(sizes.item_rows % most == 0, op, "item_rows", sizes.item_rows, limits)
-
-
-def _check_memory(plan: Sizes, queries: Array, pages: list[Array], scales: list[Array]) -> None:
-    """Reject tiles of a caller whose buffers exceed the vector memory.
-
-    Raises:
-      ValueError: naming the fields and the bytes.
-    """
-
-    def padded(rows: int, width: int, dtype: Any) -> int:
-        packed = 32 // jnp.dtype(dtype).itemsize
-        rows, width = -(-rows // packed) * packed, -(-width // LANES) * LANES
-        return rows * width * jnp.dtype(dtype).itemsize
-
-    heads, rows = plan.kv_heads, plan.tile * plan.group
-    block = sum(
-        padded(plan.block, array.size // math.prod(array.shape[:2]) // plan.page_size, array.dtype)
-        for array in pages
-    )
-    fetched = BUFFERS * heads * block
-    fetched += BUFFERS * len(scales) * plan.pages_per_block * padded(heads, plan.page_size, "f4")
-    token = padded(plan.group, plan.head_dim, queries.dtype)
-    token = BUFFERS * token + 2 * padded(plan.group, plan.v_width, queries.dtype)
-    items = heads * plan.item_tokens * token
-    state = padded(rows, plan.block, "f4") + padded(rows, plan.v_width, "f4")
-    items += plan.item_tokens // plan.tile * heads * (state + 3 * padded(rows, 1, "f4"))
-    if fetched + items > VMEM_BYTES:
-        raise ValueError(
-            f"tiles of paged_attention: block_tokens {plan.block} takes {fetched} bytes of VMEM "
-            f"and item_rows {plan.item_tokens * plan.group * heads} takes {items}, together at "
-            f"most {VMEM_BYTES} fit"
-        )
+    op, heads = "paged_attention", sizes.kv_heads
+    if "block_tokens" in given:
+        fits, limits = tiles.block_tokens % sizes.page_size == 0, f"page_size {sizes.page_size}"
+        require(fits, op, "block_tokens", tiles.block_tokens, f"a multiple of {limits}")
+    if "tile_rows" in given:
+        fits, limits = tiles.tile_rows % sizes.group == 0, f"{sizes.group} rows of a token"
+        require(fits, op, "tile_rows", tiles.tile_rows, f"a multiple of the {limits} and KV head")
+    if "item_rows" in given:
+        most = heads * tiles.tile_rows
+        limits = f"a multiple of {most}, {heads} KV heads of tile_rows {tiles.tile_rows}"
+        require(tiles.item_rows % most == 0, op, "item_rows", tiles.item_rows, limits)
 
 
 def places_of(
@@ -239,30 +202,12 @@ def places_of(
     window: int,
     target: Target,
 ) -> Places:
-    """What `paged_attention` takes as `places`. Of queries and pages it reads shapes alone."""
-    tokens, q_heads, head_dim = queries.shape
+    """Returns the `places` of `paged_attention`; only the shapes of queries and pages are read."""
     sequences, pages_per_sequence = page_table.shape
-    kv_heads, page_size = cache.k_pages.shape[1:3]
-    single = tokens <= sequences
-    heads, widths = (q_heads, kv_heads), (head_dim, cache.v_width)
-    sizes = tpu_tiles(target.device_kind, heads, widths, cache.k_pages.dtype, decode=single)
-    _, largest = _tokens(sizes, kv_heads, _group(queries, kv_heads), single)
-    size = page_size, pages_per_sequence
+    sizes = call_of(queries, cache, page_table)
+    largest = sizes.cut(sizes.tiles(target.device_kind)).item_tokens
+    size = sizes.page_size, pages_per_sequence
     return _items(sequences, size, window, largest, sequence_of_token, position)
-
-
-def _group(queries: Array | jax.ShapeDtypeStruct, kv_heads: int) -> int:
-    """Rows of a token and KV head, filled up to whole tiles."""
-    sublanes = 32 // jnp.dtype(queries.dtype).itemsize
-    return -(-queries.shape[1] // kv_heads // sublanes) * sublanes
-
-
-def _tokens(sizes: TpuTiles, kv_heads: int, group: int, single: bool) -> tuple[int, int]:
-    """Of a tile, and the most of an item."""
-    if single:
-        return 1, 1
-    tile = max(1, sizes.tile_rows // group)
-    return tile, max(tile, sizes.item_rows // (kv_heads * group) // tile * tile)
 
 
 def _items(
@@ -273,7 +218,7 @@ def _items(
     sequence_of_token: Array,
     position: Array,
 ) -> Places:
-    """Of items of so many tokens at most.
+    """Returns the places of items of at most `largest` tokens.
 
     Args:
       size: tokens of a page, and pages of a sequence.

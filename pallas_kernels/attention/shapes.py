@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class AttentionShape(NamedTuple):
-    """Of one device and layer.
+    """Attention of one device and layer.
 
     Attributes:
       q_heads, kv_heads: heads of this device.
@@ -24,12 +24,12 @@ class AttentionShape(NamedTuple):
     shared: bool = False
 
     def kv_elements(self) -> int:
-        """Elements of the cache a token."""
+        """Elements of the cache per token."""
         width = self.head_dim if self.shared else self.head_dim + self.v_width
         return self.kv_heads * width
 
     def flops(self) -> int:
-        """Floating-point operations a query token and KV token: scores and mixing."""
+        """Floating-point operations per query token and KV token: scores and mixing."""
         return 2 * self.q_heads * (self.head_dim + self.v_width)
 
 
@@ -43,6 +43,15 @@ SHAPES = {
     "qwen3-235b-tp4": AttentionShape(q_heads=16, kv_heads=1, head_dim=128, v_width=128),
 }
 """Step-3 (MFA), DeepSeek-V3 (absorbed MLA), Qwen3-235B-A22B (GQA); `-tp`: heads split over N."""
+
+MANY_KV_HEADS = {
+    "qwen3-8b": AttentionShape(q_heads=32, kv_heads=8, head_dim=128, v_width=128),
+    "qwen3-32b": AttentionShape(q_heads=64, kv_heads=8, head_dim=128, v_width=128),
+    "16 heads x 128": AttentionShape(q_heads=16, kv_heads=16, head_dim=128, v_width=128),
+    "16 heads x 64": AttentionShape(q_heads=16, kv_heads=16, head_dim=64, v_width=64),
+}
+"""Shapes whose blocks of keys and values are large: dense models of Qwen3 (GQA), and attention in
+which every query head has its own keys."""
 
 NAIVE = {"deepseek-v3": (128, 192, 128), "deepseek-v3-tp8": (16, 192, 128)}
 """Heads and widths of keys and values of the latent shapes when they are not absorbed, as a prefill

@@ -1,9 +1,11 @@
 """Tile sizes of the attention kernels by device kind, found by static counts or by measurement.
 
 Called by the kernels. Tuned tiles of a call (`tuned.json`) take precedence over the device kind's
-row; a kind without one uses the default of its backend.
+row; a kind without one uses the default of its backend. On a TPU, calls for which a row takes too
+much memory get a smaller one (`mosaic_tpu_memory.py`).
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,15 +37,38 @@ TPU: dict[str, TpuTiles] = {
     "TPU v6 lite": TpuTiles(),
     "TPU7x": TpuTiles(),
 }
-"""By static bundle counts (`python -m pallas_kernels.bundles`)."""
+"""Tiles found by static bundle counts (`python -m pallas_kernels.bundles`)."""
 
+LEAST_BLOCK = 128
+"""Tokens of the shortest block that a call gets by itself, or one page where that is longer."""
+
+LEAST_ROWS = 16
+"""Rows of the smallest tile that a call gets by itself, or one token's where these are more."""
 
 TPU_CHOICES: dict[str, tuple[Any, ...]] = {
     "block_tokens": (512, 1024, 2048, 4096),
     "tile_rows": (128, 256, 512),
     "item_rows": (512, 1024, 2048),
 }
-"""What a search tries; the last two are nothing to a decode step, whose items have one token."""
+"""Sizes that a search tries. A decode step has the first field only: its items have one token."""
+
+
+def smaller_tiles(device_kind: str, *, decode: bool) -> Iterator[TpuTiles]:
+    """Yields the default tiles of a kind of device, then smaller ones in the order of preference.
+
+    Blocks shrink first: with many KV heads a short block still keeps the memory busy, while every
+    item of fewer rows reads the same keys and values again.
+    """
+    tiles = TPU.get(device_kind, TPU_DEFAULT)
+    while True:
+        block = tiles.block_tokens
+        yield tiles
+        while block >= 2 * LEAST_BLOCK:
+            block //= 2
+            yield tiles._replace(block_tokens=block)
+        if decode or tiles.tile_rows < 2 * LEAST_ROWS:
+            return
+        tiles = tiles._replace(tile_rows=tiles.tile_rows // 2, item_rows=tiles.item_rows // 2)
 
 
 def tpu_tiles(
@@ -53,15 +78,17 @@ def tpu_tiles(
     dtype: DTypeLike,
     *,
     decode: bool,
+    default: TpuTiles | None = None,
     given: Fields | None = None,
 ) -> TpuTiles:
-    """The tiles for a kind of device, as JAX names it, and for a call.
+    """Returns the tiles for a kind of device, as JAX names it, and for a call.
 
     Args:
       heads: query heads and KV heads.
-      widths: of keys and of values.
-      dtype: of the pages.
+      widths: widths of keys and of values.
+      dtype: dtype of the pages.
       decode: every sequence has one token.
+      default: tiles where none are tuned; None: the device kind's.
       given: fields that a caller of the op sets.
     """
     name = jnp.dtype(dtype).name.replace("float8_e4m3fn", "fp8").replace("uint8", "fp8")
@@ -72,9 +99,9 @@ def tpu_tiles(
     choices = dict(TPU_CHOICES)
     if decode:
         choices = {"block_tokens": choices["block_tokens"]}
-    return tuned.in_force(
-        "attention", device_kind, call, TPU.get(device_kind, TPU_DEFAULT), choices, given
-    )
+    if default is None:
+        default = TPU.get(device_kind, TPU_DEFAULT)
+    return tuned.in_force("attention", device_kind, call, default, choices, given)
 
 
 class ChunkTiles(NamedTuple):
@@ -91,7 +118,7 @@ INTERPRETED_CHUNK_TILE = 8
 
 
 class GpuTiles(NamedTuple):
-    """How the Hopper kernel cuts its work.
+    """Sizes by which the Hopper kernel cuts its work.
 
     Attributes:
       blocks: of threads, among which the pages of a batch are divided.
@@ -103,7 +130,7 @@ class GpuTiles(NamedTuple):
 
 
 GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
-"""By a part of the device kind; what the others (H100 SXM, H200, H800, GH200) have is 132."""
+"""Multiprocessors by a part of the device kind; H100 SXM, H200, H800 and GH200 have 132."""
 INTERPRETED_BLOCKS = 2
 
 

@@ -1,0 +1,182 @@
+"""Vector memory of the TPU attention kernel, and the largest tiles for which it suffices.
+
+Called by `mosaic_tpu.py`, whose `_call` allocates the buffers counted here. Only shapes and dtypes
+of a call are known here, and only those that every layer of a batch shares: `attention_places` cuts
+the batch by the same tiles as `paged_attention`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS
+from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.tiles import TpuTiles, smaller_tiles, tpu_tiles
+from pallas_kernels.attention.write_tpu import LANES, is_swapped
+from pallas_kernels.tuned import Fields
+
+VMEM_BYTES = 56 * 2**20
+"""Vector memory that the kernel may take: a v7x core has 64 MiB, v5e and v6e have 128 MiB."""
+
+SPILLED_BYTES = 2 * 2**20
+"""Vector memory left to the compiler for registers that it spills."""
+
+
+class Cut(NamedTuple):
+    """Tiles of a call in whole pages and tokens."""
+
+    pages_per_block: int
+    tile: int
+    """Query tokens per product."""
+    item_tokens: int
+    """Query tokens of an item, at most; a multiple of `tile`."""
+
+
+class Need(NamedTuple):
+    """Bytes of vector memory."""
+
+    fetched: int
+    """Buffers for blocks of keys, values and scales."""
+    items: int
+    """Queries, results and softmax state of the items."""
+    temporaries: int
+    """Scores and converted blocks that the compiler keeps in vector memory, and spilled
+    registers."""
+
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self)
+
+
+class Call(NamedTuple):
+    """Sizes of a call that determine its tiles and its memory."""
+
+    q_heads: int
+    kv_heads: int
+    group: int
+    """Query heads per KV head, padded to the height of a register tile."""
+    head_dim: int
+    v_width: int
+    dtype: Any
+    """Dtype of queries and results."""
+    pages: tuple[tuple[int, Any, bool], ...]
+    """Width and dtype of every array of pages, keys first, and whether its last two dimensions are
+    swapped."""
+    scales: int
+    """Arrays of scales."""
+    page_size: int
+    pages_per_sequence: int
+    single: bool
+    """Decode: every item has one token."""
+
+    def cut(self, tiles: TpuTiles) -> Cut:
+        """Whole pages and tokens of these tiles."""
+        pages = min(max(1, tiles.block_tokens // self.page_size), self.pages_per_sequence)
+        if self.single:
+            return Cut(pages, 1, 1)
+        tile = max(1, tiles.tile_rows // self.group)
+        item_tokens = tiles.item_rows // (self.kv_heads * self.group) // tile * tile
+        return Cut(pages, tile, max(tile, item_tokens))
+
+    def need(self, tiles: TpuTiles) -> Need:
+        """Memory of the kernel with these tiles."""
+        pages, tile, item_tokens = self.cut(tiles)
+        heads, block, rows = self.kv_heads, pages * self.page_size, tile * self.group
+        fetched = self.scales * pages * _padded(heads, self.page_size, jnp.float32)
+        wide = jnp.float32 in (self.dtype, *(dtype for _, dtype, _ in self.pages))
+        product = jnp.dtype(jnp.float32 if wide else self.dtype)
+        temporaries = SPILLED_BYTES + 3 * _padded(rows, block, jnp.float32)
+        for width, dtype, swapped in self.pages:
+            place = (width, block) if swapped else (block, width)
+            fetched += heads * _padded(*place, dtype)
+            # The compiler converts the blocks of all heads before it loops over the tiles.
+            if dtype != product and not self.single:
+                temporaries += heads * _padded(*place, product)
+        # One head's row of a token: queries, two buffers of results and of their log-sum-exps.
+        token = BUFFERS * _padded(self.group, self.head_dim, self.dtype)
+        token += 2 * _padded(self.group, self.v_width, self.dtype)
+        items = item_tokens * heads * token
+        items += 2 * item_tokens * _padded(heads, self.group, jnp.float32)
+        scores, mixed = (_padded(rows, width, jnp.float32) for width in (block, self.v_width))
+        columns = 3 * _padded(rows, 1, jnp.float32)
+        items += item_tokens // tile * heads * (scores + mixed + columns)
+        return Need(BUFFERS * fetched, items, temporaries)
+
+    def tiles(self, device_kind: str, given: Fields | None = None) -> TpuTiles:
+        """Returns the call's tiles: given, tuned, or the largest default tiles that fit.
+
+        Raises:
+          NotImplementedError: not even the smallest default tiles fit.
+          ValueError: the given or tuned tiles do not fit.
+        """
+        heads, widths = (self.q_heads, self.kv_heads), (self.head_dim, self.v_width)
+        dtype = self.pages[0][1]
+        default, least = None, 0
+        for default in smaller_tiles(device_kind, decode=self.single):
+            least = self.need(default).total()
+            if least <= VMEM_BYTES:
+                break
+        else:
+            raise NotImplementedError(
+                f"paged_attention with {heads[0]} query heads and {heads[1]} KV heads, widths "
+                f"{widths[0]} and {widths[1]}, {dtype} pages of {self.page_size} tokens takes "
+                f"{least} bytes of VMEM with its smallest tiles, at most {VMEM_BYTES} fit: use "
+                "smaller pages, or divide the heads among more devices"
+            )
+        tiles = tpu_tiles(
+            device_kind,
+            heads,
+            widths,
+            dtype,
+            decode=self.single,
+            default=default,
+            given=given,
+        )
+        need = self.need(tiles)
+        if need.total() > VMEM_BYTES:
+            raise ValueError(
+                f"tiles of paged_attention: block_tokens {tiles.block_tokens} takes {need.fetched} "
+                f"bytes of VMEM, item_rows {tiles.item_rows} takes {need.items} and tile_rows "
+                f"{tiles.tile_rows} takes {need.temporaries}, together at most {VMEM_BYTES} fit"
+            )
+        return tiles
+
+
+def call_of(
+    queries: Array | jax.ShapeDtypeStruct,
+    cache: Cache,
+    page_table: Array | jax.ShapeDtypeStruct,
+) -> Call:
+    """Returns the sizes of a call; only shapes and dtypes of the arguments are read."""
+    tokens, q_heads, head_dim = queries.shape
+    sequences, pages_per_sequence = page_table.shape
+    kv_heads, page_size = cache.k_pages.shape[1:3]
+    sublanes = 32 // queries.dtype.itemsize
+    arrays = (cache.k_pages, cache.v_pages, cache.rope_pages)
+    pages = tuple(
+        (array.shape[3], array.dtype, is_swapped(array)) for array in arrays if array is not None
+    )
+    return Call(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        group=-(-q_heads // kv_heads // sublanes) * sublanes,
+        head_dim=head_dim,
+        v_width=cache.v_width,
+        dtype=queries.dtype,
+        pages=pages,
+        scales=sum(dtype.itemsize == 1 for _, dtype, _ in pages),
+        page_size=page_size,
+        pages_per_sequence=pages_per_sequence,
+        # As many tokens as sequences: decode, whose items have one token each.
+        single=tokens <= sequences,
+    )
+
+
+def _padded(rows: int, width: int, dtype: DTypeLike) -> int:
+    """Bytes of an array in register tiles."""
+    size = jnp.dtype(dtype).itemsize
+    sublanes = 32 // size
+    return -(-rows // sublanes) * sublanes * -(-width // LANES) * LANES * size
