@@ -47,10 +47,6 @@ class TestSparsity:
         least = minimum_sparsity(load_hardware("h800"), 7168, 61)
         assert int((256 + 1) * round(least, 3) - 1 + 0.5) == 14
 
-    def test_a_stage_of_50_ms_over_3(self):
-        least = minimum_sparsity(load_hardware("h800"), 7168, 61, 0.025)
-        assert least == pytest.approx(0.0387, abs=1e-4)
-
     def test_batch_that_fills_an_ffn(self):
         h800 = load_hardware("h800")
         assert ffn_batch(h800, 1.0) == pytest.approx(295.5, abs=0.1)
