@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,10 @@ def test_variables_are_what_the_caller_may_set() -> None:
 # ------------------------------------------------------------------------------------ plain
 
 
-def nested(depth: int) -> Any:
+def nested(depth: int, wrap: Callable[[Any], Any] = lambda value: [value]) -> Any:
     value: Any = 1
     for _ in range(depth):
-        value = [value]
+        value = wrap(value)
     return value
 
 
@@ -219,6 +220,13 @@ def nested(depth: int) -> Any:
 def test_what_is_no_json_is_named(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plain(value, name="v")
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {"a": value}])
+def test_the_depth_that_is_allowed(wrap: Callable[[Any], Any]) -> None:
+    assert plain(nested(63, wrap), name="v") == nested(63, wrap)
+    with pytest.raises(ValueError, match=r"is nested too deeply$"):
+        plain(nested(64, wrap), name="v")
 
 
 def test_plain_copies() -> None:

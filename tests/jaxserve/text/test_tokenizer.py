@@ -305,6 +305,11 @@ def test_the_first_string_to_be_complete_wins_and_the_longest_of_a_tie() -> None
     assert run_matcher(["bc", "abc"], ["xabcd"]) == (["x"], "abc")
 
 
+def test_a_string_that_begins_within_itself() -> None:
+    assert run_matcher(["aab"], ["aa", "ab"]) == (["", "a"], "aab")
+    assert run_matcher(["aabaaa"], ["aabaabaaa"]) == (["aab"], "aabaaa")
+
+
 STOPS = strategies.lists(strategies.text(alphabet="ab", min_size=1, max_size=4), max_size=4)
 
 
