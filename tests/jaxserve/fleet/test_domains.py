@@ -89,7 +89,14 @@ def open_domain(model, server, name) -> Domain:
 
 @pytest.fixture(scope="module")
 def domains(tiny_model, server):
-    opened = {name: open_domain(tiny_model, server, name) for name in DOMAINS}
+    """Name → domain; each is opened when a test asks for it."""
+
+    class Opened(dict):
+        def __missing__(self, name):
+            self[name] = open_domain(tiny_model, server, name)
+            return self[name]
+
+    opened = Opened()
     yield opened
     for domain in opened.values():
         domain.close()
@@ -129,13 +136,13 @@ def side_by_side(*calls):
     ("count", "params"),
     [
         pytest.param(1, GREEDY, marks=pytest.mark.nightly, id="1-greedy"),
-        pytest.param(2, GREEDY, marks=pytest.mark.nightly, id="2-greedy"),
-        pytest.param(3, SEEDED, id="3-seeded"),
+        pytest.param(2, SEEDED, id="2-seeded"),
+        pytest.param(3, GREEDY, marks=pytest.mark.nightly, id="3-greedy"),
     ],
 )
 def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected):
     """Quantised pages have other tokens, which must not depend on who else is there."""
-    used = list(domains.values())[:count]
+    used = [domains[name] for name in list(DOMAINS)[:count]]
     calls = [functools.partial(generate, domain.engine, params) for domain in used]
     for domain, tokens in zip(used, side_by_side(*calls), strict=True):
         quantised = domain.engine.deployment.cache.format == "int8"
@@ -150,7 +157,7 @@ def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected
 def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expected, tiny_model):
     """One joins in the middle of another's requests, and leaves with messages open."""
     survivor = domains["2 lanes, dp 2"]
-    before = survivor.link.counters
+    before, there = survivor.link.counters, len(server.domains)
     collector = layouts.Collector()
     for prompt in PROMPTS:
         collector.submit(survivor.engine, prompt, GREEDY)
@@ -167,7 +174,7 @@ def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expec
     layouts.idle(survivor.engine)
     after = survivor.link.counters
     assert (after.failures, after.resends) == (before.failures, before.resends) == (0, 0)
-    until(lambda: len(server.domains) == 3)
+    until(lambda: len(server.domains) == there)
 
 
 def test_experts_move_between_messages(domains, server, expected):
@@ -178,7 +185,7 @@ def test_experts_move_between_messages(domains, server, expected):
     work.move_experts(server.between_messages)
     until(lambda: work.experts._got == 1)
     engine = domains["one lane"].engine
-    while done < 8:
+    while done < 20:
         collector = layouts.Collector()
         for prompt in PROMPTS:
             collector.submit(engine, prompt, GREEDY)
