@@ -24,11 +24,8 @@ def fill(schedulers, lengths):
     return places
 
 
-def test_one_domain_takes_all():
-    assert choose_domain([scheduler()], request(0, 1000)) == 0
-
-
 def test_the_emptiest_takes_a_request():
+    assert choose_domain([scheduler()], request(0, 1000)) == 0, "one takes all"
     domains = [scheduler(), scheduler(), scheduler()]
     assert fill(domains, [20, 8, 4, 4]) == [0, 1, 2, 2]
 

@@ -82,9 +82,8 @@ def test_a_message_and_its_answer(attention, ffn, cls):
 def test_every_word(cls, dtype):
     a, f = meshes((3, 1), (2, 1))
     sent = pieces(3, dtype)
-    (first, second) = cls("dispatch", Route(3, 2), a, f, PIECE, jnp.dtype(dtype)).copier()(
-        (on_mesh(a, sent),)
-    )
+    copy = cls("dispatch", Route(3, 2), a, f, PIECE, jnp.dtype(dtype)).copier()
+    first, second = copy((on_mesh(a, sent),))
     np.testing.assert_array_equal(by_device(first, f), sent[[0, 2]])
     np.testing.assert_array_equal(by_device(second, f)[0], sent[1])
 
