@@ -417,6 +417,22 @@ TestFleet.settings = settings(
 
 
 class TestChoices:
+    def test_the_prefill_worker_with_the_least_to_do(self):
+        world = World.of("p0", "p1", "d0")
+        for n, length in enumerate((1000, 300, 300, 300, 300, 300), start=1):
+            world.submit(f"r{n}", length)
+        # the fifth sees 900 tokens against 1000, the last one 1200
+        assert [action.worker for action in world.sent] == ["p0", *["p1"] * 4, "p0"]
+
+    def test_a_domain_with_a_free_slot_then_with_room(self):
+        world = World.without_prefill()
+        world.join("d0", slots=1)
+        world.join("d1", slots=2, tokens=320)
+        for n in range(1, 5):
+            world.submit(f"a{n}", 10)
+        # the larger cache, free slots, and, when all wait, more room
+        assert [action.worker for action in world.sent] == ["d0", "d1", "d1", "d0"]
+
     def test_the_one_that_has_the_prefix(self):
         world = World.of("p0", "p1", "d0")
         world.submit("a", 0, prompt=list(range(320)))

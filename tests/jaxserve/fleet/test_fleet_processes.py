@@ -243,6 +243,22 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, t
 
 
 @pytest.mark.nightly
+def test_workers_of_two_processes_each(tiny_model, reference, tmp_path):
+    """Every process takes part in what is handed over, though the link ends in the first ones."""
+    greedy, drawn, _ = reference
+    overrides = {"mode": "colocated", "attention": {"tp": 2}, "prefill.workers": 1}
+    overrides |= {"prefill.attention": {"dp": 2, "tp": 1}}
+    overrides |= {"prefill.cache": {"page_size": 16, "pages": 80}}
+    with fleet(tiny_model, tmp_path, (1, 3), overrides, "--processes", "2") as (_, client):
+        assert layouts.differences(greedy, generate(client)) == []
+        assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
+        load = client.load()
+        assert roles(client) == ["prefill", "domain"]
+        assert load["workers"][0]["pages_tokens"] > 250
+        assert load["replays"] == 0
+
+
+@pytest.mark.nightly
 def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, reference, tmp_path):
     """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
     the domains is killed in the middle of a stream."""
