@@ -166,9 +166,13 @@ class TestComplete:
         assert "experts.down has the checksum " in others[1]
         assert others[2].startswith("layers.3.ffn: dense.up: ")
 
-    def test_again(self, source, complete):
+    def test_again(self, source, complete, tmp_path):
+        """The same source changes nothing, another one is refused."""
         before = (complete / MANIFEST).stat().st_mtime_ns
         assert notes_of(source, complete) == ["complete already"]
+        other = write_tiny_step3(tmp_path / "other", seed=1, shards=2)
+        with pytest.raises(CheckpointError, match="is of another conversion: source"):
+            convert(other, complete)
         assert (complete / MANIFEST).stat().st_mtime_ns == before
 
     def test_with_another_chat_template(self, source, complete, tmp_path):

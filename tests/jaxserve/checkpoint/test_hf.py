@@ -119,6 +119,13 @@ class TestDtypes:
         assert table.dtype == dtype
         np.testing.assert_array_equal(table.astype(np.float32), expected.astype(np.float32))
 
+    def test_float16(self, tmp_path):
+        folder, name = write_tiny_step3(tmp_path), "model.embed_tokens.weight"
+        with changed(folder) as tensors:
+            tensors[name] = tensors[name].astype(np.float16)
+            expected = tensors[name].astype(np.float32)
+        np.testing.assert_array_equal(all_leaves(folder)[0], expected)
+
 
 REPLACED = "was replaced by another version since this process started"
 

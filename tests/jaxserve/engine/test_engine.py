@@ -470,8 +470,8 @@ class TestFailure:
             ("result_fault", "step 0 of lane 0: device lost"),
         ],
     )
-    def test_a_driver_or_a_computation_that_fails(self, make, fault, message):
-        """The error is explained by what is known of other processes."""
+    def test_a_driver_or_a_computation_that_fails(self, make, fault, message, caplog):
+        """The error is explained by what is known of other processes, and a defect is logged."""
 
         def explain(error):
             return EngineFailedError(f"process 1 is gone (then: {error})")
@@ -482,6 +482,7 @@ class TestFailure:
         collector = Collector()
         collector.submit(engine, [1], LONG)
         self.failed(engine, collector, f"process 1 is gone (then: {message})")
+        assert fault == "result_fault" or "Traceback" in caplog.text
 
     def test_told_by_somebody_else_while_the_loop_waits(self, make):
         """A follower is gone: nobody waits for the step's deadline."""

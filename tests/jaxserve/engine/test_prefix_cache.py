@@ -81,7 +81,9 @@ def test_what_is_used_stays_and_the_longest_unused_goes_first():
     assert cache.match(keys([7, 8]), 2) == []
     cache.release(first)
     assert cache.idle == 2
-    cache.evict(2)
+    cache.evict(1)
+    assert cache.match(keys([1, 2, 3, 4]), 4) == first[:1], "a leaf goes before what it stands on"
+    cache.evict(1)
     assert pool.free_pages == 5
     cache.check_integrity([])
 

@@ -24,7 +24,9 @@ select_copy, select_shards, select_put, select_first = (
 VALUES = np.arange(12, dtype=np.int32).reshape(6, 2)
 
 
-@pytest.mark.parametrize("error", [ImportError, AttributeError, TypeError, ValueError])
+@pytest.mark.parametrize(
+    "error", [ImportError, AttributeError, TypeError, ValueError, RuntimeError]
+)
 @pytest.mark.parametrize(
     ("name", "select", "public"),
     [

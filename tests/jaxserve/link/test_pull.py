@@ -142,6 +142,17 @@ def test_many_messages_over_three_lanes(server) -> None:
     assert counters == LinkCounters(messages=3 * 60)
 
 
+def test_two_domains_at_once_get_their_own_answers(server) -> None:
+    with client(server, domain="a") as one, client(server, domain="b") as other:
+        numbered = [(one, 0), (other, 100)]
+        for number in range(10):
+            for link, first in numbered:
+                link.send(0, KIND, number % 4, ROWS, on_mesh(values(first + number)))
+            for link, first in reversed(numbered):
+                expected = 2 * values(first + number) + number % 4
+                np.testing.assert_array_equal(link.receive(0), expected)
+
+
 def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
     """Its memory on the device does not wait for the garbage collector."""
     gc.disable()

@@ -1,13 +1,20 @@
 """What programs are compiled with on GPUs, of which there is none here."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import AbstractSubmeshes
+from jaxserve.roles import program
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compiler_options import NEEDED, _warn, compiler_options
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import Program
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
 
@@ -39,6 +46,17 @@ def test_what_the_exchange_needs_is_said_once(caplog):
     for _ in range(2):
         compiler_options("cuda", ragged=True)
     assert caplog.messages == [NEEDED]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_within_a_process_nothing_is_asked_for_the_exchange(processes, monkeypatch):
+    asked = []
+    monkeypatch.setattr(program, "compiler_options", lambda *options: asked.append(options))
+    monkeypatch.setattr(Program, "mapped", lambda self: self.body)
+    devices = [SimpleNamespace(platform="cuda", process_index=n) for n in range(processes)]
+    mesh = Mock(spec=Mesh, devices=np.asarray(devices, object))
+    Program("exchange", lambda: 0, mesh, (), (), ragged=True).compile()
+    assert asked == [("cuda", "default", processes > 1)]
 
 
 def test_other_platforms_know_nothing_of_gpus():

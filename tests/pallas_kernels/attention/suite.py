@@ -199,7 +199,7 @@ class PagedAttentionSuite:
         assert lse.dtype == jnp.float32
         output = np.asarray(output, np.float32)
         np.testing.assert_allclose(output, case.output, rtol=10 * tolerance, atol=tolerance)
-        np.testing.assert_allclose(lse, case.lse, rtol=10 * tolerance, atol=tolerance)
+        np.testing.assert_allclose(lse, case.lse, rtol=tolerance, atol=tolerance)
 
     def case(self, sizes: Sizes, chunks: list[tuple[int, int]], **options: Any) -> Case:
         return make_case(sizes, chunks, page_size=self.page_size, **options)

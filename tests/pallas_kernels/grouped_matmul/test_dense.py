@@ -74,7 +74,12 @@ def test_as_numpy(target, format):
 
 
 @pytest.mark.parametrize(
-    "format", ["float", "fp8", "fp8_block", ("fp8", (7, 5)), "int8", ("int8", (4, 2))], ids=str
+    "format",
+    [
+        *("float", "fp8", "fp8_bits", "fp8_block", ("fp8", (7, 5)), ("fp8", (0, 0))),
+        *("int8", ("int8", (4, 2))),
+    ],
+    ids=str,
 )
 def test_without_kernels(format):
     """Hidden rows and a network's results are rounded, those of one product are not."""

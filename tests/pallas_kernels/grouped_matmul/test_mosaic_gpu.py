@@ -108,6 +108,23 @@ class TestRowParts(Shipped, RowsInBlocksSuite):
         expected = agrees_with_the_reference(format, (7, 0, 48, 97), 160, d_out)
         assert np.abs(expected[:152]).max(axis=1).min() > 1
 
+    @pytest.mark.parametrize(("tile", "shared"), [(160, "rows"), (128, "weights")])
+    def test_two_blocks_share(self, tile, shared, monkeypatch):
+        """Rows, or weights for a tile each: groups end beside a tile's end, and after two tiles."""
+        rows_have_parts(monkeypatch, tile)
+        pick, picked = mosaic_gpu.pick_tiles, []
+
+        def keep(*arguments, **options):
+            picked.append(pick(*arguments, **options))
+            return picked[-1]
+
+        monkeypatch.setattr(mosaic_gpu, "pick_tiles", keep)
+        sizes = (tile - 1, 0, tile + 1)
+        expected = agrees_with_the_reference("fp8_block", sizes, 2 * tile + 6, 384, {"cluster": 2})
+        assert np.abs(expected[: 2 * tile]).max(axis=1).min() > 1
+        (tiles,) = picked
+        assert (tiles.rows, tiles.shared, tiles.in_parts) == (tile, shared, True)
+
 
 class TestRowsFirst(Shipped, RowsInBlocksSuite):
     """Row tiles of 128, of which a group has two; an output tile with columns that do not exist."""
@@ -127,11 +144,11 @@ class TestRowsFirst(Shipped, RowsInBlocksSuite):
         agrees_with_the_reference("fp8_block", sizes, 136, 192)
 
 
-def product(rows, weights, sizes):
-    return grouped_matmul(rows, weights, sizes, row_format="fp8")
+def product(rows, weights, sizes, tiles=None):
+    return grouped_matmul(rows, weights, sizes, row_format="fp8", tiles=tiles)
 
 
-def agrees_with_the_reference(format, sizes, rows, d_out):
+def agrees_with_the_reference(format, sizes, rows, d_out, tiles=None):
     """What the reference gives, after it was compared."""
     rng = np.random.default_rng(0)
     weights = quantize_weight(jnp.asarray(rng.normal(size=(len(sizes), d_out, 256))), format)
@@ -140,7 +157,7 @@ def agrees_with_the_reference(format, sizes, rows, d_out):
     arguments = jnp.asarray(rows), weights, jnp.asarray(sizes, jnp.int32)
     with use_target(Target("reference", "cpu")):
         expected = np.asarray(jax.jit(fresh(product))(*arguments), np.float32)
-    found = np.asarray(replay(product, *arguments), np.float32)
+    found = np.asarray(replay(fresh(product, tiles=tiles), *arguments), np.float32)
     np.testing.assert_allclose(found, expected, 1e-2, 1e-2)
     return expected
 

@@ -95,6 +95,14 @@ class TestAllFiniteInputs:
             np.testing.assert_array_equal(scales, expected_scales)
             np.testing.assert_array_equal(values, expected_values)
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("format", ["fp8", "int8"])
+    def test_the_largest_number_stays_finite(self, format, dtype):
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.asarray([[largest, -largest, 0, 1]], dtype)
+        output = dequantize_rows(*quantize_rows(x, format), dtype).astype(jnp.float32)
+        np.testing.assert_allclose(output[0], [largest, -largest, 0, 0], rtol=2e-7)
+
     @pytest.mark.parametrize("format", ["fp8", "int8"])
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_a_row_that_is_not_finite_shows_it(self, format, bad):
