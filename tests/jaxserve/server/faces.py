@@ -40,10 +40,11 @@ class Faces:
         access: Access | None = None,
         template: str = TEMPLATE,
         tokenizer: Tokenizer = LETTERS,
+        front: Callable[[FakeEngine], Any] = lambda engine: engine,
         **options: Any,
     ):
         self.engine, self.metrics = FakeEngine(ids_of("one two three")), Metrics("fake")
-        self.generator = TextGenerator(self.engine, tokenizer)
+        self.generator = TextGenerator(front(self.engine), tokenizer)
         self._grpc = GrpcServer(port=0, access=access, **options)
         self._http = HttpServer(port=0, access=access, **options)
         self.grpc_address, self.address = self._grpc.start(), self._http.start()

@@ -6,6 +6,8 @@ from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
 from jaxserve.server.shedding import Shedding, shedding, waiting_in
+from tests.jaxserve.server.faces import Faces
+from tests.jaxserve.text.fake_engine import FakeEngine
 
 LIMIT = 15.0
 
@@ -150,3 +152,30 @@ def test_none_is_refused_without_a_limit():
 )
 def test_what_waits(load, waiting):
     assert waiting_in(load) == waiting
+
+
+def crowded(engine: FakeEngine) -> Shedding:
+    """By its load two requests wait, and one begins every ten seconds."""
+    engine.allowed = 0
+    front = Shedding(engine, LIMIT, lambda: 40.0)
+    for now in range(0, 50, 10):
+        front._uptake.taken_up(now, waiting=1)
+    return front
+
+
+def test_over_both_faces():
+    faces = Faces(front=crowded)
+    body = {"prompt": "hi", "stream": True}
+    streams = [faces.client.stream("POST", "/v1/completions", json=body) for _ in range(2)]
+    with streams[0], streams[1]:
+        answer = faces.post(stream=True)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
+        estimate = "the wait for a first token is estimated at 20.0 s"
+        assert estimate in answer.json()["error"]["message"]
+        status, message = faces.grpc_error()
+        assert status == "RESOURCE_EXHAUSTED"
+        assert estimate in message
+        urgent = faces.client.stream("POST", "/v1/completions", json=body | {"priority": -1})
+        with urgent as answer:
+            assert answer.status_code == 200
+    faces.close()
