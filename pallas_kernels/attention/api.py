@@ -188,7 +188,7 @@ def paged_attention(
     then treats prefill chunks and decode tokens alike. Query head h reads key and value head
     `h // (q_heads // kv_heads)`. Scores are `scale * query . key`; scores and softmax are FP32.
     Padding tokens give zeros. Cache rows that no token sees have no effect, even if they are NaN.
-    Page ids outside the pool are clamped into it.
+    Page ids outside the pool are clamped into it, and positions past the table to its last one.
 
     Args:
       v_pages: None if the first `v_width` elements of a key are its value, as in absorbed latent
@@ -253,6 +253,8 @@ def paged_attention(
         raise ValueError(f"window is {window}, needs at least 0")
     check_tokens(tokens, page_table, sequence_of_token, position)
     width = v_width if v_pages is None else v_pages.shape[3]
+    if not places:  # those of `attention_places` are clamped
+        position = _inside(position, page_table, k_pages)
     where = (page_table, sequence_of_token, position)
     lse: Array | None
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
@@ -333,7 +335,7 @@ def attention_places(
     target = kernel_target("paged_attention", "auto", gap, _COST)
     if target is None:
         return ()
-    where = (page_table, sequence_of_token, position)
+    where = (page_table, sequence_of_token, _inside(position, page_table, k_pages))
     if target.backend == "mosaic_tpu":
         from pallas_kernels.attention import mosaic_tpu
 
@@ -429,6 +431,11 @@ def merge(
                 f"outputs[0] has {outputs[0].shape}"
             )
     return reference.merge(outputs, lses)
+
+
+def _inside(position: Array, page_table: Array, pages: _Shaped) -> Array:
+    """Returns the positions, those past the table replaced by its last one."""
+    return jnp.minimum(position, page_table.shape[1] * pages.shape[2] - 1)
 
 
 def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> reference.Cache:

@@ -167,8 +167,8 @@ def _places(
     sequence_of_token: Array,
     position: Array,
 ) -> Places:
-    kv_heads, page_size = cache.k_pages.shape[1:3]
-    sequences, columns = page_table.shape
+    kv_heads = cache.k_pages.shape[1]
+    sequences = page_table.shape[0]
     items = None
     if largest == 1:
         place, stride, last = position, jnp.zeros_like(position), position
@@ -178,7 +178,6 @@ def _places(
         last, stride, sequence = items.kv_length - 1, items.stride, items.sequence
         place = last - (items.count - 1) * stride
 
-    last = jnp.minimum(last, columns * page_size - 1)
     first_block = jnp.zeros_like(last)
     if plan.window:
         first_block = jnp.clip(place - plan.window + 1, 0, jnp.maximum(last, 0)) // BLOCK

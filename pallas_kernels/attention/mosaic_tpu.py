@@ -225,13 +225,11 @@ def _items(
     """
     page_size, pages_per_sequence = size
     items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
-    end = jnp.minimum(items.kv_length, pages_per_sequence * page_size)
-    start = jnp.zeros_like(end)
+    start = jnp.zeros_like(items.kv_length)
     if window:
         before_last = (items.count - 1) * items.stride
         start = jnp.maximum(items.kv_length - before_last - window, 0) // page_size
-        start = jnp.minimum(start, pages_per_sequence - 1)
-    pages = -(-end // page_size) - start
+    pages = -(-items.kv_length // page_size) - start
     return (
         items.first,
         items.count,

@@ -273,7 +273,7 @@ def _gather(
     array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, " pages_of_token"]
 ) -> Float32[Array, "kv_heads context ..."]:
     """The rows of these pages, heads first and in FP32, which CPUs multiply fastest."""
-    rows = as_bits(array).at[pages].get(mode="clip")
+    rows = as_bits(array).at[pages].get(mode="clip", wrap_negative_indices=False)
     rows = jnp.swapaxes(rows, 0, 1)
     return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)
 

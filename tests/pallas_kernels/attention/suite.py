@@ -249,8 +249,8 @@ class PagedAttentionSuite:
         expected = (np.broadcast_to(one[:1], one.shape) for one in (case.output, case.lse))
         self.check(Case((same, *pages, table, sequence, position), case.options, *expected))
 
-    def test_ids_outside_of_the_pool_are_clamped_into_it_and_padding_alone_gives_zeros(self):
-        case = self.case(Sizes(), [(self.page_size + 1, 1)])
+    def test_ids_and_positions_outside_are_clamped_and_padding_alone_gives_zeros(self):
+        case = self.case(Sizes(), [(10 * self.page_size, 1)])  # of 10 pages
         attend = self.compiled(case)
         queries, k_pages, v_pages, table, sequence, position = case.arguments
         pages = [jnp.nan_to_num(array) for array in (k_pages, v_pages)]
@@ -260,6 +260,8 @@ class PagedAttentionSuite:
             results.append(attend(queries, *pages, clamped, sequence, position)[0])
         np.testing.assert_array_equal(*results)
         assert np.isfinite(results[0]).all()
+        past = attend(queries, k_pages, v_pages, table, sequence, position + self.page_size)
+        np.testing.assert_array_equal(past[0], attend(*case.arguments)[0])
         output, lse = attend(queries, *pages, table, sequence, jnp.full_like(position, -1))
         assert not np.asarray(output).any()
         assert np.isneginf(lse).all()
