@@ -56,8 +56,9 @@ def available_memory(
     devices: Mapping[Role, Collection[jax.Device]],
     free: int | None = None,
 ) -> dict[Role, int | None]:
-    """Bytes that the deployment may use of a device, by role: what it says, else what devices
-    report, of simulated ones their share of the host's free memory.
+    """Bytes that the deployment may use of a device, by role: the smaller of what it says and what
+    devices report. Simulated ones report nothing: what the deployment says, or their share of the
+    host's free memory.
 
     Args:
       devices: this process's, of each role that it has.
@@ -70,7 +71,9 @@ def available_memory(
     if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
         counts = {role: len(own) for role, own in devices.items() if own}
         free = free_host_memory() if free is None else free
-        reported |= simulated_memory(config, deployment, counts, free)
+        shares = simulated_memory(config, deployment, counts, free)
+        silent = [role for role in shares if not getattr(deployment, role).memory_gb]
+        reported |= {role: shares[role] for role in silent}
     return memory_of(deployment, reported)
 
 
