@@ -46,6 +46,8 @@ class TestSparsity:
     def test_deepseek_would_need_fourteen_experts(self):
         least = minimum_sparsity(load_hardware("h800"), 7168, 61)
         assert int((256 + 1) * round(least, 3) - 1 + 0.5) == 14
+        longer = minimum_sparsity(load_hardware("h800"), 7168, 61, 0.025)
+        assert longer == pytest.approx(0.0387, abs=1e-4)
 
     def test_batch_that_fills_an_ffn(self):
         h800 = load_hardware("h800")

@@ -39,6 +39,10 @@ def test_all_printed_cells_but_one_agree(printed: dict[str, Table]):
 
 
 class TestFigures:
+    def test_step_3_is_on_the_front_and_no_gqa_model_below_it(self, drawn):
+        front = [label for label, row in drawn["Figure 1"].rows.items() if row[2].value]
+        assert front == ["MM M1", "ERNIE 4.5", "Step-3"]
+
     def test_hybrids_read_and_cost_more_than_step_3_at_every_context(self, drawn):
         for name in ("Figure 3a", "Figure 3b"):
             rows = drawn[name].rows
