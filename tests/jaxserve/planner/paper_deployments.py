@@ -1,8 +1,8 @@
 """Whole deployments that others published, beside what `plan deploy` would make of them.
 
-For every figure it says which inputs are published and which were read back from the published
-results, so that they prove nothing. `python -m tests.jaxserve.planner.paper_deployments` prints the
-comparison, `test_paper_deployments.py` holds it.
+The docstring of every comparison says which inputs are published, and which were read back from the
+published results, so that they prove nothing. `python -m tests.jaxserve.planner.paper_deployments`
+prints the comparison, `test_paper_deployments.py` holds it.
 """
 
 import msgspec
@@ -36,7 +36,12 @@ SPEED = 21.0
 
 
 def deepseek() -> list[Compared]:
-    """DeepSeek's published day: H800 nodes of 8, prefill EP 32 (4 nodes), decode EP 144 (18)."""
+    """DeepSeek's published day: H800 nodes of 8, prefill EP 32 (4 nodes), decode EP 144 (18).
+
+    Published: tokens in and out, hits, EP 32 and EP 144, tokens/s of a request. Inferred: lengths
+    of a request, from the mean context. Ours: rooflines, FP8 but for attention's own products;
+    decoding in two batches that overlap, prefill in one. READ BACK: the first number of nodes.
+    """
     in_rate, out_rate = TOKENS_IN / DAY, TOKENS_OUT / DAY
     back = in_rate / NODE_IN + out_rate / NODE_OUT
     # Mean lengths are not published. They follow from the ratio of the sums and from the mean
@@ -63,18 +68,12 @@ def deepseek() -> list[Compared]:
     node_out = 8 * two.lanes * batch / pace.seconds(requests, batch)
     nodes = in_rate / node_in + out_rate / node_out
     name = "DeepSeek's day, H800"
-    given = (
-        "published: tokens in and out, hits, EP 32 and EP 144, 21 tokens/s a request; inferred: "
-        f"{demand.prompt} in, {demand.output} out a request (mean context 4,989); rooflines, "
-        "FP8 but for attention's own products; decoding in two batches that overlap, prefill in one"
-    )
-    read = "READ BACK: the published tokens/s a node in, the published number of nodes out"
     return [
-        Compared(name, "nodes, from the published tokens/s a node", NODES, back, read),
-        Compared(name, "prefill tokens/s a node, hits included", NODE_IN, node_in, given),
-        Compared(name, "decode tokens/s a node", NODE_OUT, node_out, given),
-        Compared(name, "nodes", NODES, nodes, given),
-        Compared(name, "USD a day at 2 USD a GPU and hour", DOLLARS, nodes * 8 * 2 * 24, given),
+        Compared(name, "nodes, from the published tokens/s a node", NODES, back),
+        Compared(name, "prefill tokens/s a node, hits included", NODE_IN, node_in),
+        Compared(name, "decode tokens/s a node", NODE_OUT, node_out),
+        Compared(name, "nodes", NODES, nodes),
+        Compared(name, "USD a day at 2 USD a GPU and hour", DOLLARS, nodes * 8 * 2 * 24),
     ]
 
 
@@ -86,34 +85,29 @@ LONGEST = 65536 + 2150
 
 
 def xdeepserve() -> list[Compared]:
-    """xDeepServe §7.2: 4 prefill workers of 2 servers (DP 8, TP 4, EP 32), one unit of 8
-    (EP 128)."""
+    """xDeepServe §7.2: 4 prefill workers of 2 servers (DP 8, TP 4, EP 32), one unit of 8 (EP 128).
+
+    Published: 13K tokens in, 2.1K out, 0 to 64K. Guessed: hits (none are published), spread 1, 1.9
+    tokens a step. Ours: rooflines, attention in BF16, keys and values of prompts expanded, or "as
+    this engine": expanded within chunks, absorbed before them.
+    """
     own = Demand(rate=1.0, prompt=13312, output=2150, spread=1.0)
     formats = Formats(weights="int8", cache="bfloat16", dispatch="int8")
-    forms = {
-        "": (Assumptions(expanded=True), "keys and values expanded"),
-        ", as this engine": (Assumptions(), "expanded in chunks, absorbed before them"),
-    }
+    forms = {"": Assumptions(expanded=True), ", as this engine": Assumptions()}
     name, found = "xDeepServe §7.2, 910C", []
-    for form, (assumed, told) in forms.items():
+    for form, assumed in forms.items():
         sizer = _sizer(DIE, formats, own, assumed, LONGEST)
         for hits in (0.0, HITS):
             demand = msgspec.structs.replace(own, hits=hits)
             alone, rate = _prefill_on_910c(sizer, demand)
-            given = (
-                f"published: 13K in, 2.1K out, 0 to 64K, DP 8, TP 4, EP 32, EP 128; guessed: "
-                f"{hits:.1%} hits (none are published), spread 1, 1.9 tokens a step; rooflines, "
-                f"attention in BF16, {told}"
-            )
-            most = f"{given}; {rate:.0f} requests a second keep the four workers busy"
             at = f"{hits:.0%} hits{form}"
             ttft = f"TTFT ms, mean, nobody else there, {at}"
             tpot = f"TPOT ms, at the most that the prefill workers carry, {at}"
             unit = _unit_on_910c(sizer, demand)
             pace = decoding(unit, 1, sizer.requests(demand), rate)
             assert pace is not None
-            found.append(Compared(name, ttft, 1e3 * TTFT, 1e3 * alone, given))
-            found.append(Compared(name, tpot, 1e3 * TPOT, 1e3 * pace.tpot, most))
+            found.append(Compared(name, ttft, 1e3 * TTFT, 1e3 * alone))
+            found.append(Compared(name, tpot, 1e3 * TPOT, 1e3 * pace.tpot))
     return found
 
 
@@ -159,10 +153,5 @@ def _sizer(
     return Sizer(calculator, searcher, Hosts(hosts, hosts, hosts), asked)
 
 
-def compare() -> list[Compared]:
-    """Returns all comparisons."""
-    return [*deepseek(), *xdeepserve()]
-
-
 if __name__ == "__main__":
-    show(compare())
+    show(deepseek, xdeepserve)

@@ -1,18 +1,16 @@
 """Simulates systems that papers measured, and says how far off the simulator is.
 
-Every input is said to be the paper's or calibrated (fitted to something that the paper measured).
-`python -m tests.jaxserve.planner.paper_systems [--json]` prints the comparison, and
-`test_paper_systems.py` holds it.
+The docstring of every comparison says which inputs are the paper's, and which are calibrated
+(fitted to something that the paper measured). `python -m tests.jaxserve.planner.paper_systems
+[--json]` prints the comparison, and `test_paper_systems.py` holds it.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Jitter, Lengths
@@ -21,22 +19,6 @@ from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import Given, StageTimes
 from tests.jaxserve.planner.published import Compared, show
-
-
-def compare(configs: Path = CONFIGS) -> list[Compared]:
-    """Returns all comparisons."""
-    return [*step3(configs), *_xdeepserve_afd(), *xdeepserve_colocated()]
-
-
-def _told(source: str, given: str, calibrated: str) -> str:
-    """Which inputs are the paper's, and which were fitted to what."""
-    return f"({source}): the paper's: {given}; calibrated: {calibrated}"
-
-
-_TABLE_9 = (
-    "compute 0.7, memory 0.9, 50 µs a stage: fitted to table 9 (attention layers alone); network "
-    "0.8 (§5.4, of DeepEP); 20 µs a crossing, 10 µs a collective: guesses"
-)
 
 
 class _Step3(NamedTuple):
@@ -50,39 +32,36 @@ class _Step3(NamedTuple):
     context: int
     cache: str
     measured: float
-    source: str
+    """Tokens/s/GPU: table 8, and for the upcycled model 50 ms, which the paper takes for
+    granted."""
     forward: bool = False
     """Whether an FFN instance gets only the rows that it needs."""
 
 
 STEP3 = (
-    _Step3("2A2F, 4K, FP8", 2, 2, 128, 4096, "fp8", 4039, "table 8"),
-    _Step3("3A2F, 4K, BF16 attention", 3, 2, 84, 4096, "bfloat16", 3321, "table 8"),
-    _Step3("4A2F, 8K, FP8", 4, 2, 64, 8192, "fp8", 2643, "table 8"),
-    _Step3("3A4F, upcycled to 600 B", 3, 4, 128, 4096, "fp8", 3291, "§7.3, reckoned from 50 ms"),
-    _Step3(
-        "3A4F, upcycled, needed rows alone", 3, 4, 128, 4096, "fp8", 3291, "as above", forward=True
-    ),
+    _Step3("2A2F, 4K, FP8", 2, 2, 128, 4096, "fp8", 4039),
+    _Step3("3A2F, 4K, BF16 attention", 3, 2, 84, 4096, "bfloat16", 3321),
+    _Step3("4A2F, 8K, FP8", 4, 2, 64, 8192, "fp8", 2643),
+    _Step3("3A4F, upcycled to 600 B", 3, 4, 128, 4096, "fp8", 3291),
+    _Step3("3A4F, upcycled, needed rows alone", 3, 4, 128, 4096, "fp8", 3291, forward=True),
 )
 
 
-def step3(configs: Path = CONFIGS, cases: Sequence[_Step3] = STEP3) -> list[Compared]:
-    """Step-3 §7.3. The upcycled model was not measured: the paper takes 50 ms for granted."""
+def step3(cases: Sequence[_Step3] = STEP3) -> list[Compared]:
+    """Step-3 (arXiv 2507.19427), table 8 and §7.3.
+
+    The paper's: model, GPUs (it says "Hopper", H800 is ours), 3 lanes and their batches, contexts,
+    formats, both directions of the link independent (§7.1). Calibrated: compute 0.7, memory 0.9 and
+    50 µs a stage, to table 9 (attention layers alone); network 0.8 (§5.4, of DeepEP). Guesses: 20
+    µs a crossing, 10 µs a collective.
+    """
     found = []
     for case in cases:
-        model = load_model("step3", configs)
+        model = load_model("step3")
         if "upcycled" in case.name:
             model = upcycled(model)
-        gpus = 8 * case.attention, 8 * case.ffn
-        given = (
-            f"model, {gpus[0]} + {gpus[1]} H800, 3 lanes of {gpus[0] * case.batch}, "
-            f"{case.context} tokens, formats, both directions of the link independent (§7.1); the "
-            'paper says "Hopper GPUs", H800 is ours'
-        )
-        rate = _afd_on_h800(model, case, configs).tokens_per_device
-        told = _told(f"arXiv 2507.19427, {case.source}", given, _TABLE_9)
-        system = f"Step-3 {case.name}"
-        found.append(Compared(system, "tokens/s/GPU", case.measured, rate, told))
+        rate = _afd_on_h800(model, case).tokens_per_device
+        found.append(Compared(f"Step-3 {case.name}", "tokens/s/GPU", case.measured, rate))
     return found
 
 
@@ -95,7 +74,7 @@ def upcycled(model: CostModel) -> CostModel:
     return msgspec.structs.replace(model, ffn=ffn)
 
 
-def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
+def _afd_on_h800(model: CostModel, case: _Step3) -> Result:
     context = case.context
     deployment = _deployment(
         lanes=3,
@@ -106,7 +85,7 @@ def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
         longest=context + 128,
         cache=case.cache,
     )
-    h800 = load_hardware("h800", None, configs)
+    h800 = load_hardware("h800")
     roles = Roles(h800, h800, ("h800", "h800"))
     assumed = msgspec.structs.replace(PAPER, forward=case.forward)
     made = scenario(deployment, model, Stored(), roles, context, assumed)
@@ -120,7 +99,12 @@ def _afd_on_h800(model: CostModel, case: _Step3, configs: Path) -> Result:
 
 
 def _xdeepserve_afd() -> list[Compared]:
-    """xDeepServe §7.1: 3 domains × 160 DP groups + 288 experts, the paper's stage times."""
+    """xDeepServe §7.1: 3 domains × 160 DP groups + 288 experts.
+
+    The paper's: times of the stages (it prints attend's 0.7 ms as 700 ns), 5 ms of MTP and 2 ms of
+    scheduler a step of both lanes, 61 layers, acceptance 0.9. Calibrated: nothing. 4 sequences a
+    lane stand for the paper's, since the times are given.
+    """
     layers, lanes = 61, 2
     roles = {"attention": {"dp": 160}, "ffn": {"ep": 288}}
     deployment = _deployment(lanes=lanes, slots=4, longest=512, **roles)
@@ -135,17 +119,11 @@ def _xdeepserve_afd() -> list[Compared]:
     )
     lengths = Lengths(prompt=256, output=200, longest=512)
     result = _run(deployment, times, lengths, domains=3, tokens_a_step=1.9)
-    given = (
-        "attend 0.7 ms (printed as 700 ns), A2E 172, MoE 120, E2A 193 µs, 5 ms of MTP and 2 ms of "
-        "scheduler a step of both lanes, 61 layers, acceptance 0.9"
-    )
-    calibrated = "nothing (4 sequences a lane stand for the paper's, since the times are given)"
-    name, source = "xDeepServe 3 x 160 + 288", "xDeepServe, §7.1"
-    numbers = (
-        ("iteration ms", 93.0, result.tpot.p50 * 1.9e3),
-        ("TPOT ms", 49.0, result.tpot.p50 * 1e3),
-    )
-    return [Compared(name, *number, _told(source, given, calibrated)) for number in numbers]
+    name, tpot = "xDeepServe 3 x 160 + 288", result.tpot.p50 * 1e3
+    return [
+        Compared(name, "iteration ms", 93.0, 1.9 * tpot),
+        Compared(name, "TPOT ms", 49.0, tpot),
+    ]
 
 
 ATTEND_SPREAD, FFN_SPREAD = 0.015, 0.23
@@ -156,7 +134,13 @@ dispatch (1231 µs) and combine (2939 µs)."""
 
 
 def xdeepserve_colocated() -> list[Compared]:
-    """xDeepServe §7.1 and figure 20: DP288, EP288, 60 sequences a die, one MTP layer."""
+    """xDeepServe §7.1 and figure 20: DP288, EP288, 60 sequences a die, one MTP layer.
+
+    The paper's: least dispatch and combine, 21.8 % attention and 36 % dispatch and combine of 93
+    ms, 2 ms between steps, 62 layers with MTP, acceptance 0.9. Calibrated: spreads of attend and
+    ffn, to the mean dispatch and combine; stalls, to the longest of both; the rest of the 93 ms as
+    attend (all but 140 µs of ffn), so that iteration and TPOT are read back.
+    """
     layers = 62  # 61 and the MTP layer
     iteration, attention = 93e-3, 0.218
     core = attention * iteration / layers
@@ -180,17 +164,6 @@ def xdeepserve_colocated() -> list[Compared]:
     )
     lengths = Lengths(prompt=256, output=200, longest=512)
     result = _run(deployment, times, lengths, tokens_a_step=1.9, jitter=jitter)
-    given = (
-        "least dispatch 185 and combine 165 µs, 21.8 % attention, 36 % dispatch and combine of "
-        "93 ms, 2 ms between steps, 62 layers with MTP, acceptance 0.9"
-    )
-    calibrated = (
-        f"spread of attend {ATTEND_SPREAD} and of ffn {FFN_SPREAD}, to the mean dispatch and "
-        f"combine; stalls of {STALL_PROBABILITY:g} of the stages, at least "
-        f"{STALL_SECONDS * 1e6:g} µs, exponent {STALL_EXPONENT:g}, to the longest of both; the "
-        "rest of the 93 ms as attend (all but 140 µs of ffn): iteration and TPOT are read back"
-    )
-    source = "xDeepServe, §7.1, figure 20"
     name = "xDeepServe colocated EP288"
     numbers = (
         ("dispatch µs, mean", 234.0, result.seen["dispatch"].mean * 1e6),
@@ -200,7 +173,7 @@ def xdeepserve_colocated() -> list[Compared]:
         ("iteration ms with gap", 95.0, result.tpot.p50 * 1.9e3),
         ("TPOT ms", 50.0, result.tpot.p50 * 1e3),
     )
-    return [Compared(name, *number, _told(source, given, calibrated)) for number in numbers]
+    return [Compared(name, *number) for number in numbers]
 
 
 def _deployment(
@@ -241,4 +214,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    show(compare())
+    show(step3, _xdeepserve_afd, xdeepserve_colocated)

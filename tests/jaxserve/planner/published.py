@@ -1,7 +1,8 @@
 """Published figures beside ours, as `paper_systems.py` and `paper_deployments.py` print them."""
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.planner.text import grid, json_text
@@ -14,8 +15,6 @@ class Compared(NamedTuple):
     quantity: str
     published: float
     ours: float
-    told: str
-    """The inputs, and where each is from."""
 
     @property
     def error(self) -> float:
@@ -23,8 +22,9 @@ class Compared(NamedTuple):
         return self.ours / self.published - 1
 
 
-def show(found: Sequence[Compared]) -> None:
-    """Prints a comparison, for people or (`--json`) for programs."""
+def show(*comparisons: Callable[[], list[Compared]]) -> None:
+    """Prints comparisons, for people (then with their docstrings) or (`--json`) for programs."""
+    found = [one for comparison in comparisons for one in comparison()]
     if "--json" in sys.argv:
         print(json_text([one._asdict() for one in found]))
         return
@@ -33,6 +33,4 @@ def show(found: Sequence[Compared]) -> None:
         [one.system, one.quantity, f"{one.published:g}", f"{one.ours:.4g}", f"{one.error:+.1%}"]
         for one in found
     ]
-    print(grid(rows))
-    for told in dict.fromkeys((one.system, one.told) for one in found):
-        print(": ".join(told))
+    print(grid(rows), *map(inspect.getdoc, comparisons), sep="\n\n")
