@@ -6,7 +6,10 @@ figures. What can be said in one line, or follows from a property, stays in the 
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "golden"
@@ -26,3 +29,15 @@ def check(name: str, found: Any) -> None:
         path.write_text(text)
     assert path.exists(), f"{path} is not there: make golden"
     assert text == path.read_text(), f"{path} differs: make golden, then review the diff"
+
+
+def check_each(name: str, said: Callable[[str], str]) -> None:
+    """Compares what is said of each mistake in `tests/golden/NAME`.
+
+    The file lists the mistakes, each with the answer behind it, indented. A new mistake is a new
+    line without an answer, which `make golden` writes.
+    """
+    mistakes = re.findall(r"^\S.*(?:\n\S.*)*", (FOLDER / name).read_text(), re.MULTILINE)
+    assert len(mistakes) > 1, f"{name} lists no mistakes"
+    entries = [f"{each}\n{indent(said(each).rstrip(), '    ')}\n" for each in mistakes]
+    check(name, "\n".join(entries))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from jaxserve.config.deployment import (
     AttentionRole,
-    Cache,
     Deployment,
 )
 from jaxserve.config.load import deployment_of, known_keys, load_deployment
@@ -35,24 +34,6 @@ class TestFile:
         """The table of configs/README.md has the defaults of the other keys."""
         deployment = load_deployment(write("model: demo\n"))
         assert deployment.model == str(tmp_path / "demo")
-        assert deployment.attention == AttentionRole()
-
-    def test_sections(self, write):
-        deployment = load_deployment(
-            write(
-                "model: /models/step3\nmode: colocated\nlanes: 3\nattention: {dp: 2, tp: 4}\n"
-                "cache:\n  page_size: 32\n"
-            )
-        )
-        assert deployment.model == "/models/step3"
-        assert (deployment.mode, deployment.lanes) == ("colocated", 3)
-        assert deployment.attention == AttentionRole(dp=2, tp=4)
-        assert deployment.cache == Cache(page_size=32, pages=512)
-
-    def test_a_model_folder_stands_for_all_defaults(self, tmp_path):
-        deployment = load_deployment(tmp_path, {"lanes": 2})
-        assert deployment.model == str(tmp_path)
-        assert deployment.lanes == 2
         assert deployment.attention == AttentionRole()
 
     def test_no_file(self, tmp_path):
@@ -147,12 +128,10 @@ class TestBuckets:
         limits = load_deployment(HERE, overrides).scheduler
         return limits.token_buckets, limits.page_buckets
 
-    def test_are_completed(self):
+    def test_are_completed_or_taken_as_they_are(self):
         assert self.load() == ([8, 128], [16, 64])
         assert self.load(slots=4, token_budget=32, max_length=100) == ([4, 32], [2, 7])
         assert self.load(slots=8, token_budget=8, max_length=16) == ([8], [1])
-
-    def test_or_taken_as_they_are(self):
         assert self.load(token_buckets=[8, 32, 128], page_buckets=[64]) == ([8, 32, 128], [64])
 
     @given(
@@ -179,7 +158,7 @@ class TestBuckets:
 
 
 class TestDerived:
-    def test_dispatch_format(self):
+    def test_formats_of_messages(self):
         def format_of(dtype, dispatch):
             overrides = {"dtype": dtype, "link.dispatch": dispatch}
             return load_deployment(HERE, overrides).dispatch_format
@@ -187,8 +166,6 @@ class TestDerived:
         assert format_of("bfloat16", "auto") == "bfloat16"
         assert format_of("float32", "auto") == "float32"
         assert format_of("float32", "fp8") == "fp8"
-
-    def test_combine_format(self):
         dtype = {"dtype": "float32"}
         assert load_deployment(HERE, dtype).combine_format == "float32"
         assert load_deployment(HERE, dtype | {"link.combine": "int8"}).combine_format == "int8"
@@ -208,9 +185,6 @@ class TestDerived:
 def read(write):
     """Reads a deployment of a model and this text."""
     return lambda text, overrides=(): load_deployment(write(f"model: m\n{text}"), overrides)
-
-
-PULL = "link: {transport: pull, addresses: ['h:1']}"
 
 
 class TestRoles:
@@ -309,98 +283,27 @@ FILES = [
     "model: x\nscheduler:\n  slots: 2\nlanes: 1\nscheduler:\n  max_length: 9",
     "model: x\nscheduler: {slots: 2,\n slots: 3}",
 ]
-OVERRIDES = """
-lanes
-=3
-lanes=[
-lanes=1 lanes.more=3
-attention=3
-attention=
-lane=1
-attention.dpp=1
-scheduler.slot=1
-page_size=1
-attention.dp_size=1
-zzz=1
-scheduler.token_buckets=[8,64]
-scheduler.token_buckets=[64,8,128]
-scheduler.token_buckets=[8,8,128]
-scheduler.page_buckets=[16,65]
-scheduler.token_budget=7
-scheduler.max_length=8193
-ffn.ep=4 ffn.shared_ranks=4
-mode=colocated attention.dp=4 ffn.ep=9 ffn.shared_ranks=4
-ffn.ep=4 ffn.shared_ranks=2 ffn.whole_shared=true
-ffn.ep=5 ffn.shared_ranks=1 experts.nodes=3
-ffn.ep=2 experts.nodes=3
-mode=colocated attention.dp=4 experts.nodes=3
-attention.dp=4 ffn.ep=4 ffn.instances=3
-attention.dp=4 ffn.ep=4 ffn.instances=2 ffn.tp=2
-attention.dp=4 ffn.ep=4 ffn.instances=2 ffn.shared_ranks=2
-ffn.ep=4 ffn.instances=2 link.transport=pull ffn.runtime=f link.addresses=['h:1'] attention.dp=4
-cache.format=int4
-prefill.workers=1 prefill.cache.format=int4
-prefill.workers=1 cache.format=int8 cache.rope=bfloat16 prefill.cache.rope=auto
-"""
-TEXTS = [
-    "roles: {prefil: {}}",
-    "links: {kv: {}}",
-    "roles: {attention: {dp: 2}}",
-    "roles: [attention]",
-    "roles: {attention: {}, colocated: {}}",
-    "mode: afd\nroles: {colocated: {}}",
-    "attention: {}\nroles: {attention: {}, ffn: {}}",
-    "link: {}\nlinks: {ffn: {}}",
-    "attention: {dp: 4, processes: 3}",
-    "roles: {attention: {runtime: a}, ffn: {runtime: f}}",
-    PULL,
-    "ffn: {runtime: f}\nlink: {transport: pull}",
-    "link: {addresses: ['h:1']}",
-    "weights: {peers: [h]}",
-    "experts: {source: peer}",
-    "ffn: {runtime: f}\nlink: {transport: pull, addresses: ['h:0']}",
-    "ffn: {runtime: f}\nlink: {transport: pull, addresses: ['h:1', 'h:1']}",
-    f"attention: {{dp: 2, processes: 2}}\nffn: {{runtime: f}}\n{PULL}",
-    "link: {route: broadcast}\nffn: {exchange: alltoall}",
-    f"mode: colocated\n{PULL}",
-    "prefill: {workers: 2, long_workers: 1}",
-    "prefill: {workers: 2, long_workers: 2, long_tokens: 9}",
-    "prefill: {workers: 2}\ncache: {prefix: false}",
-    "pages: {on_failure: fail, recompute_tokens: 10}",
-    "fleet: {late: refuse}",
-    "fleet: {domains: ['d']}",
-    "prefill: {workers: 1}\nfleet: {domains: ['d:1'], prefill: ['d:1']}",
-    "prefill: {workers: 2}\nfleet: {prefill: ['p:1', 'p:2']}",
-    "prefill: {workers: 2}\nfleet: {prefill: ['p:1'], domains: ['d:1']}",
-    "mode: colocated\ndomains: 3\nfleet: {domains: ['d:1', 'd:2']}",
-    "prefill: {workers: 1, attention: {dq: 2}}",
-    "prefill: {workers: 1, attention: {dp: 0}}",
-    "prefill: {workers: 1, cache: {pages: 5}}",
-    f"attention: {{runtime: a}}\nffn: {{runtime: f}}\n{PULL}\n"
-    "prefill: {workers: 1, attention: {runtime: f}}",
-]
 
 
-def told(load, mistakes):
-    """Every mistake, and what is said of it."""
-    pairs = []
-    for mistake in mistakes:
-        with pytest.raises(ConfigError) as error:
-            load(mistake)
-        pairs.append(f"{mistake}\n    {error.value}\n")
-    return "\n".join(pairs)
+def said(load, *given) -> str:
+    """What is said of a mistake."""
+    with pytest.raises(ConfigError) as error:
+        load(*given)
+    return str(error.value)
 
 
 class TestMistakes:
-    """`golden/config` has what is said of each."""
+    """`golden/config` has what is said of each, and lists those in overrides and in texts."""
 
     def test_in_files(self, write, tmp_path):
-        text = told(lambda content: load_deployment(write(content)), FILES)
+        found = (f"{each}\n    {said(load_deployment, write(each))}\n" for each in FILES)
+        text = "\n".join(found)
         golden.check("config/files.txt", text.replace(str(tmp_path), "FOLDER").replace("\0", "␀"))
 
     def test_in_overrides(self):
-        found = told(lambda line: load_deployment(HERE, line.split()), OVERRIDES.split("\n")[1:-1])
-        golden.check("config/overrides.txt", found)
+        golden.check_each(
+            "config/overrides.txt", lambda line: said(load_deployment, HERE, line.split())
+        )
 
     def test_in_keys_that_do_not_go_together(self, read):
-        golden.check("config/texts.txt", told(read, TEXTS))
+        golden.check_each("config/texts.txt", lambda text: said(read, text))
