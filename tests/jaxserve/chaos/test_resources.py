@@ -62,25 +62,20 @@ def test_a_survivor_may_not_grow():
 def test_a_leak_is_in_the_share_and_in_the_whole():
     """The first: an ffn worker whose neighbours had ended."""
     cases = {
-        "fewer share its pages": (Sample(30, 197, 335, 9, 9), Sample(90, 218, 335, 9, 9)),
-        "it touches what others have": (Sample(30, 197, 335, 9, 9), Sample(90, 198, 375, 9, 9)),
-        "it keeps 25 MB": (Sample(30, 197, 335, 9, 9), Sample(90, 222, 360, 9, 9)),
-        "both, with fewer": (Sample(30, 197, 335, 9, 9), Sample(90, 243, 360, 9, 9)),
-        "less than a twentieth and 10": (Sample(30, 197, 335, 9, 9), Sample(90, 216, 354, 9, 9)),
+        "fewer share its pages": (Sample(30, 197, 335, 9, 9), Sample(90, 218, 335, 9, 9), 0.0),
+        "it touches what others have": (
+            Sample(30, 197, 335, 9, 9),
+            Sample(90, 198, 375, 9, 9),
+            1.0,
+        ),
+        "it keeps 25 MB": (Sample(30, 197, 335, 9, 9), Sample(90, 222, 360, 9, 9), 25.0),
+        "both, with fewer": (Sample(30, 197, 335, 9, 9), Sample(90, 243, 360, 9, 9), 25.0),
+        "less than a twentieth": (Sample(30, 197, 335, 9, 9), Sample(90, 216, 354, 9, 9), 19.0),
     }
-    grown = {
-        name: [m.value for m in held([life(1, a)], [life(1, b)], []).measures if "both" in m.name]
-        for name, (a, b) in cases.items()
-    }
-    assert grown == {
-        "fewer share its pages": [0.0, 0.0],
-        "it touches what others have": [1.0, 1.0],
-        "it keeps 25 MB": [25.0, 25.0],
-        "both, with fewer": [25.0, 25.0],
-        "less than a twentieth and 10": [19.0, 19.0],
-    }
-    called = {n for n, (a, b) in cases.items() if missed([held([life(1, a)], [life(1, b)], [])])}
-    assert called == {"it keeps 25 MB", "both, with fewer"}
+    for name, (before, after, grown) in cases.items():
+        part = held([life(1, before)], [life(1, after)], [])
+        assert [m.value for m in part.measures if "both" in m.name] == [grown] * 2, name
+        assert bool(missed([part])) == (grown == 25.0), name
 
 
 def test_successors_are_compared_at_the_same_age():

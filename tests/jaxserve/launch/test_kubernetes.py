@@ -168,10 +168,9 @@ def test_a_process_a_gpu_where_a_runtime_has_both_roles() -> None:
     assert given(V6E) == []
 
 
-def test_hardware_of_the_command_replaces_the_files(capsys):
+def test_hardware_of_the_command_replaces_the_files() -> None:
     """On H100s nothing asks for the TPUs that the file names."""
-    assert main(["--config", "qwen3-30b-a3b", "--hardware", "h100", "--target", "kubernetes"]) == 0
-    rendered = capsys.readouterr().out
+    (rendered,) = files_of("--config qwen3-30b-a3b --hardware h100 --target kubernetes").values()
     assert "hardware: h100" in rendered
     assert "v6e" not in rendered
     assert "google.com/tpu" not in rendered

@@ -124,13 +124,6 @@ def _launching(counts, instructions):
     }
 
 
-def test_collectives():
-    """Fast links within a host; NICs, one a GPU, beyond."""
-    assert estimate.collective_seconds(450_000_000, 2, 2) == pytest.approx(10e-6 + 0.5e-3)
-    moved = 64e6 * 15 / 16
-    assert estimate.collective_seconds(64_000_000, 16, 8) == pytest.approx(10e-6 + moved / 8 / 50e9)
-
-
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [

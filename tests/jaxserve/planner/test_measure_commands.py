@@ -2,35 +2,22 @@ import json
 
 import pytest
 
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.plan import main
 from jaxserve.roles.layout import StepLoad
 
-DEPLOYMENT = """
-model: {model}
-lanes: 2
-attention: {{dp: 2, weights: fp8}}
-ffn: {{ep: 2, weights: fp8}}
-link: {{dispatch: fp8}}
-cache: {{format: fp8, pages: 5000, page_size: 64}}
-scheduler: {{slots: 8, max_length: 4096}}
-"""
+FORMATS = ["attention.weights=fp8", "ffn.weights=fp8", "cache.format=fp8", "link.dispatch=fp8"]
+"""Of a shipped deployment of two lanes on TPUs, which is all in BF16."""
 STAGE = {"device_kind": "TPU v6 lite", "op": "attend", "model": "qwen3-30b-a3b"}
 POINT = STAGE | {"batch": 64, "context": 4096, "format": "int8"}
 MICROSECONDS = {"attend": 200, "dispatch": 40, "ffn": 300, "combine": 50}
 
 
-@pytest.fixture
-def deployment(tmp_path):
-    path = tmp_path / "deployment.yaml"
-    path.write_text(DEPLOYMENT.format(model="qwen3-30b-a3b"))
-    folder = tmp_path / "qwen3-30b-a3b"
-    folder.mkdir()
-    source = CONFIGS / "models" / "qwen3-30b-a3b" / "config.json"
-    (folder / "config.json").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    return path
+def qwen(trace, *settings):
+    """Options that name the deployment, these settings of it, and a trace."""
+    given = [word for each in (*FORMATS, *settings) for word in ("--set", each)]
+    return ["--config", "qwen3-30b-a3b", "--hardware", "v6e", *given, "--timeline", str(trace)]
 
 
 @pytest.fixture
@@ -120,18 +107,17 @@ def test_some_loads_of_a_timeline(capsys, tmp_path):
 
 
 class TestVerify:
-    def test_predicted_beside_measured(self, capsys, deployment, trace):
-        asked = ["verify", "--config", str(deployment), "--timeline", str(trace)]
-        assert main([*asked, "--hardware", "v6e", "--json"]) == 0
+    def test_predicted_beside_measured(self, capsys, trace):
+        assert main(["verify", *qwen(trace), "--json"]) == 0
         stages = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
         for name, microseconds in MICROSECONDS.items():
             assert stages[name]["measured"] == pytest.approx(microseconds * 1e-6)
             error = stages[name]["predicted"] / stages[name]["measured"] - 1
             assert stages[name]["error"] == pytest.approx(error)
-        assert main([*asked, "--hardware", "v6e"]) == 0
+        assert main(["verify", *qwen(trace)]) == 0
         assert "median µs" in capsys.readouterr().out
 
-    def test_another_model_s_trace(self, capsys, deployment, trace):
+    def test_another_model_s_trace(self, capsys, trace):
         asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
         assert main([*asked, "--hardware", "v6e"]) == 2
         assert "a colocated deployment" in capsys.readouterr().err
@@ -140,13 +126,11 @@ class TestVerify:
 class TestCalibrate:
     @pytest.mark.parametrize(("cache", "experts"), [("fp8", "fp8"), ("bfloat16", "int8")])
     def test_a_trace_makes_predictions_what_was_measured(
-        self, capsys, deployment, trace, tmp_path, cache, experts
+        self, capsys, trace, tmp_path, cache, experts
     ):
         """Whatever the formats of the roles and of the cache."""
-        text = deployment.read_text().replace("format: fp8", f"format: {cache}")
-        deployment.write_text(text.replace("ep: 2, weights: fp8", f"ep: 2, weights: {experts}"))
         kept = tmp_path / "measured.json"
-        common = ["--config", str(deployment), "--hardware", "v6e", "--timeline", str(trace)]
+        common = qwen(trace, f"cache.format={cache}", f"ffn.weights={experts}")
         assert main(["calibrate", *common, "--write", str(kept)]) == 0
         assert "worst error" in capsys.readouterr().out
         assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0

@@ -44,11 +44,9 @@ class TestExpertLoads:
         sizes = SlotSizes(64, ranks, options.pop("redundant", 0))
         return ExpertLoads(generator(), popularity, sizes, top_k=4, **options)
 
-    def test_many_tokens_over_experts_that_are_all_alike(self):
+    def test_equal_experts_one_device_and_no_tokens(self):
         assert self.loads(0.0).busiest(1, 1_000_000) == pytest.approx(1.0, abs=0.01)
         assert self.loads(0.0).balance == pytest.approx(1.0)
-
-    def test_one_device_has_everything_and_no_tokens_are_nothing(self):
         assert self.loads(1.0, ranks=1).busiest(1, 1000) == 1.0
         assert self.loads(0.0).busiest(1, 0) == 0.0
 
@@ -69,10 +67,8 @@ class TestExpertLoads:
 
 
 class TestLengths:
-    def test_without_spread(self):
+    def test_without_spread_they_are_cut_to_the_longest(self):
         assert Lengths(prompt=10, output=5, longest=100).draw(generator()) == (10, 5)
-
-    def test_cut_to_the_longest(self):
         assert Lengths(prompt=10, output=50, longest=20).draw(generator()) == (10, 10)
         assert Lengths(prompt=99, output=50, longest=20).draw(generator()) == (19, 1)
 

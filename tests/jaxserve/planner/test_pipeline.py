@@ -4,14 +4,11 @@ import msgspec
 import pytest
 
 from jaxserve.planner.assumptions import Assumptions
-from jaxserve.planner.colocated_lanes import Colocated, Overlapped
 from jaxserve.planner.deploy_decode import Pace
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.lanes import Disaggregated
 from jaxserve.planner.noise import Lengths
-from jaxserve.planner.pipeline import pipeline_of
 from jaxserve.planner.simulate import Conditions, Simulation, Traffic
-from jaxserve.planner.stage_times import Given, Rooflines
+from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H800, layout, searcher
 from tests.jaxserve.planner.test_simulate import deployment
 
@@ -52,17 +49,3 @@ def test_two_lanes_are_faster_where_they_overlap():
     assert not two.overlapped(Assumptions())
     assert not msgspec.structs.replace(two, lanes=1).overlapped(OVERLAPPED)
     assert not msgspec.structs.replace(two, mode="tp").overlapped(OVERLAPPED)
-
-
-@pytest.mark.parametrize(
-    ("mode", "overlapped", "kind"),
-    [
-        ("afd", True, Disaggregated),
-        ("colocated", True, Overlapped),
-        ("colocated", False, Colocated),
-    ],
-)
-def test_kinds(mode, overlapped, kind):
-    stages = dict.fromkeys(("attend", "dispatch", "ffn", "combine"), 1.0)
-    times = Given(layers=2, groups=3, overlapped=overlapped, **stages)
-    assert type(pipeline_of(mode, times, lanes=2, groups=3)) is kind

@@ -14,11 +14,8 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
     assert "http" not in text
 
 
-def test_cells_that_do_not_agree_are_red():
+def test_cells_that_do_not_agree_are_red_and_quiet_rows_grey():
     text = table([["", "x"], ["row", "+1.00% !"]])
     assert '<td class="wrong">+1.00% !</td>' in text
-
-
-def test_quiet_rows_are_grey():
     text = table([["", "x"], ["ours", "1"], ["paper", "1"]], quiet=[2])
     assert text.count('class="muted"') == 1
