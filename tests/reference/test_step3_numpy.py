@@ -3,7 +3,6 @@
 Its parts are those of the other NumPy models, which golden files check, but for the router's.
 """
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -53,20 +52,3 @@ def test_own_copies_of_embedding_and_head(model, tmp_path):
     folder = write_tiny_step3(tmp_path, TinyStep3(mtp=True, mtp_repeats_head=True))
     other = Step3Numpy.from_folder(folder)
     np.testing.assert_array_equal(other.mtp_logits(TOKENS), model.mtp_logits(TOKENS))
-
-
-@pytest.mark.parametrize(
-    "form", [{"vision": True}, {"moe_layers_as": list}, {"vision": True, "shards": 2}]
-)
-def test_forms_of_the_same_model(form, tmp_path):
-    plain = Step3Numpy.from_folder(write_tiny_step3(tmp_path / "plain"))
-    other = Step3Numpy.from_folder(write_tiny_step3(tmp_path / "other", **form))
-    np.testing.assert_array_equal(other.logits(TOKENS), plain.logits(TOKENS))
-
-
-def test_bfloat16(tmp_path):
-    folder = write_tiny_step3(tmp_path, dtype="bfloat16")
-    tensors = Step3Numpy.from_folder(folder).tensors
-    for name, tensor in TinyStep3().tensors().items():
-        rounded = tensor.astype(ml_dtypes.bfloat16).astype(np.float64)
-        np.testing.assert_array_equal(tensors[name], rounded, err_msg=name)
