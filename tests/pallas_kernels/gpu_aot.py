@@ -1,4 +1,4 @@
-"""Programs that compile for GPUs which are not there, for the tests that read what they print."""
+"""Programs that compile for devices which are not there, for the tests that read their output."""
 
 import json
 import os
@@ -14,15 +14,21 @@ SECONDS = 7200
 """For all cases of an op; each takes some ten seconds on one core."""
 
 
-def printed_by(module, *arguments, **variables):
-    """What a test module prints as JSON, run as a program of its own that compiles for GPUs."""
+def lines_of(module, *arguments, env=None, limit=SECONDS):
+    """The lines that a module prints, run as a program of its own."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,
+        env=env,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=limit,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    assert done.returncode == 0, f"after {done.stdout[-1000:]}: {done.stderr[-3000:]}"
+    return done.stdout.splitlines()
+
+
+def printed_by(module, *arguments, **variables):
+    """What a test module prints as JSON, run as a program that compiles for GPUs."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
+    return json.loads("".join(lines_of(module, *arguments, env=env)))

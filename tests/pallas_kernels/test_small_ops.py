@@ -1,8 +1,5 @@
 """What a compiled program moves, read from its text; and that XLA needs no help with small ops."""
 
-import subprocess
-import sys
-
 import pytest
 
 from pallas_kernels import aot, gpu_resources
@@ -129,17 +126,10 @@ def test_least_bytes():
 
 def measured(generation):
     """The command's table: instructions and ratio by op."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.small_ops", "--generation", generation],
-        env=aot.environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = "pallas_kernels.small_ops", "--generation", generation
     names = [op.name for op in small_ops()]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(tuple(names))]
+    printed = gpu_aot.lines_of(*command, env=aot.environment(), limit=500)
+    lines = [line for line in printed if line.startswith(tuple(names))]
     fields = [line.removeprefix(name).split() for name, line in zip(names, lines, strict=True)]
     return {name: (int(each[1]), float(each[-1])) for name, each in zip(names, fields, strict=True)}
 
@@ -164,12 +154,6 @@ def test_the_op_saves_launches_on_a_gpu():
 
 @pytest.mark.skipif(gpu_resources.plugin() is not None, reason="has JAX's CUDA wheels")
 def test_a_gpu_takes_the_cuda_wheels():
-    done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.small_ops", "--generation", "h200"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == 'there is no CUDA plugin: pip install "jax[cuda13]"\n'
+    message = r'after : there is no CUDA plugin: pip install "jax\[cuda13\]"$'
+    with pytest.raises(AssertionError, match=message):
+        gpu_aot.lines_of("pallas_kernels.small_ops", "--generation", "h200", limit=300)

@@ -49,3 +49,12 @@ def race_is_reported(run):
         return True
     finally:
         _forget()
+
+
+def check_wait(monkeypatch, run, kernel, module, wait):
+    """Leaving out a wait of a module is a race, where copies of the kernel happen at once."""
+    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    monkeypatch.setattr(kernel, "INTERPRET", eager)
+    assert not race_is_reported(run)
+    monkeypatch.setattr(module, wait, lambda *_: None)
+    assert race_is_reported(run)

@@ -177,78 +177,73 @@ def test_a_split_product_of_a_row_is_the_same_among_few():
     np.testing.assert_allclose(np.asarray(many, np.float32), expected, 1e-2, 2e-2)
 
 
-@pytest.mark.usefixtures("clusters")
-@pytest.mark.parametrize(
-    ("module", "function", "changes", "said"),
-    [
-        # A stage is given back by the consumers of one block, or by those of both too early.
-        (mosaic_gpu_kernel, "_scratch_types", ONE_BLOCK, "wgmma before a copy into it"),
-        (mosaic_gpu_weights_first, "_products", EARLY, READ),
-        # The blocks do not meet at the end.
-        (mosaic_gpu_kernel, "load", NO_MEETING, "ended before others reach its memory"),
-    ],
-)
-def test_an_order_of_blocks_that_is_taken_for_granted(module, function, changes, said, monkeypatch):
-    monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
-    product, arguments = call("bf16", tiles={"cluster": 2})
-    with pytest.raises(Unordered, match=said):
-        replay(product, *arguments)
-
-
-@pytest.mark.usefixtures("clusters")
-def test_one_thread_arrives_for_those_that_have_loaded(monkeypatch):
-    """Scales of rows, as rows come first."""
-    rows_come_first(monkeypatch)
-    changed = mutated(mosaic_gpu_walk.release, ("plgpu.commit_smem()", "pass"))
-    monkeypatch.setattr(mosaic_gpu_rows_first, "release", changed)
-    with pytest.raises(Unordered, match="arrives while its threads may still load"):
-        replayed("fp8_block", "fp8", {"cluster": 2})
-
-
 COMMIT, WAIT = "plgpu.commit_smem()", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)"
+LATE = "        release(context, stage)\n        return added"
+KEPT = "        return added"
+FEW_WAITS = [("wgmma_wait(late", "wgmma_wait(2 + late")]
+NOT_MET = [("    meet(buffers)\n\n", "")]
+MODULES = {
+    "weights": mosaic_gpu_weights_first,
+    "parts": mosaic_gpu_row_parts,
+    "rows": mosaic_gpu_rows_first,
+}
 
 
 @pytest.mark.parametrize(
-    ("function", "changes", "format", "said"),
+    ("form", "function", "changes", "format", "said"),
     [
         # No other test notices these three.
-        ("_products", EARLY, "bf16", READ),
-        ("_compute_tile", [(COMMIT, "pass")], "bf16", "a copy from it without a fence"),
-        ("store_quantised", [(COMMIT + "\n    for", "for")], "fp8_block", "a copy from it without"),
+        ("weights", "_products", EARLY, "bf16", READ),
+        ("weights", "_compute_tile", [(COMMIT, "pass")], "bf16", "a copy from it without a fence"),
+        ("weights", "store_quantised", [(f"{COMMIT}\n    for", "for")], "fp8_block", "without"),
+        (
+            "parts",
+            "_sums",
+            [(LATE, KEPT), ("def add(", f"{RELEASE}\n\n        def add(")],
+            "",
+            READ,
+        ),
+        ("parts", "_store", [(COMMIT, "pass")], "", "a copy from it without a fence"),
+        ("parts", "_store", [(WAIT, "pass")], "", "a store while a copy from it may"),
+        ("rows", "_sums", [(LATE, KEPT), ("left = sc", f"{RELEASE}\n        left = sc")], "", READ),
         # The interpreter notices some of these, too.
         *nightly(
-            ("_products", [("wgmma_wait(late", "wgmma_wait(2 + late")], "bf16", "while wgmma may"),
-            ("_compute_tile", [(WAIT, "pass")], "bf16", "a store while a copy from it may"),
-            ("store_quantised", [("    meet(buffers)\n\n", "")], "fp8_block", "warpgroup 1 may"),
+            ("weights", "_products", FEW_WAITS, "bf16", "while wgmma may"),
+            ("weights", "_compute_tile", [(WAIT, "pass")], "bf16", "a store while a copy from it"),
+            ("weights", "store_quantised", NOT_MET, "fp8_block", "warpgroup 1 may"),
         ),
     ],
 )
-def test_an_order_that_is_taken_for_granted(function, changes, format, said, monkeypatch):
-    module = mosaic_gpu_weights_first
+def test_an_order_that_is_taken_for_granted(form, function, changes, format, said, monkeypatch):
+    FORMS[form](monkeypatch)
+    module = MODULES[form]
     monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
-    product, arguments = call(format, None if format == "bf16" else "fp8")
     with pytest.raises(Unordered, match=said):
-        replay(product, *arguments)
+        replayed(
+            format or "fp8_block",
+            None if format == "bf16" else "fp8",
+            ALONE if form == "parts" else None,
+        )
 
 
-LATE = "        release(context, stage)\n        return added"
-KEPT = "        return added"
-
-
+@pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize(
-    ("form", "function", "changes", "said"),
+    ("form", "module", "function", "changes", "said"),
     [
-        ("parts", "_sums", [(LATE, KEPT), ("def add(", f"{RELEASE}\n\n        def add(")], READ),
-        ("parts", "_store", [(COMMIT, "pass")], "a copy from it without a fence"),
-        ("parts", "_store", [(WAIT, "pass")], "a store while a copy from it may"),
-        ("rows", "_sums", [(LATE, KEPT), ("left = sc", f"{RELEASE}\n        left = sc")], READ),
+        # A stage is given back by the consumers of one block, or by those of both too early.
+        ("weights", mosaic_gpu_kernel, "_scratch_types", ONE_BLOCK, "wgmma before a copy into it"),
+        ("weights", mosaic_gpu_weights_first, "_products", EARLY, READ),
+        # The blocks do not meet at the end.
+        ("weights", mosaic_gpu_kernel, "load", NO_MEETING, "ended before others reach its memory"),
+        # One thread arrives for those that have loaded scales of rows.
+        ("rows", mosaic_gpu_rows_first, "release", [(COMMIT, "pass")], "threads may still load"),
     ],
 )
-def test_an_order_of_parts_and_rows_that_is_taken_for_granted(
-    form, function, changes, said, monkeypatch
+def test_an_order_of_blocks_that_is_taken_for_granted(
+    form, module, function, changes, said, monkeypatch
 ):
     FORMS[form](monkeypatch)
-    module = mosaic_gpu_row_parts if form == "parts" else mosaic_gpu_rows_first
     monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
+    format, row_format = ("bf16", None) if form == "weights" else ("fp8_block", "fp8")
     with pytest.raises(Unordered, match=said):
-        replayed("fp8_block", "fp8", ALONE if form == "parts" else None)
+        replayed(format, row_format, {"cluster": 2})

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_tpu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
@@ -15,7 +14,7 @@ from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 from tests.pallas_kernels.nightly import nightly
-from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
+from tests.pallas_kernels.tpu_races import check_wait, no_race  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
 
@@ -51,16 +50,9 @@ class TestMosaicTpu(GroupedMatmulSuite):
 
 def test_a_dropped_wait_is_noticed(monkeypatch):
     """The products would read weights that are still on their way."""
-    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
-    monkeypatch.setattr(mosaic_tpu, "INTERPRET", eager)
     arguments = (jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([3, 4], jnp.int32))
-
-    def run():
-        return mosaic_tpu.grouped_matmul(*arguments, TARGET)
-
-    assert not race_is_reported(run)
-    monkeypatch.setattr(mosaic_tpu, "wait", lambda copies: None)
-    assert race_is_reported(run)
+    run = functools.partial(mosaic_tpu.grouped_matmul, *arguments, TARGET)
+    check_wait(monkeypatch, run, mosaic_tpu, mosaic_tpu, "wait")
 
 
 @pytest.mark.parametrize("function", [grouped_matmul, grouped_swiglu])

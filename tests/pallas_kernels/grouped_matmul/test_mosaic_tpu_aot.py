@@ -3,8 +3,6 @@
 import functools
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.grouped_matmul.routed import Order, combine, routed_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, scales_shape
+from tests.pallas_kernels.gpu_aot import lines_of
 from tests.pallas_kernels.nightly import nightly
 
 pytestmark = pytest.mark.tpu_aot
@@ -168,16 +167,9 @@ def test_hidden_rows(generation, name, format, row_format, there, absent):
 def test_all_cases_compile(generation):
     """The sharded layers of the models at the sizes of decode and prefill, in every format."""
     mesh_of(generation)
-    done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.aot", "grouped_matmul", generation],
-        env=aot.environment(),
-        capture_output=True,
-        text=True,
-        timeout=5400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = [json.loads(line)["case"] for line in done.stdout.splitlines() if line[:1] == "{"]
+    command = "pallas_kernels.aot", "grouped_matmul", generation
+    lines = lines_of(*command, env=aot.environment(), limit=5400)
+    names = [json.loads(line)["case"] for line in lines if line[:1] == "{"]
     assert names == [case.name for case in aot.cases("grouped_matmul", generation)]
 
 

@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import mosaic_tpu_combine
 from pallas_kernels.grouped_matmul.routed import combine, sort_choices
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.nightly import nightly
-from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
+from tests.pallas_kernels.tpu_races import check_wait, no_race  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
 
@@ -95,8 +94,6 @@ def test_beside_what_a_token_has_else(
 
 def test_a_dropped_wait_is_noticed(monkeypatch):
     """The sums would read rows that are still on their way."""
-    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
-    monkeypatch.setattr(mosaic_tpu_combine, "INTERPRET", eager)
     rows, gates, order = arguments(jnp.bfloat16)
     gates = gates[:8]
     order = order._replace(place=order.place[:8], here=order.here[:8])
@@ -105,9 +102,7 @@ def test_a_dropped_wait_is_noticed(monkeypatch):
         with use_target(TARGET):
             return combine(rows, gates, order)
 
-    assert not race_is_reported(run)
-    monkeypatch.setattr(mosaic_tpu_combine, "wait_for_rows", lambda *_: None)
-    assert race_is_reported(run)
+    check_wait(monkeypatch, run, mosaic_tpu_combine, mosaic_tpu_combine, "wait_for_rows")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import grouped_swiglu, mosaic_tpu, mosaic_tpu_fetch
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import plan_call
@@ -15,7 +14,7 @@ from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, swiglu_numpy
 from tests.pallas_kernels.nightly import nightly
-from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
+from tests.pallas_kernels.tpu_races import check_wait, no_race  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
 
@@ -101,17 +100,13 @@ def test_rows_that_came_in_8_bits(format, dtype):
 
 def test_a_dropped_wait_is_noticed(monkeypatch):
     """Rows would be unpacked that are still on their way."""
-    eager = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
-    monkeypatch.setattr(mosaic_tpu, "INTERPRET", eager)
     rng = np.random.default_rng(0)
     weights = [Weight(rng, (2, D, D), "float", jnp.float32, [3, 4]) for _ in range(3)]
 
     def run():
         return swiglu(jnp.ones((8, D)), weights, [3, 4], np.zeros(8, np.int32))
 
-    assert not race_is_reported(run)
-    monkeypatch.setattr(mosaic_tpu_fetch, "wait_for_rows", lambda *_: None)
-    assert race_is_reported(run)
+    check_wait(monkeypatch, run, mosaic_tpu, mosaic_tpu_fetch, "wait_for_rows")
 
 
 @pytest.mark.parametrize(
