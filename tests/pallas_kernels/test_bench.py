@@ -154,22 +154,10 @@ def test_the_reference_is_no_kernel_that_was_traced_before(
         assert correctness.distance(output, correctness.expected(function, arguments)) == 1
 
 
-def test_what_has_no_tiles_is_not_tuned(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(["--tune", "--op", "norm_quantize"])
-    assert "--op norm_quantize: no tiles to tune" in capsys.readouterr().err
-
-
 def test_counts_of_a_norm() -> None:
     """Step-3, 128 rows: read in BF16, written in BF16 and 8 bits."""
     step = norm_quantize.Step(7168, "fp8", 128)
     assert step.bytes() == 128 * 7168 * 5 + 128 * 4 + 7168 * 2
-
-
-def test_unknown_case_lists_the_known(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(["--op", "attention", "--case", "gpt"])
-    assert "known: step3, deepseek-v3," in capsys.readouterr().err
 
 
 @pytest.mark.unoptimised

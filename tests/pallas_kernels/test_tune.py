@@ -187,11 +187,13 @@ def test_a_topology_ranks_by_bundles(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "v3:2x2"], "no topology 'v3:2x2'; known: v5e, v6e, v7x, tpu7x"),
-        (["--seconds", "5"], "--seconds 5 is less than a candidate's: --candidate-seconds 120"),
+        (["--tune", "--topology", "v3:2x2"], "no topology 'v3:2x2'; known: v5e, v6e, v7x, tpu7x"),
+        (["--tune", "--seconds", "5"], "--seconds 5 is less than a candidate's: --candidate-sec"),
+        (["--tune", "--op", "norm_quantize"], "--op norm_quantize: no tiles to tune"),
+        (["--op", "attention", "--case", "gpt"], "known: step3, deepseek-v3,"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--tune", *arguments])
+        bench.main(arguments)
     assert message in capsys.readouterr().err

@@ -44,16 +44,33 @@ def changed(case, names, name, change):
     return case._replace(arguments=tuple(arguments))
 
 
-def turned(x, norm, angles, dtype):
+def norm_numpy(x, weight, dtype):
     """In float64, rounded where the definition rounds."""
     wide = x.astype(np.float64)
-    if norm is not None:
-        wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        wide = wide.astype(dtype).astype(np.float32) * norm.astype(np.float32)
-        wide = wide.astype(dtype).astype(np.float64)
-    low, high = np.split(wide, 2, axis=-1)
-    c, s = (f(angles)[:, None].astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
+    wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    wide = wide.astype(dtype).astype(np.float32) * weight.astype(np.float32)
+    return wide.astype(dtype)
+
+
+def turned(low, high, angles, dtype):
+    """The halves of pairs, turned in float64."""
+    low, high = low.astype(np.float64), high.astype(np.float64)
+    c, s = (f(angles).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
     return np.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(dtype)
+
+
+def near(cache):
+    """By how much of itself a number may miss."""
+    return {"fp8": 2**-3, "int8": 2e-2}.get(cache, 2**-6)
+
+
+def meant(kept, scales, rows, cache):
+    """What rows that are kept in 8 bits stand for; their scales are checked."""
+    kept = kept.view(ml_dtypes.float8_e4m3fn) if cache == "fp8" else kept
+    largest = np.abs(rows.astype(np.float32)).max(axis=-1)
+    np.testing.assert_allclose(scales, largest / LARGEST[cache], rtol=2e-2)
+    assert np.abs(kept.astype(np.float32)).max() == LARGEST[cache]
+    return kept.astype(np.float32) * scales[..., None]
 
 
 def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=jnp.bfloat16):
@@ -72,8 +89,11 @@ def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=j
     heads = [random(tokens, count, width) for count in (q_heads, kv_heads, kv_heads)]
     norms = {name: random(width) for name in ("query_norm", "key_norm")} if normed else {}
     angles = rng.normal(size=(tokens, width // 2)) * 9
-    query = turned(heads[0], norms.get("query_norm"), angles, dtype)
-    key = turned(heads[1], norms.get("key_norm"), angles, dtype)
+    query, key = heads[:2]
+    if norms:
+        query = norm_numpy(query, norms["query_norm"], dtype)
+        key = norm_numpy(key, norms["key_norm"], dtype)
+    query, key = (turned(*np.split(x, 2, axis=-1), angles[:, None], dtype) for x in (query, key))
     turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
     arguments = (tuple(map(jnp.asarray, pages)), *map(jnp.asarray, heads), *turn, *where)
@@ -93,16 +113,9 @@ def check(case, queries, written, cache):
         for token, (page, row) in PLACES.items():
             kept = array[page, :, row]
             if cache in LARGEST:
-                kept = kept.view(ml_dtypes.float8_e4m3fn) if cache == "fp8" else kept
-                scales = np.asarray(written[2 + index])[page, :, row]
-                largest = np.abs(rows[token].astype(np.float32)).max(axis=-1)
-                np.testing.assert_allclose(scales, largest / LARGEST[cache], rtol=2e-2)
-                assert np.abs(kept.astype(np.float32)).max() == LARGEST[cache]
-                kept = kept.astype(np.float32) * scales[:, None]
-            near = {"fp8": 2**-3, "int8": 2e-2}.get(cache, 2**-6)
-            np.testing.assert_allclose(
-                kept.astype(np.float32), rows[token].astype(np.float32), rtol=near, atol=3e-2
-            )
+                kept = meant(kept, np.asarray(written[2 + index])[page, :, row], rows[token], cache)
+            kept, expected = kept.astype(np.float32), rows[token].astype(np.float32)
+            np.testing.assert_allclose(kept, expected, rtol=near(cache), atol=3e-2)
             array[page, :, row] = before[page, :, row]
         np.testing.assert_array_equal(array, before)
 
