@@ -1,7 +1,11 @@
 """Waiting for what other threads and processes do."""
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 SECONDS = 30.0
 
@@ -17,3 +21,23 @@ def until[Found](condition: Callable[[], Found], seconds: float = SECONDS) -> Fo
         assert time.monotonic() < end, f"still false after {seconds} s"
         time.sleep(0.005)
     return found
+
+
+def failing_once(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    error: Exception,
+    when: Callable[..., Any] = lambda *given: True,
+) -> threading.Event:
+    """Has a function fail the first time that `when` holds for its arguments; it is set then."""
+    real, failed = getattr(owner, name), threading.Event()
+
+    def fails(*given: Any) -> Any:
+        if not failed.is_set() and when(*given):
+            failed.set()
+            raise error
+        return real(*given)
+
+    patch.setattr(owner, name, fails)
+    return failed

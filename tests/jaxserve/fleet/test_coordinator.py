@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
-from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
+from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of
@@ -693,13 +693,6 @@ def test_the_load_of_a_fleet_has_the_pages_link():
     whole |= {"wait_seconds": 0.75, "expired": 2, "registered_bytes": 64}
     assert load.hand_offs == PagesLoad(**whole)
     assert [worker.hand_offs for worker in load.workers] == [ends["p0"], ends["d0"]]
-
-
-def test_ids_are_unique():
-    world = World()
-    world.submit("a", 5)
-    with pytest.raises(InvalidRequestError, match="'a' is already running"):
-        world.submit("a", 5)
 
 
 def test_deadlines_where_no_worker_looks_at_them():

@@ -50,16 +50,29 @@ def test_colocated_shares_have_one_mesh() -> None:
     colocated = deployment(4, 1, mode="colocated")
     assert process_shares(colocated, 1) == (ProcessShare(4, 0),)
     assert process_shares(colocated, 2) == (ProcessShare(2, 0), ProcessShare(2, 0))
-    expected = r"attention dp 4 × tp 1 = 4 devices do not divide evenly over 3 processes"
-    with pytest.raises(ConfigError, match=expected):
-        process_shares(colocated, 3)
 
 
-def test_uneven_split_shows_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"over 3 processes.*that work: 1, 2, 4$") as caught:
-        process_shares(deployment(3), 3)
-    for part in ("attention dp 3 × tp 1 = 3 devices", "3/1 and 1/2, 3/2 and 1/1", "3/3 and 1/3"):
-        assert part in str(caught.value)
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (deployment(4, mode="colocated"), ("attention dp 4 × tp 1 = 4 devices do not divide",)),
+        (
+            deployment(3),
+            (
+                "attention dp 3 × tp 1 = 3 devices",
+                "that work: 1, 2, 4$",
+                "3/1 and 1/2, 3/2 and 1/1",
+                "3/3 and 1/3",
+            ),
+        ),
+    ],
+)
+def test_a_split_that_is_uneven_shows_the_arithmetic(
+    layout: Deployment, parts: tuple[str, ...]
+) -> None:
+    for part in ("over 3 processes", *parts):
+        with pytest.raises(ConfigError, match=part):
+            process_shares(layout, 3)
 
 
 @hypothesis.given(
@@ -95,11 +108,9 @@ def test_each_process_has_its_part_of_both_roles_where_asked() -> None:
     assert process_shares(deployment(3, ep=3), 3) == (ProcessShare(1, 1),) * 3
     with pytest.raises(ConfigError, match=r"attention.processes 2 \+ ffn.processes 2 = 4, but"):
         process_shares(both, 3)
-
-
-def test_role_names() -> None:
-    roles = [ProcessShare(*share).role for share in [(2, 0), (0, 3), (1, 1)]]
-    assert roles == ["attention", "ffn", "attention and ffn"]
+    uneven = {"attention.dp": 4, "ffn.ep": 6, "attention.processes": 1, "ffn.processes": 3}
+    shares = process_shares(load_deployment("demo", uneven), 4)
+    assert shares == (ProcessShare(4, 0), *(ProcessShare(0, 2),) * 3)
 
 
 def test_identity_says_what_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +138,6 @@ def test_digest_ignores_addresses_and_the_path_of_the_model(tmp_path: Path) -> N
     assert identity(1, 2, plain).digest != identity(1, 2, other).digest
     assert identity(1, 2, plain).digest != identity(1, 2, deployment(2, model=plain.model)).digest
     assert not [key for key in deployment_facts(plain) if key.startswith("server")]
-
-
-def test_processes_of_roles_are_as_the_file_says(tmp_path):
-    file = tmp_path / "deployment.yaml"
-    file.write_text("model: m\nattention: {dp: 4, processes: 1}\nffn: {ep: 6, processes: 3}\n")
-    deployment = load_deployment(file)
-    shares = process_shares(deployment, 4)
-    assert [(share.attention, share.ffn) for share in shares] == [(4, 0), (0, 2), (0, 2), (0, 2)]
-    with pytest.raises(ConfigError, match=r"ffn.processes 3 = 4, but --processes is 3"):
-        process_shares(deployment, 3)
 
 
 @pytest.mark.parametrize("name", ["copy", "other"])

@@ -23,11 +23,6 @@ def statuses(fleet):
     return {one.worker: one.status for one in fleet.router.rolling.workers()}
 
 
-def begun(fleet, numbers):
-    tokens = fleet.results.tokens
-    fleet.results.until(lambda: all(len(tokens.get(f"{n}", [])) >= 7 for n in numbers))
-
-
 @pytest.mark.parametrize("mode", ["finish", "move"])
 def test_a_domain_drains(mode):
     with rig(1, 2) as fleet:
@@ -35,7 +30,7 @@ def test_a_domain_drains(mode):
         for worker in fleet.domains:
             worker.engine.allowed = 7
         fleet.submit_all(range(4), 60)
-        begun(fleet, range(4))
+        fleet.begun(range(4))
         moving = len(one.engine.running)
         assert moving
         status = fleet.router.rolling.drain(one.address, mode)
@@ -112,7 +107,7 @@ def test_workers_are_added_and_removed():
             for engine in (fleet.domains[0].engine, added.engine):
                 engine.allowed = 8
             fleet.submit_all(range(4), 60)
-            begun(fleet, range(4))
+            fleet.begun(range(4))
             with pytest.raises(ConfigError, match=r"is ready and has 2 requests; drain it first"):
                 rolling.remove(fleet.domains[0].address, False)
             rolling.remove(fleet.domains[0].address, True)
@@ -136,7 +131,7 @@ def test_a_request_keeps_to_the_weights_that_it_began_with(replay):
         old, new = (worker.engine for worker in domains)
         old.allowed = new.allowed = 7
         fleet.submit_all(range(4), 60)
-        begun(fleet, range(4))
+        fleet.begun(range(4))
         began = len(old.running)
         assert began
         assert len(prefills[0].engine.prefilled) == began

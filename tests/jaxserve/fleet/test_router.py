@@ -16,7 +16,7 @@ from jaxserve.fleet import router as router_module
 from jaxserve.fleet.router import RouterEngine
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker, FakeWorkerEngine, expected
-from tests.jaxserve.waiting import until
+from tests.jaxserve.waiting import failing_once, until
 
 SECONDS = 20
 LONG = list(range(10, 40))
@@ -78,6 +78,11 @@ class Rig:
         """A request for each number, whose prompt ends with it."""
         for n in numbers:
             self.submit([*LONG, n], count, f"{n}")
+
+    def begun(self, numbers: Iterable[int], count: int = 7) -> None:
+        """Waits until the requests of `submit_all` have this many tokens."""
+        tokens = self.results.tokens
+        self.results.until(lambda: all(len(tokens.get(f"{n}", [])) >= count for n in numbers))
 
     def check(self, numbers: Iterable[int], count: int) -> None:
         """Waits until the requests of `submit_all` have ended; each has all of its tokens."""
@@ -158,8 +163,7 @@ def test_a_lost_domain_s_requests_go_on_elsewhere(how):
         for worker in fleet.domains:
             worker.engine.pace = 0.02
         fleet.submit_all(range(6), 60)
-        begun = fleet.results.tokens
-        fleet.results.until(lambda: all(len(begun.get(f"{n}", [])) > 9 for n in range(6)))
+        fleet.begun(range(6), 10)
         victim = fleet.domains[0]
         lost = len(victim.engine.running)
         assert lost
@@ -493,16 +497,13 @@ def test_views_and_loads_of_the_fleet():
 @pytest.mark.parametrize("failing", ["dial", "Thread-"])
 def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, monkeypatch):
     """The thread that dials, or the timer of its handshake."""
-    start, failed = threading.Thread.start, threading.Event()
 
-    def fails_once(thread: threading.Thread) -> None:
+    def its(thread: threading.Thread) -> bool:
         timer = isinstance(thread, threading.Timer)
-        if thread.name.startswith(failing) and timer is (failing != "dial") and not failed.is_set():
-            failed.set()
-            raise RuntimeError("can't start new thread")
-        start(thread)
+        return thread.name.startswith(failing) and timer is (failing != "dial")
 
-    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    error = RuntimeError("can't start new thread")
+    failed = failing_once(monkeypatch, threading.Thread, "start", error, its)
     with rig(0, 1) as fleet:
         assert failed.is_set()
         fleet.submit([3], 5, "x")
@@ -511,18 +512,13 @@ def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, mon
         assert len(worker.port._connected()) == 1
 
 
-def test_a_frame_that_is_not_taken_loses_no_token(caplog):
+def test_a_frame_that_is_not_taken_loses_no_token(monkeypatch):
     """Outputs after the failing one are lost; the requests go on from the tokens taken before."""
     with rig(0, 1) as fleet:
-        output, failed = fleet.router._coordinator.output, threading.Event()
-
-        def fails_once(attempt: str, news: TokenOutput) -> Any:
-            if fleet.results.tokens.get("x") and not failed.is_set():
-                failed.set()
-                raise KeyError("a defect")
-            return output(attempt, news)
-
-        fleet.router._coordinator.output = fails_once  # type: ignore[method-assign]
+        coordinator, error = fleet.router._coordinator, KeyError("a defect")
+        failed = failing_once(
+            monkeypatch, coordinator, "output", error, lambda *_: fleet.results.tokens.get("x")
+        )
         fleet.submit([3], 8, "x")
         fleet.results.until(lambda: "x" in fleet.results.last)
         assert failed.is_set()

@@ -186,8 +186,7 @@ def test_requests_go_on_with_a_stand_in(monkeypatch):
         (domain,) = fleet.domains
         domain.engine.allowed = 7
         fleet.submit_all(range(4), 30)
-        begun = fleet.results.tokens
-        fleet.results.until(lambda: all(len(begun.get(f"{n}", [])) >= 7 for n in range(4)))
+        fleet.begun(range(4))
         domain.kill()
         until(lambda: told)
         ((chosen, becomes),) = told

@@ -18,7 +18,7 @@ from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, 
 from jaxserve.link.channel import Channel, dial, split_address
 from tests.jaxserve.fleet.fake_worker import TOKEN, FakeWorker
 from tests.jaxserve.fleet.test_router import SECONDS
-from tests.jaxserve.waiting import until
+from tests.jaxserve.waiting import failing_once, until
 
 GRAMMAR = GrammarOf("a grammar")
 
@@ -104,16 +104,12 @@ def test_a_worker_that_ran_out_of_descriptors_is_reached_again(caplog) -> None:
 
 
 def test_a_worker_that_could_start_no_thread_is_reached_again(monkeypatch) -> None:
-    start, failed = threading.Thread.start, threading.Event()
-
-    def fails_once(thread: threading.Thread) -> None:
-        if getattr(thread, "_args", ()) and not failed.is_set():  # a connection's
-            failed.set()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     with a_worker() as worker:
-        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        error = RuntimeError("can't start new thread")
+        failed = failing_once(
+            *(monkeypatch, threading.Thread, "start", error),
+            lambda thread: getattr(thread, "_args", ()),  # a connection's
+        )
         with contextlib.suppress(EOFError, OSError):
             Router(worker).leave()
         assert failed.is_set()
@@ -216,19 +212,10 @@ def test_requests_that_end_while_their_router_leaves() -> None:
 
 def test_states_go_on_after_one_that_could_not_be_made(monkeypatch) -> None:
     monkeypatch.setattr(worker_port, "STATE_SECONDS", 0.01)
-    failed = threading.Event()
     with a_worker() as worker:
         router = Router(worker)
         router.until_taken()
-        load = worker.engine.load
-
-        def fails_once() -> Any:
-            if not failed.is_set():
-                failed.set()
-                raise KeyError("a defect")
-            return load()
-
-        monkeypatch.setattr(worker.engine, "load", fails_once)
+        failed = failing_once(monkeypatch, worker.engine, "load", KeyError("a defect"))
         assert failed.wait(SECONDS)
         router.until_taken()
         while not isinstance(router.receive(), frames.State):
