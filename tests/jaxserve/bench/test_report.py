@@ -2,12 +2,7 @@
 
 import pytest
 
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    missed,
-    table,
-)
+from jaxserve.bench.report import Measure, Part, missed, table
 from tests import golden
 
 PART = Part(

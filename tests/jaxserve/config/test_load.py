@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config.deployment import (
-    AttentionRole,
-    Deployment,
-)
+from jaxserve.config.deployment import AttentionRole, Deployment
 from jaxserve.config.load import deployment_of, known_keys, load_deployment
 from jaxserve.errors import ConfigError
 from tests import golden

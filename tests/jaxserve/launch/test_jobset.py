@@ -1,5 +1,8 @@
 """A JobSet's processes know who they are from what a JobSet sets."""
 
+import itertools
+
+from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.membership import process_shares
 from tests import golden
 from tests.jaxserve.launch.rendered import (
@@ -13,32 +16,25 @@ from tests.jaxserve.launch.rendered import (
 ONE = "--config step3-v6e --hardware v6e --target gke-jobset"
 
 
-def test_one_slice() -> None:
-    (text,) = files_of(ONE).values()
-    made = objects(text)
-    spec = made["JobSet", "jaxserve"]["spec"]
-    (jobs,) = spec["replicatedJobs"]
+def processes(text: str, slices: int) -> list[ProcessArguments]:
+    """What every pod of a JobSet makes of its variables."""
+    (jobs,) = objects(text)["JobSet", "jaxserve"]["spec"]["replicatedJobs"]
     job = jobs["template"]["spec"]
-    assert (jobs["replicas"], job["parallelism"], job["completions"]) == (1, 16, 16)
-    container = container_of(job["template"])
-    _, process = process_of(container, JOB_COMPLETION_INDEX="5")
-    assert (process.process_id, process.processes) == (5, 16)
-    assert process.coordinator == "jaxserve-slice-0-0.jaxserve:8476"
+    hosts = 16 // slices
+    assert (jobs["replicas"], job["parallelism"], job["completions"]) == (slices, hosts, hosts)
+    pods = itertools.product(range(slices), range(hosts))
+    cluster = ({"JAXSERVE_SLICE": f"{a}", "JOB_COMPLETION_INDEX": f"{b}"} for a, b in pods)
+    return [process_of(container_of(job["template"]), **each)[1] for each in cluster]
 
 
 def test_a_job_a_slice(tmp_path) -> None:
-    (text,) = files_of(f"{ONE} --slices 2").values()
+    for slices in (1, 2):
+        (text,) = files_of(f"{ONE} --slices {slices}").values()
+        found = processes(text, slices)
+        assert [(each.process_id, each.processes) for each in found] == [(n, 16) for n in range(16)]
+        assert {each.coordinator for each in found} == {"jaxserve-slice-0-0.jaxserve:8476"}
     golden.check("launch/jobset.yaml", text)
     made = objects(text)
-    (jobs,) = made["JobSet", "jaxserve"]["spec"]["replicatedJobs"]
-    job = jobs["template"]["spec"]
-    assert (jobs["replicas"], job["parallelism"]) == (2, 8)
-    container = container_of(job["template"])
-    for slice_index in range(2):
-        for host in range(8):
-            cluster = {"JOB_COMPLETION_INDEX": f"{host}", "JAXSERVE_SLICE": f"{slice_index}"}
-            _, process = process_of(container, **cluster)
-            assert (process.process_id, process.processes) == (8 * slice_index + host, 16)
     read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
     roles = [share.role for share in process_shares(read, 16)]
     assert roles == ["attention"] * 8 + ["ffn"] * 8, "a slice a role"

@@ -251,14 +251,12 @@ class TestFFN:
 
 class TestHybrids:
     def test_minimax_holds_ten_layers_of_cache_and_seventy_of_states(self):
+        """A state is read and written."""
         minimax = calculator("minimax-m1")
         cache = 10 * 8192 * 2 * 8 * 128 * 2
         states = 70 * 64 * 128 * 128 * 4
         assert minimax.sequence_bytes(1) == cache + states
         assert calculator("minimax-m1", cache="bfloat16").sequence_bytes(1) == cache + states
-
-    def test_a_state_is_read_and_written(self):
-        minimax = calculator("minimax-m1")
         group = minimax.model.attention[1]
         stage = minimax.attend(group, H800, 4096, 1)
         states = 4096 * 2 * 64 * 128 * 128 * 4 / 3.35e12
