@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parent / "golden"
 WRITE = "WRITE_GOLDEN"
 
@@ -41,3 +43,23 @@ def check_each(name: str, said: Callable[[str], str]) -> None:
     assert len(mistakes) > 1, f"{name} lists no mistakes"
     entries = [f"{each}\n{indent(said(each).rstrip(), '    ')}\n" for each in mistakes]
     check(name, "\n".join(entries))
+
+
+def check_refused(
+    name: str,
+    error: type[Exception],
+    call: Callable[[str], object],
+    folder: Path | None = None,
+) -> None:
+    """Compares the errors that a call raises for each mistake in `tests/golden/NAME`.
+
+    The name of a folder of the test's own is FOLDER there.
+    """
+
+    def said(mistake: str) -> str:
+        with pytest.raises(error) as raised:
+            call(mistake)
+        message = str(raised.value)
+        return message.replace(str(folder), "FOLDER") if folder else message
+
+    check_each(name, said)

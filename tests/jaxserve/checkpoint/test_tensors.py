@@ -155,20 +155,11 @@ class TestFolder:
         assert "3.safetensors: truncated" in str(error.value)
 
     def test_a_bad_index(self, tmp_path):
-        """`golden/checkpoint/index.txt` has what is said of each."""
-        folder, told = self.folder(tmp_path, {"1.safetensors": "a"}), []
-        for content in (
-            "{",
-            "[]",
-            "{}",
-            '{"weight_map": {}}',
-            '{"weight_map": {"a": 3}}',
-            '{"weight_map": {"a": "../1.safetensors"}}',
-            '{"weight_map": {"a": "/1.safetensors"}}',
-            '{"weight_map": {"a": "1.bin"}}',
-        ):
+        """`golden/checkpoint/index.txt` lists what may stand in one."""
+        folder = self.folder(tmp_path, {"1.safetensors": "a"})
+
+        def read(content: str) -> None:
             (folder / INDEX).write_text(content)
-            with pytest.raises(CheckpointError) as error:
-                list_tensors(folder)
-            told.append(str(error.value).replace(str(folder), "FOLDER"))
-        golden.check("checkpoint/index.txt", "\n".join(told) + "\n")
+            list_tensors(folder)
+
+        golden.check_refused("checkpoint/index.txt", CheckpointError, read, folder)

@@ -43,10 +43,8 @@ def test_wrong_files_are_refused(tmp_path):
     tree = yaml.safe_load((CONFIGS / "hardware" / "h800.yaml").read_text(encoding="utf-8"))
     path = tmp_path / "mine.yaml"
 
-    def said(change: str) -> str:
+    def read(change: str) -> None:
         path.write_text(yaml.safe_dump(tree | yaml.safe_load(change)), encoding="utf-8")
-        with pytest.raises(ConfigError) as error:
-            load_hardware(str(path))
-        return str(error.value).replace(str(path), "FILE")
+        load_hardware(str(path))
 
-    golden.check_each("planner/hardware.txt", said)
+    golden.check_refused("planner/hardware.txt", ConfigError, read, tmp_path)
