@@ -700,10 +700,13 @@ def test_deadlines_where_no_worker_looks_at_them():
     world.submit("a1", 5, deadline=103.0)
     world.join("p0")
     world.submit("a2", 50, deadline=104.0)
-    world.now = 103.5
+    world.now = 102.9
+    world.tick()
+    assert not world.ended
+    world.now = 103.0
     world.tick()
     assert world.ended == {"a1": "cancelled"}
-    world.now = 104.5
+    world.now = 104.0
     world.tick()
     assert world.ended == {"a1": "cancelled", "a2": "cancelled"}
     assert not world.prompts
