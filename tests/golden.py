@@ -46,10 +46,7 @@ def check_each(name: str, said: Callable[[str], str]) -> None:
 
 
 def check_refused(
-    name: str,
-    error: type[Exception],
-    call: Callable[[str], object],
-    folder: Path | None = None,
+    name: str, error: type[Exception], call: Callable[[str], object], folder: Path | None = None
 ) -> None:
     """Compares the errors that a call raises for each mistake in `tests/golden/NAME`.
 

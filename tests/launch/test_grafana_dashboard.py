@@ -34,10 +34,7 @@ def exposition():
 
     def load(engine: FakeEngine) -> EngineLoad:
         return msgspec.structs.replace(
-            own(engine),
-            workers=workers,
-            hand_offs=PagesLoad(),
-            losses={"domain": {"silent": 1}},
+            own(engine), workers=workers, hand_offs=PagesLoad(), losses={"domain": {"silent": 1}}
         )
 
     with pytest.MonkeyPatch.context() as patch:

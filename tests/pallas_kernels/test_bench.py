@@ -138,9 +138,7 @@ def test_formats_ask_for_their_rows() -> None:
     assert set(asked) <= set(correctness.TOLERANCE)
 
 
-def test_the_reference_is_no_kernel_that_was_traced_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_reference_is_no_kernel_that_was_traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op is one function for all targets, and JAX's caches know of none."""
     step = grouped_matmul.Step(
         EXPERTS["step3_2a2f"]._replace(d_model=128, d_ff=128, groups=2), "bf16", 8

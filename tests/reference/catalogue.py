@@ -71,10 +71,7 @@ def _entries() -> list[TinyModel]:
         deepseek("two_dense", first_k_dense_replace=2),
         deepseek("every_other", num_hidden_layers=4, moe_layer_freq=2),
         deepseek("no_yarn", yarn=None),
-        deepseek(
-            "yarn_mscales",
-            yarn=Yarn(40.0, 4096, mscale=0.7, mscale_all_dim=1.2),
-        ),
+        deepseek("yarn_mscales", yarn=Yarn(40.0, 4096, mscale=0.7, mscale_all_dim=1.2)),
         deepseek("yarn_plain", yarn=Yarn(beta_fast=None, beta_slow=None)),
         deepseek("biases", attention_bias=True),
         deepseek("full_query_biases", q_lora_rank=None, attention_bias=True),

@@ -288,10 +288,7 @@ def _rope_parameters(theta: float, yarn: Yarn | None) -> dict[str, Any]:
 
 
 def _outer_shapes(hidden: int, *, tied: bool) -> Shapes:
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (VOCAB, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
     return shapes if tied else shapes | {"lm_head.weight": (VOCAB, hidden)}
 
 

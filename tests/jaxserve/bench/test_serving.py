@@ -87,8 +87,7 @@ def test_prompts_share_what_they_should() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--lengths", "x"), ("--rate", "0"), ("--trace", "/nowhere"), ("--sla", "ttft=x")],
+    "arguments", [("--lengths", "x"), ("--rate", "0"), ("--trace", "/nowhere"), ("--sla", "ttft=x")]
 )
 def test_wrong_options(arguments: tuple[str, str]) -> None:
     def check(given: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ def test_where_a_process_listens():
     names = ("number", "name", "pid", "listens", "dialled", "pages", "pages_dialled")
     found = _STARTED.search(line)
     assert [found[name] for name in names] == [
-        *("1", "prefill worker 0", "7", "1:2", "1:3", "1:4", "1:5"),
+        *("1", "prefill worker 0", "7", "1:2", "1:3", "1:4", "1:5")
     ]
     for left in (", listens on 1:2 for 1:3", ""):
         found = _STARTED.search(f"process 1: prefill worker 0, process 1, pid 7{left}")

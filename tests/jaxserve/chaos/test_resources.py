@@ -41,7 +41,7 @@ def test_samples_of_a_process_are_one_life():
     census.take()
     census.take()
     assert [(life.name, len(life.samples)) for life in census.lives] == [
-        *(("router", 2), ("domain 0", 1)),
+        *(("router", 2), ("domain 0", 1))
     ]
     assert len(census.loads) == 2
 

@@ -69,10 +69,9 @@ def expected(floats, layer, name):
     if name == "attention.down":
         downs = ("q_a_proj", "kv_a_proj_with_mqa")
         return np.concatenate([floats[f"{prefix}self_attn.{each}.weight"] for each in downs])
-    tensor = {
-        "attention.query_up": "self_attn.q_b_proj",
-        "attention.out": "self_attn.o_proj",
-    }.get(name, f"mlp.{'shared_experts.' if layer else ''}{leaf}_proj")
+    tensor = {"attention.query_up": "self_attn.q_b_proj", "attention.out": "self_attn.o_proj"}.get(
+        name, f"mlp.{'shared_experts.' if layer else ''}{leaf}_proj"
+    )
     return floats[f"{prefix}{tensor}.weight"]
 
 

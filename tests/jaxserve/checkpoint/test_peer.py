@@ -100,10 +100,7 @@ def fp8(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "weights"),
-    [
-        ("2A3F", "colocated on 4", "auto"),
-        ("colocated on 4", "2A4F", "int8"),
-    ],
+    [("2A3F", "colocated on 4", "auto"), ("colocated on 4", "2A4F", "int8")],
 )
 def test_other_layout(theirs, ours, weights, step3):
     formats = {"attention.weights": weights, "ffn.weights": weights, "dtype": "bfloat16"}

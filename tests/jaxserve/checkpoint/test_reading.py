@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import reading
-from jaxserve.checkpoint.reading import (
-    Region,
-    Scales,
-    aligned_empty,
-    copy_across,
-    read_regions,
-)
+from jaxserve.checkpoint.reading import Region, Scales, aligned_empty, copy_across, read_regions
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
 
@@ -77,8 +71,7 @@ def test_many_pieces_on_many_threads(tmp_path, monkeypatch):
     tensor = stored(tmp_path, values)
     target, threads = aligned_empty((1500, 130), values.dtype), set()
     read_regions(
-        [Region(tensor, 0, 130, 1500, 130, target)],
-        lambda size: threads.add(threading.get_ident()),
+        [Region(tensor, 0, 130, 1500, 130, target)], lambda size: threads.add(threading.get_ident())
     )
     np.testing.assert_array_equal(target, values)
     assert threading.get_ident() not in threads
@@ -94,8 +87,7 @@ def test_dequantises_blocks(dtype, tmp_path):
     target = np.zeros((190, 120), dtype)
     first = 100 * 200 + 30
     read_regions(
-        [Region(tensor, first, 200, 190, 120, target, Scales(grid, 100, 30))],
-        lambda size: None,
+        [Region(tensor, first, 200, 190, 120, target, Scales(grid, 100, 30))], lambda size: None
     )
     np.testing.assert_array_equal(target, expected)
 

@@ -211,11 +211,11 @@ class TestFleet:
     def test_both_forms_say_the_same(self, read):
         long = read(
             "roles: {colocated: {dp: 2}, prefill: {workers: 4, attention: {tp: 8}}}\n"
-            "links: {pages: {lease_seconds: 10}}",
+            "links: {pages: {lease_seconds: 10}}"
         )
         short = read(
             "mode: colocated\nattention: {dp: 2}\nprefill: {workers: 4, attention: {tp: 8}}\n"
-            "pages: {lease_seconds: 10}",
+            "pages: {lease_seconds: 10}"
         )
         assert long == short
         assert (long.prefill.workers, long.pages.lease_seconds, long.mode) == (4, 10, "colocated")
@@ -226,7 +226,7 @@ class TestFleet:
             "scheduler: {slots: 16, token_budget: 64, token_buckets: [8, 16, 64]}\n"
             "fleet: {prefill: ['p:1'], domains: ['d:1']}\n"
             "prefill: {workers: 1, mode: colocated, lanes: 2, attention: {dp: 1, tp: 2}, "
-            "cache: {page_size: 16}, scheduler: {token_budget: 512}}",
+            "cache: {page_size: 16}, scheduler: {token_budget: 512}}"
         )
         worker = deployment_of(made, "prefill")
         assert (worker.mode, worker.lanes, worker.domains) == ("colocated", 2, 1)
@@ -241,7 +241,7 @@ class TestFleet:
     def test_buckets_that_still_fit_stay(self, read):
         made = read(
             "scheduler: {slots: 16, token_budget: 64, token_buckets: [8, 16, 64]}\n"
-            "prefill: {workers: 1, cache: {pages: 99}}",
+            "prefill: {workers: 1, cache: {pages: 99}}"
         )
         worker = deployment_of(made, "prefill")
         assert (worker.scheduler.token_buckets, worker.cache.pages) == ([8, 16, 64], 99)

@@ -115,10 +115,7 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
         tmp_path,
         config={"eos_token_id": [2, "3", -5]},
         generation_config=[1],
-        tokenizer_config={
-            "bos_token": "<none>",
-            "added_tokens_decoder": {"x": {"content": "<x>"}},
-        },
+        tokenizer_config={"bos_token": "<none>", "added_tokens_decoder": {"x": {"content": "<x>"}}},
     )
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": ')
     with pytest.raises(CheckpointError) as caught:

@@ -120,10 +120,7 @@ def _xdeepserve_afd() -> list[Compared]:
     lengths = Lengths(prompt=256, output=200, longest=512)
     result = _run(deployment, times, lengths, domains=3, tokens_a_step=1.9)
     name, tpot = "xDeepServe 3 x 160 + 288", result.tpot.p50 * 1e3
-    return [
-        Compared(name, "iteration ms", 93.0, 1.9 * tpot),
-        Compared(name, "TPOT ms", 49.0, tpot),
-    ]
+    return [Compared(name, "iteration ms", 93.0, 1.9 * tpot), Compared(name, "TPOT ms", 49.0, tpot)]
 
 
 ATTEND_SPREAD, FFN_SPREAD = 0.015, 0.23

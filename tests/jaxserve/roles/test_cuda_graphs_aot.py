@@ -65,19 +65,12 @@ def _sequence(folder, name):
     raise AssertionError(f"no sequence of {name}: {sorted(path.name for path in folder.iterdir())}")
 
 
-COMPILED = [
-    pytest.mark.gpu_aot,
-    gpu_aot.NEEDS_CUDA,
-    pytest.mark.timeout(gpu_aot.SECONDS),
-]
+COMPILED = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
 
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [
-        pytest.param("attend_moe", 17, marks=COMPILED),
-        pytest.param("ffn_moe", 21, marks=COMPILED),
-    ],
+    [pytest.param("attend_moe", 17, marks=COMPILED), pytest.param("ffn_moe", 21, marks=COMPILED)],
 )
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]

@@ -11,13 +11,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.roles import expert_balancer
-from jaxserve.roles.actions import (
-    STORAGE,
-    CountExperts,
-    FetchExperts,
-    MoveExperts,
-    ReadExperts,
-)
+from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.expert_moves import Counted, ExpertFacts
 from jaxserve.roles.expert_policy import imbalance, propose

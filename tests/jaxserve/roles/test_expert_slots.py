@@ -15,13 +15,7 @@ from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
-from jaxserve.roles.actions import (
-    STORAGE,
-    CountExperts,
-    FetchExperts,
-    MoveExperts,
-    ReadExperts,
-)
+from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.compilation import compile_all

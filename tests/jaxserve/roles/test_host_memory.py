@@ -6,11 +6,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.roles.capacity import role_bytes
-from jaxserve.roles.host_memory import (
-    free_host_memory,
-    simulated_memory,
-    whole_host_memory,
-)
+from jaxserve.roles.host_memory import free_host_memory, simulated_memory, whole_host_memory
 from tests.jaxserve.roles.test_host_cores import in_group
 
 

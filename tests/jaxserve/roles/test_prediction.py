@@ -93,10 +93,7 @@ def test_one_module(overrides, tmp_path):
     for slot, (sampled, proposed) in made.items():
         expected = propose(model, texts[slot], 1, DRAFTS)
         if expected.margin > TIE:
-            assert (sampled, proposed) == (
-                [expected.token, *[REJECTED] * DRAFTS],
-                expected.drafts,
-            )
+            assert (sampled, proposed) == ([expected.token, *[REJECTED] * DRAFTS], expected.drafts)
             checked += 1
     assert checked == 3
 

@@ -65,11 +65,7 @@ def test_answers_in_int8_have_a_scale_behind_them(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "rows", "answers", "ranks"),
     # 24 tokens a DP group; a piece an attention device, one array a slot of the ffn devices.
-    [
-        ("3A2F", 72, [(48, 64)] * 2, 2),
-        ("2A4F", 24, [(48, 64)], 2),
-        ("1A2F tp", 24, [(48, 64)], 1),
-    ],
+    [("3A2F", 72, [(48, 64)] * 2, 2), ("2A4F", 24, [(48, 64)], 2), ("1A2F tp", 24, [(48, 64)], 1)],
 )
 def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path):
     overrides = {k.replace(".", "__"): v for k, v in layouts.LAYOUTS[layout].items()}

@@ -25,12 +25,7 @@ class TestWriteRows:
         k_pages, v_pages = write_rows(
             (pages, pages), (keys, -keys), page_table, int32([0, 0, 1, 0]), int32([3, 4, 2, -1])
         )
-        expected = [
-            [0, 0, 3, 0],
-            [2, 0, 0, 0],
-            [0, 0, 0, 0],
-            [0, 0, 0, 1],
-        ]
+        expected = [[0, 0, 3, 0], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
         np.testing.assert_array_equal(k_pages[:, 0, :, 0], expected)
         np.testing.assert_array_equal(v_pages[:, 0, :, 0], -np.asarray(expected))
 

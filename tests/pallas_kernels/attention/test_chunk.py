@@ -4,13 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import (
-    chunk_attention,
-    merge,
-    paged_attention,
-    reference,
-    write_rows,
-)
+from pallas_kernels.attention import chunk_attention, merge, paged_attention, reference, write_rows
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.chunks import (
     DIM,

@@ -4,13 +4,7 @@ that it does not take the order of anything for granted, and who does what."""
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import (
-    mosaic_gpu,
-    mosaic_gpu_plan,
-    paged_attention,
-    reference,
-    tiles,
-)
+from pallas_kernels.attention import mosaic_gpu, mosaic_gpu_plan, paged_attention, reference, tiles
 from pallas_kernels.attention.mosaic_gpu_kernel import _Warpgroup
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes

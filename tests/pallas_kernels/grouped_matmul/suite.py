@@ -345,11 +345,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         self.check_swiglu(formats, dtype, self.d_out, 2e-2, factors=(1 / 16, 1 / 16))
 
     @pytest.mark.parametrize(
-        ("format", "dtype"),
-        [
-            ("int8", jnp.bfloat16),
-            *nightly(*ROWS_AS_THEY_ARE),
-        ],
+        ("format", "dtype"), [("int8", jnp.bfloat16), *nightly(*ROWS_AS_THEY_ARE)]
     )
     def test_matmul_of_rows_as_they_are(self, format, dtype):
         """Every row has a large number, whose weights are zeros: INT8 would lose the others."""

@@ -48,8 +48,7 @@ def rows_of(rng):
 
 
 @pytest.mark.parametrize(
-    ("target", "format"),
-    [("tpu", "int8"), ("gpu", "fp8_block"), *nightly(("tpu", "fp8_block"))],
+    ("target", "format"), [("tpu", "int8"), ("gpu", "fp8_block"), *nightly(("tpu", "fp8_block"))]
 )
 def test_as_numpy(target, format):
     rng = np.random.default_rng(0)

@@ -20,11 +20,7 @@ from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps_of_fp
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.quantize.product import quant_product
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import (
-    FORMS,
-    few_blocks,
-    rows_come_first,
-)
+from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import FORMS, few_blocks, rows_come_first
 from tests.pallas_kernels.hopper_memory import Unordered
 from tests.pallas_kernels.hopper_replay import mutated, replay
 from tests.pallas_kernels.nightly import nightly

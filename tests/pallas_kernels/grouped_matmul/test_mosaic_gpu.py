@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import (
-    grouped_matmul,
-    grouped_swiglu,
-    mosaic_gpu,
-    tiles,
-)
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_gpu, tiles
 from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
@@ -49,11 +44,7 @@ def _tiles_of(monkeypatch, some, many):
             monkeypatch.setitem(tiles.HOPPER_DEFAULT, key, kind._replace(rows=sizes[key[0]]))
 
 
-FORMS = {
-    "weights": lambda monkeypatch: None,
-    "parts": rows_have_parts,
-    "rows": rows_come_first,
-}
+FORMS = {"weights": lambda monkeypatch: None, "parts": rows_have_parts, "rows": rows_come_first}
 
 
 class Shipped:
@@ -97,11 +88,7 @@ class TestRowParts(Shipped, RowsInBlocksSuite):
 
     @pytest.mark.parametrize(
         ("format", "d_out"),
-        [
-            ("fp8", 64),
-            ("fp8_block", 256),
-            *nightly(("fp8", 256), ("fp8_block", 64)),
-        ],
+        [("fp8", 64), ("fp8_block", 256), *nightly(("fp8", 256), ("fp8_block", 64))],
     )
     def test_matmul(self, format, d_out):
         """Borders of groups within a block of 8, of a part and of a tile; one has two tiles."""

@@ -29,8 +29,7 @@ def test_values_are_those_of_the_normed_rows(format):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "d", "kernels"),
-    [(128, 7168, 1), (1, 128, 1), (16384, 8192, 1), (0, 7168, 0)],
+    ("tokens", "d", "kernels"), [(128, 7168, 1), (1, 128, 1), (16384, 8192, 1), (0, 7168, 0)]
 )
 def test_what_the_kernel_covers(tokens, d, kernels):
     x = jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16)

@@ -8,11 +8,7 @@ import pytest
 
 from pallas_kernels.rotate_and_write import mosaic_gpu_latents, norm_and_write
 from tests.pallas_kernels.hopper_replay import mutated, replay
-from tests.pallas_kernels.rotate_and_write.latents_suite import (
-    NormAndWriteSuite,
-    check,
-    make_case,
-)
+from tests.pallas_kernels.rotate_and_write.latents_suite import NormAndWriteSuite, check, make_case
 from tests.pallas_kernels.rotate_and_write.test_mosaic_gpu import PLACES_CHECKED
 
 

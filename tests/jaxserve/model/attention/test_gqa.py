@@ -80,7 +80,7 @@ class TestGQA(BiasesSuite):
         with pytest.raises(AssertionError):
             check(got, self.expected(), 1e-4)
         assert [(array.shape, array.dtype) for array in layer.pages] == [
-            ((12, max(2, tp), 4, 16), "uint8" if cache == "fp8" else "int8"),
+            ((12, max(2, tp), 4, 16), "uint8" if cache == "fp8" else "int8")
         ] * 2 + [((12, max(2, tp), 4), "float32")] * 2
 
     def test_int8_weights_are_close(self):

@@ -1,13 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.model.ffn.balance import (
-    pack,
-    rebalance,
-    rebalance_slices,
-    replicate,
-    select_replicas,
-)
+from jaxserve.model.ffn.balance import pack, rebalance, rebalance_slices, replicate, select_replicas
 from jaxserve.model.ffn.placement import SlotSizes, balance_of, check_placement, rank_loads
 
 DEEPSEEK = [

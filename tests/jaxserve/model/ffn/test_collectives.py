@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.model.ffn.collectives import (
-    padded_all_to_all,
-    summed,
-    summed_int8_rows,
-    summed_rows,
-)
+from jaxserve.model.ffn.collectives import padded_all_to_all, summed, summed_int8_rows, summed_rows
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
 pytestmark = pytest.mark.unoptimised

@@ -24,13 +24,7 @@ from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.balance import rebalance
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
-from jaxserve.model.ffn.placement import (
-    EMPTY,
-    SlotSizes,
-    first_entries,
-    home_slots,
-    replica_table,
-)
+from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_shared_rank
 from jaxserve.model.message import Message
 from jaxserve.model.module import Formats, Template
@@ -41,10 +35,7 @@ pytestmark = pytest.mark.unoptimised
 
 TOP_K, EXPERTS, D_MODEL, ROWS = 3, 13, 16, 4
 SIZES = TinyStep3(
-    hidden_size=D_MODEL,
-    moe_intermediate_size=10,
-    share_expert_dim=12,
-    moe_num_experts=EXPERTS,
+    hidden_size=D_MODEL, moe_intermediate_size=10, share_expert_dim=12, moe_num_experts=EXPERTS
 )
 CONFIG = step3_config(SIZES.config())
 WIDER = step3_config(dataclasses.replace(SIZES, share_expert_dim=20).config())

@@ -44,10 +44,9 @@ COLLECTIVE = re.compile(
 
 def config(size: str) -> ModelConfig:
     """A model whose second layer is a mixture of experts."""
-    d_model, d_ff, experts, top_k = {
-        "small": (1024, 256, 16, 4),
-        "deepseek": (7168, 2048, 256, 8),
-    }[size]
+    d_model, d_ff, experts, top_k = {"small": (1024, 256, 16, 4), "deepseek": (7168, 2048, 256, 8)}[
+        size
+    ]
     return ModelConfig(
         vocab=1024,
         d_model=d_model,

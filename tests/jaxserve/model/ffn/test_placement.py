@@ -63,11 +63,7 @@ def test_table_counts_replicas_and_names_their_slots():
     assert sizes.width == 3
     table = replica_table((0, 1, 2, 0, EMPTY, 0), sizes)
     assert table.dtype == "int32"
-    assert table.tolist() == [
-        [3, 0, 3, 5],
-        [1, 1, 1, 1],
-        [1, 2, 2, 2],
-    ]
+    assert table.tolist() == [[3, 0, 3, 5], [1, 1, 1, 1], [1, 2, 2, 2]]
 
 
 @pytest.mark.parametrize(
