@@ -58,7 +58,8 @@ class FullScheduler:
         self.scheduler.lost(step.plan)
 
 
-def make_scheduler(**limits) -> FullScheduler:
+def make_scheduler(*waiting: Request, **limits) -> FullScheduler:
+    """A scheduler with requests that wait."""
     defaults = {
         "groups": 1,
         "lanes": 1,
@@ -71,7 +72,10 @@ def make_scheduler(**limits) -> FullScheduler:
         "page_buckets": [2, 8],
         "max_waiting": 4,
     }
-    return FullScheduler(**(defaults | limits))
+    scheduler = FullScheduler(**(defaults | limits))
+    for request in waiting:
+        scheduler.add(request)
+    return scheduler
 
 
 def make_request(request_id, prompt=(1,), max_tokens=8, *, arrival=0.0, deadline=None, **params):

@@ -19,6 +19,14 @@ from tests.jaxserve.waiting import until
 LONG = SamplingParams(max_tokens=40)
 
 
+def submitted(engine, params=LONG, count=1):
+    """The collector of requests with a prompt of one token."""
+    collector = Collector()
+    for _ in range(count):
+        collector.submit(engine, [1], params)
+    return collector
+
+
 class Everything:
     """A grammar without rules."""
 
@@ -165,8 +173,7 @@ class TestOneStepAhead:
     def test_the_next_step_is_enqueued_before_the_last_one_is_read(self, make):
         engine, driver = make()
         driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], SamplingParams(max_tokens=3))
+        collector = submitted(engine, SamplingParams(max_tokens=3))
         until(lambda: driver.count("advance") == 2)
         time.sleep(0.05)
         assert driver.log == [("begin", 0), ("advance", 0), ("begin", 1), ("advance", 1)]
@@ -176,9 +183,7 @@ class TestOneStepAhead:
     def test_lanes_do_not_wait_for_each_other(self, make):
         engine, driver = make(overrides={"lanes": 2})
         driver.gate.clear()
-        collector = Collector()
-        for _ in range(2):
-            collector.submit(engine, [1], SamplingParams(max_tokens=4))
+        collector = submitted(engine, SamplingParams(max_tokens=4), 2)
         until(lambda: driver.count("advance") >= 3)
         driver.gate.set()
         for output in collector.wait().values():
@@ -191,9 +196,7 @@ class TestOneStepAhead:
             heard.append(([plan.number for plan in plans], list(driver.log)))
 
         engine, driver = make(broadcast=broadcast, overrides={"lanes": 2})
-        collector = Collector()
-        for _ in range(3):
-            collector.submit(engine, [1], SamplingParams(max_tokens=3))
+        collector = submitted(engine, SamplingParams(max_tokens=3), 3)
         assert [output.finish_reason for output in collector.wait().values()] == ["length"] * 3
         numbers = [number for plans, _ in heard for number in plans]
         assert numbers == sorted(numbers) == [n for event, n in driver.log if event == "begin"]
@@ -323,8 +326,7 @@ class TestOverload:
     def test_counts_what_the_loop_has_not_taken_yet(self, make):
         engine, driver = make()
         driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], LONG)
+        collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)  # the loop waits for a result
         for _ in range(5):
             collector.submit(engine, [1], LONG)
@@ -335,9 +337,7 @@ class TestOverload:
 class TestDrain:
     def test_finishes_what_runs_and_refuses_the_rest(self, make):
         engine, _ = make(pace=0.005)
-        collector = Collector()
-        for _ in range(4):
-            collector.submit(engine, [1], LONG)
+        collector = submitted(engine, LONG, 4)
         collector.wait_for_tokens("request 0", 2)
         drained = []
         thread = threading.Thread(target=lambda: drained.append(engine.drain(30)))
@@ -354,8 +354,7 @@ class TestDrain:
     def test_says_when_the_time_is_up(self, make):
         engine, driver = make()
         driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], LONG)
+        collector = submitted(engine)
         assert engine.drain(0.1) is False
         driver.gate.set()
         assert engine.drain(20) is True
@@ -374,9 +373,7 @@ class TestDrain:
 class TestClose:
     def test_ends_open_requests_as_cancelled(self, make):
         engine, _ = make(pace=0.005)
-        collector = Collector()
-        for _ in range(4):
-            collector.submit(engine, [1], LONG)
+        collector = submitted(engine, LONG, 4)
         collector.wait_for_tokens("request 0", 2)
         thread = engine._thread
         engine.start()  # does nothing the second time
@@ -479,8 +476,7 @@ class TestFailure:
         engine, driver = make(explain=explain, start=False)
         setattr(driver, fault, RuntimeError("device lost"))
         engine.start()
-        collector = Collector()
-        collector.submit(engine, [1], LONG)
+        collector = submitted(engine)
         self.failed(engine, collector, f"process 1 is gone (then: {message})")
         assert fault == "result_fault" or "Traceback" in caplog.text
 
@@ -488,8 +484,7 @@ class TestFailure:
         """A follower is gone: nobody waits for the step's deadline."""
         engine, driver = make(overrides={"cluster.step_seconds": 60.0})
         driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], LONG)
+        collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)
         started = time.monotonic()
         engine.fail(EngineFailedError("process 1: its connection closed"))

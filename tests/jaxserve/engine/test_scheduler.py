@@ -23,8 +23,7 @@ from tests.jaxserve.engine.step_plans import (
 
 
 def test_prefill_and_decode_one_step_ahead():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [5, 6, 7], max_tokens=4))
+    scheduler = make_scheduler(make_request("a", [5, 6, 7], max_tokens=4))
     first = scheduler.plan(0)
     assert first == step(0, 3, 2, [row(0, [5, 6, 7], 3, [0, 1])])
     second = scheduler.plan(0)
@@ -44,8 +43,7 @@ def test_prefill_and_decode_one_step_ahead():
 
 
 def test_the_next_prefill_chunk_does_not_wait_for_the_last():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6, 7]))
+    scheduler = make_scheduler(make_request("a", [1, 2, 3, 4, 5, 6, 7]))
     first, second = scheduler.plan(0), scheduler.plan(0)
     assert first == step(0, 4, 2, [row(0, [1, 2, 3, 4], 4, [0, 1], sample=False)])
     assert second == step(1, 3, 8, [row(0, [5, 6, 7], 7, [0, 1, 2, 3])])
@@ -80,8 +78,7 @@ def test_end_ids_drop_the_token_in_flight_and_keep_the_slot_until_it_lands(token
 
 
 def test_an_ended_id_may_come_again_while_its_step_is_in_flight():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [5]))
+    scheduler = make_scheduler(make_request("a", [5]))
     first, second = scheduler.plan(0), scheduler.plan(0)
     scheduler.complete(first, sampled({0: 0}))
     scheduler.add(make_request("a", [6]))
@@ -100,8 +97,7 @@ def test_an_ended_id_may_come_again_while_its_step_is_in_flight():
     ],
 )
 def test_end_ids_that_do_not_count_are_tokens(fields, outputs):
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [5], **{"max_tokens": 3, **fields}))
+    scheduler = make_scheduler(make_request("a", [5], **{"max_tokens": 3, **fields}))
     received = []
     while scheduler.has_work:
         received += scheduler.complete(scheduler.plan(0), sampled({0: 0}))
@@ -112,8 +108,7 @@ def test_end_ids_that_do_not_count_are_tokens(fields, outputs):
 
 
 def test_decoding_goes_first_and_prefill_takes_what_the_budget_leaves():
-    scheduler = make_scheduler(pages=16)
-    scheduler.add(make_request("a", [1]))
+    scheduler = make_scheduler(make_request("a", [1]), pages=16)
     scheduler.plan(0)
     scheduler.add(make_request("b", [2, 3, 4, 5, 6]))
     scheduler.add(make_request("c", [7, 8]))
@@ -123,18 +118,14 @@ def test_decoding_goes_first_and_prefill_takes_what_the_budget_leaves():
 
 
 def test_prefill_budget_goes_to_the_oldest_first():
-    scheduler = make_scheduler(pages=16)
-    scheduler.add(make_request("a", [1, 2, 3]))
-    scheduler.add(make_request("b", [4, 5]))
+    scheduler = make_scheduler(make_request("a", [1, 2, 3]), make_request("b", [4, 5]), pages=16)
     first, second = scheduler.plan(0), scheduler.plan(0)
     assert first == step(0, 4, 2, [row(0, [1, 2, 3], 3, [0, 1]), row(1, [4], 1, [2], sample=False)])
     assert second == step(1, 3, 2, [row(0, [FROM_DEVICE], 4, [0, 1]), row(1, [5], 2, [2])])
 
 
 def test_groups_with_fewest_pages_in_use_come_first_and_share_one_bucket():
-    scheduler = make_scheduler(groups=3)
-    scheduler.add(make_request("a", [1, 2, 3, 4, 5]))
-    scheduler.add(make_request("b", [6]))
+    scheduler = make_scheduler(make_request("a", [1, 2, 3, 4, 5]), make_request("b", [6]), groups=3)
     first = scheduler.plan(0)
     assert first == step(
         0, 4, 2, [row(0, [1, 2, 3, 4], 4, [0, 1], sample=False)], [row(0, [6], 1, [0])], []
@@ -165,9 +156,7 @@ def test_lanes_with_fewest_sequences_come_first_and_share_the_pages():
 
 
 def test_lanes_complete_in_any_order_but_each_in_its_own():
-    scheduler = make_scheduler(lanes=2)
-    scheduler.add(make_request("a", [1]))
-    scheduler.add(make_request("b", [2]))
+    scheduler = make_scheduler(make_request("a", [1]), make_request("b", [2]), lanes=2)
     first, other, second = scheduler.plan(0), scheduler.plan(1), scheduler.plan(0)
     with pytest.raises(ValueError, match="lane 0: step 2 completed, expected 0"):
         scheduler.complete(second, sampled({0: 12}))
@@ -224,9 +213,7 @@ def test_requests_that_can_never_run_are_refused(prompt, max_tokens, message):
 
 
 def test_a_full_queue_refuses():
-    scheduler = make_scheduler(max_waiting=2)
-    scheduler.add(make_request("a", [1]))
-    scheduler.add(make_request("b", [1]))
+    scheduler = make_scheduler(make_request("a", [1]), make_request("b", [1]), max_waiting=2)
     with pytest.raises(OverloadedError, match="2 requests wait already"):
         scheduler.add(make_request("c", [1]))
     scheduler.plan(0)
@@ -272,8 +259,7 @@ def test_limits_that_do_not_fit_each_other(limits, message):
 
 
 def test_integrity_names_the_request_and_what_is_wrong():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1, 2, 3]))
+    scheduler = make_scheduler(make_request("a", [1, 2, 3]))
     scheduler.plan(0)
     scheduler.check_integrity()
     (sequence,) = scheduler._groups[0].residents()

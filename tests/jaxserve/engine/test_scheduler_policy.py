@@ -51,8 +51,7 @@ def test_the_last_due_makes_room_not_the_last_come():
 
 
 def test_prefill_beside_decoding_is_limited_and_alone_it_is_not():
-    scheduler = make_scheduler(pages=16, prefill_tokens=2)
-    scheduler.add(request("a", [1, 2, 3, 4], max_tokens=2))
+    scheduler = make_scheduler(request("a", [1, 2, 3, 4], max_tokens=2), pages=16, prefill_tokens=2)
     first = scheduler.plan(0)
     assert first.groups == [[row(0, [1, 2, 3, 4], 4, [0, 1])]]
     scheduler.add(request("b", [5, 6, 7, 8], max_tokens=2))
@@ -167,8 +166,7 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
 
 
 def test_logprobs_of_a_prompt_whose_pass_was_poisoned_are_those_of_the_next():
-    scheduler = make_scheduler()
-    scheduler.add(request("a", [1, 2, 3], max_tokens=1, prompt_logprobs=0))
+    scheduler = make_scheduler(request("a", [1, 2, 3], max_tokens=1, prompt_logprobs=0))
     bad, good = ([TokenLogprobs(token, log, ()) for token in (2, 3)] for log in (np.nan, -0.5))
     result = StepResult(np.asarray([[NO_TOKEN, 0, 0]]), {}, {0: bad})
     assert scheduler.complete(scheduler.plan(0), result) == [TokenOutput(request_id="a")]
@@ -270,8 +268,7 @@ def test_a_few_grammars_wait_together_and_the_others_do_not():
 
 
 def test_end_ids_end_a_grammar_whatever_min_tokens_says():
-    scheduler = make_scheduler()
-    scheduler.add(request("a", [1], grammar=Script(0), min_tokens=3))
+    scheduler = make_scheduler(request("a", [1], grammar=Script(0), min_tokens=3))
     assert scheduler.complete(scheduler.plan(0), sampled({0: 0})) == [news("a", [], "stop", 0)]
 
 

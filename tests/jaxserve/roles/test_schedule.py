@@ -20,34 +20,33 @@ def run(rotation: Rotation, turns: int) -> str:
     return " | ".join(spell(stages) for stages in itertools.islice(rotation.turns, turns))
 
 
-def test_one_lane():
-    rotation = Rotation(layers=2, lanes=1)
-    rotation.begin(0)
-    assert run(rotation, 3) == "aA0 aD0 aF0 | aC0 aA1 aD1 aF1 | aC1 aL2"
+def begun(layers: int, *lanes: int) -> Rotation:
+    """A rotation with as many lanes as have begun, all of them in turn."""
+    rotation = Rotation(layers, len(lanes))
+    for lane in lanes:
+        rotation.begin(lane)
+    return rotation
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        "aA0 aD0 aF0 | aC0 aA1 aD1 aF1 | aC1 aL2",
+        # A lane's combine follows the other's dispatch.
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aL2 | bC1 bL2",
+        # Step-3's three stages: while one lane attends, another is on its way, the third in ffn.
+        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | cA0 cD0 bC0 cF0 | aA1 aD1 cC0 aF1 | bA1 bD1 aC1 bF1 | "
+        "cA1 cD1 bC1 cF1 | aL2 | bL2 | cC1 cL2",
+    ],
+    ids=["one lane", "two lanes", "three lanes"],
+)
+def test_lanes_that_begin_together(turns):
+    lanes = len(set("abc") & set(turns))
+    rotation = begun(2, *range(lanes))
+    assert run(rotation, turns.count("|") + 1) == turns
     assert rotation.active == []
     rotation.begin(0)
     assert run(rotation, 1) == "aA0 aD0 aF0"
-
-
-def test_two_lanes():
-    """A lane's combine follows the other's dispatch."""
-    rotation = Rotation(layers=2, lanes=2)
-    rotation.begin(0)
-    rotation.begin(1)
-    assert run(rotation, 6) == (
-        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aL2 | bC1 bL2"
-    )
-
-
-def test_three_lanes():
-    """Step-3's three stages: while one lane attends, another is on its way, the third in ffn."""
-    rotation = Rotation(layers=2, lanes=3)
-    for lane in range(3):
-        rotation.begin(lane)
-    assert run(rotation, 9) == (
-        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | cA0 cD0 bC0 cF0 | aA1 aD1 cC0 aF1 | bA1 bD1 aC1 bF1 | "
-        "cA1 cD1 bC1 cF1 | aL2 | bL2 | cC1 cL2"
-    )
 
 
 def test_passes_are_further_layers_of_the_step_that_has_them():
@@ -65,9 +64,7 @@ def test_passes_are_further_layers_of_the_step_that_has_them():
 
 def test_lanes_are_not_drained():
     """Lane a begins its next step while b is at layer 1; nobody waits for anybody."""
-    rotation = Rotation(layers=2, lanes=2)
-    rotation.begin(0)
-    rotation.begin(1)
+    rotation = begun(2, 0, 1)
     order = [run(rotation, 5)]
     rotation.begin(0)
     order.append(run(rotation, 2))

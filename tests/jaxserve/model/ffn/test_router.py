@@ -34,16 +34,14 @@ def route(module: Router, x, dtype=jnp.float32) -> tuple[list[list[int]], np.nda
 WEIGHTS = np.log([[1.0], [2.0], [4.0], [1.0], [2.0]])
 
 
-def test_weights_are_raw_probabilities_the_best_first():
-    experts, gates = router(WEIGHTS, 3)(jnp.ones((1, 1)), jnp.asarray([True]), 5)
-    assert gates.dtype == jnp.float32
-    assert np.asarray(experts).tolist() == [[2, 1, 4]]
-    np.testing.assert_allclose(np.asarray(gates), [[0.4, 0.2, 0.2]], rtol=1e-6)
-
-
-def test_renormalised_where_the_model_says_so():
-    _, gates = router(WEIGHTS, 3, renormalise=True)(jnp.ones((1, 1)), jnp.asarray([True]), 5)
-    np.testing.assert_allclose(np.asarray(gates), [[0.5, 0.25, 0.25]], rtol=1e-6)
+@pytest.mark.parametrize(
+    ("renormalise", "expected"), [(False, [0.4, 0.2, 0.2]), (True, [0.5, 0.25, 0.25])]
+)
+def test_the_best_come_first_with_raw_or_renormalised_probabilities(renormalise, expected):
+    experts, gates = route(router(WEIGHTS, 3, renormalise=renormalise), [[1.0]])
+    assert experts == [[2, 1, 4]]
+    assert gates.dtype == np.float32
+    np.testing.assert_allclose(gates, [expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("sentinel", [5, 6, 1000])
@@ -61,19 +59,17 @@ def test_against_numpy(renormalise):
     x = rng.normal(size=(33, 64)).astype(np.float32)
     config = TinyStep3(norm_expert_weight=renormalise).config()
     chosen, expected = Step3Numpy(config, {"r.gate.weight": weights}).choose("r", x)
-    module = router(weights, 3, renormalise=renormalise)
-    experts, gates = module(jnp.asarray(x), jnp.ones(33, bool), 48)
-    np.testing.assert_array_equal(np.asarray(experts), chosen)
-    np.testing.assert_allclose(np.asarray(gates), expected, rtol=2e-5)
+    experts, gates = route(router(weights, 3, renormalise=renormalise), x)
+    np.testing.assert_array_equal(experts, chosen)
+    np.testing.assert_allclose(gates, expected, rtol=2e-5)
 
 
 def test_softmax_is_fp32_in_bfloat16_models():
-    module = router(WEIGHTS, 3, dtype=jnp.bfloat16)
-    _, gates = module(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray([True]), 5)
-    assert gates.dtype == jnp.float32
+    _, gates = route(router(WEIGHTS, 3, dtype=jnp.bfloat16), [[1.0]], jnp.bfloat16)
+    assert gates.dtype == np.float32
     logits = np.asarray(WEIGHTS, jnp.bfloat16).astype(np.float32)[:, 0]
     expected = np.exp(logits) / np.exp(logits).sum()
-    np.testing.assert_allclose(np.asarray(gates)[0], np.sort(expected)[:1:-1], rtol=1e-5)
+    np.testing.assert_allclose(gates[0], np.sort(expected)[:1:-1], rtol=1e-5)
 
 
 def logit(scores) -> np.ndarray:
@@ -128,26 +124,12 @@ def test_deepseek_against_numpy(groups, top_groups, renormalise):
     weights = rng.normal(scale=0.3, size=(32, 24)).astype(np.float32)
     bias = rng.normal(scale=0.3, size=32).astype(np.float32)
     x = rng.normal(size=(50, 24)).astype(np.float32)
-    config = {
-        "n_group": groups,
-        "topk_group": top_groups,
-        "num_experts_per_tok": 6,
-        "norm_topk_prob": renormalise,
-        "routed_scaling_factor": 2.5,
-    }
+    config = {"n_group": groups, "topk_group": top_groups, "num_experts_per_tok": 6}
+    config |= {"norm_topk_prob": renormalise, "routed_scaling_factor": 2.5}
     tensors = {"r.weight": weights, "r.e_score_correction_bias": bias}
     tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-    module = router(
-        weights,
-        6,
-        score="sigmoid",
-        float32_logits=True,
-        bias=bias,
-        groups=groups,
-        top_groups=top_groups,
-        renormalise=renormalise,
-        scaling=2.5,
-    )
+    rule = {"groups": groups, "top_groups": top_groups, "renormalise": renormalise, "bias": bias}
+    module = router(weights, 6, score="sigmoid", float32_logits=True, scaling=2.5, **rule)
     expected = DeepseekNumpy(config, tensors).route("r", x.astype(np.float64))
     assert np.all((expected > 0).sum(axis=1) == 6)
     experts, gates = route(module, x)
