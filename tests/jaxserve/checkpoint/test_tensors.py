@@ -25,10 +25,6 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def twice(one, other):
-    return f'{{"a": {json.dumps(one)}, "a": {json.dumps(other)}}}'.encode()
-
-
 class TestHeader:
     def test_of_the_library(self, tmp_path):
         path = tmp_path / "a.safetensors"
@@ -58,39 +54,15 @@ class TestHeader:
         assert (tensors["none"].shape, tensors["one"].shape) == ((0, 3), ())
 
     def test_bad(self, tmp_path):
-        """`golden/checkpoint/headers.txt` has what is said of each."""
-        told = []
-        for header, data in (
-            (b"", 0),
-            (b"[]", 0),
-            (b"[" * 100_000, 0),
-            (b'{"a": ' + b"[" * 100_000, 0),
-            (b"{} {}", 0),
-            (b'{"a": 1}', 0),
-            ({"a": {"dtype": "F32", "shape": [2]}}, 0),
-            ({"a": entry() | {"more": 1}}, 8),
-            ({"a": entry("F13")}, 8),
-            ({"a": entry(["F32"])}, 8),
-            ({"a": entry(shape=(-2,))}, 8),
-            ({"a": entry(shape=(2.0,))}, 8),
-            ({"a": entry(shape=(True, 2))}, 8),
-            ({"a": entry(shape=(2**62, 4))}, 8),
-            ({"a": entry(shape=(2**70, 4))}, 8),
-            ({"a": entry(shape=(2**40, 2**40))}, 8),
-            ({"a": entry(offsets=(0, 8, 9))}, 8),
-            (twice(entry(), entry(offsets=(8, 16))), 16),
-            ({"a": entry(offsets=(8, 0))}, 8),
-            ({"a": entry(offsets=(0, 4))}, 8),
-            ({"a": entry(), "b": entry()}, 8),
-            ({"a": entry(), "b": entry(offsets=(9, 17))}, 17),
-            ({"a": entry()}, 7),
-            ({"a": entry()}, 9),
-        ):
-            path = write(tmp_path / "a.safetensors", header, bytes(data))
-            with pytest.raises(CheckpointError) as error:
-                read_header(path)
-            told.append(str(error.value).replace(str(path), "FILE"))
-        golden.check("checkpoint/headers.txt", "\n".join(told) + "\n")
+        """`golden/checkpoint/headers.txt` lists bytes of data and a header; [... is very deep."""
+        path = tmp_path / "a.safetensors"
+
+        def read(mistake: str) -> None:
+            size, header = mistake.split(" ", 1)
+            header = header.replace("EMPTY", "").replace("[...", "[" * 100_000)
+            read_header(write(path, header.encode(), bytes(int(size))))
+
+        golden.check_refused("checkpoint/headers.txt", CheckpointError, read, tmp_path)
 
     @pytest.mark.parametrize("length", [0, 10**6, 2**63, 2**64 - 1])
     def test_bad_length(self, length, tmp_path):

@@ -140,33 +140,15 @@ def test_any_text_is_a_template_or_a_clear_error(source: str) -> None:
 # ----------------------------------------------------------------------------------- limits
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ 'a' * 10 ** 12 }}", "it took more than 512 MiB"),
-        (
-            "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x * 2 %}"
-            "{% endfor %}",
-            "it took more than 512 MiB",
-        ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself too deeply"),
-        ("{{ range(10 ** 12) | list }}", "Range too big"),
-        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "it calls itself too deeply"),
-        ("a\n{% include '/etc/passwd' %}", "line 2: no loader"),
-        ("{% extends '../x' %}", "no loader"),
-        ("\n{% if x %}", "line 2: Unexpected end of template"),
-        ("{{ a b }}", "line 1: expected token"),
-        ("{{ none.strip() }}", "'None' has no attribute 'strip'"),
-        ("{{ q | tojson }}", "Undefined is not JSON serializable"),
-        ("{{ s | unheard_of }}", "No filter named 'unheard_of'"),
-        ("{{ d.__class__.__mro__ }}", "access to attribute '__class__' of 'dict' object is unsafe"),
-        ("{{ raise_exception.__globals__.x }}", "access to attribute '__globals__'"),
-        ("{{ cycler.__init__.__globals__.os.x }}", "access to attribute '__init__'"),
-    ],
-)
-def test_what_does_not_work_is_a_clear_error(source: str, message: str) -> None:
-    with pytest.raises(TemplateError, match=message):
+def test_what_does_not_work_is_a_clear_error() -> None:
+    """`golden/text/wrong_templates.txt` lists templates."""
+
+    def call(source: str) -> None:
         render(source, s="a", d={})
+
+    golden.check_refused("text/wrong_templates.txt", TemplateError, call)
+    with pytest.raises(TemplateError, match="it calls itself too deeply"):
+        call("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}")
 
 
 def test_a_template_cannot_change_what_it_is_given() -> None:

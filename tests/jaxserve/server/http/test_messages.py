@@ -5,6 +5,7 @@ The SDK takes a second to import, which only a worker that runs these tests shou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from jaxserve.errors import OverloadedError
 from jaxserve.server.access import Access, ApiKeys
+from tests import golden
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -223,38 +225,20 @@ class TestTools:
         assert len(create(sdk, tools=[TOOL], tool_choice=choice).content) == 1
 
 
-def said(kind: str, **fields: Any) -> dict[str, Any]:
-    """A conversation of one block of this type."""
-    return {"messages": [{"role": "user", "content": [{"type": kind, **fields}]}]}
-
-
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"max_tokens": None}, "max_tokens: expected `int`, got `null`"),
-            ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
-            ({"temperature": 1.5}, "temperature: expected `float` <= 1.0, got 1.5"),
-            ({"top_logprobs": 2}, "top_logprobs: is not known here"),
-            ({"tool_choice": {"type": "any"}}, "tool_choice: is set, but there are no tools"),
-            (
-                {"tool_choice": {"type": "tool", "name": "b"}, "tools": [TOOL]},
-                "tool_choice.name: 'b' is no tool",
-            ),
-            (said("image", source={}), "messages[0].content[0].type: 'image' is not supported"),
-            (said("thinking", thinking=""), "messages[0].content[0].type: 'thinking' is not poss"),
-            (said("audio"), "messages[0].content[0].type: invalid value 'audio'"),
-            ({"system": [{"type": "text", "text": 7}]}, "system[0].text: expected `str`"),
-        ],
-    )
-    def test_name_the_field(self, wide: HttpRig, fields: Any, message: str) -> None:
-        body = {"model": "fake", "max_tokens": 5, "messages": HI, **fields}
-        response = wide.client.post("/v1/messages", json=body)
-        answer = response.json()
-        assert (response.status_code, answer["type"]) == (400, "error")
-        assert answer["error"]["type"] == "invalid_request_error"
-        assert answer["error"]["message"].startswith(message)
-        assert answer["request_id"] == response.headers["x-request-id"]
+    def test_name_the_field(self, wide: HttpRig) -> None:
+        """`golden/server/messages.txt` lists wrong fields."""
+
+        def said(mistake: str) -> str:
+            body = {"model": "fake", "max_tokens": 5, "messages": HI, **json.loads(mistake)}
+            response = wide.client.post("/v1/messages", json=body)
+            answer = response.json()
+            assert (response.status_code, answer["type"]) == (400, "error")
+            assert answer["error"]["type"] == "invalid_request_error"
+            assert answer["request_id"] == response.headers["x-request-id"]
+            return answer["error"]["message"]
+
+        golden.check_each("server/messages.txt", said)
 
     def test_of_the_sdk(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
         import anthropic
