@@ -1,5 +1,6 @@
 """A running HTTP server with a fake engine behind it, and clients for it."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,16 @@ class HttpRig:
     def chat(self, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "hi"}]
         return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})
+
+    @contextlib.contextmanager
+    def streaming(self, headers: Any = None, **fields: Any) -> Iterator[Iterator[str]]:
+        """A stream that has begun, of which the engine has sent at most three tokens."""
+        self.engine.allowed = 3
+        fields = {"prompt": "hi", "stream": True} | fields
+        post = self.client.stream("POST", "/v1/completions", json=fields, headers=headers)
+        with post as call:
+            lines = until_first_event(call)  # who drops it closes the connection
+            yield lines
 
     def refused(self, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
         """The error of a request that is wrong."""

@@ -211,11 +211,7 @@ def test_a_failed_engine_is_the_last_event_of_a_stream(
 ) -> None:
     """Clients get the request id; which host and process failed is in the log alone."""
     caplog.set_level("INFO", "jaxserve.http")
-    rig.engine.allowed = 3
-    fields = {"prompt": "a", "stream": True, "request_id": "a1"}
-    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
-        lines = call.iter_lines()
-        assert "choices" in next(lines)
+    with rig.streaming(request_id="a1") as lines:
         rig.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
         rest = [line for line in lines if line]
     assert '"message":"the engine failed; request a1"' in rest[-1]
@@ -230,12 +226,8 @@ def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
     rig: HttpRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "jaxserve.http")
-    rig.engine.allowed = 3
-    fields = {"prompt": "a", "stream": True, "request_id": "a1"}
     why = "domain worker 10.0.0.7:9100 is gone; it has lost 4 workers (fleet.attempts = 3)"
-    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
-        lines = call.iter_lines()
-        assert "choices" in next(lines)
+    with rig.streaming(request_id="a1") as lines:
         ((name, running),) = rig.engine._running.items()
         until(lambda: running.sent == 3)
         running.on_output(

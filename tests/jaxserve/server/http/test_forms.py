@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxserve.text.calls import CALL_FORMATS
-from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, events, until_first_event
+from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, events
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
 TOOLS = [
@@ -85,9 +85,7 @@ def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
 
 def test_a_hostile_grammar_is_refused_while_a_stream_goes_on(rig: HttpRig) -> None:
     """`text/test_structured.py` has more of them."""
-    rig.engine.allowed = 3
-    with rig.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as all_:
-        lines = until_first_event(all_)
+    with rig.streaming() as lines:
         error = rig.refused(structured_outputs={"grammar": "start: r0\n" + CHAIN})
         assert error["param"] == "structured_outputs.grammar"
         assert "it took more than 1024 KiB of stack" in error["message"]

@@ -14,7 +14,7 @@ from jaxserve.fleet.rolling import Rolling, WorkerStatus
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig, until_first_event
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 
 JSON = {"Content-Type": "application/json"}
 
@@ -35,10 +35,7 @@ def admin(rig: HttpRig, drained: threading.Event) -> Iterator[httpx.Client]:
 
 
 def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
-    rig.engine.allowed = 3
-    fields = {"prompt": "hi", "stream": True, "request_id": "mine"}
-    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
-        lines = until_first_event(call)
+    with rig.streaming(request_id="mine") as lines:
         state = admin.get("/state").json()
         (live,) = state["live"]
         assert live.startswith("mine.")
@@ -54,10 +51,8 @@ def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
 def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
     rig: HttpRig, admin: httpx.Client
 ) -> None:
-    rig.engine.allowed = 3
     fields, key = {"prompt": "hi", "stream": True}, {"Idempotency-Key": "mine"}
-    with rig.client.stream("POST", "/v1/completions", json=fields, headers=key) as call:
-        lines = until_first_event(call)
+    with rig.streaming(key):
         asked = b'/v1/completions\n{"prompt":"hi","stream":true}'
         assert admin.get("/state").json()["live"] == [keyed_id("", "mine", asked) + ".0"]
         turned = {"stream": True, "prompt": "hi"}
@@ -65,33 +60,25 @@ def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
             answer = rig.client.post("/v1/completions", json=again, headers=key)
             assert answer.status_code == 409
             assert "is already running" in answer.text
-        del lines
     assert rig.engine.wait_until_idle()
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"logprobs": 1}, {"n": 2}, {"stop": "x"}])
 def test_a_key_with_other_parameters_is_refused(rig: HttpRig, other: dict[str, object]) -> None:
-    rig.engine.allowed = 3
     fields, key = {"prompt": "hi", "stream": True, "seed": 1}, {"Idempotency-Key": "mine"}
-    with rig.client.stream("POST", "/v1/completions", json=fields, headers=key) as call:
-        lines = until_first_event(call)
+    with rig.streaming(key, **fields):
         answer = rig.client.post("/v1/completions", json=fields | other, headers=key)
         assert answer.status_code == 409
         assert answer.json()["error"]["code"] == "idempotency_conflict"
-        del lines
     assert rig.engine.wait_until_idle()
 
 
 def test_no_client_chooses_the_id_of_a_request_with_a_key(
     rig: HttpRig, admin: httpx.Client
 ) -> None:
-    rig.engine.allowed = 3
-    fields = {"prompt": "hi", "stream": True, "request_id": keyed_id("", "mine", b"")}
-    with rig.client.stream("POST", "/v1/completions", json=fields) as call:
-        lines = until_first_event(call)
+    with rig.streaming(request_id=keyed_id("", "mine", b"")):
         (live,) = admin.get("/state").json()["live"]
         assert not has_key(live)
-        del lines
     assert rig.engine.wait_until_idle()
 
 

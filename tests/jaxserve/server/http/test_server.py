@@ -132,9 +132,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(rig: HttpRig) -> None:
 
 
 def test_what_does_not_finish_in_time_is_cut_with_a_word(rig: HttpRig) -> None:
-    rig.engine.allowed = 3
-    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
-        lines = until_first_event(call)
+    with rig.streaming() as lines:
         rig.server.refuse()
         assert rig.engine.drain(0.1) is False
         rig.engine.close()
