@@ -1,5 +1,6 @@
 """Where pieces land, against hand-written places, and what must hold for all sizes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,22 +9,18 @@ from jaxserve.link.route import Leg, Route
 sizes = st.integers(1, 24)
 
 
-def test_one_to_one():
-    assert Route(3, 3).legs == (Leg(0, 0, (0, 1, 2), (0, 1, 2)),)
-
-
-def test_three_pieces_on_two_devices():
-    route = Route(attention=3, ffn=2)
-    assert route.slots == 2
-    assert route.legs == (Leg(0, 0, (0, 2), (0, 1)), Leg(1, 0, (1,), (0,)))
-    assert route.filled == (0, 1, 2)  # device 1 has nothing in its second slot, place 3
-
-
-def test_two_pieces_are_spread_over_five_devices():
-    route = Route(attention=2, ffn=5)
-    assert route.slots == 1
-    assert route.legs == (Leg(0, 0, (0, 1), (0, 2)),)
-    assert route.filled == (0, 2)
+@pytest.mark.parametrize(
+    ("attention", "ffn", "legs", "filled"),
+    [
+        (3, 3, [Leg(0, 0, (0, 1, 2), (0, 1, 2))], (0, 1, 2)),
+        # Device 1 has nothing in its second slot, place 3.
+        (3, 2, [Leg(0, 0, (0, 2), (0, 1)), Leg(1, 0, (1,), (0,))], (0, 1, 2)),
+        (2, 5, [Leg(0, 0, (0, 1), (0, 2))], (0, 2)),
+    ],
+)
+def test_pieces_are_spread_over_the_devices(attention, ffn, legs, filled):
+    route = Route(attention, ffn)
+    assert (route.slots, route.legs, route.filled) == (len(legs), tuple(legs), filled)
 
 
 @given(sizes, sizes)

@@ -21,8 +21,6 @@ from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
 DEMO = REPOSITORY / "configs" / "demo"
-
-
 LENGTHS = (9, 1, 14)  # 24 tokens: one full step
 PROMPTS = [layouts.PROMPTS[3][:9], layouts.PROMPTS[0], layouts.PROMPTS[1][:14]]
 
@@ -59,22 +57,14 @@ def test_a_step_takes_its_token_from_the_device(colocated_runtime, afd_runtime, 
     prompt = PROMPTS[0]
     tokens = Step3Numpy.from_folder(tiny_model).greedy(prompt, 4)
     for runtime in (colocated_runtime, afd_runtime):
-        rows = [SequenceRow(slot=3, token_ids=prompt, kv_length=9, page_ids=[6, 2], sample=True)]
+        rows = [SequenceRow(3, prompt, 9, [6, 2], sample=True)]
         got = []
         for step in range(4):
             slots = runtime.deployment.scheduler.slots
             plan = plan_of_rows(0, step, runtime.buckets[-1], [rows], slots=slots)
             runtime.driver.begin(plan)
             got.append(runtime.driver.advance().sampled)
-            rows = [
-                SequenceRow(
-                    slot=3,
-                    token_ids=[FROM_DEVICE],
-                    kv_length=10 + step,
-                    page_ids=[6, 2],
-                    sample=True,
-                )
-            ]
+            rows = [SequenceRow(3, [FROM_DEVICE], 10 + step, [6, 2], sample=True)]
         assert [int(np.asarray(sampled)[0, 3]) for sampled in got] == tokens
 
 
@@ -87,12 +77,8 @@ def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runti
         driver.begin(plan_of_rows(0, 0, bucket, [rows], slots=slots))
         return np.asarray(driver.advance().sampled)[0]
 
-    first = step(
-        [
-            SequenceRow(slot=1, token_ids=[5, 6], kv_length=2, page_ids=[0], sample=True),
-            SequenceRow(slot=2, token_ids=[7, 8, 9], kv_length=3, page_ids=[1], sample=True),
-        ]
-    )
+    row = SequenceRow(1, [5, 6], 2, [0], sample=True)
+    first = step([row, SequenceRow(2, [7, 8, 9], 3, [1], sample=True)])
     model = Step3Numpy.from_folder(tiny_model)
     assert first[1:3].tolist() == [model.greedy([5, 6], 1)[0], model.greedy([7, 8, 9], 1)[0]]
     second = step([SequenceRow(slot=2, token_ids=[3], kv_length=1, page_ids=[2], sample=False)])

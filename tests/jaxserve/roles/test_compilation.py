@@ -60,8 +60,7 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
 
 
 def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
-    programs = attention_of(tmp_path)
-    made = executables(attention_executables, programs, BUCKETS)
+    made = executables(attention_executables, attention_of(tmp_path), BUCKETS)
     assert list(made) == BUCKETS
     small, same, large = (made[bucket] for bucket in BUCKETS[:3])
     assert small.leave is same.leave
@@ -74,8 +73,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
 
 
 def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
-    programs = ffn_of(tmp_path)
-    made = executables(ffn_executables, programs, [8, 24])
+    made = executables(ffn_executables, ffn_of(tmp_path), [8, 24])
     sizes = [(1, 8), (1, 24)]
     assert sorted(made) == [(kind, size) for kind in ("dense", "moe") for size in sizes]
 
@@ -92,9 +90,8 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
         raise RuntimeError(f"cannot compile {program.name}")
 
     monkeypatch.setattr(Program, "compile", fail)
-    programs = attention_of(tmp_path)
     with pytest.raises(RuntimeError, match="cannot compile"):
-        executables(attention_executables, programs, BUCKETS[:1])
+        executables(attention_executables, attention_of(tmp_path), BUCKETS[:1])
 
 
 def test_hot_call_returns_what_the_program_does():

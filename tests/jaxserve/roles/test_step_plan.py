@@ -57,14 +57,8 @@ def test_a_plan_of_rows_says_everything():
         NewSequence(2, 0.5, 40, 0.75, 0.125, 2**32 - 1),
         NewSequence(5),
     ]
-    assert PLAN.new_pages.T.tolist() == [
-        [0, 0, 4],
-        [0, 1, 2],
-        [2, 0, 5],
-        [2, 1, 1],
-        [2, 2, 3],
-        [5, 0, 6],
-    ]
+    pages = [[0, 0, 4], [0, 1, 2], [2, 0, 5], [2, 1, 1], [2, 2, 3], [5, 0, 6]]
+    assert PLAN.new_pages.T.tolist() == pages
 
 
 def test_a_plan_without_rows():

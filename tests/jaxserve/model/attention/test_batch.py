@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,23 +19,18 @@ def batch_of(query_start, kv_length, tokens):
     return np.asarray(batch.sequence_of_token).tolist(), np.asarray(batch.position).tolist()
 
 
-def test_chunk_decode_and_empty_slots():
-    """Slot 0: a chunk of 3 after 4 others. Slot 2: one decode token. Slots 1 and 3: nothing."""
-    sequence, position = batch_of([0, 3, 3, 4, 4], [7, 0, 6, 0], 6)
-    assert sequence == [0, 0, 0, 2, 3, 3]
-    assert position == [4, 5, 6, 5, -1, -1]
-
-
-def test_a_step_of_padding_alone():
-    sequence, position = batch_of([0, 0, 0], [0, 0], 3)
-    assert sequence == [1, 1, 1]
-    assert position == [-1, -1, -1]
-
-
-def test_a_full_step():
-    sequence, position = batch_of([0, 2, 4], [2, 9], 4)
-    assert sequence == [0, 0, 1, 1]
-    assert position == [0, 1, 7, 8]
+@pytest.mark.parametrize(
+    ("query_start", "kv_length", "sequence", "position"),
+    [
+        # Slot 0: a chunk of 3 after 4 others. Slot 2: one decode token. Slots 1 and 3: nothing.
+        ([0, 3, 3, 4, 4], [7, 0, 6, 0], [0, 0, 0, 2, 3, 3], [4, 5, 6, 5, -1, -1]),
+        ([0, 0, 0], [0, 0], [1, 1, 1], [-1, -1, -1]),
+        ([0, 2, 4], [2, 9], [0, 0, 1, 1], [0, 1, 7, 8]),
+    ],
+    ids=["chunk, decode and empty slots", "padding alone", "full"],
+)
+def test_literal_steps(query_start, kv_length, sequence, position):
+    assert batch_of(query_start, kv_length, len(sequence)) == (sequence, position)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=5, max_size=5))

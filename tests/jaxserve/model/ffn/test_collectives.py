@@ -117,18 +117,9 @@ def test_literal_padded_all_to_all():
         "recv_sizes": np.array([2, 1, 1, 0], np.int32),
     }
 
-    def body(operand, input_offsets, send_sizes, output_offsets, recv_sizes):
+    def body(operand, *sizes):
         output = jnp.full((4, 1), -1, operand.dtype)
-        return padded_all_to_all(
-            operand,
-            output,
-            input_offsets,
-            send_sizes,
-            output_offsets,
-            recv_sizes,
-            axes=("ep",),
-            rows=3,
-        )
+        return padded_all_to_all(operand, output, *sizes, axes=("ep",), rows=3)
 
     placed = [jax.device_put(array, NamedSharding(mesh, here)) for array in arrays.values()]
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(here,) * 5, out_specs=here, check_vma=False)

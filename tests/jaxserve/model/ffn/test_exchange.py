@@ -174,15 +174,22 @@ def check(layer, x, experts, gates, placement=None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh"),
+    ("kind", "mesh", "whole"),
     [
-        ("gather", "AFD 4 x 2"),
-        ("gather", "colocated 4 x 2"),
-        *(("alltoall", mesh) for mesh in MESHES),
+        ("gather", "AFD 4 x 2", False),
+        ("gather", "colocated 4 x 2", False),
+        *(("alltoall", mesh, False) for mesh in MESHES),
+        # With a shared expert that is whole on every device.
+        ("gather", "AFD 8 x 1", True),
+        ("gather", "colocated 4 x 2", True),
+        ("alltoall", "AFD 4 x 2", True),
+        pytest.param("gather", "AFD 2 x 4", True, marks=pytest.mark.nightly),
+        pytest.param("alltoall", "colocated 4 x 2", True, marks=pytest.mark.nightly),
     ],
 )
-def test_any_routing(kind, mesh):
-    check(layer(kind, mesh), *inputs(layer(kind, mesh)))
+def test_any_routing(kind, mesh, whole):
+    one = layer(kind, mesh, whole=whole)
+    check(one, *inputs(one))
 
 
 def test_results_in_int8():
@@ -202,21 +209,6 @@ def test_results_in_int8():
     out, _ = one(x, experts, gates)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     assert np.abs(out - one.expected(x, experts, gates)[0]).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        ("gather", "AFD 8 x 1"),
-        ("gather", "colocated 4 x 2"),
-        ("alltoall", "AFD 4 x 2"),
-        pytest.param("gather", "AFD 2 x 4", marks=pytest.mark.nightly),
-        pytest.param("alltoall", "colocated 4 x 2", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_shared_expert_that_is_whole_on_every_device(kind, mesh):
-    one = layer(kind, mesh, whole=True)
-    check(one, *inputs(one))
 
 
 @pytest.mark.parametrize("mesh", ["AFD 8 x 1", "AFD 4 x 2"])
