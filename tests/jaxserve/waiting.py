@@ -10,6 +10,16 @@ import pytest
 SECONDS = 30.0
 
 
+class Clock:
+    """A clock that goes when told."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def until[Found](condition: Callable[[], Found], seconds: float = SECONDS) -> Found:
     """Calls a condition until its result is true, and returns that result.
 

@@ -15,6 +15,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError, OverloadedError
 from tests.jaxserve.engine.test_scheduler_simulation import EOS_IDS, Device, Limits, expected_output
 from tests.jaxserve.full_steps import Replica
+from tests.jaxserve.waiting import Clock
 
 LIMITS = Limits(
     groups=2,
@@ -38,18 +39,14 @@ def request(name: str, prompt: int = 3, max_tokens: int = 4, **fields) -> Reques
     return Request(request_id=name, prompt=[1] * prompt, params=params, **fields)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_loop(domains: int = 1, **limits) -> tuple[Loop, Clock]:
+def make_loop(*waiting: Request, domains: int = 1, **limits) -> tuple[Loop, Clock]:
     clock = Clock()
     schedulers = [Scheduler(**(vars(LIMITS) | limits)) for _ in range(domains)]
     lanes = limits.get("lanes", LIMITS.lanes) * domains
-    return Loop(schedulers, lanes, clock), clock
+    loop = Loop(schedulers, lanes, clock)
+    for one in waiting:
+        loop.submit(one)
+    return loop, clock
 
 
 def result(token: int = 7) -> StepResult:
@@ -58,8 +55,7 @@ def result(token: int = 7) -> StepResult:
 
 class TestOrder:
     def test_one_step_ahead_of_what_was_read(self):
-        loop, _ = make_loop(lanes=1)
-        loop.submit(request("a"))
+        loop, _ = make_loop(request("a"), lanes=1)
         (first,) = loop.next([0]).steps
         assert loop.enqueued(0) == first
         assert len(loop.next([0]).steps) == 1
@@ -70,16 +66,13 @@ class TestOrder:
         assert [step.plan.number for step in loop.next([0]).steps] == [2]
 
     def test_a_lane_that_is_inside_a_step_goes_on_without_a_new_plan(self):
-        loop, _ = make_loop(groups=1)
-        for name in "ab":
-            loop.submit(request(name))
+        loop, _ = make_loop(request("a"), request("b"), groups=1)
         assert [step.lane for step in loop.next([0, 1]).steps] == [0, 1]
         loop.enqueued(0)
         assert loop.next([]) == Enqueue([])
 
     def test_the_last_results_are_awaited_when_nothing_is_left_to_plan(self):
-        loop, _ = make_loop()
-        loop.submit(request("a", max_tokens=1))
+        loop, _ = make_loop(request("a", max_tokens=1))
         (step,) = loop.next([0, 1]).steps
         loop.enqueued(step.lane)
         assert loop.next([0, 1]) == Await(step)
@@ -88,8 +81,7 @@ class TestOrder:
         assert loop.next([0, 1]) == Idle(None)
 
     def test_a_result_out_of_order(self):
-        loop, _ = make_loop(lanes=1)
-        loop.submit(request("a"))
+        loop, _ = make_loop(request("a"), lanes=1)
         for _ in range(2):
             loop.next([0])
             loop.enqueued(0)
@@ -103,25 +95,20 @@ class TestOrder:
         assert loop.issued == [0, 0, 1]
 
     def test_lanes_are_asked_for_one_by_one(self):
-        loop, _ = make_loop(groups=1)
-        for name in "ab":
-            loop.submit(request(name))
+        loop, _ = make_loop(request("a"), request("b"), groups=1)
         action = loop.next(lane for lane in [0, 1] if not max(loop.issued))
         assert [step.lane for step in action.steps] == [0]
 
 
 class TestRequests:
     def test_one_too_many(self):
-        loop, _ = make_loop(max_waiting=1)
-        loop.submit(request("a"))
+        loop, _ = make_loop(request("a"), max_waiting=1)
         with pytest.raises(OverloadedError):
             loop.submit(request("b", deadline=1.0))
         assert len(loop._deadlines) == 0
 
     def test_a_deadline_ends_its_request_and_no_later_one_of_that_name(self):
-        loop, clock = make_loop()
-        loop.submit(request("a", deadline=5.0))
-        loop.submit(request("b", deadline=9.0))
+        loop, clock = make_loop(request("a", deadline=5.0), request("b", deadline=9.0))
         clock.now = 4.9
         assert loop.tick() == []
         loop.cancel("a")
@@ -147,8 +134,7 @@ class TestRequests:
         assert [output.request_id for output in loop.tick()] == ["b"]
 
     def test_how_long_a_sequence_waited(self):
-        loop, clock = make_loop(lanes=1)
-        loop.submit(request("a", arrival=2.0, max_tokens=1, deadline=5.0))
+        loop, clock = make_loop(request("a", arrival=2.0, max_tokens=1, deadline=5.0), lanes=1)
         assert loop.next([]) == Idle(5.0), "until the next deadline"
         clock.now = 3.5
         loop.next([0])

@@ -15,19 +15,12 @@ from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExpe
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.expert_moves import Counted, ExpertFacts
 from jaxserve.roles.expert_policy import imbalance, propose
-from tests.jaxserve.waiting import until
+from tests.jaxserve.waiting import Clock, until
 
 SIZES = SlotSizes(8, 4, 1)
 HOME = home_slots(SIZES)
 SWAPPED = tuple(HOME[slot] for slot in (0, 3, 2, 1, *range(4, 12)))
 SKEWED = np.array([[800, 100, 100, 100, 100, 100, 100, 100]])
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Worker:

@@ -160,10 +160,8 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
     check(templates.embedding, take(templates.embedding), expected_leaves(None, "embedding"))
     check(templates.head, take(templates.head), expected_leaves(None, "head"))
     for kind, start, stop in programs.stacked():
-        for role, template in (
-            ("attention", templates.attention[kind]),
-            ("ffn", templates.ffn[kind.ffn]),
-        ):
+        roles = {"attention": templates.attention[kind], "ffn": templates.ffn[kind.ffn]}
+        for role, template in roles.items():
             stacks = take(template)
             for layer in range(start, stop):
                 leaves = [np.asarray(stack)[layer - start] for stack in stacks]
