@@ -5,7 +5,6 @@ In a process of its own, which prints what it found: libtpu looks at the environ
 
 import json
 import re
-import subprocess
 import sys
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.link.message import MessageFormat
 from pallas_kernels import aot
+from tests.pallas_kernels import gpu_aot
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -30,16 +30,9 @@ def test_no_message_is_transposed(generation):
     without the layout that `unpack` asks for.
     """
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxserve.link.test_message_aot", generation],
-        env=aot.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"whole": [], "pieces": []}
+    command = "tests.jaxserve.link.test_message_aot", generation
+    printed = gpu_aot.lines_of(*command, env=aot.environment(), limit=300)
+    assert json.loads("".join(printed)) == {"whole": [], "pieces": []}
 
 
 def transposed(mesh: Mesh, pieces: bool) -> list[str]:

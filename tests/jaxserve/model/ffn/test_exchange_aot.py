@@ -9,7 +9,6 @@ layer of DeepSeek-V3's size over 16 devices.
 import functools
 import json
 import re
-import subprocess
 import sys
 
 import jax
@@ -30,6 +29,7 @@ from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.module import Formats, Template
 from pallas_kernels import aot
+from tests.pallas_kernels import gpu_aot
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -108,17 +108,9 @@ def main() -> None:
 def test_rows_of_an_all_to_all_go_where_they_are_needed():
     """Nothing else moves but the numbers of rows."""
     pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "tests.jaxserve.model.ffn.test_exchange_aot"]
-    done = subprocess.run(
-        [*command, "v6e:2x2", "4", "small"],
-        env=aot.environment() | {"JAX_OPTIMIZATION_LEVEL": "O0"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    command = "tests.jaxserve.model.ffn.test_exchange_aot", "v6e:2x2", "4", "small"
+    environment = aot.environment() | {"JAX_OPTIMIZATION_LEVEL": "O0"}
+    found = json.loads("".join(gpu_aot.lines_of(*command, env=environment, limit=400)))
     width = 1024 + 128
     assert found["gather"] == [
         ["all-gather", "u8", [4 * 32, width]],
