@@ -52,13 +52,9 @@ def test_a_tpu_refuses_pages_that_are_too_short(tiny_model):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_check_says_it_and_refuses_where_that_is_wanted(strict, capsys, caplog):
-    sizes = [
-        "cache.page_size=48",
-        "scheduler.page_buckets=[64,854]",
-        "attention.hardware=h200",
-        "ffn.hardware=h200",
-    ]
-    overrides = [*sizes, f"strict_kernels={str(strict).lower()}"]
+    sizes = ["cache.page_size=48", "scheduler.page_buckets=[64,854]"]
+    hardware = ["attention.hardware=h200", "ffn.hardware=h200"]
+    overrides = [*sizes, *hardware, f"strict_kernels={str(strict).lower()}"]
     arguments = [word for one in overrides for word in ("--set", one)]
     config = str(CONFIGS / "qwen3-30b-a3b.yaml")
     assert serve.main(["--config", config, "--check", *arguments]) == int(strict)

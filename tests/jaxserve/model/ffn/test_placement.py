@@ -101,12 +101,9 @@ def test_rounds_fill_empty_slots_first_and_free_what_is_left_over():
     # Only the table changes.
     assert plan_rounds((0, 1, 1), (0, 1, EMPTY), 3) == [Round((), (0, 1, EMPTY))]
     assert plan_rounds((0, 1), (0, 1), 2) == []
-
-
-def test_only_replicas_change_places():
-    assert plan_rounds((0, 1, 2, 3), (0, 2, 1, 3), 2) == [
-        Round((Copy(1, 2), Copy(2, 1)), (0, 2, 1, 3))
-    ]
+    # Only replicas change places.
+    swap = Round((Copy(1, 2), Copy(2, 1)), (0, 2, 1, 3))
+    assert plan_rounds((0, 1, 2, 3), (0, 2, 1, 3), 2) == [swap]
 
 
 def test_every_round_leaves_a_placement():
