@@ -79,21 +79,11 @@ def step(case: dict, drafts: np.ndarray, seed: int):
         bias_ids=np.asarray([*biases], "<i4").tobytes(),
         biases=np.asarray([*biases.values()], "<f4").tobytes(),
     )
-    sampling = {
-        name: case[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in case
-    }
+    names = ("temperature", "top_k", "top_p", "min_p")
+    options = {name: case[name] for name in names if name in case}
+    options |= {"sample": True, "rules": rules, "drafts": 1}
     rows = [
-        SequenceRow(
-            slot,
-            [LAST, int(draft)],
-            PROMPT + 2,
-            [0],
-            sample=True,
-            seed=seed * SLOTS + slot,
-            rules=rules,
-            drafts=1,
-            **sampling,
-        )
+        SequenceRow(slot, [LAST, int(draft)], PROMPT + 2, [0], seed=seed * SLOTS + slot, **options)
         for slot, draft in enumerate(drafts)
     ]
     plan = plan_of_rows(0, 0, Bucket(2 * SLOTS, 1, 1), [rows], slots=SLOTS)

@@ -333,26 +333,17 @@ def test_ranks_of_the_shared_expert_take_turns():
     assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
-def dimensions_of(build):
+def dimensions_of(block, kind, **options):
+    formats = Formats(FLOAT, "plain", {})
+    build = functools.partial(FFNBlock, CONFIG, block, (4, 2), kind, formats, **options)
     return [leaf.dimensions for leaf in Template(build).leaves]
 
 
 def test_the_shared_expert_is_whole_on_every_rank():
-    formats = Formats(FLOAT, "plain", {})
-    dimensions = {
-        kind: dimensions_of(
-            lambda rngs, kind=kind: FFNBlock(CONFIG, "moe", (4, 2), kind, formats, rngs)
-        )
-        for kind in ("gather", "alltoall")
-    }
-    assert ("d_ff", "d_model") in dimensions["gather"]
-    assert ("shared_d_ff", "d_model") in dimensions["alltoall"]
+    assert ("d_ff", "d_model") in dimensions_of("moe", "gather")
+    assert ("shared_d_ff", "d_model") in dimensions_of("moe", "alltoall")
     assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
-    assert ("own_d_ff", "d_model") in dimensions_of(
-        lambda rngs: FFNBlock(CONFIG, "moe", (4, 2), "gather", formats, rngs, whole_shared=True)
-    )
+    assert ("own_d_ff", "d_model") in dimensions_of("moe", "gather", whole_shared=True)
     assert "own_d_ff" not in FFN_RULES
     assert COLOCATED_FFN_RULES["own_d_ff"] == "tp"
-    assert ("d_ff", "d_model") in dimensions_of(
-        lambda rngs: FFNBlock(CONFIG, "dense", (4, 2), "alltoall", formats, rngs)
-    )
+    assert ("d_ff", "d_model") in dimensions_of("dense", "alltoall")
