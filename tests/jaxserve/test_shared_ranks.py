@@ -28,49 +28,28 @@ SIZES = TinyStep3(
 )
 """A shared expert that takes two slots."""
 
+GATHER, ALLTOALL = {"ffn.exchange": "gather"}, {"ffn.exchange": "alltoall"}
+SPARE = {"ffn.redundant_slots": 1}
+MODULE = {"speculative.method": "mtp", "speculative.automatic": False}
 MOVING: dict[str, dict[str, Any]] = {
-    "4 + 2, gather": {
-        "attention.dp": 2,
-        "ffn.ep": 6,
-        "ffn.shared_ranks": 2,
-        "ffn.redundant_slots": 1,
-        "ffn.exchange": "gather",
-        "lanes": 2,
-    },
-    "(2 + 1) x 2, alltoall": {
-        "attention.tp": 2,
-        "ffn.ep": 3,
-        "ffn.tp": 2,
-        "ffn.shared_ranks": 1,
-        "ffn.redundant_slots": 1,
-        "ffn.exchange": "alltoall",
-        "link.transport": "ppermute",
-    },
-    "colocated, 3 + 1": {
-        **layouts.COLOCATED,
-        "attention.dp": 4,
-        "ffn.shared_ranks": 1,
-        "ffn.redundant_slots": 1,
-        "ffn.exchange": "alltoall",
-        "lanes": 2,
-    },
-    "a module, 3 + 3": {
-        "ffn.ep": 6,
-        "ffn.shared_ranks": 3,
-        "ffn.redundant_slots": 1,
-        "speculative.method": "mtp",
-        "speculative.drafts": 2,
-        "speculative.automatic": False,
-    },
-    "colocated, a module, 6 + 2": {
-        **layouts.COLOCATED,
-        "attention.dp": 8,
-        "ffn.shared_ranks": 2,
-        "ffn.exchange": "gather",
-        "speculative.method": "mtp",
-        "speculative.drafts": 1,
-        "speculative.automatic": False,
-    },
+    "4 + 2, gather": GATHER
+    | SPARE
+    | {"attention.dp": 2, "ffn.ep": 6, "ffn.shared_ranks": 2, "lanes": 2},
+    "(2 + 1) x 2, alltoall": ALLTOALL
+    | SPARE
+    | {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared_ranks": 1}
+    | {"link.transport": "ppermute"},
+    "colocated, 3 + 1": layouts.COLOCATED
+    | ALLTOALL
+    | SPARE
+    | {"attention.dp": 4, "ffn.shared_ranks": 1, "lanes": 2},
+    "a module, 3 + 3": MODULE
+    | SPARE
+    | {"ffn.ep": 6, "ffn.shared_ranks": 3, "speculative.drafts": 2},
+    "colocated, a module, 6 + 2": layouts.COLOCATED
+    | GATHER
+    | MODULE
+    | {"attention.dp": 8, "ffn.shared_ranks": 2, "speculative.drafts": 1},
 }
 
 

@@ -3,19 +3,21 @@
 import json
 from typing import Any
 
+
+def tool(name: str, properties: dict[str, Any], about: str = "", **more: Any) -> dict[str, Any]:
+    """A function to call, with the schema of its arguments."""
+    parameters = {"type": "object", "properties": properties, **more}
+    described = {"description": about} if about else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
 TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "How is it in <city>? “Now” & 'here' — é",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-                "required": ["city"],
-            },
-        },
-    },
+    tool(
+        "weather",
+        {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "How is it in <city>? “Now” & 'here' — é",
+        required=["city"],
+    ),
     {"type": "function", "function": {"name": "now", "parameters": {"properties": {"z": {}}}}},
 ]
 
@@ -117,21 +119,9 @@ SENT: dict[str, list[dict[str, Any]]] = {
 }
 """Conversations as OpenAI's clients send them, turn by turn."""
 
-DESCRIBED_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "How is it in a city?",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "description": "Its name."},
-                    "days": {"type": "integer", "description": "How many."},
-                },
-                "required": ["city"],
-            },
-        },
-    }
-]
+_ARGUMENTS = {
+    "city": {"type": "string", "description": "Its name."},
+    "days": {"type": "integer", "description": "How many."},
+}
+DESCRIBED_TOOLS = [tool("weather", _ARGUMENTS, "How is it in a city?", required=["city"])]
 """Without anything left out, as some released templates need them."""

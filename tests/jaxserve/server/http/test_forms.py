@@ -7,21 +7,11 @@ import pytest
 
 from jaxserve.text.calls import CALL_FORMATS
 from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, events
+from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": "integer"}},
-                "required": [key],
-                "additionalProperties": False,
-            },
-        },
-    }
+    tool(name, {key: {"type": "integer"}}, required=[key], additionalProperties=False)
     for name, key in (("add", "a"), ("bid", "b"))
 ]
 CHAIN = "\n".join([*(f'r{n}: "x" | r{n + 1}' for n in range(900)), 'r900: "y"'])
@@ -154,8 +144,7 @@ def test_values_of_elements_follow_their_schemas() -> None:
         "days": {"type": "integer"},
         "left out": {"type": "boolean"},
     }
-    parameters = {"type": "object", "properties": properties, "required": ["city", "days"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tools = [tool("f", properties, required=["city", "days"])]
     rig = HttpRig(
         "<tool_call>\n<function=f>\n<parameter=city>\n<b></tool_call> a\n</parameter>\n"
         "<parameter=unit>\nKC\n</parameter>\n<parameter=days>\nx2\n</parameter>\n"
