@@ -71,13 +71,15 @@ def test_the_prompt_from_standard_input_and_every_parameter(address, engine, mon
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--prompt", "hi", "--temperature", "3"], 2, "temperature: 3.0 is not in [0, 2]"),
-        (["--prompt", "hi", "--seed", "-1"], 2, "seed: -1 is not in"),
-        (["--prompt", ""], 2, "INVALID_ARGUMENT: prompt: is empty"),
+        ("--server ADDRESS --prompt hi --temperature 3", 2, "temperature: 3.0 is not in [0, 2]"),
+        ("--server ADDRESS --prompt hi --seed -1", 2, "seed: -1 is not in"),
+        ("--server ADDRESS --prompt=", 2, "INVALID_ARGUMENT: prompt: is empty"),
+        ("--server 127.0.0.1:1 --prompt hi", 1, "UNAVAILABLE: "),
+        ("--config nowhere.yaml --prompt hi", 2, "deployment file nowhere.yaml: No such file"),
     ],
 )
-def test_wrong_requests_end_in_one_line(address, capsys, arguments, code, message):
-    assert generate.main(["--server", address, *arguments]) == code
+def test_failures_end_in_one_line(address, capsys, arguments, code, message):
+    assert generate.main(arguments.replace("ADDRESS", address).split()) == code
     error = capsys.readouterr().err
     assert error.startswith(f"jaxserve: {message}")
     assert error.count("\n") == 1
@@ -90,21 +92,6 @@ def test_a_timeline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "t" / "timeline.json").is_file()
     assert generate.main([*arguments, "--set", "mode=colocated"]) == 2
     assert "--timeline: shows the stages of mode afd" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--server", "127.0.0.1:1"], 1, "UNAVAILABLE: "),
-        (["--config", "nowhere.yaml"], 2, "nowhere.yaml"),
-    ],
-)
-def test_no_server_and_no_file(arguments, code, message, capsys) -> None:
-    assert generate.main([*arguments, "--prompt", "hi"]) == code
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("jaxserve: ")
-    assert error.count("\n") == 1
 
 
 def test_a_message_in_the_models_chat_template(folder, engine, capsys):

@@ -27,11 +27,7 @@ from jaxserve.server.status import StatusError, status_error
         (OverloadedError("8 wait"), "RESOURCE_EXHAUSTED", "8 wait"),
         (DrainingError("shutting down"), "UNAVAILABLE", "shutting down"),
         (EngineFailedError("host a, pid 7"), "UNAVAILABLE", "the engine failed; request r1"),
-        (
-            NoWorkerError("no worker is left", "at a:1"),
-            "UNAVAILABLE",
-            "no worker is left; request r1",
-        ),
+        (NoWorkerError("none is left", "at a:1"), "UNAVAILABLE", "none is left; request r1"),
         (NotReadyError("starting"), "UNAVAILABLE", "starting"),
         (SlowReaderError("too slow"), "RESOURCE_EXHAUSTED", "too slow"),
         (AbortedError("aborted"), "CANCELLED", "aborted"),

@@ -1,3 +1,4 @@
+import ast
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestErro
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput, merge
+from tests import golden
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, ids_of
 from tests.jaxserve.waiting import until
@@ -205,25 +207,16 @@ def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> 
         generator.submit("hi", SamplingParams(), consumer)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt: is empty"),
-        ([], "prompt: is empty"),
-        ("x" * 99, "prompt: 100 tokens leave no room for an output: prompt and output together "),
-        ([3] * 100, "prompt: 100 tokens leave no room"),
-        ("x" * 100_000, "prompt: 100000 characters are more than 100 tokens hold"),
-        ("a\udc00", "prompt: no Unicode text: lone surrogate at 1"),
-        ([3, -1], r"prompt\[1\]: token id -1 is not in \[0, 299\]"),
-        ([3, 300], r"prompt\[1\]: token id 300 is not in \[0, 299\]"),
-        ([True], r"prompt\[0\]: True is no token id"),
-    ],
-)
-def test_a_bad_prompt_reaches_no_engine(
-    engine: FakeEngine, generator: TextGenerator, prompt: str | list[int], message: str
-) -> None:
+def test_a_bad_prompt_reaches_no_engine(engine: FakeEngine, generator: TextGenerator) -> None:
+    """`golden/text/wrong_prompts.txt` lists prompts."""
+
+    def submit(prompt: str) -> None:
+        submitted(generator, ast.literal_eval(prompt))
+
+    golden.check_refused("text/wrong_prompts.txt", InvalidRequestError, submit)
+    message = "prompt: 100000 characters are more than 100 tokens hold"
     with pytest.raises(InvalidRequestError, match=message):
-        submitted(generator, prompt)
+        submitted(generator, "x" * 100_000)
     assert engine.prompts == []
 
 

@@ -8,21 +8,10 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.messages import MessageForm
 from jaxserve.text.template import Template
+from tests.jaxserve.text.conversations import call
 
 QUESTION = {"role": "user", "content": "Now?"}
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "refusal": None,
-    "function_call": None,
-    "tool_calls": [
-        {
-            "id": "c",
-            "type": "function",
-            "function": {"name": "clock", "arguments": '{"city":"Łódź", "n": 2.0}'},
-        }
-    ],
-}
+CALL = call('{"city":"Łódź", "n": 2.0}', "clock", refusal=None, function_call=None)
 
 
 def calls(body: str) -> str:

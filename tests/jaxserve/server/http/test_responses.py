@@ -8,19 +8,13 @@ import pydantic
 import pytest
 
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
-TOOL = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["x"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
+CITY = {"city": {"type": "string", "enum": ["x"]}}
+FUNCTION = tool("weather", CITY, required=["city"], additionalProperties=False)["function"]
+TOOL = {"type": "function", **FUNCTION}
 
 
 @pytest.fixture
