@@ -6,14 +6,7 @@ import logging
 import pytest
 
 from jaxserve.progress import Progress
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.jaxserve.waiting import Clock
 
 
 class Terminal(io.StringIO):
@@ -22,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_line_updates_in_place_and_ends_once() -> None:
-    clock, terminal = Clock(), Terminal()
+    clock, terminal = Clock(100.0), Terminal()
     with Progress("compile", 3, stream=terminal, clock=clock) as progress:
         for name in ("enter", "attend", "ffn"):
             clock.now += 0.5
@@ -36,7 +29,7 @@ def test_a_terminal_line_updates_in_place_and_ends_once() -> None:
 
 
 def test_a_terminal_is_not_redrawn_for_every_item() -> None:
-    clock, terminal = Clock(), Terminal()
+    clock, terminal = Clock(100.0), Terminal()
     with Progress("load", 1000, stream=terminal, clock=clock) as progress:
         for _ in range(1000):
             clock.now += 0.001
@@ -46,7 +39,7 @@ def test_a_terminal_is_not_redrawn_for_every_item() -> None:
 
 @pytest.mark.parametrize(("process", "stream"), [(0, io.StringIO()), (1, Terminal())])
 def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(process, stream, caplog):
-    clock = Clock()
+    clock = Clock(100.0)
     with caplog.at_level(logging.INFO, "jaxserve.progress"):
         with Progress(
             "load", 5, total_bytes=5_000_000_000, process=process, stream=stream, clock=clock
@@ -64,7 +57,7 @@ def test_elsewhere_a_log_line_every_two_seconds_and_one_at_the_end(process, stre
 
 def test_an_error_leaves_a_line_that_says_where_it_stopped(caplog):
     caplog.set_level(logging.INFO, "jaxserve.progress")
-    progress = Progress("load", 7, stream=io.StringIO(), clock=Clock())
+    progress = Progress("load", 7, stream=io.StringIO(), clock=Clock(100.0))
 
     def fail() -> None:
         with progress:
@@ -78,7 +71,7 @@ def test_an_error_leaves_a_line_that_says_where_it_stopped(caplog):
 
 def test_no_time_left_is_claimed_before_anything_arrived(caplog):
     caplog.set_level(logging.INFO, "jaxserve.progress")
-    clock = Clock()
+    clock = Clock(100.0)
     with Progress("load", 2, total_bytes=15_700_000, stream=io.StringIO(), clock=clock) as progress:
         clock.now += 3.0
         progress.advance(0)
@@ -87,7 +80,7 @@ def test_no_time_left_is_claimed_before_anything_arrived(caplog):
 
 def test_a_load_ends_at_what_it_read() -> None:
     """The files hold more than this process needed."""
-    clock, terminal = Clock(), Terminal()
+    clock, terminal = Clock(100.0), Terminal()
     with Progress("load", 1, total_bytes=9_000_000, stream=terminal, clock=clock) as progress:
         clock.now += 2.0
         progress.advance(size=4_000_000)

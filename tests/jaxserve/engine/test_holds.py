@@ -11,19 +11,13 @@ from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.layout import NO_TOKEN, PageRun
+from tests.jaxserve.waiting import Clock
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def make(requests: int = 8, pages: int = 12, max_waiting: int = 4) -> tuple[Loop, Clock]:
-    clock = Clock()
+    clock = Clock(100.0)
     scheduler = Scheduler(
         groups=1,
         lanes=1,

@@ -14,16 +14,9 @@ from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import summarise
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.observe.watch import Watch, domain_shares
-from tests.jaxserve.waiting import until
+from tests.jaxserve.waiting import Clock, until
 
 MS = 1_000_000
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeProbe:
@@ -68,7 +61,7 @@ class Watched:
     """
 
     def __init__(self, measured: Measured, lanes: int = 1, collect=None) -> None:
-        self.clock, self.probe = Clock(), FakeProbe(measured)
+        self.clock, self.probe = Clock(100.0), FakeProbe(measured)
         self.watch = Watch(self.probe, lanes, *([collect] if collect else []), clock=self.clock)
 
     def sample(self) -> None:

@@ -17,13 +17,10 @@ from tests.jaxserve.text.fake_engine import FakeEngine
 class Clock:
     """A clock that goes when told, and a calendar."""
 
-    date = 1_700_000_000.0
+    date, now = 1_700_000_000.0, 100.0
 
     def time(self) -> float:
         return self.date
-
-    def __init__(self) -> None:
-        self.now = 100.0
 
     def monotonic(self) -> float:
         return self.now

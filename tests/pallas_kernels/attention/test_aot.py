@@ -1,13 +1,12 @@
 """Batches of real models compile for every TPU generation, and copy no pool of pages."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.attention.cases import cases
+from tests.pallas_kernels.gpu_aot import lines_of
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -47,16 +46,9 @@ def most_temporary_bytes(case):
 def compile_in_a_process(generation, names, limit):
     """Loads libtpu with its own settings, in a process of its own."""
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.aot", "attention", generation, *names],
-        env=aot.environment(),
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    arguments = ("attention", generation, *names)
+    lines = lines_of("pallas_kernels.aot", *arguments, env=aot.environment(), limit=limit)
+    results = [json.loads(line) for line in lines if line.startswith("{")]
     known = {case.name: case for case in cases(generation)}
     assert {result["case"] for result in results} == set(names or known)
     for result in results:
