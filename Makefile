@@ -107,7 +107,7 @@ prepare: $(VENV)/.installed-all $(GRPCURL) $(SCHEMAS)
 test: prepare
 	$(PYTEST) $(TESTS)
 
-# Prints how many tests each part has before it runs them; a part that fails does not end the others.
+# Prints first how many tests it adds. A part that fails does not end the others.
 nightly: prepare
 	@failed=0; \
 	$(BIN)/python -m pytest --collect-only -qq -m "$(NIGHTLY)" $(TESTS) | tail -1; \

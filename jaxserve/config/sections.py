@@ -98,10 +98,10 @@ class FFNRole(Section, frozen=True):
     """Slots of every ep rank (colocated: DP group) beyond those that its share of the routed
     experts takes: for replicas of busy experts, which `experts` moves there."""
     shared_ranks: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The last so many of the ep ranks (colocated: DP groups) hold the shared expert and no routed
-    ones, and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide the
-    routed experts. Its d_ff is a multiple of a routed expert's. 0: every device has a part of it,
-    or with `alltoall` every rank all of it."""
+    """Number of ep ranks (colocated: DP groups), the last ones, that hold the shared expert and no
+    routed ones, and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide
+    the routed experts. Its d_ff is a multiple of a routed expert's. 0: every device has a part of
+    it, or with `alltoall` every rank all of it."""
     whole_shared: bool = False
     """Whether every ffn device (colocated: DP group) has the whole shared expert, for its own rows
     alone, rather than a part of it for all rows: more memory, and with `link.combine: int8` it runs
@@ -415,9 +415,9 @@ class Fleet(Section, frozen=True):
     """Requests that a prefill worker may have to run; new ones are refused when all have so
     many."""
     domain_waiting: Annotated[int, Meta(ge=0, le=2**20)] = 8
-    """Requests that may wait at a domain for a slot and pages, until another domain has some;
-    further ones stay at their prefill worker, which keeps their pages (`pages.held`), or at the
-    router where there is none, as many as `prefill_waiting` says."""
+    """Requests that may wait at a domain for a slot and pages, until another domain has both;
+    further ones stay at their prefill worker, which keeps their pages (`pages.held`), or, without
+    prefill workers, at the router, up to `prefill_waiting`."""
     replay: Literal["same_weights", "any_weights"] = "same_weights"
     """Where a request goes on whose domain is lost or drains, when it has tokens already: on
     workers with the weights that it began with, or, while weights are replaced, on any."""

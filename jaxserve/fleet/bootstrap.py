@@ -87,7 +87,7 @@ def joined(
 
 
 def _cause(error: BaseException, peers: Peers) -> BaseException:
-    """What is behind an error: where it is not one of ours, a transfer may have broken because
+    """Returns the cause of an error: one that is not ours may be a transfer that broke because
     another process is gone."""
     if isinstance(peers, Follower):
         peers.fail(describe(error))

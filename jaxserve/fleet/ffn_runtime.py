@@ -201,7 +201,8 @@ class FFNMessages:
         return landing.pieces(self._worker.answer(layer, size, landing.assemble(message)))
 
     def _programs_of(self, pieces: int) -> FFNPrograms:
-        """Of domains with so many attention devices; rows of a piece stand for their tokens."""
+        """Returns the programs for domains whose messages have this number of pieces, one from each
+        attention device; the rows of a piece stand for the domain's tokens."""
         if pieces not in self._programs:
             contract = self._role.contract.of_pieces(pieces)
             self._programs[pieces] = FFNPrograms(

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """How many rows of what there is room for there are, in programs of the ffn role."""
 
     there: Mapping[int, float] = {}
-    """Of matrices with so many rows the part that is there."""
+    """Part of the rows that exist, by the number of rows that a matrix has room for."""
     chosen: float = 0
     """That a device's experts multiply, a token once for each."""
     ragged: float = 0
@@ -94,7 +94,7 @@ class CompiledProgram(NamedTuple):
     exchanging: int = 0
     """Of these, bytes that collectives read and write."""
     absent: int = 0
-    """Of the others, bytes of rows there is room for, and which are elsewhere on average."""
+    """Bytes, of the others, of rows that have room here but are on other devices on average."""
     exchanged: Mapping[str, int] = {}
     """Bytes of the larger side of collectives, by name."""
     windows: Sequence[Window] = ()

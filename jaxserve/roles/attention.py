@@ -59,7 +59,8 @@ class AttentionExecutables(NamedTuple):
 def attention_executables(
     programs: AttentionPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, AttentionExecutables]:
-    """What steps of these buckets run. What sees no pages is shared by buckets of equal tokens."""
+    """Puts together what the steps of each bucket run. Buckets with equal tokens share programs
+    that read no pages."""
     first, later = _kinds(programs)
 
     def step(bucket: Bucket) -> AttentionExecutables:

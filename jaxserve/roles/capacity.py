@@ -138,8 +138,8 @@ def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Ru
 
 
 def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, settings: Experts) -> int:
-    """Of one expert of a layer on one device, of which there is a second one where experts are read
-    for it; without ranks that could exchange experts there is no such room."""
+    """Returns the bytes of room for moving experts on a device: one expert of a layer, and a second
+    one if experts are read for it; 0 without ranks that could exchange experts."""
     ranks = templates.slots.all_ranks
     if ranks == 1 or "moe" not in templates.ffn:
         return 0

@@ -40,7 +40,8 @@ class ColocatedExecutables(NamedTuple):
 def colocated_executables(
     programs: ColocatedPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, ColocatedExecutables]:
-    """What steps of these buckets run: one program each, and those of sampling and drafts."""
+    """Puts together what the steps of each bucket run: one program, and those that sample and
+    draft."""
 
     def step(bucket: Bucket) -> ColocatedExecutables:
         predict = None

@@ -26,7 +26,7 @@ class ProgramKey(NamedTuple):
     name: ProgramName
     kind: LayerKind | FFNKind | None
     bucket: Bucket
-    """What does not depend on its pages has 1 of them; if not on its tokens, 1 of those, too."""
+    """Has 1 page if the program does not depend on pages, and 1 token if not on tokens."""
 
 
 Compiled = Mapping[ProgramKey, jax.stages.Compiled]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 CudaGraphs = Literal["default", "off", "branches"]
-"""Whether XLA turns runs of a program's kernels into command buffers, which are CUDA graphs. A
+"""Whether XLA turns consecutive kernels of a program into command buffers, which are CUDA graphs. A
 graph keeps the addresses of its kernels' arguments. At a call with other addresses XLA records
 every node again and traces custom calls, our kernels, once more (it keeps 16 graphs of those).
 
@@ -58,7 +58,7 @@ between processes a call fails. With NCCL's sends and receives the host would wa
 twice in each call, to read how many rows there are. The device kernel is one launch that reads the
 numbers itself and writes to other GPUs over NVLink and, from the device, over NICs: it needs NCCL
 2.29, and between hosts NICs that NCCL's GIN knows. It waits for rows from every device on other
-hosts, and sends none where there are none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
+hosts, but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
 so `model/ffn/collectives.py` then sends one. It was never run on a card. The scheduler lets the
 program compute what does not need the rows while they come."""
 NEEDED = (

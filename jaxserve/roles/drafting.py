@@ -107,7 +107,7 @@ class Drafting:
         last: jax.Array,
         lengths: Sequence[jax.Array],
     ) -> StepEnd:
-        """What drafters start from.
+        """Returns the sampled step, from which drafters start.
 
         Args:
           lengths: as the program that verified the drafts says; empty where there were none.

@@ -145,9 +145,9 @@ def use_compilation_cache() -> None:
     if _compile is not None:
         private: Any = compiler
         private._compile_and_write_cache, private._cache_write = _compile_and_write, _write
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for limit, least in (("min_compile_time_secs", 0.0), ("min_entry_size_bytes", -1)):
+        if (name := f"jax_persistent_cache_{limit}").upper() not in os.environ:
+            jax.config.update(name, least)
     given = jax.config.jax_compilation_cache_dir
     if given and is_url(given):
         # XLA's own caches of GPUs are files.

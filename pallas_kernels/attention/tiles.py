@@ -78,7 +78,7 @@ def tpu_tiles(
     dtype: DTypeLike,
     *,
     decode: bool,
-    default: TpuTiles | None = None,
+    default: TpuTiles,
     given: Fields | None = None,
 ) -> TpuTiles:
     """Returns the tiles for a kind of device, as JAX names it, and for a call.
@@ -88,7 +88,7 @@ def tpu_tiles(
       widths: widths of keys and of values.
       dtype: dtype of the pages.
       decode: every sequence has one token.
-      default: tiles where none are tuned; None: the device kind's.
+      default: the tiles if none are tuned (`smaller_tiles`).
       given: fields that a caller of the op sets.
     """
     name = jnp.dtype(dtype).name.replace("float8_e4m3fn", "fp8").replace("uint8", "fp8")
@@ -99,8 +99,6 @@ def tpu_tiles(
     choices = dict(TPU_CHOICES)
     if decode:
         choices = {"block_tokens": choices["block_tokens"]}
-    if default is None:
-        default = TPU.get(device_kind, TPU_DEFAULT)
     return tuned.in_force("attention", device_kind, call, default, choices, given)
 
 
