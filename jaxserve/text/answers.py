@@ -93,7 +93,11 @@ State = Callable[[str, bool], tuple[list["Piece"], str | None]]
 
 
 class AnswerParser:
-    """Parses one answer. Made by `AnswerFormat.parser`."""
+    """Parses one answer. Made by `AnswerFormat.parser`.
+
+    Attributes:
+      held: the end of the text, while it may be the beginning of a marker.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class AnswerParser:
         self._state: State = self._content
         if thinks:
             self._state = self._reasoning if thinking else self._beginning
-        self._held = ""  # text that may be the beginning of a marker
+        self.held = ""  # text that may be the beginning of a marker
         self._newlines = ""  # at the end of the reasoning so far; dropped if it ends here
         self._reader: CallReader | None = None  # of the current section of calls
         self._body = ""  # of a section in which no call has begun yet
@@ -129,12 +133,12 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Piece]:
         """Adds text; returns the pieces that are certain now, adjacent ones of a kind joined."""
-        return _joined(self._pieces(text, last=False))
+        return joined(self._pieces(text, last=False))
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """Ends the text, which was `cut` off or is complete; returns the remaining pieces."""
         self._cut = cut
-        return _joined(self._pieces("", last=True))
+        return joined(self._pieces("", last=True))
 
     def _pieces(self, text: str, last: bool) -> Iterator[Piece]:
         rest: str | None = text
@@ -144,13 +148,13 @@ class AnswerParser:
 
     def _beginning(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
         """Only white space so far: the answer may begin with reasoning."""
-        text, self._held = self._held + text, ""
+        text, self.held = self.held + text, ""
         begun = text.lstrip()
         if begun.startswith(THINK):
             self._state = self._reasoning
             return [], begun.removeprefix(THINK)
         if THINK.startswith(begun) and not last:
-            self._held = text
+            self.held = text
             return [], None
         self._state = self._content
         return [], text
@@ -226,32 +230,33 @@ class AnswerParser:
 
     def _until(self, mark: str, text: str, last: bool) -> tuple[str, str | None]:
         """The text before a marker, and the text after it, or None if there is none yet."""
-        text, self._held = self._held + text, ""
+        text, self.held = self.held + text, ""
         before, found, after = text.partition(mark)
         if found:
             return before, after
         if not last:
             held = unfinished(mark, text)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
+            text, self.held = text[: len(text) - held], text[len(text) - held :]
         return text, None
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Joins adjacent pieces of the same kind, and of the same call."""
-    joined: list[Piece] = []
-    for kind, several in itertools.groupby(pieces, _kind):
+    longer: list[Piece] = []
+    for kind, several in itertools.groupby(pieces, kind_of):
         group = list(several)
         if isinstance(kind, str):
             said: Any = {kind: "".join(getattr(piece, kind) for piece in group)}
-            joined.append(Piece(**said))
+            longer.append(Piece(**said))
         else:
             parts = [piece.call for piece in group if piece.call is not None]
             arguments = "".join(part.arguments for part in parts)
-            joined.append(Piece(call=msgspec.structs.replace(parts[0], arguments=arguments)))
-    return joined
+            longer.append(Piece(call=msgspec.structs.replace(parts[0], arguments=arguments)))
+    return longer
 
 
-def _kind(piece: Piece) -> str | int:
+def kind_of(piece: Piece) -> str | int:
+    """ "reasoning", "content" or the number of the call."""
     if piece.call is not None:
         return piece.call.number
     return "reasoning" if piece.reasoning else "content"

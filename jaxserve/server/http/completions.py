@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.exchange import Exchange
 from jaxserve.server.http.forms import grammar, with_rules
-from jaxserve.server.http.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
+from jaxserve.server.http.logprobs import CompletionLogprobsWriter, concatenated, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.server.http.sampling import of_choice, sampling_params
@@ -195,18 +195,20 @@ class _Answer:
     def _logprobs(
         self, source: Source, output: GenerationOutput, first: bool
     ) -> CompletionLogprobs | None:
-        """Those of the new tokens, preceded by those of an echoed prompt."""
+        """Log-probabilities of the new tokens, preceded by those of an echoed prompt."""
         if self._request.logprobs is None:
             return None
         index = source.job.index
         if index not in self._writers:
             self._writers[index] = CompletionLogprobsWriter(
-                self._tokenizer, bool(self._request.return_tokens_as_token_ids)
+                self._tokenizer,
+                bool(self._request.return_tokens_as_token_ids),
+                special=not source.job.params.skip_special_tokens,
             )
         writer = self._writers[index]
         if self._request.echo and output.prompt_logprobs is not None:
             prompt = writer.prompt(source.job.token_ids, output.prompt_logprobs)
-            return joined(prompt, writer.tokens(output.logprobs))
+            return concatenated(prompt, writer.tokens(output.logprobs))
         return writer.tokens(output.logprobs)
 
     def _prompt_logprobs(self, output: GenerationOutput) -> Any:

@@ -1,9 +1,11 @@
-"""Log-probabilities of tokens in the formats of completions, chats and vLLM's prompt_logprobs.
+"""Log-probabilities of tokens in the formats of completions, chats, responses and prompts.
 
-Called by `completions.py` and `chat.py`, with what the engine reported.
+Called by `completions.py`, `chat.py` and `response_route.py`, with what the engine reported.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.server.http.responses import (
@@ -13,7 +15,8 @@ from jaxserve.server.http.responses import (
     PromptLogprob,
     TopLogprob,
 )
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.answers import AnswerParser, Piece, joined, kind_of
+from jaxserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 LOWEST = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
@@ -25,21 +28,25 @@ class CompletionLogprobsWriter:
     Args:
       tokenizer: gives the texts of tokens.
       ids: whether tokens are named by their ids.
+      special: whether special tokens have text in the completion.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ids: bool = False):
+    def __init__(self, tokenizer: Tokenizer, ids: bool = False, special: bool = False):
         self._tokenizer = tokenizer
         self._name = _id_of if ids else _text
-        self._offset = 0
+        self._offset = 0  # of the first character that is not complete yet
+        self._detokenizer = IncrementalDetokenizer(tokenizer, special=special)
 
     def prompt(
         self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """Those of an echoed prompt, whose first token has none."""
-        return self._logprobs(token_ids, found)
+        """Log-probabilities of an echoed prompt, whose first token has none."""
+        logprobs = self._logprobs(token_ids, found)
+        self._offset += len(self._detokenizer.finish())
+        return logprobs
 
     def tokens(self, found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Those of new tokens."""
+        """Log-probabilities of new tokens."""
         return self._logprobs([one.token_id for one in found], found)
 
     def _logprobs(
@@ -47,7 +54,6 @@ class CompletionLogprobsWriter:
     ) -> CompletionLogprobs:
         logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, one in zip(token_ids, found, strict=True):
-            text = _text(self._tokenizer, token_id)
             name = self._name(self._tokenizer, token_id)
             logprobs.tokens.append(name)
             logprobs.text_offset.append(self._offset)
@@ -59,11 +65,11 @@ class CompletionLogprobsWriter:
                 }
                 rivals.setdefault(name, _number(one.logprob))
             logprobs.top_logprobs.append(rivals)
-            self._offset += len(text)
+            self._offset += len(self._detokenizer.push([token_id]))
         return logprobs
 
 
-def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+def concatenated(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """Concatenates the log-probabilities of consecutive tokens."""
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
@@ -98,10 +104,74 @@ def chat_logprobs(
     return ChatLogprobs(content=content)
 
 
+class MessageLogprobs:
+    """Parses an answer and says which of its tokens each piece of the message consists of.
+
+    A token belongs to the message if one of its characters does, and is told with the first piece
+    that has one. Tokens of the reasoning, of calls, of markers and of a stop string belong to none.
+
+    Args:
+      parser: of the answer.
+      tokenizer: names the tokens.
+      special: whether special tokens have text in the answer.
+    """
+
+    def __init__(self, parser: AnswerParser, tokenizer: Tokenizer, *, special: bool):
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._special = special
+        self._detokenizer = IncrementalDetokenizer(tokenizer, special=special)
+        self._read = 0  # characters of the answer
+        self._complete = 0  # characters of the tokens
+        self._tokens: deque[tuple[int, int, ChatLogprob]] = deque()  # first character, end
+        self._wanted = False
+
+    def push(
+        self, text: str, found: Sequence[TokenLogprobs]
+    ) -> Iterator[tuple[Piece, list[ChatLogprob]]]:
+        """The pieces that are certain now, each with its tokens.
+
+        Args:
+          text: the answer's new text.
+          found: the new tokens, if the request asks for them; the text may lag behind them.
+        """
+        self._wanted |= bool(found)
+        for one, token in zip(found, chat_logprobs(self._tokenizer, found).content, strict=True):
+            begin = self._complete
+            self._complete += len(self._detokenizer.push([one.token_id]))
+            if self._special or self._tokenizer.has_text(one.token_id):
+                # A token without a complete character belongs to the one that it begins.
+                self._tokens.append((begin, max(self._complete, begin + 1), token))
+        # By character, because then a piece of the message ends where the parser's `held` begins.
+        portions = list(text) if self._wanted else [text]
+        told = [one for portion in portions for one in self._pushed(portion)]
+        for _, group in itertools.groupby(told, lambda one: kind_of(one[0])):
+            pieces, tokens = zip(*group, strict=True)
+            yield joined(pieces)[0], list(itertools.chain(*tokens))
+
+    def finish(self, *, cut: bool) -> Iterator[tuple[Piece, list[ChatLogprob]]]:
+        """Ends the answer, which was `cut` off or is complete; the remaining pieces."""
+        return self._told(self._parser.finish(cut=cut))
+
+    def _pushed(self, text: str) -> Iterator[tuple[Piece, list[ChatLogprob]]]:
+        self._read += len(text)
+        return self._told(self._parser.push(text))
+
+    def _told(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, list[ChatLogprob]]]:
+        end = self._read - len(self._parser.held)
+        for piece in pieces:
+            told = []
+            while piece.content and self._tokens and self._tokens[0][0] < end:
+                _, token_end, token = self._tokens.popleft()
+                if token_end > end - len(piece.content):
+                    told.append(token)
+            yield piece, told
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, found: Sequence[TokenLogprobs | None] | None
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """Those of a prompt in vLLM's format: for every position the token and its alternatives."""
+    """A prompt's log-probabilities in vLLM's format: each position's token and alternatives."""
     if found is None:
         return None
     places: list[dict[str, PromptLogprob] | None] = []

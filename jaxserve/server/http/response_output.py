@@ -5,7 +5,7 @@ is open or ends it and opens the next. Called by `response_route.py`.
 """
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -24,7 +24,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
     text: str = ""
     annotations: list[None] = []
     logprobs: list[ChatLogprob] = []
-    """Of its tokens, if the request asks for them."""
+    """Log-probabilities of the text's tokens, if the request asks for them."""
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -155,32 +155,25 @@ class ResponseWriter:
         self.response = response
         self._events = 0
         self._open: OutputItem | None = None
-        self._logprobs: list[ChatLogprob] = []  # of tokens whose text is not certain yet
 
     def begin(self) -> Iterator[ResponseEvent]:
         """The events that begin the response."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
-    def add(
-        self, pieces: Iterable[Piece], logprobs: Sequence[ChatLogprob] = ()
-    ) -> Iterator[ResponseEvent]:
+    def add(self, told: Iterable[tuple[Piece, list[ChatLogprob]]]) -> Iterator[ResponseEvent]:
         """The events of further pieces of the answer.
 
         Args:
-          pieces: as the parser gives them.
-          logprobs: of the tokens of these pieces; those of a message are told with its text.
+          told: the pieces, each with the log-probabilities of its tokens, where they are wanted.
         """
-        self._logprobs += logprobs
-        for piece in pieces:
-            if piece.reasoning or piece.call is not None:
-                self._logprobs = []
+        for piece, logprobs in told:
             if piece.call is not None:
                 yield from self._called(piece.call)
             elif piece.reasoning:
-                yield from self._grow(ReasoningItem, piece.reasoning)
+                yield from self._grow(ReasoningItem, piece.reasoning, [])
             else:
-                yield from self._grow(MessageItem, piece.content)
+                yield from self._grow(MessageItem, piece.content, logprobs)
 
     def end(self, usage: ResponseUsage, *, complete: bool) -> Iterator[ResponseEvent]:
         """The events that end the response."""
@@ -195,7 +188,10 @@ class ResponseWriter:
         yield self._event(f"response.{status}", response=response)
 
     def _grow(
-        self, kind: type[MessageItem] | type[ReasoningItem], text: str
+        self,
+        kind: type[MessageItem] | type[ReasoningItem],
+        text: str,
+        logprobs: list[ChatLogprob],
     ) -> Iterator[ResponseEvent]:
         """Appends text to the open item, or to a new one if that is of another kind."""
         if not isinstance(self._open, kind):
@@ -205,9 +201,8 @@ class ResponseWriter:
         assert isinstance(item, MessageItem | ReasoningItem)
         item.content[0].text += text
         if isinstance(item, MessageItem):
-            told, self._logprobs = self._logprobs, []
-            item.content[0].logprobs = item.content[0].logprobs + told
-            yield self._of_part("response.output_text.delta", item, delta=text, logprobs=told)
+            item.content[0].logprobs = item.content[0].logprobs + logprobs
+            yield self._of_part("response.output_text.delta", item, delta=text, logprobs=logprobs)
         else:
             yield self._of_part("response.reasoning_text.delta", item, delta=text)
 
@@ -237,8 +232,6 @@ class ResponseWriter:
         item.status = status
         if isinstance(item, MessageItem):
             message: OutputText = item.content[0]
-            message.logprobs = message.logprobs + self._logprobs  # of a stop string, say
-            self._logprobs = []
             whole: dict[str, Any] = {"text": part.text, "logprobs": message.logprobs}
             yield self._of_part("response.output_text.done", item, **whole)
         else:

@@ -14,7 +14,7 @@ from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.logprobs import chat_logprobs
+from jaxserve.server.http.logprobs import MessageLogprobs
 from jaxserve.server.http.requests import ChatRequest
 from jaxserve.server.http.response_input import (
     NAMES,
@@ -75,13 +75,13 @@ async def _events(
     tokenizer: Tokenizer,
 ) -> AsyncIterator[Iterable[ResponseEvent]]:
     """The events of a response, as the model generates it."""
+    special = not source.job.params.skip_special_tokens
+    located = MessageLogprobs(parser, tokenizer, special=special)
     async for output in source.outputs():
         count.add(source, output)
-        yield writer.add(
-            parser.push(output.text), chat_logprobs(tokenizer, output.logprobs).content
-        )
+        yield writer.add(located.push(output.text, output.logprobs))
         if output.finish_reason is not None:
-            yield writer.add(parser.finish(cut=output.finish_reason == "length"))
+            yield writer.add(located.finish(cut=output.finish_reason == "length"))
             usage = _usage(count, writer.response, tokenizer)
             yield writer.end(usage, complete=output.finish_reason == "stop")
 

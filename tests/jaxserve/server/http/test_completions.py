@@ -157,6 +157,13 @@ class TestLogprobs:
         assert logprobs["top_logprobs"][0] is None
         assert rig.engine.params[0].prompt_logprobs == 1
 
+    def test_offsets_count_whole_characters(self, rig: HttpRig) -> None:
+        """The tokens of a character have its offset; names such as "bytes:..." do not count."""
+        rig.engine.script = ids_of("\u00e9x")
+        choice = rig.complete(prompt="\u00fc", echo=True, logprobs=0).json()["choices"][0]
+        assert choice["text"] == "\u00fc\u00e9x"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 2]  # bos first
+
     @pytest.mark.parametrize("chunk", [1, 2, 13])
     def test_of_a_stream(self, rig: HttpRig, chunk: int) -> None:
         rig.engine.chunk = chunk

@@ -161,23 +161,30 @@ class TestLogprobs:
         response = sdk.responses.create(model="fake", input="hi")
         assert response.output[0].content[0].logprobs == []
 
-    def test_not_of_reasoning(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
-        """The text comes in a later step than the end of the reasoning."""
-        wide.engine.script = ids_of("why</think>yes")
-        wide.engine.chunk = wide.engine.allowed = len("why</think>")
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 1000])
+    def test_of_the_message_alone(self, sdk: openai.OpenAI, wide: HttpRig, chunk: int) -> None:
+        """Tokens of the reasoning, of calls, markers and dropped newlines belong to no message."""
+        wide.engine.script = ids_of(f"why</think>\n\ny\u00e9s <b{CALL}")
+        wide.engine.chunk = chunk
         extra = {"chat_template_kwargs": {"enable_thinking": True}}
-        stream = sdk.responses.create(
-            model="fake", input="hi", top_logprobs=1, stream=True, extra_body=extra
-        )
-        told = []
-        for event in stream:
-            if event.type == "response.reasoning_text.delta":
-                wide.engine.allowed = None
-            if event.type == "response.output_text.delta":
-                told.append(event.logprobs)
-        texts = "".join(one.token for logprobs in told for one in logprobs)
-        assert texts.endswith("yes")
-        assert "why" not in texts
+        fields: dict = {"model": "fake", "input": "hi", "top_logprobs": 1, "tools": [TOOL]}
+        whole = sdk.responses.create(**fields, extra_body=extra)
+        with sdk.responses.create(**fields, stream=True, extra_body=extra) as stream:
+            found = list(stream)
+        deltas = [event for event in found if event.type == "response.output_text.delta"]
+        told = [one for delta in deltas for one in delta.logprobs]
+        assert bytes(byte for one in told for byte in one.bytes or []).decode() == "y\u00e9s <b"
+        for delta in deltas:  # every character came with its own tokens
+            assert len(delta.logprobs) == len(delta.delta.encode())
+        for response in (whole, found[-1].response):
+            assert [item.type for item in response.output] == [
+                "reasoning",
+                "message",
+                "function_call",
+            ]
+            part = response.output[1].content[0]
+            assert part.text == "y\u00e9s <b"
+            assert [one.token for one in part.logprobs] == [one.token for one in told]
 
 
 def test_truncation_leaves_out_the_first_items(wide: HttpRig) -> None:
