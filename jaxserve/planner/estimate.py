@@ -1,20 +1,22 @@
 """A deployment's speed, estimated from its compiled programs: no device has run them.
 
-Called by `plan estimate`, which compiles and counts, or reads what was counted. Arithmetic over
-counts; what it takes for granted is `pallas_kernels/estimate/assumptions.py`. A stage is a lane's
-work for one layer on one role: launches, bytes, what its kernels take beyond their bytes, and its
-collectives, one after the other, but for the kernels that the program's schedule has beside one.
+Called by `plan estimate`, which compiles and counts, or reads earlier counts. The arithmetic uses
+the assumptions of `pallas_kernels/estimate/assumptions.py`. A stage is a lane's work for one layer
+on one role: launches, bytes, the time of its kernels beyond their bytes, and its collectives.
+
+The figure charges every byte and every kernel, one after the other. The range around it spans
+what is not known without a device: `cases`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.errors import ConfigError
-from pallas_kernels.estimate.assumptions import assumed
+from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
 """The shared expert's kernels, each beside one of the last collectives of `ffn_moe`."""
@@ -24,19 +26,19 @@ class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A collective of a program, and the kernels between its start and its end."""
 
     collective: str
-    """As of `ProgramCounts.exchanged`."""
+    """Name, a key of `ProgramCounts.exchanged`."""
     size: int
-    """Its share of that."""
+    """Bytes of `ProgramCounts.exchanged` that this collective moves."""
     exchanging: int
-    """Bytes that it reads and writes."""
+    """Bytes that the collective reads and writes."""
     instructions: int
-    """The kernels."""
+    """Number of kernels."""
     bytes: int
-    """And theirs, without those of rows that no token chose."""
+    """Bytes of the kernels, without rows that no token chose."""
 
 
 class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was counted of one program, of one device."""
+    """Counts of one program on one device."""
 
     layers: int
     """Layers that run it in a step."""
@@ -46,19 +48,19 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: int
     """Arrays that a call takes."""
     exchanging: int = 0
-    """Of the bytes those that collectives read and write: while the links move them, and faster."""
+    """Part of `bytes` that collectives read and write, while the slower links move them."""
     absent: int = 0
-    """Of the others, those of rows that no token chose on average: there is room for all choices,
-    and kernels touch the rows of the experts that are here."""
+    """Part of the other bytes that belongs to rows no token chose on average. Buffers have room for
+    all choices, but kernels touch only rows of the experts on the device."""
     exchanged: dict[str, int] = {}
-    """Bytes of collectives, by name and the mesh axes that they go over, or how many neighbours, if
-    not all; of another one of a name behind "2. "."""
+    """Bytes of collectives by name and by the mesh axes, or the number of neighbours, that they go
+    over. A second collective of the same name starts with "2. "."""
     beside: list[Beside] = []
-    """Those of them that kernels run beside; all counted above, too."""
+    """Collectives that kernels run beside; included in the counts above."""
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a deployment: what `plan estimate --count` writes, and `configs/estimates/` keeps."""
+    """Counts of a deployment, written by `plan estimate --count` into `configs/estimates/`."""
 
     config: str
     model: str
@@ -67,51 +69,52 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topology: str
     context: int
     tokens: int
-    """Of a lane in a step, on all devices of attention together."""
+    """Tokens of a lane in a step, on all attention devices together."""
     dp: int
     tp: int
     ep: int
     ffn_tp: int
     process_devices: int
-    """Devices of a process, which has one role; on GPUs a process a device is what starts
-    (launch/README.md)."""
+    """Devices of a process, which has one role. On GPUs `launch` starts a process a device."""
     lanes: int
-    """Lanes that take turns: a sequence has a token when all have been through all layers."""
+    """Lanes that take turns: a sequence has a token when all lanes have passed all layers."""
     kernels: dict[str, float]
-    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes, and of those of
-    the shared expert (`SHARED`), where it has its own."""
+    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes, and of the
+    shared expert's own kernels (`SHARED`)."""
     cached: int
     """Bytes of the cache that a device reads in a layer."""
     message: dict[str, int]
     """Bytes of a device's `dispatch` and `combine`."""
     programs: dict[str, ProgramCounts]
     instances: int = 1
-    """Of the ffn role: copies of a message, and answers to it."""
+    """Instances of the ffn role: copies of a message, and answers to it."""
+    sorts: int = 1
+    """Calls of `sort_choices` in `ffn_moe`."""
     note: str = "estimate"
 
     @property
     def meshes(self) -> dict[str, tuple[int, int]]:
-        """Of the roles."""
+        """Returns the mesh sizes of the roles."""
         return {"attention": (self.dp, self.tp), "ffn": (self.ep, self.ffn_tp)}
 
     def members(self, role: str) -> tuple[int, int]:
-        """Of the role's mesh, or of an instance's, between which nothing moves."""
+        """Returns the mesh of a role, of a single instance for ffn: collectives stay inside one."""
         outer, inner = self.meshes[role]
         return (outer // self.instances if role == "ffn" else outer), inner
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Returns the layers of the model."""
         return sum(one.layers for name, one in self.programs.items() if name.startswith("ffn"))
 
     @property
     def devices(self) -> dict[str, int]:
-        """Of the roles."""
+        """Returns the number of devices of each role."""
         return {role: outer * inner for role, (outer, inner) in self.meshes.items()}
 
 
 class Bounds(NamedTuple):
-    """Seconds that a lane's layer occupies each of what it passes; the longest sets the pace."""
+    """Seconds that a lane's layer occupies each resource. The longest sets the pace."""
 
     attention: float
     ffn: float
@@ -119,7 +122,7 @@ class Bounds(NamedTuple):
     host: float
 
     def longest(self) -> str:
-        """Its name."""
+        """Returns the name of the resource that sets the pace."""
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
@@ -138,8 +141,12 @@ def read(path: Path) -> Counts:
 
 
 def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, float]:
-    """Of a program: work, and collectives, of a role whose mesh has axes of these sizes; the inner
-    one is tp."""
+    """Returns the seconds of a program's own work and of its collectives.
+
+    Args:
+      outer: size of the role's outer mesh axis.
+      inner: size of its tp axis.
+    """
     moved = one.bytes - one.exchanging - one.absent
     work = one.instructions * assumed("h200.node") + moved / assumed("h200.memory")
     return work, sum(
@@ -150,11 +157,11 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
 def hidden_seconds(
     one: ProgramCounts, outer: int, inner: int, beyond: Sequence[float] = ()
 ) -> float:
-    """Of what `program_seconds` has one after the other, what goes by side by side.
+    """Returns the seconds of `program_seconds` that collectives and kernels beside them share.
 
-    Whichever takes longer sets the time: the collective, or the kernels beside it. They have the
-    multiprocessors that its own kernel leaves them, and the memory while it does not read and write
-    it.
+    The longer of a collective and the kernels beside it sets the time. The kernels run on the
+    multiprocessors that the collective's own kernel leaves, and have the memory while the
+    collective does not use it.
 
     Args:
       beyond: seconds that kernels beside the last collectives, one each, take beyond their bytes.
@@ -174,13 +181,13 @@ def hidden_seconds(
 
 
 def _exchange_seconds(name: str, size: int, outer: int, inner: int) -> float:
-    """`collective_seconds` of one by its name, as of `ProgramCounts.exchanged`."""
+    """Returns `collective_seconds` of a collective named as in `ProgramCounts.exchanged`."""
     members = _members(name, outer, inner)
     return collective_seconds(size, *members, apart="all-to-all" in name)
 
 
 def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
-    """Of a collective's group: all, and those on one host; neighbours on the inner axis first."""
+    """Returns a collective's group size, and its members on one host, the inner axis first."""
     host = int(assumed("h200.host_devices"))
     _, _, over = name.partition(" over ")
     axes = over.split()
@@ -195,11 +202,13 @@ def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
 
 
 def collective_seconds(size: int, devices: int, local: int, *, apart: bool = False) -> float:
-    """Over the fast links, and over one NIC a GPU where it leaves the host: what goes there is
-    gathered, or summed up, among the `local` ones of a host, and each carries its share.
+    """Returns the seconds of a collective over the fast links, and one NIC a GPU between hosts.
+
+    Bytes that leave the host are gathered, or summed up, among its `local` devices, each of which
+    carries its share.
 
     Args:
-      apart: every device has others' bytes (all-to-alls): each carries all that leaves the host.
+      apart: every device has other bytes (all-to-all), so each carries all that leaves the host.
     """
     if devices == 1:
         return 0.0
@@ -212,7 +221,7 @@ def collective_seconds(size: int, devices: int, local: int, *, apart: bool = Fal
 
 
 def stage_seconds(counts: Counts) -> dict[str, float]:
-    """Of every program, collectives included where nothing hides them."""
+    """Returns the seconds of every program, with the part of collectives that nothing hides."""
     found = {}
     for name, one in counts.programs.items():
         role = "ffn" if name.startswith("ffn") else "attention"
@@ -220,16 +229,18 @@ def stage_seconds(counts: Counts) -> dict[str, float]:
         if name.startswith(("attend", "enter")):
             seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
         if name.endswith("_moe") and role == "ffn":
-            seconds += counts.kernels["ffn"] + sum(_shared(counts))
+            # A launch of each sort is among the program's instructions.
+            sorting = counts.sorts * max(0.0, assumed("h200.sort") - assumed("h200.node"))
+            seconds += counts.kernels["ffn"] + sum(_shared(counts)) + sorting
         found[name] = seconds
     return found
 
 
 def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
-    """On the mean of all layers; a step's end counts as attention's.
+    """Returns the seconds of each resource, the mean of all layers. Attention has a step's end.
 
     Args:
-      process_devices: instead of those counted.
+      process_devices: devices of a process instead of the counted number.
     """
     seconds = stage_seconds(counts)
     host = sum(host_parts(counts, process_devices).values())
@@ -240,23 +251,23 @@ def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
 
 
 def _mean(counts: Counts, seconds: dict[str, float], *, ffn: bool) -> float:
-    """Of a role's programs, for a layer."""
+    """Returns the mean of a role's programs for a layer."""
     programs = counts.programs
     chosen = [name for name in programs if name.startswith("ffn") == ffn]
     return sum(programs[name].layers * seconds[name] for name in chosen) / counts.layers
 
 
 def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
-    """Seconds that a lane's layer takes of the busiest process's thread that enqueues, by what it
-    does: a call of a program, its launches, a message with its answer, and the plans to the other
-    processes of its host and to other hosts, which the first of attention's sends and the first of
-    each host hands on.
+    """Returns the seconds that a lane's layer takes of the busiest process's enqueueing thread.
 
-    The calling thread launches a single device's kernels; of several each has a thread (XLA's
-    `PjRtStreamExecutorLoadedExecutable::Execute`), taken to be as fast side by side.
+    The parts are the program's call, its arguments and launches, a message with its answer, and
+    the plans that attention's first process sends and each host's first process hands on.
+
+    The calling thread launches the kernels of a single device. With several devices each has a
+    thread (XLA's `PjRtStreamExecutorLoadedExecutable::Execute`), assumed to be as fast.
 
     Args:
-      process_devices: instead of those counted.
+      process_devices: devices of a process instead of the counted number.
     """
     own = process_devices or counts.process_devices
     call = assumed("host.call") + (own - 1) * assumed("host.call_device")
@@ -285,78 +296,171 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
 
 
 def tokens_per_device(counts: Counts, pace: float) -> float:
-    """Tokens a second of a device, all roles counted, if a lane's layer takes `pace` seconds."""
+    """Returns tokens/s a device of all roles when a lane's layer takes `pace` seconds."""
     return counts.tokens / (counts.layers * pace) / sum(counts.devices.values())
 
 
 def between_tokens(counts: Counts, pace: float) -> float:
-    """Seconds between two tokens of a sequence, if a lane's layer takes `pace` seconds: its lane
-    comes to the same layer again when the others have been there."""
+    """Returns the seconds between two tokens of a sequence when a lane's layer takes `pace`
+    seconds: all lanes pass a layer before the first comes back to it."""
     return counts.lanes * counts.layers * pace
 
 
+class Case(NamedTuple):
+    """A set of assumptions and the speed that follows from it."""
+
+    name: str
+    pace: float
+    """Seconds of a lane's layer."""
+    bound: str
+    """Resource that sets the pace."""
+
+
+def figure(counts: Counts, process_devices: int = 0) -> Case:
+    """Returns the figure: every byte and kernel charged, one after the other.
+
+    Args:
+      process_devices: devices of a process instead of the counted number.
+    """
+    found = bounds(every_byte(counts), process_devices)
+    return Case("everything charged, nothing side by side", max(found), found.longest())
+
+
+def best(counts: Counts) -> Case:
+    """Returns the upper end of the range: published costs, and collectives beside kernels."""
+    with assuming(PUBLISHED):
+        found = bounds(counts)
+        name = "kernels beside collectives as scheduled, " + _named(PUBLISHED)
+    return Case(name, max(found), found.longest())
+
+
+def adverse(counts: Counts, *, serial: bool = True, waits: bool = True) -> Case:
+    """Returns the speed of the figure's charges plus costs that only a device can exclude.
+
+    Args:
+      serial: receives run on the compute stream, so the network's time adds to both roles.
+      waits: messages wait for a wave of attention's blocks.
+    """
+    found = bounds(every_byte(counts))
+    receiving = found.network if serial else 0.0
+    waiting = assumed("h200.contention") if waits else 0.0
+    found = found._replace(
+        attention=found.attention + receiving + waiting, ffn=found.ffn + receiving
+    )
+    names = ["receives on the compute stream"] * serial
+    names += [f"a message waits {_micro(assumed('h200.contention'))} for attention"] * waits
+    return Case(", ".join(names), max(found), found.longest())
+
+
+def worst(counts: Counts) -> Case:
+    """Returns the lower end of the range: all adverse costs together."""
+    with assuming(ADVERSE):
+        found = adverse(counts)
+    return found._replace(name=f"everything charged, {_named(ADVERSE)}, {found.name}")
+
+
+def cases(counts: Counts) -> list[Case]:
+    """Returns the figure with one adverse cost at a time."""
+    found = []
+    for name, value in ADVERSE.items():
+        with assuming({name: value}):
+            found.append(figure(counts)._replace(name=_named({name: value})))
+    found.append(adverse(counts, waits=False))
+    found.append(adverse(counts, serial=False))
+    return found
+
+
+_WORDS = {
+    "h200.node": "launches {}",
+    "h200.sort": "a sort of choices {}",
+    "h200.collective": "collectives {}",
+    "host.message": "{} of the host a message",
+}
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return ", ".join(_WORDS[name].format(_micro(value)) for name, value in values.items())
+
+
+def _micro(seconds: float) -> str:
+    return f"{seconds * 1e6:g} µs"
+
+
 def lines(counts: Counts) -> list[str]:
-    """For people."""
-    seconds, found = stage_seconds(counts), bounds(counts)
+    """Returns the report of a deployment."""
+    charged = every_byte(counts)
+    seconds, own = stage_seconds(charged), figure(counts)
     result = [
-        f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}, read from compiled "
-        "programs; nothing was measured.",
-        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'hidden':>7}",
+        f"{_title(counts)}, read from compiled programs; nothing was measured.",
+        f"{_speed(counts, own)}: {own.name}",
+        f"range {_range(counts)}; between",
+        *(f"  {_case(counts, case)}" for case in (worst(counts), best(counts))),
+        "the figure with one cost more:",
+        *(f"  {_case(counts, case)}" for case in cases(counts)),
+        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'beside':>7}",
     ]
     for name, one in counts.programs.items():
         result.append(
             f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
             f"{seconds[name] * 1e6:>7.1f} {_hidden(counts, name) * 1e6:>7.1f}"
         )
+    result.append("µs of a lane's layer: " + _times(bounds(charged)._asdict()))
     for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
-        here = bounds(counts, devices)
+        here = figure(counts, devices)
         result.append(
-            f"{devices} GPU(s) a process: {_speed(counts, here)}; {_by_resource(counts, here)}"
+            f"{devices} GPU(s) a process: {_rate(counts, here)}, bound by {here.bound}; the host's "
+            f"µs: {_times(host_parts(counts, devices))}"
         )
-        result.append("  of the host's µs: " + _times(host_parts(counts, devices)))
-    strict = bounds(every_byte(counts))
-    pace = max(strict)
-    return [
-        *result,
-        "µs of a lane's layer: " + _times(found._asdict()),
-        f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, bound by {strict.longest()}, with "
-        "the bytes of collectives and of rows that no token chose, one after the other: "
-        + _times(strict._asdict()),
-    ]
+    return result
 
 
 def one_line(counts: Counts) -> str:
-    """Of another deployment."""
+    """Returns the figure and range of a deployment that is not shown in full."""
     return (
-        f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}: "
-        f"{_speed(counts, bounds(counts))}; more with --config {counts.config}"
+        f"{_title(counts)}: {_speed(counts, figure(counts))}; range {_range(counts)}; more with "
+        f"--config {counts.config}"
     )
 
 
-def _speed(counts: Counts, found: Bounds) -> str:
-    pace = max(found)
+def _title(counts: Counts) -> str:
+    return f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}"
+
+
+def _range(counts: Counts) -> str:
+    ends = (f"{tokens_per_device(counts, one(counts).pace):.0f}" for one in (worst, best))
+    return f"{' to '.join(ends)} tokens/s a GPU"
+
+
+def _case(counts: Counts, case: Case) -> str:
+    return f"{tokens_per_device(counts, case.pace):.0f}, bound by {case.bound}: {case.name}"
+
+
+def _rate(counts: Counts, case: Case) -> str:
+    return f"{tokens_per_device(counts, case.pace):.0f} tokens/s a GPU"
+
+
+def _speed(counts: Counts, case: Case) -> str:
     return (
-        f"{tokens_per_device(counts, pace):.0f} tokens/s a GPU, {counts.lanes * counts.tokens} "
-        f"sequences with a token every {between_tokens(counts, pace) * 1e3:.1f} ms, bound by "
-        f"{found.longest()}"
+        f"{_rate(counts, case)}, {counts.lanes * counts.tokens} sequences with a token every "
+        f"{between_tokens(counts, case.pace) * 1e3:.1f} ms, bound by {case.bound}"
     )
 
 
 def _hidden(counts: Counts, name: str) -> float:
-    """`hidden_seconds` of a program."""
+    """Returns `hidden_seconds` of a program."""
     one, role = counts.programs[name], "ffn" if name.startswith("ffn") else "attention"
     beyond = _shared(counts) if name == "ffn_moe" and one.beside else []
     return hidden_seconds(one, *counts.meshes[role], beyond)
 
 
 def _shared(counts: Counts) -> list[float]:
-    """Of the shared expert's kernels, if it has its own."""
+    """Returns the seconds of the shared expert's own kernels beyond their bytes."""
     return [counts.kernels[name] for name in SHARED if name in counts.kernels]
 
 
 def every_byte(counts: Counts) -> Counts:
-    """As if collectives took the time of their bytes beside that of the links, nothing ran beside
-    them, and kernels touched all rows there is room for."""
+    """Returns counts that charge everything: the bytes of collectives beside the links' time,
+    nothing beside collectives, and all rows that buffers have room for."""
     programs = {
         name: msgspec.structs.replace(one, exchanging=0, absent=0, beside=[])
         for name, one in counts.programs.items()
@@ -364,19 +468,14 @@ def every_byte(counts: Counts) -> Counts:
     return msgspec.structs.replace(counts, programs=programs)
 
 
-def _by_resource(counts: Counts, found: Bounds) -> str:
-    return "if it were alone: " + ", ".join(
-        f"{name} {tokens_per_device(counts, seconds):.0f}"
-        for name, seconds in found._asdict().items()
-    )
-
-
 def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
 
 def measurements(counts: Counts) -> list[dict[str, object]]:
-    """What `--calibration` reads: stages without their collectives, labelled as estimates."""
+    """Returns the figure's stages without their collectives, for `--calibration`, labelled as
+    estimates."""
+    counts = every_byte(counts)
     seconds, found = stage_seconds(counts), []
     for op, name in (("attend", "attend_moe"), ("ffn", "ffn_moe"), ("leave", "leave")):
         if name in seconds:

@@ -22,9 +22,9 @@ from pallas_kernels.estimate import model as kernels
 
 ESTIMATES = CONFIGS / "estimates"
 COMMITTED = ESTIMATES / "step3-h200.json"
-"""What is shown if no deployment is named."""
+"""Counts shown when no deployment is named."""
 PROGRAMS = ("enter", "attend", "leave", "ffn")
-"""Of a step; a layer's have their kind behind it."""
+"""Programs of a step. Programs of a layer append the layer's kind."""
 
 
 def add_estimate(command: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def counts_of(config: Path | None) -> Path:
-    """Where the counts of a deployment file are kept; of none, Step-3's."""
+    """Returns the path of a deployment file's counts; without a file, of Step-3's."""
     return COMMITTED if config is None else ESTIMATES / f"{config.stem}-h200.json"
 
 
@@ -157,14 +157,16 @@ def _counts(
         },
         programs=programs,
         instances=ffn.instances,
+        # Choices by expert and, with an all-to-all, by rank.
+        sorts=1 + (exchange_of(config, deployment) == "alltoall"),
     )
 
 
 def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> str:
-    """The case whose kernels multiply what an ffn device has of the experts, for as many tokens.
+    """Returns the counted case of an ffn device's experts and tokens.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: no case matches.
     """
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
@@ -185,7 +187,7 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
 
 
 def _name_of(shape: tuple[int, ...]) -> str | None:
-    """Of an expert layer on a device, an `ExpertShape`, if it is a known one."""
+    """Returns the name of a known `ExpertShape`, or None."""
     from pallas_kernels.grouped_matmul.shapes import SHAPES  # imports JAX
 
     return next((name for name, known in SHAPES.items() if known == shape), None)
@@ -194,11 +196,12 @@ def _name_of(shape: tuple[int, ...]) -> str | None:
 def _shared_kernels(
     config: ModelConfig, deployment: Deployment, bucket: Bucket
 ) -> dict[str, float]:
-    """Seconds beyond their bytes of the kernels that multiply a device's own rows by the shared
-    expert, or its instance's part of it; none, where others do it, or none were counted.
+    """Returns the seconds beyond their bytes of the shared expert's own kernels on a device.
+
+    Empty where XLA multiplies the shared expert, or no kernel was counted.
 
     Raises:
-      ConfigError: they were counted for other numbers of rows.
+      ConfigError: kernels were counted for other numbers of rows.
     """
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
@@ -216,20 +219,23 @@ def _shared_kernels(
 
 
 def _beyond_bytes(case: str, work: float) -> float:
-    """Seconds that a kernel takes for so many positions, or rows, beyond its bytes' time.
+    """Returns a kernel's seconds beyond the time of its bytes.
+
+    Args:
+      work: positions or rows.
 
     Raises:
-      ConfigError: nothing was counted of the case.
+      ConfigError: the case was not counted.
     """
     one = _counted(case)
     return sum(kernels.beyond_memory(one)) * work / float(one["work"])
 
 
 def _counted(case: str) -> dict[str, Any]:
-    """What was counted of it.
+    """Returns the counts of a case.
 
     Raises:
-      ConfigError: nothing.
+      ConfigError: the case was not counted.
     """
     counts: list[dict[str, Any]] = kernels.read_counts()["h200"]
     for one in counts:

@@ -1,16 +1,20 @@
-"""What the estimates take for granted, each with its source: the only place for such numbers.
+"""Assumptions behind the estimates, each with its source: the only place for such numbers.
 
-Read by `model.py`, printed by `python -m pallas_kernels.estimate --assumptions`. Nothing here was
-measured by this project.
+Read by `model.py` and the planner's `estimate.py`. `python -m pallas_kernels.estimate
+--assumptions` prints them. This project measured none of them on a GPU.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pallas_kernels.estimate.sass import Latencies
 
 
 class Assumption(NamedTuple):
-    """A number, its unit, and where it is from."""
+    """A number, its unit and its source."""
 
     value: float
     unit: str
@@ -32,11 +36,26 @@ ASSUMPTIONS = {
         4096, "FLOP/cycle", "of a multiprocessor, 16 bits: 989 TFLOP/s at 1.83 GHz (data sheet)"
     ),
     "h200.l2": Assumption(27, "B/cycle", "of a multiprocessor from the L2 cache, by " + _DISSECTED),
+    "h200.attention": Assumption(
+        660e12,
+        "FLOP/s",
+        "most that a published attention kernel reaches: FlashMLA, BF16 decode, H800 SXM5 "
+        "(github.com/deepseek-ai/FlashMLA)",
+    ),
     "h200.node": Assumption(1.7e-6, "s", "a kernel behind another one, beside its bytes; a guess"),
+    "h200.sort": Assumption(
+        11e-6, "s", "sort_choices of a step's choices, launch included: 7.6 to 11 by machine code"
+    ),
     "h200.link": Assumption(450e9, "B/s", "NVLink one way, data sheet"),
     "h200.network": Assumption(50e9, "B/s", "of a GPU: 400 Gbit/s NIC, DGX H200 data sheet"),
     "h200.host_devices": Assumption(8, "", "GPUs of a host, DGX H200 data sheet"),
     "h200.collective": Assumption(10e-6, "s", "latency of a collective, as the planner has it"),
+    "h200.contention": Assumption(
+        63e-6,
+        "s",
+        "that a message waits for attention's grid of 132 blocks, one a multiprocessor: NCCL's "
+        "kernel starts with a second wave, by count; charged in the adverse case alone",
+    ),
     "h200.collective_multiprocessors": Assumption(
         24,
         "",
@@ -119,13 +138,43 @@ LATENCIES = Latencies(
         "NOP": ("issue", 1),
     },
 )
-"""Cycles: results by arXiv 2402.13499; units of a scheduler by the throughputs of the programming
-guide (a warp of 32 over a quarter of a multiprocessor's); other instructions take two cycles of the
-integer unit, and 20 until their result is there if they have a scoreboard."""
+"""Cycles. Results by arXiv 2402.13499. Units of a scheduler by the programming guide's throughputs
+(a warp of 32 over a quarter of a multiprocessor's). Other instructions take two cycles of the
+integer unit, and 20 until their result is available if they have a scoreboard."""
 
 SOURCES = (_DISSECTED, _GUIDE)
 
 
+PUBLISHED: Mapping[str, float] = {
+    "h200.node": 3e-6,
+    "h200.sort": 7.6e-6,
+    "h200.collective": 15e-6,
+    "host.message": 60e-6,
+}
+"""Fastest values that others published or that machine code allows, where the ones above are
+guesses: launches of dependent small kernels, NCCL's and DeepEP's small collectives, the host's
+part of a message (one NCCL batch took 88 µs of the host, openxla/xla #35113)."""
+
+ADVERSE: Mapping[str, float] = {
+    "h200.node": 3e-6,
+    "h200.collective": 20e-6,
+    "host.message": 100e-6,
+}
+"""Slowest values expected of the same costs."""
+
+_INSTEAD: ContextVar[Mapping[str, float]] = ContextVar("assumptions", default=MappingProxyType({}))
+
+
+@contextmanager
+def assuming(values: Mapping[str, float]) -> Iterator[None]:
+    """Replaces assumptions inside a `with` block."""
+    token = _INSTEAD.set({**_INSTEAD.get(), **values})
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
 def assumed(name: str) -> float:
-    """The value."""
-    return ASSUMPTIONS[name].value
+    """Returns the value of an assumption, or its replacement inside `assuming`."""
+    return _INSTEAD.get().get(name, ASSUMPTIONS[name].value)

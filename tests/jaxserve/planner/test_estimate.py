@@ -19,7 +19,7 @@ from jaxserve.planner.measurements import (
 )
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.layout import Bucket
-from pallas_kernels.estimate.assumptions import assumed
+from pallas_kernels.estimate.assumptions import assumed, assuming
 from tests import golden
 
 
@@ -44,6 +44,7 @@ COUNTS = estimate.Counts(
     kernels={"attend": 10e-6, "ffn": 20e-6},
     cached=43_000_000,
     message={"dispatch": 500_000, "combine": 1_000_000},
+    sorts=0,
     programs={
         "attend_moe": program(10, 4_300_000, arguments=12),
         "ffn_moe": program(20, 430_000_000, arguments=8, exchanged={"all-gather over tp": 0}),
@@ -70,6 +71,31 @@ def test_bytes_that_take_no_time():
     found = estimate.stage_seconds(counts)["ffn_moe"]
     assert found == pytest.approx(34e-6 + 70e-6 + 10e-6 + 20e-6)
     assert estimate.bounds(estimate.every_byte(counts)) == estimate.bounds(COUNTS)
+
+
+def test_sorts_take_longer_than_a_launch():
+    """11 µs each, of which the launch of 1.7 is among the program's."""
+    counts = msgspec.structs.replace(COUNTS, sorts=2)
+    assert estimate.stage_seconds(counts)["ffn_moe"] == pytest.approx(164e-6 + 2 * 9.3e-6)
+
+
+def test_the_figure_charges_everything_and_the_range_spans_what_is_unknown():
+    """The ffn's 164 µs, and the host's 156. Best: launches are 20 x 1.3 µs slower, a collective 5,
+    and the 43 MB that collectives move are free: 185. Worst: so are launches, a collective is 10
+    slower, and receiving takes the network's 20. A message takes 39 or 79 µs more of the host."""
+    counts = counts_with(exchanging=43_000_000)
+    assert estimate.figure(counts)[1:] == (pytest.approx(164e-6), "ffn")
+    assert estimate.best(counts)[1:] == (pytest.approx(195.4e-6), "host")
+    assert estimate.worst(counts)[1:] == (pytest.approx(235.4e-6), "host")
+    with assuming({"host.launch": 0}):
+        assert estimate.best(counts)[1:] == (pytest.approx(185e-6), "ffn")
+        assert estimate.worst(counts)[1:] == (pytest.approx(220e-6), "ffn")
+    # A message that waits for a wave of attention's blocks is attention's time.
+    slow = msgspec.structs.replace(COUNTS, kernels={"attend": 110e-6, "ffn": 20e-6})
+    assert estimate.adverse(slow)[1:] == (pytest.approx((138 + 20 + 63) * 1e-6), "attention")
+    _, first, second, *_ = estimate.lines(counts)
+    assert first.startswith("762195 tokens/s a GPU, 3000 sequences with a token every 1.0 ms")
+    assert second == "range 531011 to 639713 tokens/s a GPU; between"
 
 
 def test_the_longest_sets_the_pace():
@@ -218,9 +244,10 @@ def test_counts_of_deployments(capsys):
     assert main(["estimate"]) == 0
     golden.check("planner/estimate.txt", capsys.readouterr().out)
     assert main(["estimate", "--config", "step3-alltoall"]) == 0
-    own = capsys.readouterr().out
-    assert own.startswith("ESTIMATE of step3-alltoall on h200:4x8 at 4096, read from")
-    assert "1 GPU(s) a process: 6045 tokens/s a GPU, 6144 sequences with a token every 31.8" in own
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("ESTIMATE of step3-alltoall on h200:4x8 at 4096, read from")
+    assert second.startswith("3521 tokens/s a GPU, 6144 sequences with a token every 54.5 ms")
+    assert third == "range 2687 to 4812 tokens/s a GPU; between"
 
 
 def shared_kernels(tokens, overrides=()):
