@@ -345,7 +345,8 @@ class GrammarCompiler:
     @functools.cached_property
     def _llguidance_tokenizer(self) -> llguidance.LLTokenizer:
         wrapper = llguidance.TokenizerWrapper(self._tokens)
-        return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size)
+        ends = sorted(self._tokenizer.eos_token_ids) or None
+        return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=ends)
 
 
 class _Tokens:

@@ -14,7 +14,9 @@ from jaxserve.server.structured_outputs import form
 from jaxserve.text import structured
 from jaxserve.text.grammars import Grammars
 from jaxserve.text.structured import GrammarCompiler, GrammarError, TokenGrammar
-from tests.jaxserve.text.letters import EOS, LETTERS, ids_of
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import TokenizersVocabulary
+from tests.jaxserve.text.letters import EOS, LETTERS, ids_of, raw_letters
 
 SECONDS = 10
 """No grammar takes longer, however hostile and however busy the machine."""
@@ -93,9 +95,14 @@ def test_a_token_that_may_not_come() -> None:
         follow(choice(["red"]), "x")
 
 
-def test_the_end_id_ends() -> None:
-    grammar = follow(regex("a+"), "a")
-    grammar.accept(EOS)
+@pytest.mark.parametrize("end", [EOS, 5])
+def test_any_end_id_ends(end: int) -> None:
+    """Models name several; which one they write depends on their training."""
+    tokenizer = Tokenizer(TokenizersVocabulary(raw_letters()), eos_token_ids=[5, EOS])
+    grammar = follow(GrammarCompiler(tokenizer, 300).grammar(structured.regex("a+")), "a")
+    assert grammar.mask()[0] >> end & 1
+    assert not grammar.finished
+    grammar.accept(end)
     assert grammar.finished
 
 
