@@ -15,10 +15,7 @@ from jaxserve.fleet import bootstrap, following
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.recorder import Recorder
-from jaxserve.server.access import Access
-from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http.routes import PROBES
-from jaxserve.server.http.server import HttpServer
+from jaxserve.server.choice import probe_faces
 
 LAST_ANSWERS_SECONDS = 5.0
 """For probes' answers on their way."""
@@ -78,26 +75,3 @@ def follow(
         for face in faces.values():
             face.stop(LAST_ANSWERS_SECONDS)
     return 0
-
-
-def probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcServer | HttpServer]:
-    """The servers of a process that follows, not started; raises as `LocalFaces`."""
-    server = deployment.server
-    faces: dict[str, GrpcServer | HttpServer] = {}
-    if max(server.follower_grpc_port, server.follower_http_port) < 0:
-        return faces
-    access = Access.from_config(server)
-    if server.follower_grpc_port >= 0:
-        faces["grpc"] = GrpcServer(
-            server.host, server.follower_grpc_port, access=access, insecure_bind=insecure_bind
-        )
-    if server.follower_http_port >= 0:
-        faces["http"] = HttpServer(
-            server.host,
-            server.follower_http_port,
-            access=access,
-            insecure_bind=insecure_bind,
-            endpoints=PROBES,
-            name="server.follower_http_port",
-        )
-    return faces

@@ -16,11 +16,7 @@ from jaxserve.commands.priority import take_serving_priority
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.logs import announce
-from jaxserve.server.access import Access
-from jaxserve.server.faces import Faces, LocalFaces
-from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
-from jaxserve.server.processes.host import FaceProcesses
 
 LOOK_SECONDS = 0.1
 """How often the main thread wakes up on its own. Only this thread runs the handlers of signals, and
@@ -138,28 +134,6 @@ class Life:
 
     def _on_failure(self, failure: EngineFailedError) -> None:
         self._failure = failure
-
-
-def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) -> Faces:
-    """Makes the faces for clients, not started; raises as `LocalFaces`."""
-    model, server = deployment.model, deployment.server
-    if server.processes:
-        return FaceProcesses(model, server, insecure_bind, log_format)
-    return LocalFaces(model, server, insecure_bind)
-
-
-def admin_face(deployment: Deployment) -> HttpServer | None:
-    """Makes the face for operators, not started; None if the deployment has none."""
-    server = deployment.server
-    if server.admin_port < 0:
-        return None
-    return HttpServer(
-        "127.0.0.1",
-        server.admin_port,
-        access=Access(Access.from_config(server).keys),
-        endpoints=ADMIN_ENDPOINTS,
-        name="server.admin_port",
-    )
 
 
 def _terminate() -> None:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 
 from jaxserve.checkpoint.fingerprint import model_digest
-from jaxserve.commands.life import LOOK_SECONDS, Life, admin_face, network_faces
+from jaxserve.commands.life import LOOK_SECONDS, Life
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.router import RouterEngine
+from jaxserve.server.choice import admin_face, network_faces
 from jaxserve.storage.mirror import local_folder
 
 WAITING_SECONDS = 30.0

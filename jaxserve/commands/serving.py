@@ -13,13 +13,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.checkpoint.peer import open_weights
-from jaxserve.commands.life import (
-    LAST_ANSWERS_SECONDS,
-    Life,
-    Port,
-    admin_face,
-    network_faces,
-)
+from jaxserve.commands.life import LAST_ANSWERS_SECONDS, Life, Port
 from jaxserve.commands.worker_part import WorkerPart, add_pages_end, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build_runtime import builder_of
@@ -35,6 +29,7 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import merge
 from jaxserve.roles.held_weights import serve_weights
+from jaxserve.server.choice import admin_face, network_faces
 
 HURRY_SECONDS = 2.0
 """For what a prefill worker has that is to become a domain."""

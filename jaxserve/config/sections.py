@@ -267,9 +267,10 @@ class Server(Section, frozen=True):
 class Cluster(Section, frozen=True):
     """Deadlines between processes."""
 
-    start_seconds: Seconds = 120.0
-    """For all processes to meet, and then the longest time in which one that loads or compiles may
-    go without progress."""
+    start_seconds: Seconds = 1800.0
+    """Longest time without progress before the deployment is ready: no further process comes, or
+    one that loads or compiles does not advance. The log names the processes that are waited for
+    every 10 seconds."""
     step_seconds: Seconds = 30.0
     """Deadline of a step."""
     heartbeat_seconds: Seconds = 5.0
@@ -280,6 +281,16 @@ class Cluster(Section, frozen=True):
     def suspect_seconds(self) -> float:
         """Silence after which a process is suspect; signs of life come twice a second."""
         return max(1.25, 0.3 * self.heartbeat_seconds)
+
+    def silence_seconds(self, ready: bool) -> float:
+        """Silence after which a process counts as lost. Before it is ready it may hold the
+        interpreter for long, because it loads and compiles."""
+        return 2 * self.heartbeat_seconds if ready else self.meeting_seconds
+
+    @property
+    def meeting_seconds(self) -> float:
+        """Longest wait for a process that is known to run."""
+        return min(self.start_seconds, 120.0)
 
 
 class Prefill(Section, frozen=True):

@@ -25,8 +25,9 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import identity
+from jaxserve.fleet.membership import identity, process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
+from jaxserve.fleet.reachable import unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,25 @@ def joined(
             peers.wait_registered()
         else:
             peers.register()
+            peers.wait_registered()
+            _reach_coordinator(arguments.coordinator, deployment.cluster.meeting_seconds)
         initialise(arguments, deployment)
         yield peers
     except BaseException as error:
         abandon(_cause(error, peers), peers=peers)
     leave(peers)
+
+
+def _reach_coordinator(address: str, seconds: float) -> None:
+    """Waits until process 0 has started JAX's coordination service.
+
+    Raises:
+      EngineFailedError: it cannot be reached.
+    """
+    if why := unreachable(address, seconds):
+        raise EngineFailedError(
+            f"registered but cannot reach {address} (process 0, JAX's coordination): {why}"
+        )
 
 
 def _cause(error: BaseException, peers: Peers) -> BaseException:
@@ -114,6 +129,7 @@ def _end_of_the_control_plane(
             address=arguments.control_bind or listening_address(control, "--control"),
             token=arguments.token,
             cluster=deployment.cluster,
+            roles=[share.role for share in process_shares(deployment, arguments.processes)],
             on_failure=lambda failure: on_failure(failure, leader),
             on_drain=lambda reason: on_drain(reason, leader),
         )

@@ -9,7 +9,7 @@ unpickled. `leader.py` and
 
     follower → leader   Register  Subscribed  (Heartbeat | Compiled | Collected | DrainRequest)*
                         Failure?  Leaving
-    leader → follower   Accepted  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
+    leader → follower   Accepted  Everyone  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one
     leader → all        (Boundary | LeaderHeartbeat)*  Shutdown
 """
@@ -27,7 +27,7 @@ SERVICE = "jaxserve.fleet.Control"
 METHOD = "Attach"
 PATH = f"/{SERVICE}/{METHOD}"
 TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 9
+PROTOCOL = 10
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -64,7 +64,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process sends about itself when it joins.
+    """Description that a process sends of itself when it joins.
 
     All fields but the first four must be the same for all processes.
     """
@@ -76,9 +76,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     protocol: int = PROTOCOL
     versions: dict[str, str] = {}
-    """Of every package that must be the same everywhere."""
+    """Versions of the packages that must be the same everywhere."""
     digest: str = ""
-    """Of `facts`."""
+    """Digest of `facts`."""
     facts: dict[str, str] = {}
     """The deployment, one dotted key a value, so that a difference can be named."""
 
@@ -92,6 +92,10 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     port: int = 0
     """Port on which it hands on the messages of the tree."""
+
+
+class Everyone(msgspec.Struct, frozen=True, tag=True):
+    """All processes have registered and receive the broadcast."""
 
 
 class Subscribed(msgspec.Struct, frozen=True, tag=True):
@@ -159,7 +163,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Boundary(msgspec.Struct, frozen=True, tag=True):
-    """What every process enqueues next, in this order."""
+    """Steps that every process enqueues next, in this order."""
 
     number: int
     """Consecutive, from 0."""
@@ -169,7 +173,7 @@ class Boundary(msgspec.Struct, frozen=True, tag=True):
     measured: bool = False
     """Whether what is enqueued from here to the next boundary is measured (`observe/probe.py`)."""
     actions: list[Action] = []
-    """What is to be done before the plans begin; without plans nothing else may be."""
+    """Actions that every process carries out before the plans begin."""
 
 
 class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +200,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 FromFollower = (
     Register | Subscribed | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
 )
-FromLeader = Accepted | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
+FromLeader = (
+    Accepted | Everyone | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
+)
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode

@@ -53,7 +53,7 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         _set_gpu_options(share, deployment)
     if arguments.processes == 1:
         return share
-    start_seconds = math.ceil(deployment.cluster.start_seconds)
+    seconds = math.ceil(deployment.cluster.meeting_seconds)
     # A dead peer must not take this process along: we say who died, answer clients, then exit.
     jax.config.update("jax_enable_recoverability", True)
     # JAX's preemption service would catch the SIGTERM that starts our own drain.
@@ -65,14 +65,14 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         here = local_address(host, port, "--coordinator")
         jax.config.update("jax_cross_host_transfer_socket_address", f"{here}:{free_port(here)}")
         jax.config.update("jax_cross_host_transport_addresses", f"{here}:0")
-        jax.config.update("jax_cross_host_transfer_timeout_seconds", start_seconds)
+        jax.config.update("jax_cross_host_transfer_timeout_seconds", seconds)
     jax.distributed.initialize(
         coordinator_address=arguments.coordinator,
         num_processes=arguments.processes,
         process_id=arguments.process_id,
         local_device_ids=_own_devices(arguments, deployment),
         cluster_detection_method="deactivate",
-        initialization_timeout=start_seconds,
+        initialization_timeout=seconds,
         heartbeat_timeout_seconds=max(
             _JAX_HEARTBEAT_SECONDS, 6 * math.ceil(deployment.cluster.heartbeat_seconds)
         ),

@@ -15,42 +15,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import msgspec
 
 from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet import control
 from jaxserve.fleet.addresses import split_address
 from jaxserve.fleet.broadcast import Broadcaster, Subscription, everywhere
-from jaxserve.fleet.control import (
-    CHANNEL_OPTIONS,
-    PATH,
-    TOKEN_KEY,
-    Accepted,
-    Boundary,
-    Collect,
-    Collected,
-    Compiled,
-    DrainRequest,
-    Failure,
-    FailureReceived,
-    Heartbeat,
-    Identity,
-    LeaderHeartbeat,
-    Leaving,
-    Position,
-    Register,
-    Shutdown,
-    Subscribed,
-    WarmUp,
-    decode_from_leader,
-    encode,
-    heartbeat_interval,
-    shapes_digest,
-)
+from jaxserve.fleet.reachable import unreachable
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)
 
+TELL_SECONDS = 10.0
+"""Interval in which the log says that the leader is waited for."""
 _VERDICT_SECONDS = 3.0
 """How long the leader has to name the process to blame when the broadcast has stopped."""
 
@@ -70,7 +49,7 @@ class Follower:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: control.Identity,
         *,
         address: str,
         token: str,
@@ -82,14 +61,14 @@ class Follower:
         self.failure: EngineFailedError | None = None
         self.last_turn = time.monotonic()
         """Time (`time.monotonic`) when the loop over boundaries last came round."""
-        self.position: Callable[[], Position | None] = lambda: None
+        self.position: Callable[[], control.Position | None] = lambda: None
         """Returns where the driver is; called by the heartbeat thread, so it must be quick."""
         self.progress: Callable[[], int] = advances
         """Returns a number that changes while this process loads or compiles; quick, too."""
         self._token = token
         self._cluster = cluster
         self._on_failure = on_failure
-        self._interval = heartbeat_interval(cluster)
+        self._interval = control.heartbeat_interval(cluster)
         self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
         self._last_message = 0.0
         self._completed = -1
@@ -98,11 +77,12 @@ class Follower:
         self._leader = f"the leader (process 0, {address})"
         self._answers: dict[str, Callable[[], bytes]] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[Boundary | None] = queue.SimpleQueue()
-        self._questions: queue.SimpleQueue[Collect | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[control.Boundary | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[control.Collect | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._accepted = threading.Event()
+        self._everyone = threading.Event()
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
         self._verdict = threading.Event()
@@ -115,7 +95,7 @@ class Follower:
         self._source, self._source_name = "", ""
         self._heard = 0.0
         """Time of the last broadcast message."""
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=control.CHANNEL_OPTIONS)
         self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
@@ -123,40 +103,60 @@ class Follower:
     def register(self) -> None:
         """Joins the deployment, waiting for the leader up to `cluster.start_seconds`.
 
+        The log says every 10 seconds that the leader is waited for, and why it cannot be reached.
+
         Raises:
           ConfigError: the leader refuses this process, and says why.
           EngineFailedError: no leader answered in time, or the process that should hand the
             broadcast on did not.
         """
-        attach: Any = self._channel.stream_stream(PATH)
+        attach: Any = self._channel.stream_stream(control.PATH)
         host, _ = split_address(self.address, "--control")
         port = self._broadcaster.listen(everywhere(host))
-        self._outbox.put(encode(Register(self.identity, port)))
+        self._send(control.Register(self.identity, port))
         self._call = attach(
-            iter(self._outbox.get, None), metadata=((TOKEN_KEY, self._token),), wait_for_ready=True
+            iter(self._outbox.get, None),
+            metadata=((control.TOKEN_KEY, self._token),),
+            wait_for_ready=True,
         )
         self._reader.start()
-        self._accepted.wait(self._cluster.start_seconds)
+        limit, waited, problem = self._cluster.start_seconds, 0.0, ""
+        while not self._accepted.wait(min(TELL_SECONDS, limit - waited)):
+            waited = min(waited + TELL_SECONDS, limit)
+            if problem := unreachable(self.address):
+                problem = f" ({self.address} cannot be reached: {problem})"
+            if waited == limit:
+                break
+            logger.info("waiting for %s, %.0f s%s", self._leader, waited, problem)
         if self._refusal:
             self.close()
             raise ConfigError(f"{self.identity}: refused by {self._leader}: {self._refusal}")
         if not self._accepted.is_set() or self.failure is not None:
             self.close()
             raise self.failure or EngineFailedError(
-                f"{self.identity}: {self._leader} did not answer within "
-                f"{self._cluster.start_seconds:g} s"
+                f"{self.identity}: {self._leader} did not answer within {limit:g} s{problem}"
             )
         self._last_message = self._heard = self._clock.tick()
         self._watcher.start()
         source = f"{host}{self._source}" if self._source.startswith(":") else self._source
         try:
-            self._subscription = Subscription(source, self._token, self._cluster.start_seconds)
+            self._subscription = Subscription(source, self._token, self._cluster.meeting_seconds)
         except OSError as error:
-            problem = f"{self._source_name} does not hand on to it at {source}: {error}"
-            raise EngineFailedError(f"{self.identity}: {problem}") from None
+            raise EngineFailedError(
+                f"registered but cannot reach {source}, where {self._source_name} hands on the "
+                f"plans: {error}"
+            ) from None
         threading.Thread(target=self._hear, name="control-hear", daemon=True).start()
         threading.Thread(target=self._answer, name="control-answer", daemon=True).start()
-        self._outbox.put(encode(Subscribed()))
+        self._send(control.Subscribed())
+
+    def wait_registered(self) -> None:
+        """Waits until all processes have registered, as long as the leader is alive.
+
+        Raises:
+          EngineFailedError: the leader is gone, or another process failed.
+        """
+        self._wait(self._everyone)
 
     def wait_warm_up(self, weights: str = "") -> None:
         """Tells the leader that everything is loaded and compiled, and waits for all others.
@@ -169,8 +169,11 @@ class Follower:
         Raises:
           EngineFailedError: the leader is gone, or another process failed.
         """
-        self._outbox.put(encode(Compiled(weights)))
-        while not self._warm_up_begun.wait(self._cluster.heartbeat_seconds):
+        self._send(control.Compiled(weights))
+        self._wait(self._warm_up_begun)
+
+    def _wait(self, event: threading.Event) -> None:
+        while not event.wait(self._cluster.heartbeat_seconds):
             pass  # the watcher ends this wait when the leader is late
         if self.failure is not None:
             raise self.failure
@@ -189,7 +192,7 @@ class Follower:
             return "closed"
         return "ready" if self._ready else "starting"
 
-    def boundaries(self) -> Iterator[Boundary]:
+    def boundaries(self) -> Iterator[control.Boundary]:
         """The leader's boundaries in order, each checked; ends when the leader shuts down.
 
         Waits as long as the leader is alive, with or without work.
@@ -224,7 +227,7 @@ class Follower:
 
     def request_drain(self, reason: str) -> None:
         """Asks the leader to drain and end the whole deployment. Safe in a signal handler."""
-        self._outbox.put(encode(DrainRequest(reason)))
+        self._send(control.DrainRequest(reason))
 
     def fail(self, problem: str, timeout: float = 2.0) -> None:
         """Tells the leader that this process cannot continue, and waits until it knows.
@@ -236,7 +239,7 @@ class Follower:
         if self.failure is not None or self._received_failure.is_set():
             return
         if self._accepted.is_set():
-            self._outbox.put(encode(Failure(problem, self._position())))
+            self._send(control.Failure(problem, self._position()))
             self._received_failure.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -254,9 +257,9 @@ class Follower:
         if self._watcher.ident is not None:
             if here is not self._watcher:
                 self._watcher.join(timeout)
-            self._outbox.put(encode(self._heartbeat()))
+            self._send(self._heartbeat())
             if self.failure is None:
-                self._outbox.put(encode(Leaving()))
+                self._send(control.Leaving())
         self._questions.put(None)
         self._outbox.put(None)
         if self._watcher.ident is not None and here is not self._reader:
@@ -268,7 +271,7 @@ class Follower:
         try:
             for data in self._call:
                 self._last_message = self._clock.now
-                self._received(decode_from_leader(data))
+                self._received(control.decode_from_leader(data))
             problem = "closed the connection before this process had finished"
         except grpc.RpcError:
             problem = self._stream_error()
@@ -285,16 +288,16 @@ class Follower:
         try:
             for data in self._subscription.messages():
                 silent = self._clock.now - self._heard
-                if data is None and silent <= self._allowed:
+                if data is None and silent <= self._cluster.silence_seconds(self._ready):
                     continue
                 if data is None:
                     problem = f"no heartbeat for {silent:.1f} s"
                     break
                 self._broadcaster.send(data)
                 self._heard = self._clock.now
-                message = decode_from_leader(data)
+                message = control.decode_from_leader(data)
                 self._received(message)
-                if isinstance(message, Shutdown):
+                if isinstance(message, control.Shutdown):
                     return
         except Exception as error:
             problem = f"sent an invalid message: {type(error).__name__}: {error}"
@@ -321,30 +324,32 @@ class Follower:
 
     def _received(self, message: Any) -> None:
         match message:
-            case Boundary():
+            case control.Boundary():
                 self._take(message)
-            case LeaderHeartbeat():
+            case control.LeaderHeartbeat():
                 pass
-            case FailureReceived():
+            case control.FailureReceived():
                 self._received_failure.set()
-            case WarmUp():
+            case control.Everyone():
+                self._everyone.set()
+            case control.WarmUp():
                 self._warm_up_begun.set()
-            case Accepted(leader, next_number, source, name):
+            case control.Accepted(leader, next_number, source, name):
                 self._leader = f"the leader ({leader}, {self.address})"
                 self._source, self._source_name = source, name
                 self._next = next_number
                 self._accepted.set()
-            case Collect():
+            case control.Collect():
                 self._questions.put(message)
-            case Shutdown(failure):
+            case control.Shutdown(failure):
                 if failure or not self._ready:
                     why = failure or "before it was ready"
                     self._failed(f"{self._leader} ended the deployment: {why}")
                 self._inbox.put(None)
 
-    def _take(self, boundary: Boundary) -> None:
+    def _take(self, boundary: control.Boundary) -> None:
         """Checks a boundary and hands it to the driver."""
-        expected = shapes_digest(self.identity.digest, boundary.plans)
+        expected = control.shapes_digest(self.identity.digest, boundary.plans)
         problem = ""
         if boundary.number != self._next:
             problem = f"boundary {boundary.number} arrived where {self._next} is next"
@@ -354,7 +359,7 @@ class Follower:
                 f"{expected} here"
             )
         if problem:
-            self._outbox.put(encode(Failure(problem, self._position())))
+            self._send(control.Failure(problem, self._position()))
             self._failed(f"{self.identity}: {problem}")
             return
         self._next += 1
@@ -368,11 +373,11 @@ class Follower:
         """
         while (question := self._questions.get()) is not None:
             try:
-                answer = Collected(question.number, self._answers[question.name]())
+                answer = control.Collected(question.number, self._answers[question.name]())
             except Exception as error:
                 logger.exception("collecting %r", question.name)
-                answer = Collected(question.number, b"", f"{type(error).__name__}: {error}")
-            self._outbox.put(encode(answer))
+                answer = control.Collected(question.number, b"", f"{type(error).__name__}: {error}")
+            self._send(answer)
 
     # ------------------------------------------------------------- watching (own thread)
     def _watch(self) -> None:
@@ -383,23 +388,20 @@ class Follower:
             now = self._clock.tick()
             if now - sent >= self._interval or self._ready != told_ready:
                 sent, told_ready = now, self._ready
-                self._outbox.put(encode(self._heartbeat()))
+                self._send(self._heartbeat())
             silent = now - self._last_message
-            if silent > self._allowed:
+            if silent > self._cluster.silence_seconds(self._ready):
                 self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
             self._wake.wait(tick)
             self._wake.clear()
 
-    @property
-    def _allowed(self) -> float:
-        """Seconds for which the leader may be silent."""
-        cluster = self._cluster
-        return cluster.heartbeat_seconds * 2 if self._ready else cluster.start_seconds
+    def _send(self, message: msgspec.Struct) -> None:
+        self._outbox.put(control.encode(message))
 
-    def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(self._completed, self._ready, self._position(), self.progress())
+    def _heartbeat(self) -> control.Heartbeat:
+        return control.Heartbeat(self._completed, self._ready, self._position(), self.progress())
 
-    def _position(self) -> Position | None:
+    def _position(self) -> control.Position | None:
         try:
             return self.position()
         except Exception:
@@ -412,6 +414,7 @@ class Follower:
                 return
             self.failure = EngineFailedError(text)
         self._inbox.put(None)
+        self._everyone.set()
         self._warm_up_begun.set()
         self._received_failure.set()
         self._verdict.set()

@@ -37,7 +37,7 @@ class FollowerState:
         self.completed = -1
         """The last boundary that its devices have completed."""
         self.progress = 0
-        """As its last heartbeat gave it."""
+        """Progress in its last heartbeat."""
         self.subscribed = False
         """True once it receives the broadcast."""
         self.compiled = False
@@ -60,7 +60,7 @@ class FollowerState:
         self.suspect = False
         """True while the log says that it is silent."""
         self.collected = Collected(0, b"")
-        """Its answer to the latest question that it has answered."""
+        """Answer to the latest question that it has answered."""
 
     @property
     def problem(self) -> str:
@@ -130,10 +130,8 @@ def find_failure(
         if follower.lost and not follower.error:
             return follower.describe()
     for follower in followers:
-        # While it loads and compiles, a follower may hold the interpreter for long.
-        allowed = cluster.heartbeat_seconds * 2 if follower.ready else cluster.start_seconds
         silent = now - follower.message_at
-        if silent > allowed and not follower.closed:
+        if silent > cluster.silence_seconds(follower.ready) and not follower.closed:
             return follower.describe(f"no heartbeat for {silent:.1f} s")
     if reported := sorted((f for f in followers if f.error), key=lambda f: f.error_at):
         if now - reported[0].error_at < SETTLE_SECONDS:

@@ -10,7 +10,7 @@ waits without a deadline.
 import hmac
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, cast
 from urllib.parse import unquote
@@ -21,45 +21,28 @@ import msgspec
 from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet import control
 from jaxserve.fleet.addresses import is_loopback
 from jaxserve.fleet.broadcast import Broadcaster, parent_of
-from jaxserve.fleet.control import (
-    METHOD,
-    SERVER_OPTIONS,
-    SERVICE,
-    TOKEN_KEY,
-    Accepted,
-    Boundary,
-    Collect,
-    DrainRequest,
-    Failure,
-    FailureReceived,
-    Identity,
-    LeaderHeartbeat,
-    Register,
-    Shutdown,
-    WarmUp,
-    decode_from_follower,
-    encode,
-    heartbeat_interval,
-    refusal,
-)
 from jaxserve.fleet.follower_state import FollowerState, find_failure
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
 """Interval in which waiting threads look at the time."""
+TELL_SECONDS = 10.0
+"""Interval in which the log names the processes that are waited for."""
 
 
 class Leader:
     """Serves the control plane of `identity.processes - 1` followers.
 
     Args:
-      identity: of this process; followers must have the same versions and deployment.
+      identity: Identity of this process; followers must have the same versions and deployment.
       address: `host:port` to listen on (port 0: any free one; see `address`).
-      token: the secret that followers must present.
-      cluster: deadlines.
+      token: Secret that followers must present.
+      cluster: Deadlines.
+      roles: Role of every process, in their order, for the names of those that have not registered.
       on_failure: called once, from a thread of this object, with the first failure of a follower.
         It must not block for long, unless it ends the process (`bootstrap.abandon`).
       on_drain: called once, likewise, when a follower was asked to end: the deployment should
@@ -68,11 +51,12 @@ class Leader:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: control.Identity,
         *,
         address: str,
         token: str,
         cluster: Cluster,
+        roles: Sequence[str] = (),
         on_failure: Callable[[EngineFailedError], None],
         on_drain: Callable[[str], None] = lambda reason: None,
     ):
@@ -83,10 +67,11 @@ class Leader:
         self.failure: EngineFailedError | None = None
         self._token = token.encode()
         self._cluster = cluster
+        self._roles = roles
         self._on_failure = on_failure
         self._on_drain = on_drain
         self._drain_reason = ""
-        self._interval = heartbeat_interval(cluster)
+        self._interval = control.heartbeat_interval(cluster)
         self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
         self._changed = threading.Condition()
         self._followers: dict[int, FollowerState] = {}
@@ -105,12 +90,12 @@ class Leader:
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
         self._server = grpc.server(
             cast(Any, _Threads()),
-            options=SERVER_OPTIONS,
+            options=control.SERVER_OPTIONS,
             maximum_concurrent_rpcs=2 * identity.processes + 16,
         )
         handler: Any = grpc.stream_stream_rpc_method_handler(self._attach)
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
+            (grpc.method_handlers_generic_handler(control.SERVICE, {control.METHOD: handler}),)
         )
 
     def start(self) -> None:
@@ -135,13 +120,16 @@ class Leader:
         self._watcher.start()
 
     def wait_registered(self, timeout: float | None = None) -> None:
-        """Waits until every follower has joined and receives the broadcast, by default for
-        `cluster.start_seconds`.
+        """Waits until every follower has joined and receives the broadcast, and tells all of them.
+
+        The deadline, by default `cluster.start_seconds`, counts from the last process that came.
 
         Raises:
-          EngineFailedError: some did not, or one that had joined is gone. Names them.
+          EngineFailedError: some did not come, or one that had joined is gone. Names them.
         """
-        self._wait(lambda follower: follower.subscribed, "did not register", timeout)
+        self._wait(lambda follower: follower.subscribed, "register", timeout, extend=True)
+        for follower in self._followers.values():
+            follower.outbox.put(control.encode(control.Everyone()))
 
     def begin_warm_up(self, weights: str = "", timeout: float | None = None) -> None:
         """Waits until every follower has loaded and compiled, and lets all of them warm up.
@@ -159,20 +147,20 @@ class Leader:
           ConfigError: A follower has loaded other weights.
           EngineFailedError: As `wait_registered`.
         """
-        self._wait(lambda follower: follower.compiled, "did not compile", timeout, extend=True)
+        self._wait(lambda follower: follower.compiled, "compile", timeout, extend=True)
         for process, follower in self._followers.items():
             if follower.weights != weights:
                 raise ConfigError(
                     f"weights = {follower.weights} on process {process}, {weights} on the leader"
                 )
         for follower in self._followers.values():
-            follower.outbox.put(encode(WarmUp()))
+            follower.outbox.put(control.encode(control.WarmUp()))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until every follower is warm; deadline and errors as `begin_warm_up`."""
-        self._wait(lambda follower: follower.ready, "did not get ready", timeout, extend=True)
+        self._wait(lambda follower: follower.ready, "get ready", timeout, extend=True)
 
-    def broadcast(self, boundary: Boundary) -> None:
+    def broadcast(self, boundary: control.Boundary) -> None:
         """Sends a boundary to every follower; returns at once.
 
         Raises:
@@ -185,7 +173,7 @@ class Leader:
                 f"boundary {boundary.number} to broadcast where {self._next} is next"
             )
         self._next += 1
-        self._broadcaster.send(encode(boundary))
+        self._broadcaster.send(control.encode(boundary))
 
     def collect(self, name: str, timeout: float) -> dict[int, bytes]:
         """Returns the bytes that each follower keeps under a name, by process id.
@@ -196,10 +184,8 @@ class Leader:
         with self._asking:
             number = self._questions = self._questions + 1
             for follower in self._followers.values():
-                follower.outbox.put(encode(Collect(number, name)))
-            self._wait(
-                lambda each: each.collected.number == number, f"did not send {name!r}", timeout
-            )
+                follower.outbox.put(control.encode(control.Collect(number, name)))
+            self._wait(lambda each: each.collected.number == number, f"send {name!r}", timeout)
             answers = {process: each.collected for process, each in self._followers.items()}
         for process, answer in answers.items():
             if answer.error:
@@ -250,10 +236,11 @@ class Leader:
             if first:
                 why = failure or str(self.failure or "")
                 if not why and all(follower.ready for follower in followers):
-                    self._broadcaster.send(encode(Shutdown()))  # behind the last boundary
+                    # Behind the last boundary.
+                    self._broadcaster.send(control.encode(control.Shutdown()))
                 else:
                     for follower in followers:
-                        follower.outbox.put(encode(Shutdown(why)))
+                        follower.outbox.put(control.encode(control.Shutdown(why)))
             self._changed.wait_for(lambda: all(each.closed for each in followers), timeout)
             late = [str(follower.identity) for follower in followers if not follower.leaving]
             for follower in followers:
@@ -274,12 +261,15 @@ class Leader:
         *,
         extend: bool = False,
     ) -> None:
-        """Waits until `done` is true of every follower; raises as `wait_registered`. With `extend`
-        the time begins anew at each progress of a follower that is not done."""
+        """Waits until `done` is true of every follower; raises as `wait_registered`.
+
+        With `extend` the time begins anew at each progress: a follower that is not done has
+        advanced, or another one is done.
+        """
         limit = self._cluster.start_seconds if timeout is None else timeout
         clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))
-        began = clock.now
-        progress: dict[int, int] = {}
+        first = told = began = clock.now
+        progress: dict[int, int | None] = {}
         with self._changed:
             while True:
                 missing = self._missing(done)
@@ -288,23 +278,28 @@ class Leader:
                 if not missing:
                     return
                 now = clock.tick()
-                current = {process: each.progress for process, each in missing.items() if each}
+                current = {process: each and each.progress for process, each in missing.items()}
                 if extend and current != progress:
                     began, progress = now, current
+                if now - told >= TELL_SECONDS:
+                    told, names = now, self._names(missing)
+                    logger.info("waiting for %s to %s, %.0f s", names, what, now - first)
                 if now - began >= limit:
                     break
                 self._changed.wait(min(_LOOK_SECONDS, limit - (now - began)))
-            names = ", ".join(
-                f"process {process}"
-                if each is None
-                else each.describe()
-                if each.problem
-                else str(each.identity)
-                for process, each in missing.items()
-            )
+            names = self._names(missing)
             refused = "".join(f"; refused: {text}" for text in self._refused[-3:])
             since = " of the last progress" if extend else ""
-            raise EngineFailedError(f"{names}: {what} within {limit:g} s{since}{refused}")
+            raise EngineFailedError(f"{names}: did not {what} within {limit:g} s{since}{refused}")
+
+    def _names(self, missing: dict[int, FollowerState | None]) -> str:
+        """Names processes that are waited for, with their problems."""
+        names = []
+        for process, each in missing.items():
+            role = f" ({self._roles[process]})" if self._roles else ""
+            name = f"process {process}{role}" if each is None else str(each.identity)
+            names.append(each.describe() if each and each.problem else name)
+        return ", ".join(names)
 
     def _missing(self, done: Callable[[FollowerState], bool]) -> dict[int, FollowerState | None]:
         """Returns the followers for which `done` is false, by process; None: not registered."""
@@ -315,15 +310,15 @@ class Leader:
     # ------------------------------------------------- one follower's stream (RPC threads)
     def _attach(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Handles one stream: admits the follower, then sends what its outbox holds."""
-        offered = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
+        offered = dict(context.invocation_metadata()).get(control.TOKEN_KEY, "")
         if not hmac.compare_digest(str(offered).encode(), self._token):
             logger.warning("refused %s: wrong or no cluster token", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token")
         try:
-            register = decode_from_follower(next(requests))
+            register = control.decode_from_follower(next(requests))
         except (StopIteration, msgspec.DecodeError, grpc.RpcError):
             register = None
-        if not isinstance(register, Register):
+        if not isinstance(register, control.Register):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a registration")
             return
         follower, problem = self._admit(register, context.peer())
@@ -339,9 +334,9 @@ class Leader:
         while (data := follower.outbox.get()) is not None:
             yield data
 
-    def _admit(self, register: Register, peer: str) -> tuple[FollowerState | None, str]:
+    def _admit(self, register: control.Register, peer: str) -> tuple[FollowerState | None, str]:
         identity = register.identity
-        problem = refusal(self.identity, identity)
+        problem = control.refusal(self.identity, identity)
         with self._changed:
             taken = self._followers.get(identity.process_id)
             if not problem and taken is not None:
@@ -352,32 +347,32 @@ class Leader:
                 self._refused.append(f"{identity}: {problem}")
                 return None, problem
             follower = FollowerState(identity, self._clock.now, _address(peer, register.port))
-            follower.outbox.put(encode(self._accepted(identity.host)))
+            follower.outbox.put(control.encode(self._accepted(identity.host)))
             self._followers = {**self._followers, identity.process_id: follower}
             self._changed.notify_all()
         logger.info("joined: %s", identity)
         return follower, ""
 
-    def _accepted(self, host: str) -> Accepted:
+    def _accepted(self, host: str) -> control.Accepted:
         """Returns the answer to the next follower, on that host."""
         followers = [*self._followers.values()]
         hosts = [follower.identity.host for follower in followers]
         parent = parent_of(host, self.identity.host, hosts)
         if parent is None:
-            return Accepted(self.identity, self._next, f":{self._broadcast_port}")
+            return control.Accepted(self.identity, self._next, f":{self._broadcast_port}")
         above = followers[parent]
-        return Accepted(self.identity, self._next, above.address, str(above.identity))
+        return control.Accepted(self.identity, self._next, above.address, str(above.identity))
 
     def _read(self, follower: FollowerState, requests: Iterator[bytes]) -> None:
         """Receives from one follower until its stream ends."""
         try:
             for data in requests:
-                message = decode_from_follower(data)
+                message = control.decode_from_follower(data)
                 with self._changed:
                     follower.received(message, self._clock.now)
-                    if isinstance(message, Failure):
-                        follower.outbox.put(encode(FailureReceived()))
-                    if isinstance(message, DrainRequest) and not self._drain_reason:
+                    if isinstance(message, control.Failure):
+                        follower.outbox.put(control.encode(control.FailureReceived()))
+                    if isinstance(message, control.DrainRequest) and not self._drain_reason:
                         self._drain_reason = f"{follower.identity}: {message.reason}"
                     self._changed.notify_all()
         except grpc.RpcError:
@@ -399,7 +394,7 @@ class Leader:
     def _watch(self) -> None:
         """Sends heartbeats and looks for followers that are gone, silent or stuck."""
         tick = min(self._interval, _LOOK_SECONDS)
-        heartbeat, sent = encode(LeaderHeartbeat()), 0.0
+        heartbeat, sent = control.encode(control.LeaderHeartbeat()), 0.0
         drain_told = False
         while True:
             now = self._clock.tick()

@@ -2,7 +2,8 @@
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import EngineFailedError
@@ -48,7 +49,7 @@ class Ends(contextlib.ExitStack):
         processes: int = 2,
         cluster: Cluster = SHORT,
         address: str = "127.0.0.1:0",
-        **callbacks: Callable[[str], None],
+        **options: Any,
     ) -> Leader:
         leader = Leader(
             identity(0, processes),
@@ -56,7 +57,7 @@ class Ends(contextlib.ExitStack):
             token=TOKEN,
             cluster=cluster,
             on_failure=self.failures.put,
-            **callbacks,
+            **options,
         )
         leader.start()
         self.callback(leader.close, timeout=0.1)

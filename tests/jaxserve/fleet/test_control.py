@@ -46,7 +46,7 @@ FACTS = {"lanes": "2", "attention.dp": "3", "new": "x"}
         ({"process_id": 0}, "process id 0 is not among the followers of 2 processes: 1 to 1"),
         ({"process_id": 2}, "process id 2 is not among the followers of 2 processes: 1 to 1"),
         ({"processes": 3}, "--processes 3 on process 1, 2 on the leader"),
-        ({"protocol": 99}, "control protocol 99 on process 1, 9 on the leader"),
+        ({"protocol": 99}, "control protocol 99 on process 1, 10 on the leader"),
         ({"versions": {"jax": "0.11.2"}}, "jax = 0.11.2 on process 1, 0.12 on the leader"),
         ({"digest": "d2", "facts": FACTS}, "digest d2 on process 1, d1 on the leader: attention"),
         ({"digest": "d2", "facts": FACTS}, "attention.dp = 3 on process 1, 1 on the leader; new"),

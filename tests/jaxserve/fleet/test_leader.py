@@ -62,7 +62,8 @@ def test_other_deployment_is_refused_and_named() -> None:
         difference = "lanes = 3 on process 1, 2 on the leader"
         with pytest.raises(ConfigError, match=f"digest d2 on process 1, d1 .*{difference}"):
             follower.register()
-        expected = f"process 1: did not register within 1 s; refused: process 1 .*{difference}"
+        expected = "process 1: did not register within 1 s of the last progress; "
+        expected += f"refused: process 1 .*{difference}"
         with pytest.raises(EngineFailedError, match=expected):
             leader.wait_registered()
 
@@ -82,6 +83,40 @@ def test_missing_followers_are_named() -> None:
         expected = "process 1, process 3: did not register within 0.1 s"
         with pytest.raises(EngineFailedError, match=expected):
             leader.wait_registered(timeout=0.1)
+
+
+def test_the_meeting_waits_while_processes_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jaxserve.fleet.leader.TELL_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    with Ends() as ends:
+        cluster = msgspec.structs.replace(SHORT, start_seconds=0.8)
+        leader = ends.leader(3, cluster, roles=("attention", "ffn", "ffn"))
+        followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
+        gathered = []
+        for follower, seconds in zip(followers, (0.6, 1.2), strict=True):  # the second after 0.8
+            threading.Timer(seconds, follower.register).start()
+        leader.wait_registered()
+        for follower in followers:
+            follower.wait_registered()
+            gathered.append(follower.identity.process_id)
+        assert gathered == [1, 2]
+    assert "waiting for process 1 (ffn), process 2 (ffn) to register, 0 s" in caplog.text
+    assert "waiting for process 2 (ffn) to register, 1 s" in caplog.text
+
+
+def test_a_follower_that_cannot_reach_the_broadcast_names_the_port() -> None:
+    with Ends() as ends:
+        leader = ends.leader()
+        leader._broadcast_port = 1
+        follower = ends.follower(leader)
+        expected = "registered but cannot reach 127.0.0.1:1, where the leader hands on the plans: "
+        with pytest.raises(EngineFailedError, match=expected):
+            follower.register()
+        threading.Thread(target=follower.fail, args=[expected]).start()
+        with pytest.raises(EngineFailedError, match=rf"^process 1 \(ffn, .*\): {expected}"):
+            leader.wait_registered()
 
 
 def test_nobody_warms_up_before_all_have_compiled() -> None:
