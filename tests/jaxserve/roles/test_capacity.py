@@ -41,9 +41,9 @@ activated with the head and without the embedding (README_WEIGHTS.md of its file
 
 VARIANTS = (
     *("step3-v6e", "step3-v7x", "step3-alltoall", "step3-large-batch"),
-    *("step3-prefill", "step3-domains", "step3-fleet"),
+    *("step3-prefill", "step3-domains", "step3-fleet", "deepseek-v3-v7x", "qwen3-235b-v6e"),
 )
-"""Deployments of the same model on other hardware, in other layouts, or in other parts."""
+"""Deployments of these models on other hardware, in other layouts, or in other parts."""
 
 
 def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
@@ -234,7 +234,7 @@ class TestFit:
     def test_every_shipped_deployment_fits(self, name):
         config, deployment = load(name)
         if name in VARIANTS:
-            assert count_parameters(config) == PUBLISHED["step3"]
+            assert count_parameters(config) == PUBLISHED[Path(deployment.model).name]
         workers = [deployment]
         if deployment.prefill.workers:
             workers.append(deployment_of(deployment, "prefill"))
