@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from jaxserve import ports
 from jaxserve.config.command_line import (
     add_deployment_arguments,
     check_timeline,
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return check(deployment, sizing)
         if sizing is not None:
             sizing.log()
+        ports.use(deployment.cluster.ports)
         check_timeline(options.timeline, deployment)
         if process.host_processes > 1:
             from jaxserve.commands.host import run_processes

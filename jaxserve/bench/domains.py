@@ -23,12 +23,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
-from jaxserve.fleet.addresses import free_port
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import MessageSize
 from jaxserve.link.hello import make_hello
 from jaxserve.link.pull import PullClient
 from jaxserve.link.pull_server import PullServer
+from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.schedule import Rotation

@@ -28,7 +28,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, writing
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
-from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.link.copy import fast_copy, fast_first, fast_shards
@@ -37,6 +36,7 @@ from jaxserve.link.route import Route
 from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.link.transport import Transport
 from jaxserve.mesh import Submeshes
+from jaxserve.ports import free_port
 from jaxserve.roles.compilation import hot_call
 
 SIDES = [(1, 1), (1, 16), (16, 1), (4, 4), (8, 8), (16, 16), (8, 24), (24, 8), (32, 32)]

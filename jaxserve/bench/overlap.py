@@ -42,13 +42,13 @@ from jaxserve.bench.workers import (
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
-from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.mesh import FFN_RULES, Role, cached_sharding
+from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.group_put import GroupPut

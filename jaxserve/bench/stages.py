@@ -29,12 +29,12 @@ from jaxserve.config.load import load_deployment
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import Span, merge
+from jaxserve.ports import free_port
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows

@@ -22,7 +22,7 @@ from jaxserve.chaos.schedule import KINDS
 from jaxserve.chaos.storm import START_SECONDS, Plan, Storm
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.fleet.addresses import free_port
+from jaxserve.ports import free_port
 
 ROLES = ("router", "prefill", "domain", "attention", "ffn", "follower", "face", "pages")
 POSITIVE = ("minutes", "kills", "clients", "questions", "processes", "calm", "requests", "together")

@@ -22,8 +22,8 @@ import msgspec
 from jaxserve.commands.children import ending_with_parent
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
+from jaxserve.ports import free_port
 
 LAST_WORDS_SECONDS = 120.0
 """For the others to end after the first has: the leader says why first."""

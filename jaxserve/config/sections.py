@@ -271,6 +271,10 @@ class Cluster(Section, frozen=True):
     """Longest time without progress before the deployment is ready: no further process comes, or
     one that loads or compiles does not advance. The log names the processes that are waited for
     every 10 seconds."""
+    ports: Annotated[str, Meta(pattern="^([1-9][0-9]{0,4}-[1-9][0-9]{0,4})?$")] = ""
+    """Ports `FIRST-LAST` of every process for what no other key or flag names: plans that are
+    handed on, hand-offs of pages, JAX's transfers between processes. Firewalls must let them
+    through. Empty: the system chooses."""
     step_seconds: Seconds = 30.0
     """Deadline of a step."""
     heartbeat_seconds: Seconds = 5.0

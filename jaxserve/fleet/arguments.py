@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.config.sections import MIN_SECRET_CHARACTERS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.addresses import split_address
+from jaxserve.link.channel import join_address, split_address
 
 TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"
 STAND_IN = "--stand-in"
@@ -189,7 +189,7 @@ def _over_slices(values: Mapping[str, str]) -> int:
 
 
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
-_POD_PORT = 8482
+_POD_PORT = 9001
 """Port of JAX's coordination service in pods."""
 
 
@@ -232,7 +232,7 @@ def _add_control(values: dict[str, str]) -> None:
     """The control plane is where the coordination service is, a port further."""
     if not values["control"]:
         host, port = split_address(values["coordinator"], "--coordinator")
-        values["control"] = f"{host}:{port + 1 if port < 65535 else port - 1}"
+        values["control"] = join_address(host, port + 1 if port < 65535 else port - 1)
 
 
 def _detect(values: dict[str, str]) -> tuple[int, ...] | None:

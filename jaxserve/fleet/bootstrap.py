@@ -20,8 +20,8 @@ import jax
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
-from jaxserve.fleet.addresses import listening_address
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.control_address import listening_address
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader

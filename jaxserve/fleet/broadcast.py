@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from jaxserve.fleet.addresses import is_ip, is_loopback
+from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.channel import (
     AuthenticationError,
     Channel,
@@ -58,11 +58,6 @@ def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
     return followers.index(hosts[above - 1]) if above else None
 
 
-def everywhere(towards: str) -> str:
-    """Where to listen for whoever reaches that host, too: loopback alone if that is loopback."""
-    return "127.0.0.1" if is_loopback(towards) else "[::]"
-
-
 class Broadcaster:
     """The sending end, for all that are below this process.
 
@@ -85,7 +80,7 @@ class Broadcaster:
         Raises:
           OSError: the host is none of this machine's.
         """
-        listening = _listening(host)
+        listening = listening_socket(host)
         self._listener.start(listening)
         return int(listening.getsockname()[1])
 
@@ -189,19 +184,6 @@ class Subscription:
     def close(self) -> None:
         """Ends `messages`, from any thread."""
         _shut(self._socket)
-
-
-def _listening(host: str) -> socket.socket:
-    """On a free port of an address of this host; `[::]` is all of them, and so is a name, which may
-    have several."""
-    bare, dual = host.strip("[]"), socket.has_dualstack_ipv6()
-    if not is_ip(host) and not is_loopback(host):
-        bare = "::"
-    if bare == "::" and not dual:
-        bare = "0.0.0.0"
-    family = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)[0][0]
-    every = dual and bare == "::"
-    return socket.create_server((bare, 0), family=family, backlog=128, dualstack_ipv6=every)
 
 
 def _send(connection: socket.socket, frame: memoryview) -> memoryview:

@@ -21,9 +21,10 @@ from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.addresses import split_address
-from jaxserve.fleet.broadcast import Broadcaster, Subscription, everywhere
+from jaxserve.fleet.broadcast import Broadcaster, Subscription
+from jaxserve.fleet.listening import everywhere
 from jaxserve.fleet.reachable import unreachable
+from jaxserve.link.channel import split_address
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,8 @@ class Follower:
             )
         self._last_message = self._heard = self._clock.tick()
         self._watcher.start()
-        source = f"{host}{self._source}" if self._source.startswith(":") else self._source
+        own = self.address.rpartition(":")[0]
+        source = f"{own}{self._source}" if self._source.startswith(":") else self._source
         try:
             self._subscription = Subscription(source, self._token, self._cluster.meeting_seconds)
         except OSError as error:

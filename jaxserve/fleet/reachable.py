@@ -6,7 +6,7 @@ Called by `follower.py` and `bootstrap.py`.
 import socket
 import time
 
-from jaxserve.fleet.addresses import split_address
+from jaxserve.link.channel import split_address
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1
@@ -18,11 +18,11 @@ def unreachable(address: str, seconds: float = 0.0) -> str:
     Args:
       seconds: Time in which it tries again; 0: it tries once.
     """
-    host, port = split_address(address, "address")
+    host, port = split_address(address)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         except OSError as error:
             if time.monotonic() >= deadline:
                 return f"{error}"

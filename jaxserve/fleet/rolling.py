@@ -11,12 +11,12 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
-from jaxserve.fleet.addresses import split_address
 from jaxserve.fleet.fleet_load import worker_status
 from jaxserve.fleet.registry import Place, Registry
 from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
+from jaxserve.link.channel import split_address
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import SERVER_FILES
+from jaxserve.launch.workloads import PORTS
 
 
 class Places(NamedTuple):
@@ -44,6 +45,8 @@ def placed(deployment: Deployment, places: Places) -> Deployment:
     replaced["server"] = msgspec.structs.replace(
         deployment.server, follower_http_port=places.follower_port, **server
     )
+    if not deployment.cluster.ports:
+        replaced["cluster"] = msgspec.structs.replace(deployment.cluster, ports=PORTS)
     if places.domains:
         replaced["fleet"] = msgspec.structs.replace(
             deployment.fleet,

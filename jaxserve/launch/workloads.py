@@ -14,9 +14,11 @@ from jaxserve.fleet.membership import process_shares
 from jaxserve.launch.machines import TpuSlice, tpu_slice
 from jaxserve.planner.hardware import Hardware, load_hardware
 
-WORKER_PORT, FFN_PORT, COORDINATOR_PORT, CONTROL_PORT = 9100, 9000, 8476, 8477
-"""Where workers listen for routers, ffn workers for attention workers, and process 0 of a worker
-for its other processes."""
+WORKER_PORT, FFN_PORT, COORDINATOR_PORT, CONTROL_PORT = 9100, 9000, 9001, 9002
+"""Ports on which workers listen for routers, ffn workers for attention workers, and process 0 of a
+worker for its other processes."""
+PORTS = "9110-9199"
+"""`cluster.ports`: all other ports that processes open to each other. Together 9000 to 9199."""
 
 Kind = Literal["whole", "router", "prefill", "domain", "attention", "ffn"]
 

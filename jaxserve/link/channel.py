@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.ports import listening
 
 MAX_FRAME_BYTES = 1 << 20
 """Cap of one frame: a note takes a hundred bytes, a hello a few kilobytes."""
@@ -233,16 +234,23 @@ def listen(address: str, token: str) -> socket.socket:
                 "the same for every worker)"
             )
         family, *_ = found[0]
-        return socket.create_server((host, port), family=family, backlog=64)
+        return listening(host, port, family=family, backlog=64)
     except OSError as error:
         raise ConfigError(f"link address {address}: {error}") from error
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[host]:port`; raises ConfigError for anything else."""
+def split_address(address: str, name: str = "link address") -> tuple[str, int]:
+    """Host, without brackets, and port of `host:port` or `[host]:port`.
+
+    Args:
+      name: Name of the address, for the error.
+
+    Raises:
+      ConfigError: The address is something else.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"link address {address!r}: expected host:port")
+        raise ConfigError(f"{name} {address!r}: expected host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -14,6 +14,7 @@ from jax.experimental import transfer
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.channel import join_address
+from jaxserve.ports import own_port
 
 SOCKETS = 1
 """Data sockets a connection. More help arrays of hundreds of megabytes; a message of 64 KB to 2 MB
@@ -33,11 +34,10 @@ class Transfers:
     """
 
     def __init__(self, device: jax.Device, host: str, sockets: int = SOCKETS):
-        anywhere = join_address(host, 0)
         self._server = transfer.start_transfer_server(
             device.client,
-            anywhere,
-            [anywhere] * sockets,
+            join_address(host, own_port(host)),
+            [join_address(host, own_port(host)) for _ in range(sockets)],
             max_num_parallel_copies=PARALLEL_COPIES,
             transfer_size=TRANSFER_BYTES,
         )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxserve.chaos.proxy import Proxy
-from jaxserve.fleet.addresses import free_port
+from jaxserve.ports import free_port
 
 SECONDS = 20.0
 

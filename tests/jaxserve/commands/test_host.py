@@ -14,9 +14,9 @@ from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Link
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
-from jaxserve.fleet.addresses import free_port
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.llm import LLM
+from jaxserve.ports import free_port
 from jaxserve.serve import parser
 from tests.jaxserve.fleet.launched import REPOSITORY, started
 

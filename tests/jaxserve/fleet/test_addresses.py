@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import addresses
+from jaxserve.fleet.control_address import listening_address
 
 
 def test_loopback() -> None:
@@ -40,7 +41,7 @@ def test_listening_where_others_reach_it(
     monkeypatch: pytest.MonkeyPatch, address: str, expected: str
 ) -> None:
     resolving(monkeypatch, public="10.0.0.8", debian="127.0.1.1")
-    assert addresses.listening_address(address, "--control") == expected
+    assert listening_address(address, "--control") == expected
 
 
 def test_own_address_is_not_the_loopback_of_the_own_name(monkeypatch: pytest.MonkeyPatch) -> None:

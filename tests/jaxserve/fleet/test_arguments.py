@@ -79,13 +79,13 @@ POD = {
 
 
 def test_a_pod_of_a_tpu_slice_is_detected() -> None:
-    expected = second("serve-0-0.serve:8482", "serve-0-0.serve:8483")
+    expected = second("serve-0-0.serve:9001", "serve-0-0.serve:9002")
     assert parse("--distributed", **SECRET, **POD) == expected
     found = parse(*["--distributed", "--coordinator", "a:7", "--process-id", "0"], **SECRET, **POD)
     assert (found.process_id, found.coordinator, found.control_address) == (0, "a:7", "a:8")
     newer = POD | {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8471,10.0.0.2:8471,10.0.0.3:8471"}
     found = parse("--distributed", **SECRET, **newer)
-    assert (found.processes, found.coordinator) == (3, "10.0.0.1:8482")
+    assert (found.processes, found.coordinator) == (3, "10.0.0.1:9001")
 
 
 def test_a_pod_of_several_slices_is_detected() -> None:
@@ -93,7 +93,7 @@ def test_a_pod_of_several_slices_is_detected() -> None:
     slices["MEGASCALE_COORDINATOR_ADDRESS"] = "serve-slice-0-0.serve:8080"
     found = parse("--distributed", **SECRET, **POD, **slices)
     assert (found.process_id, found.processes) == (5, 6)
-    assert found.coordinator == "serve-slice-0-0.serve:8482"
+    assert found.coordinator == "serve-slice-0-0.serve:9001"
     with pytest.raises(ConfigError, match="TPU_WORKER_ID 2 of 2 hosts, slice 2 of 3"):
         parse("--distributed", **SECRET, **POD | slices | {"TPU_WORKER_ID": "2"})
     with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID = 'two'"):

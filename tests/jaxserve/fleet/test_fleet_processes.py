@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.addresses import free_port
+from jaxserve.ports import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import started
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference

@@ -1,8 +1,9 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxserve.fleet.addresses import free_port, split_address
 from jaxserve.fleet.reachable import unreachable
+from jaxserve.link.channel import split_address
+from jaxserve.ports import free_port
 
 
 def test_a_port_may_open_while_it_is_tried() -> None:
@@ -10,5 +11,5 @@ def test_a_port_may_open_while_it_is_tried() -> None:
     assert "Connection refused" in unreachable(address, 0.1)
     with ThreadPoolExecutor(1) as pool:
         tried = pool.submit(unreachable, address, 10.0)
-        with socket.create_server(split_address(address, "here")):
+        with socket.create_server(split_address(address)):
             assert tried.result(10) == ""

@@ -32,7 +32,7 @@ def test_a_job_a_slice(tmp_path) -> None:
         (text,) = files_of(f"{ONE} --slices {slices}").values()
         found = processes(text, slices)
         assert [(each.process_id, each.processes) for each in found] == [(n, 16) for n in range(16)]
-        assert {each.coordinator for each in found} == {"jaxserve-slice-0-0.jaxserve:8476"}
+        assert {each.coordinator for each in found} == {"jaxserve-slice-0-0.jaxserve:9001"}
     golden.check("launch/jobset.yaml", text)
     made = objects(text)
     read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)

@@ -73,8 +73,8 @@ def test_the_group_of_a_slice_is_one_runtime(tmp_path) -> None:
         options, process = process_of(container, **cluster)
         assert options.config == "/etc/jaxserve/deployment.yaml"
         assert (process.process_id, process.processes, process.is_leader) == (3, 16, False)
-        assert (process.coordinator, process.control_address) == ("j-0.j:8476", "j-0.j:8477")
-        assert process.control_bind == "[::]:8477"
+        assert (process.coordinator, process.control_address) == ("j-0.j:9001", "j-0.j:9002")
+        assert process.control_bind == "[::]:9002"
         shares = {share.devices for share in process_shares(read, process.processes)}
         assert shares == {int(container["resources"]["limits"]["google.com/tpu"])}
         assert group[name]["spec"]["terminationGracePeriodSeconds"] == 5 + 30 + 25

@@ -10,6 +10,7 @@ import pytest
 from jaxserve import serve
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.membership import process_shares
+from jaxserve.launch.workloads import PORTS
 from tests import golden
 from tests.jaxserve.launch.rendered import files_of, write
 from tests.jaxserve.launch.tools import judge
@@ -52,7 +53,7 @@ def test_a_runtime_is_one_step(tmp_path: Path) -> None:
     assert (options.distributed, options.set, options.insecure_bind) == (True, ["lanes=3"], False)
     read = load_deployment(tmp_path / options.config)
     assert {share.devices for share in process_shares(read, 16)} == {1}
-    assert read == load_deployment("qwen3-235b-a22b")
+    assert read == load_deployment("qwen3-235b-a22b", {"cluster.ports": PORTS})
 
 
 def test_a_fleet_is_a_step_a_worker(tmp_path: Path) -> None:

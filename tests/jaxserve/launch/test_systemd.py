@@ -51,7 +51,7 @@ def test_hosts_are_numbered_by_their_instances() -> None:
     )
     process = from_arguments(started(files["jaxserve@.service"], "3"), environment | SECRET)
     assert (process.process_id, process.processes) == (3, 16)
-    assert (process.coordinator, process.control_address) == ("h0:8476", "h0:8477")
+    assert (process.coordinator, process.control_address) == ("h0:9001", "h0:9002")
     assert environment["JAXSERVE_CLUSTER_TOKEN"] == "", "nobody starts with a secret of ours"
     assert process.host_processes == 1
     files = files_of("--config step3 --hardware h800 --target systemd --leader h0")

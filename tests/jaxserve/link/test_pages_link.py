@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from jaxserve.chaos.proxy import Proxy
-from jaxserve.fleet.addresses import free_port
 from jaxserve.link import pages_connection, pages_server
 from jaxserve.link.hello import make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_ends import FetchedPiece, FetchJob
 from jaxserve.link.pages_frames import Release, decode_from_decode, encode
+from jaxserve.ports import free_port
 from tests.conftest import REPOSITORY
 from tests.jaxserve.link.toy_holder import (
     DEADLINES,

@@ -1,0 +1,56 @@
+"""Ports that this process takes where no address names one.
+
+`serve` calls `use` with `cluster.ports` before anything listens. Called by every module that
+listens on a port of its own choice: the broadcast tree, hand-offs of pages, array transfers.
+"""
+
+import contextlib
+import random
+import socket
+
+from jaxserve.errors import ConfigError
+
+_range = range(0)
+
+
+def use(ports: str) -> None:
+    """Sets the range, as `FIRST-LAST`; empty: the system chooses ports.
+
+    Raises:
+      ConfigError: The range is empty, or not one of ports.
+    """
+    global _range
+    _range = range(0)
+    if ports:
+        first, last = map(int, ports.split("-"))
+        if not first <= last < 65536:
+            raise ConfigError(f"cluster.ports {ports}: expected FIRST-LAST, at most 65535")
+        _range = range(first, last + 1)
+
+
+def listening(host: str, port: int, **options: int) -> socket.socket:
+    """Returns a listening socket, as `socket.create_server` does; port 0 takes a free one.
+
+    Processes of one host share the range, so they try its ports in a random order.
+
+    Raises:
+      OSError: the address cannot be listened on, or no port of the range is free.
+    """
+    if port or not _range:
+        return socket.create_server((host, port), **options)
+    for each in random.sample(_range, len(_range)):
+        with contextlib.suppress(OSError):  # it is taken
+            return socket.create_server((host, each), **options)
+    raise OSError(f"no port of cluster.ports {_range[0]}-{_range[-1]} is free on {host}")
+
+
+def own_port(host: str) -> int:
+    """Returns a free port of the range; 0 where the system chooses."""
+    return free_port(host) if _range else 0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port that is free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with listening(host.strip("[]"), 0, family=family) as probe:
+        return int(probe.getsockname()[1])
