@@ -10,7 +10,10 @@ import pytest
 from jaxserve.config.load import known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("jaxserve", "jaxserve/planner", "jaxserve/server", "pallas_kernels", "configs", "launch")
+ROOMS = (
+    *("jaxserve", "jaxserve/planner", "jaxserve/preflight", "jaxserve/server"),
+    *("pallas_kernels", "configs", "launch"),
+)
 """Every room with a README of its own; `launch` may have none yet."""
 READMES = {
     name: path.read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """Random weights for benches without a checkpoint."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -10,9 +11,12 @@ from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.model.module import Template
 
+SEEDS = 1 << 30
+
 
 class RandomLeaves:
-    """Random weights, the same on every process, for benches without a checkpoint."""
+    """Random weights that depend on a seed and on the names of a block's tensors alone: all
+    processes and layouts of a model have the same."""
 
     size = None
 
@@ -22,7 +26,7 @@ class RandomLeaves:
 
     @property
     def storage(self) -> Self:
-        """What asks no running worker: itself."""
+        """Source that asks no running worker: this one."""
         return self
 
     def check(self) -> None:
@@ -36,13 +40,14 @@ class RandomLeaves:
     ) -> list[jax.Array]:
         """Normal values of the modules' own scale; those of several blocks are stacked."""
         if isinstance(sources, dict):
-            return self._arrays(self._values(template), shardings)
-        blocks = [self._values(template) for _ in sources]
+            return self._arrays(self._values(template, sources), shardings)
+        blocks = [self._values(template, block) for block in sources]
         return self._arrays([np.stack(leaf) for leaf in zip(*blocks, strict=True)], shardings)
 
-    def _values(self, template: Template) -> list[np.ndarray]:
-        self._seed += 1
-        return [np.asarray(value) for value in template.random(self._seed)]
+    def _values(self, template: Template, sources: Sources) -> list[np.ndarray]:
+        names = "".join(name for source in sources.values() for name in source.names)
+        seed = self._seed + zlib.crc32(names.encode()) % SEEDS
+        return [np.asarray(value) for value in template.random(seed)]
 
     def _arrays(
         self, values: Sequence[np.ndarray], shardings: Sequence[jax.sharding.Sharding]

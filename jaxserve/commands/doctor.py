@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit code."""
     options = parser().parse_args(arguments)
     found = probe()
-    findings = [*_versions(), *_host(), *_devices(found)]
+    findings = [*versions(), *_host(), *_devices(found)]
     names = [] if options.config else deployment_names()
     judged = {name: CONFIGS / f"{name}.yaml" for name in names} or {options.config: options.config}
     findings += [_deployment(name, path, found) for name, path in judged.items()]
@@ -94,7 +94,8 @@ def probe() -> dict[str, Any]:
         return {"error": f"JAX does not start (exit {run.returncode}): {''.join(last)}"}
 
 
-def _versions() -> Iterator[Finding]:
+def versions() -> Iterator[Finding]:
+    """Versions of packages, and packages that are not those that jaxserve asks for."""
     yield Finding(
         "versions", "jaxserve", f"{jaxserve.__version__} in {Path(jaxserve.__file__).parent}"
     )

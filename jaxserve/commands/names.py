@@ -9,6 +9,7 @@ COMMANDS = {
     "launch": ("jaxserve.launch.__main__", "write what starts a deployment on a cluster or host"),
     "convert": ("jaxserve.convert", "a Hugging Face folder to sharded arrays, quantised once"),
     "doctor": ("jaxserve.commands.doctor", "what this host has and what would run on it"),
+    "preflight": ("jaxserve.preflight.__main__", "check hosts, devices and links before a start"),
     "completion": ("jaxserve.commands.completion", "print a completion script for a shell"),
 }
-"""By name: the module that has `main` and `parser`, and what it does."""
+"""Module with `main` and `parser`, and purpose, of each command by its name."""

@@ -62,7 +62,7 @@ def verify(options: argparse.Namespace) -> int:
     """Predicted against measured, stage by stage and load by load."""
     if options.timeline is None:
         raise ConfigError("--timeline is missing: a folder that serve --timeline wrote")
-    made, seen = _observed(options)
+    made, seen = observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
     found = compare(made, seen, known, options.configs)
     rows = [["", "sequences", "tokens", "context", "bucket", "", "median µs", "predicted", "error"]]
@@ -97,7 +97,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _name(made: Scenario, one: Compared) -> str:
-    """The stage, and which layers' it is where there are several kinds."""
+    """The name of a stage, with the kind of its layers if the model has several kinds."""
     if one.name == "ffn" and len(made.ffn.model.ffn) > 1:
         return f"ffn, {'MoE' if made.ffn.model.ffn[one.layers].experts else 'dense'}"
     if one.name == "attend" and len(made.attention.model.attention) > 1:
@@ -106,8 +106,8 @@ def _name(made: Scenario, one: Compared) -> str:
     return one.name
 
 
-def _observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
-    """The deployment, and what its trace says.
+def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
+    """The deployment of the options, and the stages and steps in their timeline.
 
     Raises:
       ConfigError: it is colocated, or the trace is not one of it.
@@ -134,7 +134,7 @@ def calibrate(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.is_file():
         lists.insert(0, read_measurements(options.write))
     if options.timeline is not None:
-        made, seen = _observed(options)
+        made, seen = observed(options)
         lists.append(_chosen(measurements(made, seen), options))
     found = joined(lists)
     if not found:
@@ -165,7 +165,7 @@ def calibrate(options: argparse.Namespace) -> int:
 
 
 def _short(one: Measurement) -> dict[str, Any]:
-    """As JSON, without what is as it is when nothing is said."""
+    """A measurement for JSON, without values that equal the defaults."""
     tree: dict[str, Any] = msgspec.to_builtins(one)
     unsaid = {
         field.name: field.default
@@ -178,10 +178,10 @@ def _short(one: Measurement) -> dict[str, Any]:
 
 
 def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[Measurement]:
-    """Those of the batches and contexts that are asked for.
+    """Selects measurements of the batches and contexts that the options name.
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: none has them.
     """
     chosen = [
         one
@@ -201,7 +201,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _fit_rows(fits: Calibration, medians: Calibration) -> list[list[str]]:
-    """Of every stage what it adds to a step, and beneath it its median, if that is another one."""
+    """Rows of a table: the fit of every stage's mean and, if it differs, of its median."""
     heading = ["", "of", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]
     rows = [heading]
     for key, mean in fits.fits.items():

@@ -1,8 +1,8 @@
 """Measured stages: their file, and the calibration that follows from it.
 
 Called by `plan.py calibrate`, and by every command that takes `--calibration`. A file is a JSON
-list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` writes it; `calibrate`
-collects several into one.
+list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` writes it, or the file of
+`jaxserve preflight`, which has such a list; `calibrate` collects several into one.
 """
 
 import sys
@@ -89,6 +89,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in result)
 
 
+class _Preflight(msgspec.Struct):
+    """The part of a preflight's file that is used here."""
+
+    measurements: list[Measurement]
+
+
 def read_measurements(path: Path) -> list[Measurement]:
     """Reads a file of measurements.
 
@@ -96,11 +102,12 @@ def read_measurements(path: Path) -> list[Measurement]:
       ConfigError: the file is missing or malformed, or a number is out of range.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=list[Measurement])
+        told = msgspec.json.decode(path.read_bytes(), type=list[Measurement] | _Preflight)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
+    found = told if isinstance(told, list) else told.measurements
     for index, one in enumerate(found):
         for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
             if not 0 < getattr(one, name) < 1e9:
@@ -227,7 +234,7 @@ def calibration(
 
 
 def estimated(found: Sequence[Measurement]) -> str:
-    """What has to be said of measurements some of which are none; empty: nothing."""
+    """Warns of estimates among measurements; empty without any."""
     count = sum(one.source == "estimate" for one in found)
     if not count:
         return ""

@@ -1,0 +1,95 @@
+"""Checks of Pallas kernels against their references, by `pallas_kernels.bench` on small shapes."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve.preflight.children import Child
+from jaxserve.preflight.outcomes import Check, Failed, Skipped
+
+Found = tuple[str, dict[str, Any]]
+OPS = ("attention", "grouped_matmul", "norm_quantize")
+"""Operations that `pallas_kernels.bench` knows, each checked in a process of its own."""
+
+
+def checks(probe: Callable[[], Mapping[str, Any]], seconds: float) -> Iterator[tuple[str, Check]]:
+    """The checks by name: correctness of each operation, and the times of Step-3's layers.
+
+    Args:
+      probe: returns the result of `doctor.probe()`.
+    """
+    for op in OPS:
+        yield f"kernels {op}", _check(probe, functools.partial(correctness, op, seconds))
+    yield "kernel times", _check(probe, functools.partial(times, seconds))
+
+
+def _check(probe: Callable[[], Mapping[str, Any]], check: Callable[[], Found]) -> Check:
+    def run() -> Found:
+        found = probe()
+        if "error" in found:
+            raise Skipped("JAX does not start")
+        if found.get("kernels") == "reference":
+            raise Skipped(f"no kernels for {found['kind']}: plain XLA runs, which is the reference")
+        return check()
+
+    return run
+
+
+def correctness(op: str, seconds: float) -> Found:
+    """Runs every shape and format of an operation at a small size.
+
+    Raises:
+      Failed: names each case whose result is not the reference's.
+    """
+    results = _bench(["--quick", "--op", op], seconds)["results"]
+    return judged(results)
+
+
+def judged(results: list[dict[str, Any]]) -> Found:
+    """What the bench's results say.
+
+    Raises:
+      Failed: a result is wrong.
+    """
+    details = {"results": results}
+    wrong = [
+        f"{one['case']} {one['format']}: off by {one['error']:.2g}"
+        for one in results
+        if one.get("correct") is False
+    ]
+    plain = sorted({one["format"] for one in results if one.get("backend") == "reference"})
+    done = sum(one.get("correct") is True for one in results)
+    text = f"{done} of {len(results)} cases as the reference"
+    if plain:
+        text += f"; plain XLA in {', '.join(plain)}"
+    if wrong:
+        raise Failed("\n".join([text, *wrong]), details)
+    return text, details
+
+
+def times(seconds: float) -> Found:
+    """Times Step-3's layers at real sizes, for `plan calibrate --measured`."""
+    found = _bench(["--layer", "step3"], seconds)
+    return f"{len(found)} layers of Step-3 timed", {"measurements": found}
+
+
+def _bench(arguments: list[str], seconds: float) -> Any:
+    """The JSON file of `python -m pallas_kernels.bench`.
+
+    Raises:
+      Failed: the process wrote none.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
+        result = Path(name, "bench.json")
+        words = ["-m", "pallas_kernels.bench", *arguments, "--json", str(result)]
+        child = Child(words, Path(name))
+        try:
+            code = child.wait(seconds)
+        finally:
+            child.end()
+        if not result.exists():
+            raise Failed(f"the process ended with {code}; {child.last_words()}")
+        return json.loads(result.read_bytes())

@@ -1,0 +1,172 @@
+"""The checks' own behaviour, on real processes and sockets."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config.load import load_deployment
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.plan import main as plan
+from jaxserve.ports import free_port
+from jaxserve.preflight import hosts
+from jaxserve.preflight.__main__ import main
+from jaxserve.preflight.children import Child
+from jaxserve.preflight.kernels import judged
+from jaxserve.preflight.meeting import Meeting, behind
+from jaxserve.preflight.outcomes import Failed, Outcome, Skipped, run, table
+
+TOKEN = "0123456789abcdef"
+
+
+def meetings(count=2):
+    ports = [free_port() for _ in range(2)]
+    return [
+        Meeting(
+            ProcessArguments(
+                process_id=number,
+                processes=count,
+                coordinator=f"127.0.0.1:{ports[0]}",
+                control_address=f"127.0.0.1:{ports[1]}",
+                token=TOKEN,
+            )
+        )
+        for number in range(count)
+    ]
+
+
+def at_once(*calls):
+    """Runs each on a thread of its own; returns what they return or raise."""
+    found = [None] * len(calls)
+
+    def call(number):
+        try:
+            found[number] = calls[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=call, args=[number]) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_the_port_behind_the_control_plane_is_free_for_the_meeting():
+    assert behind("h:9311", "h:9310") == "h:9312"
+    assert behind("h:9310", "h:9311") == "h:9312"
+
+
+def test_processes_meet_compare_and_notice_who_leaves(monkeypatch):
+    first, second = meetings()
+    assert at_once(lambda: first.begin(20), lambda: second.begin(20)) == [None, None]
+    assert at_once(lambda: first.gather("a", 20), lambda: second.gather([2], 20)) == [
+        ["a", [2]],
+        ["a", [2]],
+    ]
+    ahead = at_once(lambda: hosts.clock(first), lambda: hosts.clock(second))
+    assert all("ms ahead" in text for text, _ in ahead)
+    reached = at_once(
+        *(lambda m=m: hosts.ports(m, load_deployment("demo"), []) for m in (first, second))
+    )
+    assert [text for text, _ in reached] == ["2 ports answer"] * 2
+    of_first = iter(["0.1", "0.2"])
+    monkeypatch.setattr(hosts, "PACKAGES", ("jaxlib",))
+    monkeypatch.setattr(hosts.importlib.metadata, "version", lambda name: next(of_first))
+    monkeypatch.setattr(hosts.doctor, "versions", list)
+    wrong = at_once(lambda: hosts.versions(first), lambda: hosts.versions(second))
+    assert "jaxlib: process 0 0." in str(wrong[0])
+    assert [type(one) for one in wrong] == [Failed, Failed]
+    with second:
+        pass
+    with first, pytest.raises(Failed, match="process 1 has left"):
+        first.gather(None, 20)
+
+
+def test_a_process_that_does_not_come_is_named():
+    first, _, third = meetings(3)
+    with first, third:
+        found = at_once(lambda: first.begin(0.3), lambda: third.begin(20))
+    assert str(found[0]).startswith("processes 1 did not come to 127.0.0.1:")
+
+
+def test_a_port_of_the_file_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Failed, match=f"{address} of the command line cannot be listened on"):
+            hosts.ports(Meeting(ProcessArguments()), load_deployment("demo"), [address])
+
+
+def test_outcomes_in_a_table():
+    def failing():
+        raise Failed("first line\nsecond", {"kept": 1})
+
+    def skipping():
+        raise Skipped("one process")
+
+    ticks = iter(range(99))
+    found = [
+        run("ports", failing, lambda: next(ticks), 1),
+        run("clock", skipping, lambda: next(ticks), 0),
+        run("clock", skipping, lambda: next(ticks), 1),
+        run("layer", lambda: 1 / 0, lambda: next(ticks), 0),
+    ]
+    assert found[0] == Outcome("ports", "failed", "first line\nsecond", 1, 1, {"kept": 1})
+    assert table(found).splitlines() == [
+        "skipped  clock     1.0 s  [0, 1]  one process",
+        "failed   ports     1.0 s  [1]  first line",
+        "         second",
+        "failed   layer     1.0 s  [0]  ZeroDivisionError: division by zero",
+    ]
+
+
+def test_a_hanging_check_ends_at_its_deadline_with_its_last_words(tmp_path: Path):
+    child = Child(["-c", "import time; print('at work', flush=True); time.sleep(99)"], tmp_path)
+    try:
+        with pytest.raises(Failed, match=r"no end within 0\.5 s; its last lines:\nat work"):
+            child.wait(0.5)
+    finally:
+        child.end()
+
+
+def test_a_wrong_kernel_is_named():
+    right = {"case": "step3", "format": "int8", "correct": True, "backend": "mosaic_gpu"}
+    plain = {"case": "step3", "format": "fp8", "correct": True, "backend": "reference"}
+    assert judged([right, plain])[0] == "2 of 2 cases as the reference; plain XLA in fp8"
+    with pytest.raises(Failed, match="step3 int8: off by"):
+        judged([right | {"correct": False, "error": 0.5}])
+
+
+def test_a_failed_check_does_not_stop_the_others(tmp_path, capsys):
+    words = [
+        "--config",
+        "demo",
+        "--set",
+        "attention.memory_gb=0.001",
+        "--only",
+        "memory,ports,clock",
+    ]
+    assert main([*words, "--json", str(tmp_path / "found.json")]) == 1
+    said = capsys.readouterr().out
+    assert "passed   ports" in said
+    assert "attention needs 0.0" not in said
+    assert "ConfigError: the deployment does not fit:" in said
+    assert "1 passed, 3 skipped, 1 failed" in said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["demo", "demo-fleet-afd"])
+def test_the_whole_of_it_and_the_planner_reads_the_times(config, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    assert main(["--config", config, "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "steps of 5 layers" in said
+    if config == "demo":
+        assert "2 layers: 100% of" in said
+        assert len(json.loads(file.read_text())["measurements"]) > 20
+        words = ["--config", config, "--hardware", "cpu", "--timeline", str(file)]
+        assert plan(["verify", *words, "--calibration", str(file)]) == 0
+        assert "loads that were not calibrated with: 0 of" in capsys.readouterr().out
