@@ -7,7 +7,6 @@ twelve times the CPU (jaxserve/planner/README.md). Handshake and frames are thos
 Knows nothing of the meaning of messages.
 """
 
-import contextlib
 import select
 import socket
 import threading
@@ -23,7 +22,7 @@ from jaxserve.link.channel import (
     framed,
     take_frames,
 )
-from jaxserve.link.listener import Listener
+from jaxserve.link.listener import Listener, shut
 
 HOSTS_EACH = 8
 """To so many other hosts one process hands on."""
@@ -104,7 +103,7 @@ class Broadcaster:
             self._waiting.clear()
         self._listener.close(LOOK_SECONDS)
         for connection in connections:
-            _shut(connection)
+            shut(connection)
             connection.close()
 
     def _admit(self, channel: Channel) -> None:
@@ -183,7 +182,7 @@ class Subscription:
 
     def close(self) -> None:
         """Ends `messages`, from any thread."""
-        _shut(self._socket)
+        shut(self._socket)
 
 
 def _send(connection: socket.socket, frame: memoryview) -> memoryview:
@@ -194,9 +193,3 @@ def _send(connection: socket.socket, frame: memoryview) -> memoryview:
         return frame
     except OSError:
         return frame[len(frame) :]
-
-
-def _shut(connection: socket.socket) -> None:
-    """Ends a connection for whoever waits in it."""
-    with contextlib.suppress(OSError):  # it has ended
-        connection.shutdown(socket.SHUT_RDWR)

@@ -232,18 +232,9 @@ FromRouter = AboutRequest | AboutWorker
 FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
 
 encode = msgspec.msgpack.Encoder().encode
-_router_decoder = msgspec.msgpack.Decoder(FromRouter)
-_worker_decoder = msgspec.msgpack.Decoder(FromWorker)
-
-
-def decode_from_router(data: bytes) -> FromRouter:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _router_decoder.decode(data)
-
-
-def decode_from_worker(data: bytes | memoryview) -> FromWorker:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _worker_decoder.decode(data)
+decode_from_router = msgspec.msgpack.Decoder(FromRouter).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

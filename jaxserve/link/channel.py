@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import AuthenticationError
+from multiprocessing import AuthenticationError as AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -257,19 +257,3 @@ def split_address(address: str, name: str = "link address") -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-__all__ = [
-    "DEFAULT_DEADLINES",
-    "AuthenticationError",
-    "Channel",
-    "Deadlines",
-    "accept",
-    "cut_off",
-    "dial",
-    "framed",
-    "join_address",
-    "listen",
-    "split_address",
-    "take_frames",
-]

@@ -11,13 +11,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.hello import Hello
+from jaxserve.link.hello import Hello, Refusal, refusal
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
-    """First frame of an attention worker."""
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of either end of a link."""
 
     hello: Hello
+
+
+class Join(Greeting, frozen=True, tag="join"):
+    """First frame of an attention worker."""
+
     domain: str
     transfer_address: str
     """Of the transfer server that serves its messages on this connection."""
@@ -27,10 +32,9 @@ class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
     """Of a piece: every number that there will be."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
+class Welcome(Greeting, frozen=True, tag="welcome"):
     """The ffn worker takes the attention worker in."""
 
-    hello: Hello
     transfer_address: str
     """Of the transfer server that serves the answers on this connection."""
 
@@ -105,15 +109,21 @@ FromAttention = Join | Note | Probe | Echo | Question
 FromFFN = Welcome | Refused | Preparing | Failed | Echo | Answer
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-_attention_decoder = msgspec.msgpack.Decoder(FromAttention)
-_ffn_decoder = msgspec.msgpack.Decoder(FromFFN)
+decode_from_attention = msgspec.msgpack.Decoder(FromAttention).decode
+decode_from_ffn = msgspec.msgpack.Decoder(FromFFN).decode
+"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""
 
 
-def decode_from_attention(data: bytes) -> FromAttention:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _attention_decoder.decode(data)
+def greeted[G: Greeting](frame: object, kind: type[G], ours: Hello) -> G:
+    """Returns the first frame of the other end.
 
-
-def decode_from_ffn(data: bytes) -> FromFFN:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _ffn_decoder.decode(data)
+    Raises:
+      Refusal: the other end refuses, its frame is of another kind, or its hello does not fit ours.
+    """
+    if isinstance(frame, Refused):
+        raise Refusal(frame.reason)
+    if not isinstance(frame, kind):
+        raise Refusal(f"unexpected {type(frame).__name__} instead of a {kind.__name__.lower()}")
+    if reason := refusal(ours, frame.hello):
+        raise Refusal(reason)
+    return frame

@@ -76,13 +76,13 @@ class Listener:
         self._closing = True
         deadline = time.monotonic() + seconds
         if self._socket is not None:
-            _shut(self._socket)
+            shut(self._socket)
             self._thread.join(seconds)
             self._socket.close()
         with self._lock:
             served = list(self._threads.items())
             for stranger in self._strangers:
-                _shut(stranger)
+                shut(stranger)
         for _, channel in served:
             channel.shutdown()
         for thread, _ in served:
@@ -110,7 +110,7 @@ class Listener:
         with self._lock:
             self._strangers[sock] = None
             if len(self._strangers) > MOST_HANDSHAKES:
-                _shut(next(iter(self._strangers)))
+                shut(next(iter(self._strangers)))
         try:
             channel = accept(sock, self._token, self._seconds, self._frame_bytes)
         except (AuthenticationError, OSError, EOFError, RuntimeError) as error:
@@ -139,7 +139,7 @@ class Listener:
             self._threads.pop(thread, None)
 
 
-def _shut(sock: socket.socket) -> None:
+def shut(sock: socket.socket) -> None:
     """Wakes the thread that accepts or reads."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

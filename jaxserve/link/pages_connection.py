@@ -27,8 +27,8 @@ from jaxserve.link.channel import (
     cut_off,
     dial,
 )
-from jaxserve.link.frames import Echo, Refused
-from jaxserve.link.hello import Hello, Refusal, refusal
+from jaxserve.link.frames import Echo, greeted
+from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.pages import PagesSource, pages_digest
 from jaxserve.link.pages_bytes import (
     HostBuffers,
@@ -173,15 +173,8 @@ class Connection:
 
     def _join(self, hello: Hello) -> None:
         self._channel.send(encode(Join(hello)))
-        match decode_from_prefill(self._channel.receive()):
-            case Welcome(hello=theirs, cache_format=cache_format):
-                if reason := refusal(hello, theirs):
-                    raise Refusal(reason)
-            case Refused(reason=reason):
-                raise Refusal(reason)
-            case frame:
-                raise Refusal(f"unexpected {type(frame).__name__} instead of a welcome")
-        self._model, self.cache_format = theirs.digest, cache_format
+        welcome = greeted(decode_from_prefill(self._channel.receive()), Welcome, hello)
+        self._model, self.cache_format = welcome.hello.digest, welcome.cache_format
 
     def fetch(
         self,

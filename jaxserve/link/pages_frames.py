@@ -14,20 +14,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.frames import Echo, Refused
-from jaxserve.link.hello import Hello
+from jaxserve.link.frames import Echo, Greeting, Refused
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
+class Join(Greeting, frozen=True, tag="join"):
     """First frame of a decode worker."""
 
-    hello: Hello
 
+class Welcome(Greeting, frozen=True, tag="welcome"):
+    """The prefill worker takes the decode worker in."""
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
-    """The prefill worker takes it in."""
-
-    hello: Hello
     cache_format: str
     """Format of the pieces."""
 

@@ -7,7 +7,6 @@ form; its bytes are bounded over all connections, and are free again when it is 
 connection ends. `pages_client.py` is the other end. Knows nothing of requests and pages.
 """
 
-import functools
 import logging
 import queue
 import secrets
@@ -26,11 +25,10 @@ from jaxserve.link.channel import (
     TICK_SECONDS,
     Channel,
     Deadlines,
-    cut_off,
     listen,
 )
-from jaxserve.link.frames import Echo, Refused
-from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.frames import Echo
+from jaxserve.link.hello import Hello
 from jaxserve.link.listener import Listener
 from jaxserve.link.pages_bytes import checksum, sent_parts, sent_views
 from jaxserve.link.pages_ends import ExportCounters, ExportError, Piece
@@ -45,6 +43,7 @@ from jaxserve.link.pages_frames import (
     decode_from_decode,
     encode,
 )
+from jaxserve.link.served import ServedConnection
 
 logger = logging.getLogger(__name__)
 
@@ -176,84 +175,31 @@ class _Room:
             self._changed.notify_all()
 
 
-class _Puller:
+class _Puller(ServedConnection[Fetch]):
     """One connected decode worker."""
 
     def __init__(self, server: PagesServer, channel: Channel):
-        self.failure: str | None = None
-        self._server, self._channel = server, channel
-        self._failing = threading.Lock()
-        self._wanted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        decode = decode_from_decode
+        super().__init__("pages", channel, server.hello, Join, encode, decode, server.deadlines)
+        self._server = server
 
-    def fail(self, reason: str) -> None:
-        """Gives the connection up; the first reason counts."""
-        with self._failing:
-            if self.failure is not None:
-                return
-            self.failure = reason
-        self._channel.shutdown()
-
-    def live(self) -> None:
-        """From the handshake to the connection's loss."""
-        worker, channel = None, self._channel
-        late = functools.partial(self.fail, "the handshake was late")
-        try:
-            with cut_off(late, self._server.deadlines.handshake):
-                if not self._welcome(channel):
-                    return
-            worker = threading.Thread(target=self._work, name="pages worker", daemon=True)
-            worker.start()
-            self._read(channel)
-        except (EOFError, OSError) as error:
-            self.fail(f"the connection closed ({error or 'end of file'})")
-        except (RuntimeError, msgspec.DecodeError) as error:
-            self.fail(str(error))
-        finally:
-            self.fail("closed here")
-            if worker is not None:
-                self._wanted.put(None)
-                worker.join()
-                logger.info("pages: a decode worker has left: %s", self.failure)
-            channel.close()
-
-    def _welcome(self, channel: Channel) -> bool:
-        """Takes the decode worker in, or tells it why not."""
-        frame = decode_from_decode(channel.receive())
-        if not isinstance(frame, Join):
-            channel.send(encode(Refused(f"unexpected {type(frame).__name__} instead of a join")))
-            return False
-        server = self._server
-        if reason := refusal(server.hello, frame.hello):
-            logger.warning("pages: refused %s: %s", channel.peer, reason)
-            channel.send(encode(Refused(reason)))
-            return False
-        channel.send(encode(Welcome(server.hello, server.cache_format)))
-        logger.info("pages: %s joins from %s", frame.hello.worker, channel.peer)
+    def _admit(self, frame: Join) -> bool:
+        self.name = frame.hello.worker
+        self._channel.send(encode(Welcome(self._hello, self._server.cache_format)))
+        logger.info("pages: %s joins from %s", self.name, self._channel.peer)
         return True
 
-    def _read(self, channel: Channel) -> None:
-        clock = AwakeClock(LONGEST_TICK_SECONDS)
-        heard = clock.now
-        while self.failure is None:
-            if not channel.wait(TICK_SECONDS):
-                silent = clock.tick() - heard
-                if silent > self._server.deadlines.down:
-                    self.fail(f"silent for {silent:.1f} s")
-                continue
-            frame = decode_from_decode(channel.receive())
-            heard = clock.tick()
-            match frame:
-                case Fetch():
-                    self._server.count(queued=1)
-                    self._wanted.put(frame)
-                case Renew(hand_offs=hand_offs):
-                    self._server.holder.renew(hand_offs)
-                case Release(hand_off=hand_off):
-                    self._server.holder.release_hand_off(hand_off)
-                case Echo():
-                    channel.send(encode(frame))
-                case Join():
-                    self.fail("joined twice")
+    def _take(self, frame: Fetch | Renew | Release | Echo) -> None:
+        match frame:
+            case Fetch():
+                self._server.count(queued=1)
+                self._wanted.put(frame)
+            case Renew(hand_offs=hand_offs):
+                self._server.holder.renew(hand_offs)
+            case Release(hand_off=hand_off):
+                self._server.holder.release_hand_off(hand_off)
+            case Echo():
+                self._channel.send(encode(frame))
 
     def _work(self) -> None:
         """Serves fetches in their order, each read while the one before it is sent."""

@@ -32,15 +32,14 @@ from jaxserve.link.frames import (
     Preparing,
     Probe,
     Question,
-    Refused,
     Welcome,
     decode_from_ffn,
     encode,
+    greeted,
 )
-from jaxserve.link.hello import Hello, Refusal, refusal
-from jaxserve.link.transfers import Transfers, is_ready, new_uuid
+from jaxserve.link.hello import Hello, Refusal
+from jaxserve.link.transfers import PROBE_BYTES, Transfers, is_ready, new_uuid
 
-PROBE_BYTES = 4096
 REASON_SECONDS = 0.1
 """How long an error of a transfer waits for the reason that the other end may be telling."""
 
@@ -149,25 +148,19 @@ class Connection:
         hello = us.hello
         join = Join(hello, us.domain, self._transfers.address, us.pieces, us.rows)
         self.channel.send(encode(join))
-        match decode_from_ffn(self.channel.receive()):
-            case Welcome(hello=theirs, transfer_address=address):
-                if reason := refusal(hello, theirs):
-                    raise Refusal(reason)
-            case Refused(reason=reason):
-                raise Refusal(reason)
-            case Preparing(reason=reason):
-                raise NotYet(reason)
-            case frame:
-                raise Refusal(f"unexpected {type(frame).__name__} instead of a welcome")
+        frame = decode_from_ffn(self.channel.receive())
+        if isinstance(frame, Preparing):
+            raise NotYet(frame.reason)
+        welcome = greeted(frame, Welcome, hello)
         self._epoch = hello.epoch
-        self._transfers.connect(address)
+        self._transfers.connect(welcome.transfer_address)
         returned = self._send_probe()
         if not np.array_equal(returned, self._probe):
             raise Refusal("a probe came back changed")
         self._probed = None
         self._clock.tick()
         self._heard = self._probe_time = self._clock.now
-        return theirs
+        return welcome.hello
 
     def post(self, message: Message, domain: str) -> None:
         """Registers and announces the message and asks for its answer; does not wait.

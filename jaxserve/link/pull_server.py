@@ -12,22 +12,16 @@ Knows nothing of ffn, plans or requests.
 import contextlib
 import functools
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator
 
 import jax
-import msgspec
 from jax.sharding import Mesh
 
-from jaxserve.clock import AwakeClock
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
-    LONGEST_TICK_SECONDS,
-    TICK_SECONDS,
     Channel,
     Deadlines,
-    cut_off,
     listen,
 )
 from jaxserve.link.contract import MessageSize
@@ -39,15 +33,14 @@ from jaxserve.link.frames import (
     Note,
     Probe,
     Question,
-    Refused,
     Welcome,
     decode_from_attention,
     encode,
 )
-from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.hello import Hello
 from jaxserve.link.listener import Listener
-from jaxserve.link.pull_connection import PROBE_BYTES
-from jaxserve.link.transfers import Transfers, refuse_several_processes
+from jaxserve.link.served import ServedConnection
+from jaxserve.link.transfers import PROBE_BYTES, Transfers, refuse_several_processes
 from jaxserve.link.turns import Turns
 from jaxserve.link.work import Preparations, Work
 
@@ -134,102 +127,57 @@ class PullServer:
             self.turns.forget(domain)
 
 
-class _Domain:
+class _Domain(ServedConnection[tuple[Note, list[jax.Array]]]):
     """One connected attention worker."""
 
     def __init__(self, server: PullServer, channel: Channel):
-        self.name = ""
+        decode = decode_from_attention
+        super().__init__("link", channel, server.hello, Join, encode, decode, server.deadlines)
         self.pieces = 0
         """Pieces of each of the domain's messages."""
-        self.failure: str | None = None
-        self._server, self._channel = server, channel
-        self._failing = threading.Lock()
+        self._server = server
         self._answering = False
         self._transfers: Transfers | None = None
-        self._arriving: queue.SimpleQueue[tuple[Note, list[jax.Array]] | None] = queue.SimpleQueue()
         sharding = jax.sharding.SingleDeviceSharding(server.device)
         self._probe_shape = jax.ShapeDtypeStruct((PROBE_BYTES // 4,), "int32", sharding=sharding)
 
-    def fail(self, reason: str) -> None:
-        """Gives the connection up; the first reason counts."""
-        with self._failing:
-            if self.failure is not None:
-                return
-            self.failure = reason
+    def _drop(self) -> None:
         if self._transfers is not None:
             self._transfers.cancel()
-        self._channel.shutdown()
 
     def live(self) -> None:
-        """From the handshake to the connection's loss."""
-        worker = None
+        """Runs from the handshake to the connection's loss."""
         try:
-            late = functools.partial(self.fail, "the handshake took too long")
-            with cut_off(late, self._server.deadlines.handshake):
-                if not self._welcome(self._channel):
-                    return
-            worker = threading.Thread(target=self._work, name=f"link {self.name}", daemon=True)
-            worker.start()
-            self._read(self._channel)
-        except (EOFError, OSError) as error:
-            self.fail(f"the connection closed ({error or 'end of file'})")
-        except (RuntimeError, msgspec.DecodeError) as error:
-            self.fail(str(error))
+            super().live()
         finally:
-            self.fail("closed here")
-            if worker is not None:
-                self._arriving.put(None)
-                worker.join()
-                logger.info("link: %s has left: %s", self.name, self.failure)
             self._transfers = None
-            self._channel.close()
 
-    def _welcome(self, channel: Channel) -> bool:
-        """Takes the attention worker in, or tells it why not."""
-        frame = decode_from_attention(channel.receive())
-        if not isinstance(frame, Join):
-            channel.send(encode(Refused(f"unexpected {type(frame).__name__} instead of a join")))
-            return False
-        if reason := refusal(self._server.hello, frame.hello):
-            logger.warning("link: refused %s: %s", channel.peer, reason)
-            channel.send(encode(Refused(reason)))
-            return False
-        if (answer := self._server.preparations.ask(frame.pieces, frame.rows)) is not None:
+    def _admit(self, frame: Join) -> bool:
+        channel, server = self._channel, self._server
+        if (answer := server.preparations.ask(frame.pieces, frame.rows)) is not None:
             channel.send(encode(answer))
             return False
         self.pieces = frame.pieces
-        self._transfers = Transfers(self._server.device, channel.local_host)
+        self._transfers = Transfers(server.device, channel.local_host)
         self._transfers.connect(frame.transfer_address)
         self.name = frame.domain
-        channel.send(encode(Welcome(self._server.hello, self._transfers.address)))
+        channel.send(encode(Welcome(server.hello, self._transfers.address)))
         logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
         return True
 
-    def _read(self, channel: Channel) -> None:
+    def _take(self, frame: Note | Probe | Echo | Question) -> None:
         assert self._transfers is not None
-        clock = AwakeClock(LONGEST_TICK_SECONDS)
-        heard = clock.now
-        while self.failure is None:
-            if not channel.wait(TICK_SECONDS):
-                silent = clock.tick() - heard
-                if silent > self._server.deadlines.down:
-                    self.fail(f"silent for {silent:.1f} s")
-                continue
-            frame = decode_from_attention(channel.receive())
-            heard = clock.tick()
-            match frame:
-                case Note():
-                    self._announced(frame)
-                case Probe(uuid=uuid, answer=answer):
-                    # Registered while it arrives: nothing waits for it here.
-                    probe = self._transfers.pull(uuid, [self._probe_shape])
-                    self._transfers.register(answer, probe)
-                case Echo():
-                    channel.send(encode(frame))
-                case Question():
-                    self._asked(channel, frame)
-                case Join():
-                    self.fail("joined twice")
+        match frame:
+            case Note():
+                self._announced(frame)
+            case Probe(uuid=uuid, answer=answer):
+                # Registered while it arrives: nothing waits for it here.
+                probe = self._transfers.pull(uuid, [self._probe_shape])
+                self._transfers.register(answer, probe)
+            case Echo():
+                self._channel.send(encode(frame))
+            case Question():
+                self._asked(self._channel, frame)
 
     def _asked(self, channel: Channel, question: Question) -> None:
         """Answers on a thread of its own: that may take a while. One question at a time."""
@@ -261,19 +209,19 @@ class _Domain:
             logger.exception("link: no shapes of %s", note)
             self._refuse(note, f"{type(error).__name__}: {error}")
             return
-        self._arriving.put((note, self._transfers.pull(note.uuid, shapes)))
+        self._wanted.put((note, self._transfers.pull(note.uuid, shapes)))
 
     def _work(self) -> None:
         """Runs what has arrived."""
         while self.failure is None and self._serve_one():
             pass
         # What has not been served would keep its memory for as long as this object lives.
-        while not self._arriving.empty():
-            self._arriving.get()
+        while not self._wanted.empty():
+            self._wanted.get()
 
     def _serve_one(self) -> bool:
         """Waits for the next message and runs it; False at the end."""
-        item = self._arriving.get()
+        item = self._wanted.get()
         if item is None:
             return False
         note, message = item

@@ -16,6 +16,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.channel import join_address
 from jaxserve.ports import own_port
 
+PROBE_BYTES = 4096
+"""Size of the array that shows whether a transfer works, there and back."""
 SOCKETS = 1
 """Data sockets a connection. More help arrays of hundreds of megabytes; a message of 64 KB to 2 MB
 goes there and back faster over one."""

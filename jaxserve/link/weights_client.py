@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, cut_off, dial
-from jaxserve.link.frames import Refused
-from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.frames import greeted
+from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.weights_frames import (
     MAX_FRAME_BYTES,
     HeldArray,
@@ -61,19 +61,11 @@ class WeightsPeer:
             with cut_off(self._channel.shutdown, deadlines.handshake):
                 self._channel.authenticate(token, accepted=False)
                 self._channel.send(encode(Join(hello)))
-                welcome = decode_from_running(self._channel.receive())
-            if isinstance(welcome, Refused):
-                raise PeerError(f"{address}: {welcome.reason}")
-            if not isinstance(welcome, Welcome):
-                raise PeerError(f"{address}: {type(welcome).__name__} instead of a welcome")
-            if reason := refusal(hello, welcome.hello):
-                raise PeerError(f"{address}: {reason}")
-        except (AuthenticationError, EOFError, OSError, msgspec.DecodeError) as error:
+                frame = decode_from_running(self._channel.receive())
+            welcome = greeted(frame, Welcome, hello)
+        except (AuthenticationError, EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             self._channel.close()
             raise PeerError(f"{address}: {error or 'end of file'}") from None
-        except PeerError:
-            self._channel.close()
-            raise
         self.worker, self.held = welcome.hello.worker, welcome.held
 
     def close(self) -> None:

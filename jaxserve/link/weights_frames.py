@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.frames import Refused
-from jaxserve.link.hello import Hello
+from jaxserve.link.frames import Greeting, Refused
 
 MAX_FRAME_BYTES = 64 << 20
 """Of a welcome, which names every array of a model."""
@@ -41,16 +40,13 @@ Held = dict[str, dict[str, HeldArray]]
 """By block and leaf."""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
-    """First frame of whoever wants weights."""
-
-    hello: Hello
+class Join(Greeting, frozen=True, tag="join"):
+    """First frame of a worker that wants weights."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
-    """It gets them."""
+class Welcome(Greeting, frozen=True, tag="welcome"):
+    """The running worker gives them."""
 
-    hello: Hello
     held: Held
 
 
@@ -80,15 +76,6 @@ class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
 
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-_starting_decoder = msgspec.msgpack.Decoder(Join | Read)
-_running_decoder = msgspec.msgpack.Decoder(Welcome | Refused | Ready | Unread)
-
-
-def decode_from_starting(data: bytes) -> Join | Read:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _starting_decoder.decode(data)
-
-
-def decode_from_running(data: bytes) -> Welcome | Refused | Ready | Unread:
-    """Raises msgspec.DecodeError for anything but such a frame."""
-    return _running_decoder.decode(data)
+decode_from_starting = msgspec.msgpack.Decoder(Join | Read).decode
+decode_from_running = msgspec.msgpack.Decoder(Welcome | Refused | Ready | Unread).decode
+"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""

@@ -21,8 +21,8 @@ from jaxserve.link.channel import (
     cut_off,
     listen,
 )
-from jaxserve.link.frames import Refused
-from jaxserve.link.hello import Hello, refusal
+from jaxserve.link.frames import Refused, greeted
+from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.listener import Listener
 from jaxserve.link.weights_frames import (
     Held,
@@ -130,14 +130,11 @@ class WeightsServer:
 
     def _welcome(self, channel: Channel) -> bool:
         with cut_off(channel.shutdown, self._deadlines.handshake):
-            frame = decode_from_starting(channel.receive())
-            if not isinstance(frame, Join):
-                reason = f"unexpected {type(frame).__name__} instead of a join"
-            else:
-                reason = refusal(self._hello, frame.hello)
-            if reason:
-                logger.warning("weights: refused %s: %s", channel.peer, reason)
-                channel.send(encode(Refused(reason)))
+            try:
+                greeted(decode_from_starting(channel.receive()), Join, self._hello)
+            except Refusal as error:
+                logger.warning("weights: refused %s: %s", channel.peer, error)
+                channel.send(encode(Refused(str(error))))
                 return False
             channel.send(encode(Welcome(self._hello, self._holder.held())))
             return True
