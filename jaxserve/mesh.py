@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 
 Axes = str | tuple[str, ...] | None
@@ -109,13 +110,13 @@ class Submeshes:
             parts = f"attention.dp {role_a.dp} x attention.tp {role_a.tp}"
             if deployment.runtime_domains > 1:
                 parts = f"domains {deployment.domains} x ({parts})"
-            if deployment.mode == "afd":
+            if deployment.topology.has("ffn"):
                 parts += f" + ffn.ep {role_f.ep} x ffn.tp {role_f.tp}"
             raise ConfigError(f"layout {parts} = {need} devices, but there are {len(devices)}")
         domains, ffn = role_groups(deployment, devices)
         self.domains = tuple(Mesh(np.array(rows), ATTENTION_AXES) for rows in domains)
         self.attention = self.domains[0]
-        if deployment.mode == "colocated":
+        if deployment.topology.has("colocated"):
             self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
         else:
             sizes = _ffn_sizes(deployment)
@@ -145,7 +146,7 @@ def role_groups[D](
         _rows(part, a.dp, a.tp, "attention")
         for part in _domain_devices(devices[:split], deployment.runtime_domains)
     ]
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         return domains, []
     return domains, _rows(devices[split : split + f.devices], f.ep, f.tp, "ffn")
 
@@ -237,9 +238,6 @@ def _domain_devices[D](devices: Sequence[D], domains: int) -> list[list[D]]:
     return parts
 
 
-Role = Literal["attention", "ffn"]
-
-
 def role_mesh(
     deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
@@ -269,7 +267,7 @@ class AbstractSubmeshes:
     def __init__(self, deployment: Deployment):
         a = deployment.attention
         self.attention = AbstractMesh((a.dp, a.tp), ATTENTION_AXES)
-        if deployment.mode == "colocated":
+        if deployment.topology.has("colocated"):
             self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
         else:
             sizes = _ffn_sizes(deployment)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.deploy_command import add_deploy
 from jaxserve.fleet.simulation_command import add_fleet
@@ -31,7 +32,7 @@ from jaxserve.planner.deployment_file import deployment_text, write_largest
 from jaxserve.planner.estimate_command import add_estimate
 from jaxserve.planner.figures import draw
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Mode, Target
+from jaxserve.planner.layouts import Target
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
@@ -141,9 +142,9 @@ def _tables(options: argparse.Namespace) -> int:
 class _Results(NamedTuple):
     """The results of a search that are shown, by mode."""
 
-    best: dict[Mode, list[Plan]]
-    rules: dict[Mode, list[Check]]
-    fronts: dict[Mode, list[Plan]]
+    best: dict[PlannedMode, list[Plan]]
+    rules: dict[PlannedMode, list[Check]]
+    fronts: dict[PlannedMode, list[Plan]]
 
 
 def _search(options: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return Routing(deployment, options, process).run()
         from jaxserve.fleet.devices import own_share
 
-        if process.role == "ffn" and deployment.link.transport == "pull":
+        if process.role == "ffn" and deployment.topology.crosses_runtimes:
             from jaxserve.fleet.ffn_runtime import answer_messages
 
             deployment = _on_what_is_left(deployment, process, "ffn")

@@ -16,6 +16,7 @@ from supervisor import Member, Restarts, Supervisor, with_peers
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
 
 
@@ -54,9 +55,8 @@ def fleet_of(
     Raises:
       ConfigError: it is not one that this launcher can start.
     """
-    prefill, pull = deployment.prefill, deployment.link.transport == "pull"
-    of_their_own = pull or deployment.mode == "colocated"
-    domains = deployment.domains if of_their_own else 1
+    prefill, pull = deployment.prefill, deployment.topology.crosses_runtimes
+    domains = deployment.domains if deployment.topology.separates_domains else 1
     if standbys and not pull:
         raise ConfigError(
             f"--standbys {standbys}: only ffn workers have them (link.transport: pull)"
@@ -69,7 +69,7 @@ def fleet_of(
     settings = [f"fleet.prefill={prefills}", f"fleet.domains={rest[:domains]}"]
     settings += ["fleet.registry=static"]
     if pull:
-        if prefill.workers and prefill.mode != "colocated":
+        if prefill.workers and deployment_of(deployment, "prefill").topology.crosses_runtimes:
             raise ConfigError(
                 "prefill.mode: over link.transport = pull prefill workers would need ffn workers "
                 "of their own; this launcher starts colocated ones"

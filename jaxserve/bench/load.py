@@ -155,7 +155,7 @@ def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
     deployment = load_deployment(folder, overrides)
     config, names = read_config(folder)
     templates, deployment, meshes = templates_of(deployment, config)
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         colocated = ColocatedPrograms(templates, deployment, meshes.attention)
 
         def load_colocated() -> None:

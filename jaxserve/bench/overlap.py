@@ -42,12 +42,13 @@ from jaxserve.bench.workers import (
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
+from jaxserve.config.topology import TRANSPORTS, Role
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
-from jaxserve.mesh import FFN_RULES, Role, cached_sharding
+from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.ffn_programs import FFNPrograms
@@ -66,7 +67,6 @@ LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
 TOLERANCE = 0.05
-TRANSPORTS = ("device_put", "ppermute", "pull")
 LIMITS = {"device_put": 1.7, "pull": 1.4}
 """Of three lanes over one."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
@@ -162,7 +162,7 @@ def model_config(width: int) -> ModelConfig:
 def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
     """1A1F; over `pull` with the ffn worker at an address."""
     settings: dict[str, Any] = {"lanes": lanes, "link.transport": transport}
-    if transport == "pull":
+    if TRANSPORTS[transport].crosses_runtimes:
         settings |= {"ffn.runtime": "ffn", "link.addresses": [address]}
     return deployment_of(slots=ROWS, max_length=CONTEXT, page_size=16, **settings)
 
@@ -310,7 +310,7 @@ def run_apart(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """One of the two processes: all numbers of lanes in turn, several rounds."""
-    if options.transport == "pull":
+    if TRANSPORTS[options.transport].crosses_runtimes:
         return run_apart(options)
     settings = deployment(max(LANES), options.transport)
     initialise(

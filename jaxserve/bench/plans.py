@@ -27,7 +27,8 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.control import Boundary, Identity, encode, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.roles.step_plan import Bucket, StepPlan
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.step_plan import StepPlan
 
 FOLLOWERS = (1, 7, 31)
 HOST = 8

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
       BenchError: a process failed.
     """
     deployment = load_deployment(options.config, options.set)
-    if deployment.mode != "afd" or deployment.link.transport == "pull":
+    if deployment.topology.separates_domains:
         raise ConfigError("bench stages: needs mode afd, and another link.transport than pull")
     for sequences in options.batches:
         for context in options.contexts:

@@ -14,10 +14,10 @@ from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
+from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
 from jaxserve.link.route import Route
-from jaxserve.mesh import Role
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
@@ -66,7 +66,7 @@ def describe_roles(deployment: Deployment) -> str:
             rows.append([f"prefill {row[0]} x {prefill.workers}", *row[1:]])
     lines = aligned(rows)
     a, f, link = deployment.attention, deployment.ffn, deployment.link
-    if deployment.mode == "afd":
+    if deployment.topology.has("ffn"):
         route = Route(a.devices, f.devices, f.instances)
         where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
         lines.append(
@@ -97,16 +97,16 @@ def describe_roles(deployment: Deployment) -> str:
 
 def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
     """Rows of the table: name, runtime, devices, processes and hardware of each role."""
-    a, f, link = deployment.attention, deployment.ffn, deployment.link
+    a, f = deployment.attention, deployment.ffn
     sizes: dict[str, tuple[AttentionRole | FFNRole, str]] = {
         "attention": (a, f"dp {a.dp} x tp {a.tp} = {a.devices}"),
         "ffn": (f, f"ep {f.ep} x tp {f.tp} = {f.devices}"),
     }
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         sizes = {"colocated": sizes["attention"]}
     rows = []
     for name, (role, devices) in sizes.items():
-        apart = link.transport == "pull"
+        apart = deployment.topology.crosses_runtimes
         processes = str(role.processes or (1 if apart else "as started"))
         times = f" x {domains}" if domains > 1 and name != "ffn" else ""
         rows.append([name + times, role.runtime, devices, processes, role.hardware or "-"])
@@ -141,9 +141,9 @@ def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment
     with kernels; returns the exit code."""
     code = 0
     for title, worker in workers.items():
-        hardware: dict[Role, str] = {"attention": worker.attention.hardware}
-        if worker.mode == "afd":
-            hardware["ffn"] = worker.ffn.hardware or worker.attention.hardware
+        default = worker.attention.hardware
+        roles = worker.topology.roles
+        hardware = {role: getattr(worker, role).hardware or default for role in roles}
         if not any(hardware.values()):
             lines, refused = _on_every_platform(models[title], worker)
         else:
@@ -177,9 +177,7 @@ def _on_every_platform(config: ModelConfig, deployment: Deployment) -> tuple[lis
     kernels."""
     lacking = {}
     for kind in PLATFORMS:
-        kinds: dict[Role, str] = {"attention": kind}
-        if deployment.mode == "afd":
-            kinds["ffn"] = kind
+        kinds = dict.fromkeys(deployment.topology.roles, kind)
         slow, impossible = kernel_gaps(config, deployment, kinds, steps=1)
         parts = [f"does not run: {text}" for text in impossible[:1]]
         if ops := list(dict.fromkeys(text.split(": ")[1] for text in slow)):

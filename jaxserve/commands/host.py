@@ -47,7 +47,7 @@ def run_processes(
     Raises:
       ConfigError: roles with runtimes of their own, which have one process each.
     """
-    if deployment.link.transport == "pull" or process.role == "router":
+    if deployment.topology.crosses_runtimes or process.role == "router":
         raise ConfigError(
             f"--host-processes {process.host_processes}: a router, and a worker over "
             "link.transport = pull, has one process"

@@ -106,7 +106,7 @@ class Serving(Life):
     def _open_engine(self, leader: Leader | None) -> Engine:
         """The engine, warm; before it no JAX backend has been started."""
         options: dict[str, Any] = {"observer": self._recorder, "prepare": self._prepare}
-        if self._deployment.link.transport == "pull":
+        if self._deployment.topology.crosses_runtimes:
             engine, self._link = attention_runtime.open_attention(
                 self._deployment,
                 self._process.token,

@@ -52,7 +52,7 @@ def part_of(
       ConfigError: the fleet has no such worker.
     """
     role, fleet = process.role, deployment.fleet
-    pull = deployment.link.transport == "pull"
+    pull = deployment.topology.crosses_runtimes
     if role == "prefill":
         addresses, key = fleet.prefill, "fleet.prefill"
     elif role == "decode" or (role == "attention" and pull and (listen or fleet.domains)):
@@ -82,7 +82,7 @@ def part_of(
         "prefill" if role == "prefill" else "domain", address, deployment, process.stand_in
     )
     own = deployment_of(deployment, role)
-    inner = "attention" if own.link.transport == "pull" else ""
+    inner = "attention" if own.topology.crosses_runtimes else ""
     return own, msgspec.structs.replace(process, role=inner), part
 
 

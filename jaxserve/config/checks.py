@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.deployment import Deployment, scratch_pages
+from jaxserve.config.topology import TRANSPORTS
 from jaxserve.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ def complete(deployment: Deployment) -> Deployment:
             )
     shared, ranks = deployment.ffn.shared_ranks, deployment.expert_ranks
     if shared >= ranks:
-        key = "attention.dp" if deployment.mode == "colocated" else "ffn.ep"
+        key = "attention.dp" if deployment.topology.has("colocated") else "ffn.ep"
         raise ConfigError(
             f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
             "experts"
@@ -106,10 +107,10 @@ def complete(deployment: Deployment) -> Deployment:
 def _check_runtimes(deployment: Deployment) -> None:
     """Raises ConfigError if roles, runtimes and transport contradict each other."""
     attention, ffn, link = deployment.attention, deployment.ffn, deployment.link
-    pull = link.transport == "pull"
-    if deployment.mode == "colocated":
+    pull = TRANSPORTS[link.transport].crosses_runtimes
+    if deployment.topology.has("colocated"):
         if pull:
-            raise ConfigError("link.transport = pull: mode colocated has no link")
+            raise ConfigError(f"link.transport = {link.transport}: mode colocated has no link")
         return
     for name, role in (("attention", attention), ("ffn", ffn)):
         if role.processes and role.devices % role.processes:
@@ -158,7 +159,7 @@ def _check_instances(deployment: Deployment) -> None:
             f"{start}, but with ffn.shared_ranks = {ffn.shared_ranks} ranks take turns with the "
             "rows of one"
         )
-    if deployment.link.transport == "pull":
+    if deployment.topology.crosses_runtimes:
         raise ConfigError(f"{start}: not over link.transport = pull, which sends a message once")
 
 
@@ -223,8 +224,7 @@ def _check_fleet(deployment: Deployment) -> None:
             f"fleet.prefill: {len(fleet.prefill)} addresses, but prefill.workers = "
             f"{prefill.workers}"
         )
-    apart = deployment.mode == "colocated" or deployment.link.transport == "pull"
-    if apart and len(fleet.domains) != deployment.domains:
+    if deployment.topology.separates_domains and len(fleet.domains) != deployment.domains:
         raise ConfigError(
             f"fleet.domains: {len(fleet.domains)} addresses, but domains = {deployment.domains}, "
             "each of which listens for itself"

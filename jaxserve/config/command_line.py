@@ -78,5 +78,5 @@ def check_timeline(folder: Path | None, deployment: Deployment) -> None:
     Raises:
       ConfigError: one is wanted, and the deployment has no stages.
     """
-    if folder is not None and deployment.mode == "colocated":
+    if folder is not None and deployment.topology.has("colocated"):
         raise ConfigError("--timeline: shows the stages of mode afd, and this one is colocated")

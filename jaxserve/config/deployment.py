@@ -25,6 +25,7 @@ from jaxserve.config.sections import (
     Size,
     Speculative,
 )
+from jaxserve.config.topology import Mode, Topology, topology_of
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,7 +38,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ignored_model_keys: list[str] = []
     """Entries of the model's config.json that are unknown here but do not affect its mathematics;
     other unknown entries are refused."""
-    mode: Literal["afd", "colocated"] = "afd"
+    mode: Mode = "afd"
     """`afd`: separate attention and ffn meshes; `colocated`: one mesh of the attention role's
     sizes, one program per step. `auto`: `colocated`, unless the file has sizes of an ffn mesh or
     of a link."""
@@ -70,6 +71,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cluster: Cluster = Cluster()
 
     @property
+    def topology(self) -> Topology:
+        """Roles with a mesh each, and the boundary between them."""
+        return topology_of(self.mode, self.link.transport)
+
+    @property
     def dispatch_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
         """`link.dispatch` with `auto` resolved."""
         return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
@@ -100,20 +106,19 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def runtime_domains(self) -> int:
         """Attention workers of one runtime: `domains` if they share it with their ffn worker, and 1
         if each has a runtime of its own."""
-        apart = self.mode == "colocated" or self.link.transport == "pull"
-        return 1 if apart else self.domains
+        return 1 if self.topology.separates_domains else self.domains
 
     @property
     def expert_ranks(self) -> int:
         """Ranks of experts: `ffn.ep`, in colocated mode DP groups."""
-        return self.attention.dp if self.mode == "colocated" else self.ffn.ep
+        return self.attention.dp if self.topology.has("colocated") else self.ffn.ep
 
     def shares_processes(self, processes: int) -> bool:
         """Returns whether each process has an equal part of both roles' devices, instead of playing
         one role. True if `attention.processes` and `ffn.processes` both have this number, or if
         neither is set and the roles do not divide over processes of their own."""
         a, f = self.attention, self.ffn
-        if self.mode == "colocated" or processes == 1 or self.link.transport == "pull":
+        if processes == 1 or self.topology.separates_domains:
             return False
         if a.processes or f.processes:
             return a.processes == f.processes == processes
@@ -129,9 +134,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def devices(self) -> int:
         """Devices of the deployment's runtime, or of the runtimes of both roles together."""
-        colocated = self.mode == "colocated"
         attention = self.runtime_domains * self.attention.devices
-        return attention + (0 if colocated else self.ffn.devices)
+        return attention + (self.ffn.devices if self.topology.has("ffn") else 0)
 
 
 def scratch_pages(drafts: int, modules: int) -> int:

@@ -85,7 +85,7 @@ def load_deployment(
                 f"prefill.cache.rope = {prefill.cache.rope}, but cache.rope = "
                 f"{deployment.cache.rope}: pages are handed over in arrays of the same widths"
             )
-        apart = deployment.mode != "colocated" and deployment.link.transport == "pull"
+        apart = deployment.topology.crosses_runtimes
         needed = deployment.attention.devices if apart else deployment.devices
         if deployment.fleet.least_domains and prefill.devices < needed:
             raise ConfigError(
@@ -120,7 +120,7 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
     tree = msgspec.to_builtins(deployment)
     tree |= {"domains": 1, "fleet": {}}
     tree["prefill"] = {"quadratic_tokens": prefill.quadratic_tokens}
-    if prefill.mode == "colocated" and deployment.mode != "colocated":
+    if prefill.mode == "colocated" and deployment.topology.has("ffn"):
         tree["link"] = {}
     if prefill.mode:
         tree["mode"] = prefill.mode

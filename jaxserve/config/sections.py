@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.topology import TransportName
+
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
@@ -144,7 +146,7 @@ class Link(Section, frozen=True):
     """`trampoline`: the ffn mesh brings a token to the devices that need it (xDeepServe §4.2);
     `broadcast`: to all of them (Step-3 §4.1), as `ffn.exchange: gather` does. Either way a token
     crosses between the meshes once."""
-    transport: Literal["device_put", "ppermute", "pull"] = "device_put"
+    transport: TransportName = "device_put"
     """`device_put` and `ppermute` inside one runtime; `pull` between an attention runtime and an
     ffn runtime, either of which may be restarted while the other goes on."""
     addresses: list[str] = []

@@ -36,7 +36,7 @@ def shrunk(
     """
     if devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1")
-    if deployment.mode == "afd" and deployment.link.transport != "pull":
+    if not deployment.topology.separates_domains:
         raise ConfigError(
             f"--devices {devices}: in a runtime of both roles the devices of each are what the "
             "deployment says; only a role with a runtime of its own, or colocated, can have fewer"

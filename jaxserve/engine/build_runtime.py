@@ -12,7 +12,7 @@ from jaxserve.engine.runtime import BuildRuntime, Runtime
 
 def builder_of(deployment: Deployment) -> BuildRuntime:
     """What makes the runtime."""
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         from jaxserve.engine.colocated_runtime import colocated_runtime
 
         return colocated_runtime

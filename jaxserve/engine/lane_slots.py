@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, RowOptions, SaidTokens, StepPlan
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan
 
 RECENT_TOKENS = 256
 """Tokens of a sequence that are kept in the lane's array before they join its own."""

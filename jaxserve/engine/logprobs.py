@@ -4,12 +4,14 @@ Made by the results' thread out of the arrays that `roles/sampling_programs.py` 
 scheduler.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxserve.roles.layout import REJECTED
-from jaxserve.roles.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from jaxserve.roles.step_plan import StepPlan
 
 
 class TokenLogprobs(NamedTuple):
@@ -39,7 +41,7 @@ class StepResult(NamedTuple):
 
 
 def step_result(
-    plan: StepPlan, sampled: np.ndarray, logprobs: np.ndarray | None, scores: np.ndarray | None
+    plan: "StepPlan", sampled: np.ndarray, logprobs: np.ndarray | None, scores: np.ndarray | None
 ) -> StepResult:
     """Unpacks a step's arrays.
 

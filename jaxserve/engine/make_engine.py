@@ -89,7 +89,7 @@ def make_engine(
             max_waiting=limits.max_waiting,
             prefill_tokens=limits.prefill_tokens,
             prefix_cache=deployment.cache.prefix,
-            side_by_side=deployment.mode == "afd",
+            side_by_side=deployment.topology.has("ffn"),
             drafts=deployment.drafts,
             modules=deployment.modules,
             automatic_drafts=deployment.speculative.automatic,

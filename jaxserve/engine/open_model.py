@@ -9,7 +9,8 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.mesh import Role, Submeshes
+from jaxserve.config.topology import Role
+from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed
 from jaxserve.roles.host_memory import check_memory

@@ -6,6 +6,7 @@ Knows nothing of text, tokenizers, pages or devices.
 """
 
 import math
+from collections.abc import Sized
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -123,10 +124,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("min_p", self.min_p, 0.0, 1.0, "[0, 1]")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, MAX_UINT32)
-        _check_tuple("stop", self.stop, MAX_STOP_STRINGS)
+        _check_size("stop", self.stop, tuple, "a list", MAX_STOP_STRINGS)
         for index, string in enumerate(self.stop):
             _check_stop_string(f"stop[{index}]", string)
-        _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_size("stop_token_ids", self.stop_token_ids, tuple, "a list", MAX_STOP_TOKEN_IDS)
         for index, token_id in enumerate(self.stop_token_ids):
             _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
         for field in ("ignore_eos", "skip_special_tokens", "include_stop", "speculative"):
@@ -143,7 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if (value := getattr(self, field)) is not None:
                 _check_integer(field, value, 0, MAX_LOGPROBS)
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        _check_salt(self.cache_salt)
+        most = MAX_CACHE_SALT_CHARACTERS
+        _check_size("cache_salt", self.cache_salt, str, "a string", most, "characters")
         for name in ("mask", "accept", "finished") if self.grammar is not None else ():
             if not hasattr(self.grammar, name):
                 raise InvalidRequestError("grammar", f"{self.grammar!r} has no {name!r}")
@@ -261,11 +263,14 @@ def _check_float32(field: str, value: float) -> None:
         raise InvalidRequestError(field, f"{value} is below {MIN_FLOAT32:.4g}, 0 in float32")
 
 
-def _check_tuple(field: str, value: object, most: int) -> None:
-    if not isinstance(value, tuple):
-        raise InvalidRequestError(field, f"{value!r} is not a list")
+def _check_size[S: Sized](
+    field: str, value: object, kind: type[S], name: str, most: int, unit: str = "entries"
+) -> S:
+    if not isinstance(value, kind):
+        raise InvalidRequestError(field, f"{value!r} is not {name}")
     if len(value) > most:
-        raise InvalidRequestError(field, f"{len(value)} entries, at most {most} are allowed")
+        raise InvalidRequestError(field, f"{len(value)} {unit}, at most {most} are allowed")
+    return value
 
 
 def _check_stop_string(field: str, value: object) -> None:
@@ -278,21 +283,7 @@ def _check_stop_string(field: str, value: object) -> None:
 
 
 def _check_logit_bias(biases: object) -> None:
-    if not isinstance(biases, dict):
-        raise InvalidRequestError("logit_bias", f"{biases!r} is not a mapping")
-    if len(biases) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            "logit_bias", f"{len(biases)} entries, at most {MAX_LOGIT_BIAS} are allowed"
-        )
+    biases = _check_size("logit_bias", biases, dict, "a mapping", MAX_LOGIT_BIAS)
     for token_id, bias in biases.items():
         _check_integer("logit_bias", token_id, 0, MAX_INT32, note=" (a token id)")
         _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, "[-100, 100]")
-
-
-def _check_salt(salt: object) -> None:
-    if not isinstance(salt, str):
-        raise InvalidRequestError("cache_salt", f"{salt!r} is not a string")
-    if len(salt) > MAX_CACHE_SALT_CHARACTERS:
-        raise InvalidRequestError(
-            "cache_salt", f"{len(salt)} characters, at most {MAX_CACHE_SALT_CHARACTERS} are allowed"
-        )

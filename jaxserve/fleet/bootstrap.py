@@ -11,21 +11,27 @@ importing it starts none. With several processes, everything happens inside `joi
 """
 
 import contextlib
+import hashlib
 import logging
+import os
+import socket
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from typing import NoReturn
 
 import jax
 
+import jaxserve
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.control import Identity
 from jaxserve.fleet.control_address import listening_address
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import identity, process_shares
+from jaxserve.fleet.membership import deployment_facts, process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
 from jaxserve.fleet.reachable import unreachable
 
@@ -34,8 +40,35 @@ logger = logging.getLogger(__name__)
 Peers = Leader | Follower
 """This process's end of the control plane."""
 
+_PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+"""Processes of a runtime have the same versions: compilers and collectives meet there."""
+
+
 _LAST_WORDS_SECONDS = 1.0
 """For followers to read why the leader gives up, before its connection closes."""
+
+
+def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
+    """Describes this process when it joins (see `control.refusal`).
+
+    The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
+
+    Raises:
+      CheckpointError: The model folder cannot be read.
+    """
+    facts = deployment_facts(deployment)
+    text = "\n".join(f"{key} = {value}" for key, value in facts.items())
+    versions = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
+    return Identity(
+        process_id=process_id,
+        processes=processes,
+        role=process_shares(deployment, processes)[process_id].role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions={"jaxserve": jaxserve.__version__, **versions},
+        digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
+        facts=facts,
+    )
 
 
 def _abandon(failure: EngineFailedError, peers: Peers) -> None:
@@ -65,7 +98,7 @@ def joined(
     Raises:
       ConfigError: the layout does not divide over the processes.
     """
-    if deployment.link.transport == "pull":
+    if deployment.topology.crosses_runtimes:
         with alone(arguments, deployment):
             yield None
         return

@@ -227,7 +227,9 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
     arguments += ["--spread", f"{demand.spread:g}", "--prefix-hits", f"{demand.hits:g}"]
     arguments += ["--requests", str(requests), "--uncounted", str(uncounted)]
     arguments += ["--pages-latency", options.pages_latency]
-    if len({one.name for one in made.fleet.unit.hardware}) > 1 or made.plan.layout.mode == "afd":
+    if len({one.name for one in made.fleet.unit.hardware}) > 1 or made.plan.layout.topology.has(
+        "ffn"
+    ):
         arguments += ["--attention-hardware", made.plan.layout.attention]
         arguments += ["--ffn-hardware", made.plan.layout.ffn]
     else:

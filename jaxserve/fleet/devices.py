@@ -112,7 +112,7 @@ def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessSha
         process's, or not of this deployment.
     """
     role = arguments.role
-    if deployment.link.transport == "pull":
+    if deployment.topology.crosses_runtimes:
         if role not in ("attention", "ffn"):
             raise ConfigError(
                 "link.transport = pull: attention and ffn have a runtime each, so say which one "
@@ -126,7 +126,7 @@ def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessSha
             return ProcessShare(deployment.attention.devices, 0)
         return ProcessShare(0, deployment.ffn.devices)
     share = process_shares(deployment, arguments.processes)[arguments.process_id]
-    played = "colocated" if deployment.mode == "colocated" else share.role
+    played = "colocated" if deployment.topology.has("colocated") else share.role
     if role and role != played:
         raise ConfigError(
             f"--role {role}: process {arguments.process_id} of {arguments.processes} plays {played}"
@@ -182,9 +182,8 @@ def _set_gpu_options(share: ProcessShare, deployment: Deployment) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_shard_autotuning" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
-    sizes = [deployment.attention.memory_gb] * bool(share.attention)
-    if share.ffn and deployment.mode == "afd":
-        sizes.append(deployment.ffn.memory_gb)
+    played = [role for role in deployment.topology.roles if getattr(share, role)]
+    sizes = [getattr(deployment, role).memory_gb for role in played]
     if all(sizes) and (card := _card_bytes()):
         part = min(max(sizes) * 1e9 / card, _LARGEST_POOL)
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", f"{part:.4f}")

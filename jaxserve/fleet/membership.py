@@ -1,25 +1,16 @@
-"""Devices that each process of a deployment owns, and how it describes itself when it joins.
+"""Devices that each process of a deployment owns, and facts that all processes must agree on.
 
-Pure arithmetic and digests for `devices.py` and the two ends of the control plane
-(`identity`). Knows nothing of JAX, sockets or command lines.
+Pure arithmetic for `devices.py` and the runtimes of single roles. Knows nothing of JAX, sockets or
+command lines.
 """
 
-import hashlib
-import os
-import socket
 from collections.abc import Mapping
-from importlib.metadata import distributions
 
 import msgspec
 
-import jaxserve
 from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.control import Identity
-
-_PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Processes of a runtime have the same versions: compilers and collectives meet there."""
 
 
 class ProcessShare(msgspec.Struct, frozen=True):
@@ -59,7 +50,7 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
         + (f" of each of {domains} domains" if domains > 1 else ""),
         f"ffn ep {roles[1].ep} × tp {roles[1].tp} = {ffn} devices",
     )
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         if attention % processes:
             raise ConfigError(f"{sizes[0]} do not divide evenly over {processes} processes")
         return (ProcessShare(attention // processes, 0),) * processes
@@ -91,29 +82,6 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
             f"processes that work: 1, {', '.join(works)}"
         )
     return (ProcessShare(domains * attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
-
-
-def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
-    """Describes this process when it joins (see `control.refusal`).
-
-    The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
-
-    Raises:
-      CheckpointError: The model folder cannot be read.
-    """
-    facts = deployment_facts(deployment)
-    text = "\n".join(f"{key} = {value}" for key, value in facts.items())
-    versions = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
-    return Identity(
-        process_id=process_id,
-        processes=processes,
-        role=process_shares(deployment, processes)[process_id].role,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        versions={"jaxserve": jaxserve.__version__, **versions},
-        digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
-        facts=facts,
-    )
 
 
 def deployment_facts(deployment: Deployment) -> dict[str, str]:

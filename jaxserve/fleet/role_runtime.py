@@ -14,11 +14,12 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import Role
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.channel import Deadlines
 from jaxserve.link.contract import Contract
 from jaxserve.link.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, Role, role_mesh
+from jaxserve.mesh import AbstractSubmeshes, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed
 from jaxserve.roles.host_memory import check_memory

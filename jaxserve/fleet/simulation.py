@@ -125,7 +125,7 @@ class FleetSimulation:
         self._refused = 0
         self._lookups: list[tuple[int, int]] = []  # tokens looked for and found, of lost workers
         workers = deployment.prefill.workers if prefill is not None else 0
-        together = deployment.domains if deployment.mode == "afd" else 1
+        together = deployment.domains if deployment.topology.has("ffn") else 1
         units = decode_workers(deployment)
         if workers and prefill is not None:
             made = deployment_of(deployment, "prefill")
@@ -359,7 +359,7 @@ class FleetSimulation:
         for worker in self._workers.values():
             times, length = worker.engine.busy, max(self._now, 1e-12)
             own = times.attention
-            if worker.engine.deployment.mode == "colocated":
+            if worker.engine.deployment.topology.has("colocated"):
                 own += times.ffn
             elif worker.role == "domain":
                 busy.setdefault("ffn", []).append(times.ffn / length)
@@ -386,9 +386,9 @@ class FleetSimulation:
 
 def decode_workers(deployment: Deployment) -> int:
     """Workers that decode, as the router sees them."""
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         return deployment.domains
-    return 1 if deployment.link.transport == "pull" else max(1, len(deployment.fleet.domains))
+    return 1 if deployment.topology.crosses_runtimes else max(1, len(deployment.fleet.domains))
 
 
 def _lookups(worker: _Worker) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from jaxserve.errors import CheckpointError
 
 if TYPE_CHECKING:
     from jaxserve.config.model import ModelConfig
-    from jaxserve.mesh import Role
+    from jaxserve.config.topology import Role
     from jaxserve.roles.sizing import Choice, Machine
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,7 @@ class Sizing:
             size = round(machine.memory / DEVICE_PART)
             return {"attention": size, "ffn": size}
         config = msgspec.structs.replace(config, on_cpus=True)
-        devices: dict[Role, int] = {"attention": deployment.attention.devices}
-        if deployment.mode == "afd":
-            devices["ffn"] = deployment.ffn.devices
+        devices = {role: getattr(deployment, role).devices for role in deployment.topology.roles}
         return simulated_memory(config, deployment, devices, round(machine.memory / HOST_PART))
 
     @property
@@ -104,7 +102,7 @@ def is_shared(deployment: Deployment) -> bool:
     """Whether several processes read the deployment, and so must find the same values in it."""
     roles = deployment.attention, deployment.ffn
     return bool(
-        deployment.link.transport == "pull"
+        deployment.topology.crosses_runtimes
         or deployment.prefill.workers
         or deployment.domains > 1
         or deployment.fleet.domains

@@ -171,7 +171,7 @@ def _on(deployment: Deployment, hardware: str) -> Deployment:
 def _hardware_of(work: Workload, deployment: Deployment) -> str:
     """The keys that name a workload's hardware, with their value."""
     roles = ["ffn"] if work.kind == "ffn" else ["attention"]
-    if deployment.mode == "afd" and work.role in ("", "decode"):
+    if deployment.topology.has("ffn") and work.role in ("", "decode"):
         roles.append("ffn")
     keys = " and ".join(f"{role}.hardware" for role in roles)
     missing = f"{'are' if len(roles) > 1 else 'is'} missing"

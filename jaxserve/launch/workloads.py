@@ -75,7 +75,7 @@ def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     all_roles = work.role in ("", "decode", "prefill")
     if not (alone and all_roles and work.devices > 1):
         return []
-    if deployment_of(deployment, work.role).mode != "afd":
+    if deployment_of(deployment, work.role).topology.has("colocated"):
         return []
     return [f"--host-processes={work.devices}"]
 
@@ -98,8 +98,8 @@ def workloads(
       ConfigError: hosts or slices do not divide the devices, or a runtime cannot be started so.
     """
     count = processes_of or processes_on_hosts
-    pull = deployment.link.transport == "pull"
-    apart = pull or deployment.mode == "colocated"
+    pull = deployment.topology.crosses_runtimes
+    apart = deployment.topology.separates_domains
     prefill = deployment.prefill
     fleet = bool(prefill.workers or deployment.fleet.domains or (apart and deployment.domains > 1))
     if slices > 1 and (fleet or pull):
@@ -115,7 +115,7 @@ def workloads(
         found.append(_workload("router", "router", 2, _Runtime(1, 0, None, "")))
     if prefill.workers:
         own = deployment_of(deployment, "prefill")
-        if own.link.transport == "pull":
+        if own.topology.crosses_runtimes:
             raise ConfigError(
                 "prefill.mode: over link.transport = pull prefill workers would need ffn workers "
                 "of their own; say prefill.mode: colocated"
@@ -193,7 +193,7 @@ def _runtime(
     """The processes of a runtime with all roles."""
     attention, ffn = deployment.attention, deployment.ffn
     name = attention.hardware or hardware
-    if deployment.mode == "afd" and (ffn.hardware or hardware) != name:
+    if deployment.topology.has("ffn") and (ffn.hardware or hardware) != name:
         raise ConfigError(
             f"attention.hardware = {name or 'none'} and ffn.hardware = "
             f"{ffn.hardware or hardware or 'none'}: one runtime runs on one kind"
@@ -204,7 +204,7 @@ def _runtime(
         raise ConfigError(f"--slices {slices} do not divide the {devices} devices of the layout")
     processes = slices * count(devices // slices, kind, name)
     both = deployment.shares_processes(processes)
-    if deployment.mode == "afd" and attention.processes and ffn.processes and not both:
+    if deployment.topology.has("ffn") and attention.processes and ffn.processes and not both:
         processes = attention.processes + ffn.processes
     shares = {share.devices for share in process_shares(deployment, processes)}
     if len(shares) > 1 or processes % slices:

@@ -237,14 +237,12 @@ class ModelTemplates:
             input_major=config.on_cpus,
             floats=float_dtype(config, deployment, "attention"),
         )
-        ffn = Formats(
-            dtype,
-            weight_format(deployment.ffn.weights, config, "experts"),
-            shards(meshes.ffn, meshes.ffn_rules),
-            expert_rows(deployment, config),
-            config.int4,
+        ffn = dataclasses.replace(
+            attention,
+            weights=weight_format(deployment.ffn.weights, config, "experts"),
+            shards=shards(meshes.ffn, meshes.ffn_rules),
+            expert_rows=expert_rows(deployment, config),
             dense=weight_format(deployment.ffn.weights, config, "dense"),
-            input_major=config.on_cpus,
             floats=float_dtype(config, deployment, "ffn"),
         )
         self.embedding = Template(functools.partial(Embedding, config, attention))
@@ -344,7 +342,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
         )
     if deployment.ffn.expert_rows == "float":
         return "float"
-    afd = deployment.mode == "afd"
+    afd = deployment.topology.has("ffn")
     field, tp = ("ffn.tp", deployment.ffn.tp) if afd else ("attention.tp", deployment.attention.tp)
     d_ff = -(-config.expert_d_ff // tp)
     if weights == "fp8_block" and tp > 1 and d_ff % BLOCK:
@@ -376,7 +374,7 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    afd = deployment.mode == "afd"
+    afd = deployment.topology.has("ffn")
     field, ep = ("ffn.ep", deployment.ffn.ep) if afd else ("attention.dp", deployment.attention.dp)
     if deployment.ffn.redundant_slots and not config.experts:
         raise ConfigError(

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig, held_floats
-from jaxserve.mesh import Role, on_cpus
+from jaxserve.config.topology import Role
+from jaxserve.mesh import on_cpus
 
 
 def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:

@@ -18,6 +18,7 @@ import jax
 from jaxserve.checkpoint.int8_products import with_int8_products as with_int8_products
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
@@ -27,7 +28,7 @@ from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
 from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.capacity import Role, deployment_buckets, role_bytes
+from jaxserve.roles.capacity import deployment_buckets, role_bytes
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import wanted
@@ -201,7 +202,7 @@ def compile_deployment(
     templates = ModelTemplates(config, deployment, meshes)
     steps = list(buckets) or known
     programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         made = wanted(colocated_executables, whole, steps)
     else:
@@ -231,7 +232,7 @@ def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]
     meshes = Submeshes(deployment, there.devices)
     attention = {d.process_index for mesh in meshes.domains for d in mesh.devices.flat}
     ffn = {device.process_index for device in meshes.ffn.devices.flat}
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         ffn = set()
     parts: tuple[tuple[Role, set[int]], ...] = (("attention", attention), ("ffn", ffn))
     return {
@@ -250,7 +251,7 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
 def ffn_rows(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> Rows:
     """Of an ffn device in a lane's step: all experts that tokens choose have room on each. By an
     all-to-all come the rows of some, on the busiest rank that chance makes of equal ones."""
-    if deployment.mode != "afd" or not config.experts:
+    if deployment.topology.has("colocated") or not config.experts:
         return Rows()
     mesh, tokens = exchange_mesh(deployment), bucket.tokens * deployment.attention.dp
     chosen = tokens * config.top_k

@@ -152,9 +152,11 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
     for key, name in formats.items():
         if name in ("fp8", "int8") and name not in hardware.teraflops:
             found.append(f"{key} = {name}: {device_kind} has no such products, they run in BF16")
-    if deployment.link.transport == "ppermute":
-        found.append("link.transport = ppermute: its collective is not compiled here")
-    roles = ["attention"] if deployment.mode == "colocated" else ["attention", "ffn"]
+    if (transport := deployment.topology.transport) and transport.collective:
+        found.append(
+            f"link.transport = {deployment.link.transport}: its collective is not compiled here"
+        )
+    roles = deployment.topology.roles
     unset = [role for role in roles if not getattr(deployment, role).memory_gb]
     if unset:
         size = hardware.memory / GB

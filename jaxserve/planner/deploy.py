@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.planner.deploy_decode import DecodeUnit, Pace
 from jaxserve.planner.deploy_demand import Demand, Level, Requests
@@ -29,7 +30,7 @@ from jaxserve.planner.deploy_fleet import (
 from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, Steps, capacity, steps_of
 from jaxserve.planner.deploy_spares import Spares
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Layout, Layouts, Mode, Target
+from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
@@ -208,7 +209,7 @@ class Sizer:
         ]
         if not candidates:
             raise NoUnitError(found)
-        made: dict[Mode, Deployment] = {}
+        made: dict[PlannedMode, Deployment] = {}
         refused: list[str] = []
         workers = list(self._workers(requests))
         if not workers:
@@ -239,7 +240,7 @@ class Sizer:
             units = -(-peak // plan.sequences)
             return float(units * plan.dollars * plan.tokens_per_second)
 
-        left: dict[Mode, int] = {}
+        left: dict[PlannedMode, int] = {}
         for plan in sorted(plans, key=lambda plan: (dollars(plan), plan.layout.devices)):
             mode = plan.layout.mode
             left[mode] = left.get(mode, TRIED) - 1
@@ -285,7 +286,7 @@ class Sizer:
     def _workers(self, requests: Requests) -> Iterator[PrefillWorker]:
         """Prefill workers that hold the weights, and pages beside them."""
         asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
-        modes: tuple[Mode, ...] = ("ep", "tp")
+        modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
         layouts = Layouts(calculator.model, hosts, hosts, skewed=self._skew is not None)
         for layout in layouts.of(target):
@@ -394,7 +395,7 @@ class Sizer:
             ("attention", a, fleet.units * layout.attention_devices),
             ("ffn", f, fleet.units * layout.ffn_devices),
         ]
-        if layout.mode != "afd":
+        if layout.topology.has("colocated"):
             parts = [parts[0], ("decode", *parts[1][1:])]
         return tuple(
             Role(name, hardware, devices, spares.hosts(-(-devices // hardware.devices_per_host)))

@@ -34,7 +34,7 @@ def drawing(made: Deployment, asked: Asked) -> str:
         Arrow(440, 175, 590, 175, ["KV pages", f"{found.link_bytes / 1e9:.2f} GB/s"]),
     ]
     held = f"{found.sequences:,.0f} sequences, {found.slots_busy:.0%} of slots"
-    if layout.mode == "afd":
+    if layout.topology.has("ffn"):
         boxes += [
             Box(
                 590,

@@ -108,7 +108,7 @@ class Writer:
         tokens += 2 * requests.context_spread * running**0.5
         tree["cache"]["pages"] = max(longest_pages + 1, -int(-tokens // page))
         tree["attention"]["hardware"] = named.names[fleet.unit.hardware[0].name]
-        if layout.mode == "afd":
+        if layout.topology.has("ffn"):
             tree["ffn"]["hardware"] = named.names[fleet.unit.hardware[1].name]
         else:
             tree["domains"] = fleet.units
@@ -171,7 +171,8 @@ class Writer:
             f"{fleet.units} decode units of {unit.layout.devices} {unit.hardware[0].name}"
             + (
                 f" and {unit.hardware[1].name}"
-                if unit.hardware[0].name != unit.hardware[1].name and unit.layout.mode == "afd"
+                if unit.hardware[0].name != unit.hardware[1].name
+                and unit.layout.topology.has("ffn")
                 else ""
             )
             + f" ({unit.layout.mode}). Standing by: {spare or 'nothing'}.",

@@ -34,9 +34,7 @@ def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> 
       times: which they are from.
     """
     lanes = layout.lanes
-    pipeline = pipeline_of(
-        "afd" if layout.mode == "afd" else "colocated", times, lanes=lanes, groups=layout.dp
-    )
+    pipeline = pipeline_of(layout.topology, times, lanes=lanes, groups=layout.dp)
     ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
     for number, step in enumerate(steps[:lanes]):
         pipeline.begin(number, number, 0.0, step)

@@ -40,7 +40,7 @@ def deployment_text(
     """
     layout = plan.layout
     page = page_tokens(hardware[layout.attention].platform, formats.cache)
-    colocated = layout.mode != "afd"
+    colocated = layout.topology.has("colocated")
     a, f = hardware[layout.attention], hardware[layout.ffn]
     kept = config.stored == "fp8_block" and formats.weights == "fp8"
     weights = "auto" if kept else formats.weights
@@ -192,7 +192,7 @@ def _path(model: Path, folder: Path) -> str:
 
 def _sentence(plan: Plan, a: Hardware, f: Hardware, context: int) -> str:
     layout = plan.layout
-    if layout.mode != "afd":
+    if layout.topology.has("colocated"):
         devices = f"{layout.devices} {a.name}, colocated"
         return f"{devices}: {plan.sequences} sequences of {context:,} tokens"
     return (

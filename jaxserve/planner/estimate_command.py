@@ -77,7 +77,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
       ConfigError: something does not fit together, or a program does not compile.
     """
     config = model_config(model_folder(deployment.model, options.configs))
-    if config is None or deployment.mode != "afd":
+    if config is None or deployment.topology.has("colocated"):
         raise ConfigError(f"{options.config}: an AFD deployment that the engine runs is expected")
     if config.window_layers or deployment.attention.int8_products not in ("none", []):
         raise ConfigError(

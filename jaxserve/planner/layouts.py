@@ -4,17 +4,16 @@ Called by `search.py`, whose docstring has the three modes. It knows nothing of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
+from jaxserve.config.topology import PlannedMode, Topology, topology_of
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel
 
-Mode = Literal["afd", "ep", "tp"]
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
 """Numbers of hosts to try for a role."""
 REDUNDANT_SLOTS = (0, 1, 2)
@@ -26,7 +25,7 @@ SPARE = 0.25
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and how they share the work. Colocated modes have no ffn devices of their own."""
 
-    mode: Mode
+    mode: PlannedMode
     attention: str
     ffn: str
     dp: int
@@ -44,6 +43,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """As the deployment's `ffn.whole_shared`; a search does not try it."""
 
     @property
+    def topology(self) -> Topology:
+        """Roles with a mesh each, and how experts are divided."""
+        return topology_of(self.mode)
+
+    @property
     def attention_devices(self) -> int:
         """Devices of the attention role, or of all of a colocated deployment."""
         return self.dp * self.tp
@@ -51,12 +55,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ffn_devices(self) -> int:
         """Devices of the ffn role alone."""
-        return self.ep * self.ffn_tp if self.mode == "afd" else 0
+        return self.ep * self.ffn_tp if self.topology.has("ffn") else 0
 
     @property
     def ffn_mesh(self) -> ExchangeMesh:
         """The devices that exchange rows."""
-        attention = self.attention_devices if self.mode == "afd" else None
+        attention = self.attention_devices if self.topology.has("ffn") else None
         return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks, self.whole_shared)
 
     def slots(self, experts: int) -> SlotSizes:
@@ -70,7 +74,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def overlapped(self, assumed: Assumptions) -> bool:
         """Whether two batches of a colocated deployment hide each other's messages."""
-        return assumed.overlapped and self.mode == "ep" and self.lanes == 2
+        halves = self.topology.has("colocated") and self.lanes == 2
+        return assumed.overlapped and halves and self.topology.splits_experts
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +84,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float
     """Seconds."""
     max_devices: int = 64
-    modes: tuple[Mode, ...] = ("afd", "ep", "tp")
+    modes: tuple[PlannedMode, ...] = ("afd", "ep", "tp")
     most_drafts: int = 0
     """Every number of drafts a step up to this one is tried."""
     shared_ranks: bool = False
@@ -136,7 +141,7 @@ class Layouts:
         return REDUNDANT_SLOTS if moves else (0,)
 
     def _shapes(self, target: Target) -> Iterator[Layout]:
-        if "afd" in target.modes:
+        if any(topology_of(mode).has("ffn") for mode in target.modes):
             for a_name, a in self._attention.items():
                 for f_name, f in self._ffn.items():
                     if a.platform != f.platform:
@@ -172,9 +177,9 @@ class Layouts:
         self, name: str, hardware: Hardware, devices: int, target: Target
     ) -> Iterator[Layout]:
         for tp in self._attention_tp(hardware, devices):
-            mode: Mode = "tp" if tp == devices else "ep"
+            mode: PlannedMode = "tp" if tp == devices else "ep"
             if mode in target.modes and self._shared(devices // tp, target):
-                for lanes in (1, 2) if self._overlapped and mode == "ep" else (1,):
+                for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
                     yield Layout(
                         mode=mode,
                         attention=name,

@@ -113,7 +113,7 @@ def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
       ConfigError: it is colocated, or the trace is not one of it.
     """
     made = read_scenario(options, tokens(options.context))
-    if made.layout.mode != "afd":
+    if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
     batch = int(options.batch or made.deployment.scheduler.slots)
     if not 0 < batch <= 65536:

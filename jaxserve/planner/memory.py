@@ -101,7 +101,7 @@ class Memory:
         multiplying = fixed.moving + ffn_activations(
             step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds
         )
-        if layout.mode == "afd":
+        if layout.topology.has("ffn"):
             return (
                 RoleMemory(fixed.attention, cache, attending),
                 RoleMemory(fixed.ffn, 0.0, multiplying),
@@ -114,7 +114,7 @@ class Memory:
         latter 0, if colocated."""
         fixed = self._fixed(layout)
         cache = layout.lanes * batch * fixed.sequence
-        if layout.mode == "afd":
+        if layout.topology.has("ffn"):
             return fixed.attention + cache, fixed.ffn
         return fixed.attention + fixed.ffn + cache, 0.0
 
@@ -147,7 +147,7 @@ class Memory:
         too few, or of attention."""
         reserve = self._calculator.assumed.reserve
         parts = self.held(layout, 1)
-        if layout.mode == "afd" and not parts[1].fits(self._ffn[layout.ffn], reserve):
+        if layout.topology.has("ffn") and not parts[1].fits(self._ffn[layout.ffn], reserve):
             name, part, hardware = "ffn", parts[1], self._ffn[layout.ffn]
         else:
             name, part, hardware = "attention", parts[0], self._attention[layout.attention]
@@ -182,7 +182,7 @@ class Memory:
     def _step_sizes(self, layout: Layout, batch: int, budget: int) -> StepSizes:
         calculator = self._calculator
         tokens = budget or token_budget(batch, layout.drafts)
-        if layout.mode == "afd":  # all pieces of a message are equal
+        if layout.topology.has("ffn"):  # all pieces of a message are equal
             tokens = -(-tokens // layout.tp) * layout.tp
         return StepSizes(
             tokens=tokens,

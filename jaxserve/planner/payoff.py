@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Mode, Target
+from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.skew import Skew
 from jaxserve.planner.stages import Calculator
 
-MODES: tuple[Mode, ...] = ("afd", "ep", "tp")
+MODES: tuple[PlannedMode, ...] = ("afd", "ep", "tp")
 
 
 class Mix(NamedTuple):
@@ -39,7 +40,7 @@ class Case(NamedTuple):
     context: int
     tpot: float
     """Seconds."""
-    best: Mapping[Mode, Plan]
+    best: Mapping[PlannedMode, Plan]
     """The cheapest plan of each mode that meets the TPOT."""
 
     @property
@@ -55,7 +56,7 @@ class Case(NamedTuple):
         return afd.dollars / colocated.dollars if afd and colocated else None
 
     @property
-    def winner(self) -> Mode | None:
+    def winner(self) -> PlannedMode | None:
         """The cheapest mode; None: nothing meets the TPOT."""
         return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
 
@@ -87,7 +88,7 @@ def cases(
             *_points(same, Target(tpot=slowest, max_devices=most, modes=("ep", "tp"))),
         ]
         for tpot in tpots:
-            best: dict[Mode, Plan] = {}
+            best: dict[PlannedMode, Plan] = {}
             for plan in plans:
                 mode = plan.layout.mode
                 cheaper = mode not in best or plan.dollars < best[mode].dollars

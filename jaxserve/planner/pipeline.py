@@ -1,15 +1,14 @@
 """Which pipeline runs the lanes of a deployment. Called by `simulate.py`, `simulated_engine.py` and
 `deploy_times.py`, so that all of them have the same one."""
 
-from typing import Literal
-
+from jaxserve.config.topology import Topology
 from jaxserve.planner.colocated_lanes import Colocated, Overlapped
 from jaxserve.planner.lanes import Disaggregated, Disturb, LinkMode, Note, undisturbed
 from jaxserve.planner.stage_times import StageTimes
 
 
 def pipeline_of(
-    mode: Literal["afd", "colocated"],
+    topology: Topology,
     times: StageTimes,
     *,
     lanes: int,
@@ -20,7 +19,7 @@ def pipeline_of(
     note: Note | None = None,
 ) -> Disaggregated | Colocated:
     """What runs the lanes of a deployment; the arguments are those of the classes."""
-    if mode == "afd":
+    if topology.has("ffn"):
         return Disaggregated(
             layers=times.layers,
             lanes=lanes,

@@ -13,11 +13,12 @@ import numpy as np
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import Floats, Int4, held_floats
+from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import Assumptions, Format, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Layout, Mode
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.skew import Skew
@@ -107,7 +108,7 @@ def scenario(
     Raises:
       ConfigError: it has a number format that the planner does not know, or as `held_floats`.
     """
-    afd = deployment.mode == "afd"
+    afd = deployment.topology.has("ffn")
     gather = afd and deployment.link.route == "broadcast"
     exchange = "gather" if gather else deployment.ffn.exchange
 
@@ -142,8 +143,8 @@ def scenario(
 def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
     """The deployment's sharding in the planner's words."""
     a, f = deployment.attention, deployment.ffn
-    colocated = deployment.mode == "colocated"
-    mode: Mode = "afd" if not colocated else "tp" if a.dp == 1 else "ep"
+    colocated = deployment.topology.has("colocated")
+    mode: PlannedMode = "afd" if not colocated else "tp" if a.dp == 1 else "ep"
     return Layout(
         mode=mode,
         attention=names[0],

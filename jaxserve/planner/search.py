@@ -64,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The stage that sets the pace, and what bounds it. The link is one stage."""
         seconds = {name: stage.seconds for name, stage in self.stages.items()}
         link = seconds["dispatch"] + seconds["combine"]
-        if self.layout.mode == "afd" and link > max(seconds["attend"], seconds["ffn"]):
+        if self.layout.topology.has("ffn") and link > max(seconds["attend"], seconds["ffn"]):
             return "link", self.stages["dispatch"].bound
         name = max(seconds, key=seconds.__getitem__)
         return name, self.stages[name].bound
@@ -199,7 +199,7 @@ class Searcher:
         tokens_a_step = self._acceptance.tokens(layout.drafts)
         tpot = step / tokens_a_step
         price = a.price * layout.attention_devices
-        if layout.mode == "afd":
+        if layout.topology.has("ffn"):
             price += self._ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
         attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
@@ -237,7 +237,7 @@ class Searcher:
     def _lanes_seconds(self, layout: Layout, times: Mapping[str, StageTime]) -> float:
         """Seconds of a layer of all lanes. The host of either role works for each of them."""
         seconds = [times[name].seconds for name in STAGES]
-        if layout.mode != "afd":
+        if layout.topology.has("colocated"):
             overlapped = layout.overlapped(self.calculator.assumed)
             return overlapped_seconds(seconds) if overlapped else layout.lanes * sum(seconds)
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
@@ -245,7 +245,7 @@ class Searcher:
     def host_seconds(self, layout: Layout) -> float:
         """Of the busiest process, for a layer and lane; 0 if colocated, where a step is one
         program."""
-        if layout.mode != "afd":
+        if layout.topology.has("colocated"):
             return 0.0
         a, f = self._attention[layout.attention], self._ffn[layout.ffn]
         leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
@@ -273,7 +273,7 @@ class Searcher:
         calculator, a = self.calculator, self._attention[layout.attention]
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
         rows = tokens.batch * tokens.rows
-        if layout.mode == "afd":
+        if layout.topology.has("ffn"):
             return {"attend": attend, **self._afd_stages(layout, rows, ffn)}
         parts = self._ffn_parts(layout, ffn, a, layout.dp * rows)
         return {

@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.checks import Check
-from jaxserve.planner.layouts import Mode
 from jaxserve.planner.search import STAGES, Plan
 from jaxserve.planner.search_options import MONTH
 from jaxserve.planner.svg import Series, chart
 from jaxserve.planner.text import grid
 
-MODES: dict[Mode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
+MODES: dict[PlannedMode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
 
 
 DECODE_ONLY = (
@@ -26,7 +26,7 @@ def dollars_a_month(plan: Plan) -> float:
     return plan.dollars * plan.tokens_per_second * 3600 * MONTH / 1e6
 
 
-def best_of(plans: Sequence[Plan], mode: Mode, count: int) -> list[Plan]:
+def best_of(plans: Sequence[Plan], mode: PlannedMode, count: int) -> list[Plan]:
     """The cheapest of a mode that differ in hardware or in numbers of devices.
 
     Args:
@@ -89,7 +89,7 @@ def layout_text(plan: Plan) -> str:
     more = f", {layout.drafts} draft{'s' * (layout.drafts > 1)}" if layout.drafts else ""
     if layout.redundant_slots:
         more += f", {layout.redundant_slots} redundant slot{'s' * (layout.redundant_slots > 1)}"
-    if layout.mode != "afd":
+    if layout.topology.has("colocated"):
         shared = f", {layout.shared_ranks} with the shared expert" if layout.shared_ranks else ""
         return attention + shared + more
     ep = f"ep {layout.ep}"

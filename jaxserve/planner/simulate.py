@@ -143,14 +143,14 @@ class Simulation:
         self._slots = deployment.scheduler.slots
         lanes = deployment.lanes
         self._lanes = lanes * self._domains
-        if deployment.mode == "colocated" and self._domains > 1:
+        if deployment.topology.has("colocated") and self._domains > 1:
             raise ConfigError(f"{self._domains} domains in a colocated deployment")
         self._spans: deque[Span] = deque(
             maxlen=(4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
         )
         disturb = self._disturb
         self._pipeline = pipeline_of(
-            deployment.mode,
+            deployment.topology,
             times,
             lanes=lanes,
             groups=self._groups,
@@ -316,7 +316,7 @@ class Simulation:
         ttft = [r.first - r.arrival for r in seen if r.whole]
         a = self._deployment
         devices = self._domains * a.attention.devices
-        devices += 0 if a.mode == "colocated" else a.ffn.devices
+        devices += 0 if a.topology.has("colocated") else a.ffn.devices
         lanes = [lane for lane in self._progress.values() if lane.tokens]
         rate = factor * sum(lane.tokens / (lane.last - lane.first) for lane in lanes)
         counted = max(1, self._counted)

@@ -140,7 +140,7 @@ def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
         rate=options.rate,
         prefill="here" if prefill == "here" else "elsewhere",
     )
-    afd = made.deployment.mode == "afd"
+    afd = made.deployment.topology.has("ffn")
     conditions = Conditions(
         domains=options.domains or (made.deployment.domains if afd else 1),
         steps=options.steps,

@@ -100,7 +100,7 @@ class SimulatedEngine:
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
         groups, lanes = deployment.attention.dp, deployment.lanes
         self._pipeline = pipeline_of(
-            deployment.mode,
+            deployment.topology,
             times,
             lanes=lanes,
             groups=groups,

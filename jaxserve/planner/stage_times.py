@@ -145,7 +145,7 @@ class Rooflines:
         self._on_attention, self._on_ffn = hardware
         self._experts, self._extra = experts, extra
         self._kinds = layer_kinds(attention.model)
-        if layout.mode == "tp" and layout.dp != 1:
+        if layout.dp != 1 and not layout.topology.splits_experts:
             raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
 
     def step(self, rows: Rows) -> StepTimes:
@@ -172,13 +172,13 @@ class Rooflines:
             if (f, most) not in known:
                 known[f, most] = self._ffn_parts(group, total, most, rows, round(tokens.max()))
             parts = known[f, most]
-            if self._layout.mode == "afd":
+            if self._layout.topology.has("ffn"):
                 ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
             else:
                 ffn.append(parts.work.seconds)
                 spread.append(parts.spread)
                 gather.append(parts.gather)
-        if self._layout.mode == "afd":
+        if self._layout.topology.has("ffn"):
             there, back = crossings(
                 self._ffn, self._layout, self._on_attention, self._on_ffn, rows.padded
             )
@@ -262,7 +262,7 @@ class Rooflines:
     ) -> FFNStage:
         """With what the fullest DP group sends, where its devices are those of the exchange."""
         layout = self._layout
-        sent = 0 if layout.mode == "afd" else rows.groups * fullest
+        sent = 0 if layout.topology.has("ffn") else rows.groups * fullest
         padded = rows.groups * rows.padded
         mesh, more = layout.ffn_mesh, layout.redundant_slots
         return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded, sent)

@@ -14,11 +14,12 @@ import yaml
 from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.config.topology import PlannedMode, topology_of
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.drafts import NO_DRAFTS, acceptance
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.layouts import Layout, Mode
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.quantities import assumptions
 from jaxserve.planner.search import Searcher
@@ -42,7 +43,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of the source."""
     model: str
     hardware: str
-    mode: Mode
+    mode: PlannedMode
     batch: Count
     """Sequences a DP group and lane."""
     context: Count
@@ -71,7 +72,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def layout(self) -> Layout:
         """Its devices in the planner's words."""
-        afd = self.mode == "afd"
+        afd = topology_of(self.mode).has("ffn")
         return Layout(
             mode=self.mode,
             attention=self.hardware,

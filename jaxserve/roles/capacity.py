@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.config.sections import Experts
+from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Role, Rules
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Rules
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_mesh, exchange_of
@@ -86,7 +87,7 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     step_ffn = _ffn_activations(config, deployment, tokens)
     devices = deployment.attention.devices
     moving = _moving(templates, meshes.ffn, meshes.ffn_rules, deployment.experts)
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         weights, step = attention + ffn, step_attention + step_ffn
         step += _arranged(templates, meshes.ffn, meshes.ffn_rules)
         return (RoleBytes("attention", devices, weights, cache, step, moving),)
@@ -98,7 +99,7 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
 
 def step_multiple(deployment: Deployment) -> int:
     """Tokens a DP group must be a multiple of this, so that all pieces of a message are equal."""
-    return 1 if deployment.mode == "colocated" else deployment.attention.tp
+    return 1 if deployment.topology.has("colocated") else deployment.attention.tp
 
 
 def deployment_buckets(deployment: Deployment) -> list[Bucket]:
@@ -298,10 +299,7 @@ def _smaller(
     config: ModelConfig, deployment: Deployment, part: RoleBytes
 ) -> Iterator[tuple[str, int | str]]:
     """Formats and steps that take less."""
-    roles: tuple[Role, ...] = (part.role,)
-    if deployment.mode == "colocated":
-        roles = ("attention", "ffn")
-    for role in roles:
+    for role in [part.role] if deployment.topology.has("ffn") else ["attention", "ffn"]:
         now = getattr(deployment, role).weights
         if now not in ("fp8", "int8", "int4") and config.stored == "plain":
             yield f"{role}.weights", "fp8"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
-from jaxserve.mesh import Role
+from jaxserve.config.topology import Role
 from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     Moved,
@@ -97,7 +97,7 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
             f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "
             f"shared expert: {parts:.3f}"
         )
-    hardware = (deployment.ffn if deployment.mode == "afd" else deployment.attention).hardware
+    hardware = (deployment.ffn if deployment.topology.has("ffn") else deployment.attention).hardware
     if kind == "alltoall" and not device_kind(hardware).startswith("TPU"):
         lines.append(NEEDED)
     return lines

@@ -12,8 +12,9 @@ import jax
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError, MemoryTakenError
-from jaxserve.mesh import Role, memory_limit
+from jaxserve.mesh import memory_limit
 from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
 from jaxserve.roles.control_groups import control_groups
 

@@ -11,8 +11,9 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import AbstractSubmeshes, Role
+from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -85,7 +86,7 @@ def _programs(
         tokens = [bucket.tokens for bucket in buckets]
         yield from wanted(ffn_executables, programs, tokens).values()
         return
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         found = wanted(colocated_executables, whole, buckets)
     else:

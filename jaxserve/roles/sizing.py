@@ -171,7 +171,7 @@ class _Sizes:
         A decode step reads the weights of a device once, so few weights a device are best. More tp
         divides them as long as K and V heads are not copied; dp divides the experts.
         """
-        if self._now.mode == "afd":
+        if self._now.topology.has("ffn"):
             return
         best = min(self._layouts(), key=lambda one: self._rank(*one), default=None)
         if best is None:
@@ -296,7 +296,7 @@ class _Sizes:
         if written := round(deployment.attention.memory_gb * GB):
             return written
         memory = self._machine.memory
-        if memory is None or not self._on_cpu or deployment.mode == "afd":
+        if memory is None or not self._on_cpu or deployment.topology.has("ffn"):
             return memory
         return memory // (devices or deployment.attention.dp * deployment.attention.tp)
 

@@ -14,19 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.roles.layout import FROM_DEVICE, Bucket, StepLoad
-
-__all__ = [
-    "FROM_DEVICE",
-    "Bucket",
-    "NewSequence",
-    "RowOptions",
-    "SaidTokens",
-    "SequenceRow",
-    "SlotRules",
-    "StepPlan",
-    "plan_of_rows",
-]
+from jaxserve.roles.layout import Bucket, StepLoad
 
 
 class SlotRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

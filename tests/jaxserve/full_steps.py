@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.roles.layout import BatchLayout
-from jaxserve.roles.step_plan import Bucket, NewSequence, RowOptions, SequenceRow, StepPlan
+from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.step_plan import NewSequence, RowOptions, SequenceRow, StepPlan
 
 
 @dataclass

@@ -141,7 +141,7 @@ def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     """Devices of the deployment's ffn role; in colocated mode DP groups are the ranks."""
     attention, ffn = deployment.attention, deployment.ffn
-    if deployment.mode == "colocated":
+    if deployment.topology.has("colocated"):
         return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks, ffn.whole_shared)
     return ExchangeMesh(
         ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared, ffn.instances
@@ -171,7 +171,7 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
         return "gather"
     if deployment.ffn.exchange != "auto":
         return deployment.ffn.exchange
-    if deployment.mode == "afd" and deployment.link.route == "broadcast":
+    if deployment.topology.has("ffn") and deployment.link.route == "broadcast":
         return "gather"  # every row to every device is what was asked for
     mesh = exchange_mesh(deployment)
     row = deployment_row_bytes(config, deployment)

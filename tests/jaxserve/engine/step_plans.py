@@ -6,8 +6,9 @@ import numpy as np
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState
-from jaxserve.roles.step_plan import Bucket, SequenceRow, StepPlan
+from jaxserve.roles.step_plan import SequenceRow, StepPlan
 from tests.jaxserve.full_steps import FullStep, Replica, arrays
 
 GROUP_SLOTS = 3

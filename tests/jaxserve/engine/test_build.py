@@ -13,7 +13,7 @@ from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.step_plan import FROM_DEVICE, Bucket
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised

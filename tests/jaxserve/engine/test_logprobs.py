@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.logprobs import step_result
-from jaxserve.roles.layout import REJECTED
-from jaxserve.roles.step_plan import Bucket, SequenceRow, plan_of_rows
+from jaxserve.roles.layout import REJECTED, Bucket
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 
 
 def packed(logprob, ids, logs) -> np.ndarray:

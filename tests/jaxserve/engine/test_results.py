@@ -6,8 +6,9 @@ import pytest
 
 from jaxserve.engine.results import ResultReader
 from jaxserve.errors import EngineFailedError
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
-from jaxserve.roles.step_plan import Bucket, plan_of_rows
+from jaxserve.roles.step_plan import plan_of_rows
 from tests.jaxserve.engine.fake_driver import FakeArray
 
 

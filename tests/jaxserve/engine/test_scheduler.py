@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
+from jaxserve.roles.layout import FROM_DEVICE
+from jaxserve.roles.step_plan import SequenceRow
 from tests.jaxserve.engine.step_plans import (
     in_pool,
     make_request,

@@ -7,8 +7,7 @@ import pytest
 from jaxserve.engine.logprobs import StepResult, TokenLogprobs
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import InvalidRequestError
-from jaxserve.roles.layout import NO_TOKEN, REJECTED
-from jaxserve.roles.step_plan import FROM_DEVICE
+from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
 from tests.jaxserve.engine.step_plans import in_pool, make_scheduler, news, row, sampled
 from tests.jaxserve.engine.step_plans import make_request as request
 

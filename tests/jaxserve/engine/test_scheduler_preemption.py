@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.roles.step_plan import FROM_DEVICE
+from jaxserve.roles.layout import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     FullScheduler,
     in_pool,

@@ -23,8 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.engine.hand_offs import PREFILL_PARAMS
 from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.roles.layout import NO_TOKEN, REJECTED
-from jaxserve.roles.step_plan import FROM_DEVICE, SequenceRow
+from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
+from jaxserve.roles.step_plan import SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep
 

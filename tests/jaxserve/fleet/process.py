@@ -22,7 +22,8 @@ from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.roles.step_plan import Bucket, plan_of_rows
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.step_plan import plan_of_rows
 
 
 def main() -> None:

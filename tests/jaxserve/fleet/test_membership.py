@@ -10,9 +10,10 @@ from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.bootstrap import identity
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import ProcessShare, deployment_facts, identity, process_shares
+from jaxserve.fleet.membership import ProcessShare, deployment_facts, process_shares
 from jaxserve.ports import free_port
 from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3

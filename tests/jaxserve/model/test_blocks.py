@@ -13,7 +13,8 @@ from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
-from jaxserve.roles.step_plan import FROM_DEVICE, Bucket, SequenceRow, plan_of_rows
+from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences

@@ -1,9 +1,10 @@
 """Layouts, calculators and searches, made from what a test of the planner is about."""
 
+from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.layouts import Layout, Mode
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
@@ -11,7 +12,7 @@ from jaxserve.planner.stages import Calculator
 H100, H800 = load_hardware("h100"), load_hardware("h800")
 
 
-def layout(mode: Mode, hardware: str = "h800", **sizes: int) -> Layout:
+def layout(mode: PlannedMode, hardware: str = "h800", **sizes: int) -> Layout:
     """A layout whose sizes are 1 unless given; colocated, `ep` is `dp`."""
     full = {"dp": 1, "tp": 1, "ffn_tp": 1, "lanes": 1} | sizes
     full = {"ep": 1 if mode == "afd" else full["dp"]} | full

@@ -1,10 +1,8 @@
 import msgspec
 import pytest
 
-from jaxserve.roles.layout import StepLoad
+from jaxserve.roles.layout import FROM_DEVICE, Bucket, StepLoad
 from jaxserve.roles.step_plan import (
-    FROM_DEVICE,
-    Bucket,
     NewSequence,
     RowOptions,
     SequenceRow,
