@@ -7,6 +7,7 @@ listens on a port of its own choice: the broadcast tree, hand-offs of pages, arr
 import contextlib
 import random
 import socket
+from typing import Any
 
 from jaxserve.errors import ConfigError
 
@@ -28,7 +29,7 @@ def use(ports: str) -> None:
         _range = range(first, last + 1)
 
 
-def listening(host: str, port: int, **options: int) -> socket.socket:
+def listening(host: str, port: int, **options: Any) -> socket.socket:
     """Returns a listening socket, as `socket.create_server` does; port 0 takes a free one.
 
     Processes of one host share the range, so they try its ports in a random order.

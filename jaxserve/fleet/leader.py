@@ -278,7 +278,7 @@ class Leader:
                 if not missing:
                     return
                 now = clock.tick()
-                current = {process: each and each.progress for process, each in missing.items()}
+                current = {n: each.progress if each else None for n, each in missing.items()}
                 if extend and current != progress:
                     began, progress = now, current
                 if now - told >= TELL_SECONDS:

@@ -141,7 +141,7 @@ class Preflight:
             yield Step(name, check)
         for part, title in self._parts():
             words, seconds = self._words(part), self._options.seconds
-            if part != "prefill" and deployment.link.transport == "pull":
+            if part != "prefill" and deployment.topology.crosses_runtimes:
                 check = partial(pull_steps, deployment, process, meeting, words, seconds)
                 yield Step(f"{title}steps", check, True)
                 continue

@@ -51,7 +51,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
     meshes = Submeshes(deployment)
     own = {
         "attention": {device for mesh in meshes.domains for device in mesh.local_devices},
-        "ffn": set(meshes.ffn.local_devices) if deployment.mode == "afd" else set(),
+        "ffn": set(meshes.ffn.local_devices) if deployment.topology.has("ffn") else set(),
     }
     config = msgspec.structs.replace(config, on_cpus=jax.default_backend() == "cpu")
     lines: list[str] = []
@@ -84,7 +84,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
 def links(deployment: Deployment, options: argparse.Namespace) -> Found:
     """Sends messages and answers of every size between the meshes by each transport of a runtime,
     compares the bytes, and times one round trip and many messages in flight."""
-    if deployment.mode != "afd":
+    if deployment.topology.has("colocated"):
         raise Skipped("mode colocated has no link")
     config, _ = read_model(deployment)
     contract, meshes = Contract.of(config, deployment), Submeshes(deployment)
@@ -233,7 +233,7 @@ def _median(call: Callable[[], None], times: int) -> float:
 
 def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
     """Compares the tokens of one layer of each kind, as deployed, with one device that has all."""
-    if deployment.mode != "afd":
+    if deployment.topology.has("colocated"):
         raise Skipped("mode colocated has one layout: nothing to compare")
     config, names = first_of_each_kind(*read_model(deployment))
     limits = deployment.scheduler
