@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 import jaxserve
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
+from jaxserve.launch.checked import refuse_unfit, sized
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
     Workload,
@@ -138,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.config is None and options.model is None:
         made.error("one of the arguments --config --model is required")
     try:
-        files = render(options, given)
+        made = rendering_of(options, given)
+        files = TARGETS[options.target].render(made)
+        if warning := refuse_unfit(made.deployment, options.hardware):
+            print(f"jaxserve: {warning}", file=sys.stderr)
         if options.write is not None:
             options.write.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
@@ -156,16 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, text in files.items():
             print(f"##### {name}\n{text}" if len(files) > 1 else text, end="")
     return 0
-
-
-def _on(deployment: Deployment, hardware: str) -> Deployment:
-    """A deployment whose roles name this hardware where they named any."""
-    roles = {
-        role: msgspec.structs.replace(section, hardware=hardware)
-        for role, section in (("attention", deployment.attention), ("ffn", deployment.ffn))
-        if section.hardware
-    }
-    return msgspec.structs.replace(deployment, **roles)
 
 
 def _hardware_of(work: Workload, deployment: Deployment) -> str:
@@ -217,7 +209,12 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
-    """The files by name.
+    """Returns the files by name, without the check of `main`: see `rendering_of`."""
+    return TARGETS[options.target].render(rendering_of(options, given))
+
+
+def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering:
+    """Returns the input of a renderer.
 
     Raises:
       ConfigError: the deployment is wrong, or cannot be started that way.
@@ -226,7 +223,7 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
     _check_names(options)
     deployment = read_deployment(options.config, options.model, options.set)
     if options.hardware:
-        deployment = _on(deployment, options.hardware)
+        deployment = sized(deployment, options.hardware)
     if options.slices < 1:
         raise ConfigError(f"--slices {options.slices}: expected 1 or more")
     works = workloads(deployment, options.hardware, options.slices, target.processes_of)
@@ -258,24 +255,22 @@ def render(options: argparse.Namespace, given: Sequence[str]) -> dict[str, str]:
         raise ConfigError(
             f"--models-bucket {options.models_bucket}: the model is read from {model} without it"
         )
-    return target.render(
-        Rendering(
-            deployment,
-            works,
-            Options(
-                name=options.name,
-                image=options.image,
-                base_image=options.base_image,
-                model=model,
-                models_claim="" if is_url(model) else options.models_claim,
-                models_bucket=options.models_bucket,
-                cache_claim=options.cache_claim,
-                python=options.python,
-                leader=options.leader,
-                keys=not options.without_keys,
-            ),
-            _command(given),
-        )
+    return Rendering(
+        deployment,
+        works,
+        Options(
+            name=options.name,
+            image=options.image,
+            base_image=options.base_image,
+            model=model,
+            models_claim="" if is_url(model) else options.models_claim,
+            models_bucket=options.models_bucket,
+            cache_claim=options.cache_claim,
+            python=options.python,
+            leader=options.leader,
+            keys=not options.without_keys,
+        ),
+        _command(given),
     )
 
 

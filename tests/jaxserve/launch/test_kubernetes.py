@@ -145,13 +145,16 @@ def test_an_image_without_a_digest_is_flagged(image: str, flagged: int) -> None:
 
 
 def test_files_are_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLEET.split(), "--write", str(tmp_path / "new")]) == 0
+    small = "--config demo-fleet --model gs://b/m --target kubernetes"
+    assert main([*small.split(), "--write", str(tmp_path / "new")]) == 0
     written = {path.name for path in (tmp_path / "new").iterdir()}
     assert written == {"kubernetes.yaml", "autoscale.yaml"}
-    assert capsys.readouterr().out == ""
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("jaxserve: not checked: gs://b/m cannot be read here")
     head = (tmp_path / "new" / "kubernetes.yaml").read_text().splitlines()[0]
-    assert head == f"# python -m jaxserve.launch {FLEET}"
-    assert main([*FLEET.split(), "--write", "/dev/null/x"]) == 2
+    assert head == f"# python -m jaxserve.launch {small}"
+    assert main([*small.split(), "--write", "/dev/null/x"]) == 2
     assert "--write /dev/null/x: Not a directory" in capsys.readouterr().err
 
 
