@@ -195,7 +195,7 @@ class _Model:
             made = []
             for sequence in before[one]:
                 x, normed, *routed = map(np.asarray, attend([*attention.values()], sequence))
-                routing = forward.Routing(*routed) if routed else None
+                routing = forward.Routing(*routed) if kind.ffn == "moe" else None
                 made.append(x + forward.feed_forward(floats, normed, routing))
             behind[one] = np.stack(made)
         return behind

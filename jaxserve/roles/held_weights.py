@@ -148,9 +148,7 @@ def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
 
 
 def _is_whole(array: jax.Array) -> bool:
-    """Whether the devices of this process have all of it."""
-    if array.is_fully_addressable:
-        return True
+    """Returns whether the devices of this process hold the whole array."""
     everywhere = array.sharding.devices_indices_map(array.shape).values()
     here = array.sharding.addressable_devices_indices_map(array.shape).values()
     return {str(index) for index in everywhere} == {str(index) for index in here}

@@ -158,13 +158,20 @@ class TestComplete:
         damage(complete, "head", "norm")
         (complete / BLOCKS / "layers.3.ffn" / "dense.up" / "zarr.json").unlink()
         (complete / "config.json").write_text("{}")
+        metadata = complete / BLOCKS / "layers.3.ffn" / "dense.down" / "zarr.json"
+        metadata.write_text(
+            metadata.read_text()
+            .replace("float32", "int32")
+            .replace('"fill_value":0.0', '"fill_value":0')
+        )
         first, *others = verify(complete)
         assert first == "config.json was changed"
-        assert len(others) == 3
+        assert len(others) == 4
         assert others[0].startswith(f"head: norm: {complete}/blocks/head/norm has the checksum ")
         assert others[1].startswith("layers.2.ffn: experts.down: ")
         assert "experts.down has the checksum " in others[1]
-        assert others[2].startswith("layers.3.ffn: dense.up: ")
+        assert others[2].startswith("layers.3.ffn: dense.down is int32[")
+        assert others[3].startswith("layers.3.ffn: dense.up: ")
 
     def test_again(self, source, complete, tmp_path):
         """The same source changes nothing, another one is refused."""

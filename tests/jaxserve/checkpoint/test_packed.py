@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint import arrays
+from jaxserve.checkpoint import arrays, conversion
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.packed import join_parts, read_packed
@@ -176,6 +176,25 @@ def test_parts_with_other_numbers_become_floats(name, tmp_path):
     opened = Opened(tmp_path)
     assert (opened.config.stored, opened.config.plain_parts) == (kept, {"experts"})
     check(opened, stand_for, {"attention": kept})
+
+
+def test_int4_stays_in_its_groups_and_whole(tmp_path):
+    """Neither other groups nor a stack that is only partly INT4 can be had from it."""
+    section, pack = FORMATS["w4a16"]
+    write(tmp_path, section, pack)
+    assert conversion._read(tmp_path, (), 0, "int4", GROUP)[0].int4.group == GROUP
+    with pytest.raises(CheckpointError, match=f"in groups of {GROUP}, and not 128"):
+        conversion._read(tmp_path, (), 0, "int4", 128)
+    wide = {"+:.*experts.1.*": {"bits": 8, "group_size": 64}}
+    packers = {True: Packer(bits=8, group=64).gptq, False: Packer().gptq}
+    write(
+        tmp_path,
+        IN_ORDER | {"dynamic": wide},
+        lambda base, *a: packers["experts.1." in base](base, *a),
+    )
+    opened = Opened(tmp_path, {"ffn.weights": "int4"})
+    with pytest.raises(CheckpointError, match="not all in INT4"):
+        list(opened.blocks())
 
 
 @pytest.mark.parametrize(

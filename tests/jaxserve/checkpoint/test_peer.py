@@ -195,6 +195,18 @@ def test_a_peer_dies(reads, second, step3):
     assert arrays[rest] > 0
 
 
+def test_a_connection_is_used_while_it_is_fresh(step3, monkeypatch):
+    with serving(step3, load(step3, {}).held) as address:
+        source = from_peers(step3, address)
+        (first,) = source._peers
+        source._look()
+        assert source._peers == [first]
+        monkeypatch.setattr("jaxserve.checkpoint.peer.FRESH_SECONDS", 0.0)
+        source._look()
+        assert source._peers != [first]
+        source.close()
+
+
 def test_who_is_refused(step3, fp8, tmp_path):
     """The same revision on another disk is the same, its conversion is another one."""
     other = write_tiny_step3(tmp_path / "other", TinyStep3(mtp=True), seed=2)

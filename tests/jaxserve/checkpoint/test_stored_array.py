@@ -71,6 +71,15 @@ def test_any_part_of_an_array(name, data, folder):
     np.testing.assert_array_equal(target, padded[tuple(slice(*r) for r in ranges)])
 
 
+def test_a_part_of_int4_as_floats(tmp_path):
+    """Two to a byte, the first in the lower half."""
+    packed = np.frombuffer(bytes.fromhex("98badcfe10325476"), np.uint8)
+    save(tmp_path / "block", {"int4": packed})
+    target = np.zeros(5, np.float32)
+    open_array(tmp_path / "block" / "int4", (16,)).read_into(((5, 10),), target)
+    assert target.tolist() == [-3, -2, -1, 0, 1]
+
+
 def test_no_array(tmp_path):
     with pytest.raises(CheckpointError, match=r"x: no array: it has no zarr\.json"):
         open_array(tmp_path / "x")

@@ -10,8 +10,9 @@ from jaxserve.checkpoint import tensors
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.open_model import open_model
-from jaxserve.engine.runtime import warm_up_plans
+from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
+from jaxserve.observe.probe import Probe
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from tests.jaxserve import layouts
@@ -151,6 +152,13 @@ class TestEndIds:
         monkeypatch.setattr("jaxserve.engine.build.build_runtime", None)
         with pytest.raises(CheckpointError, match="eos_token_id True is no token id"):
             build_engine(layouts.deployment(tmp_path, {}))
+
+
+def test_warm_up_measures_as_a_client_that_watches(afd_runtime, monkeypatch):
+    turned = []
+    monkeypatch.setattr(Probe, "turn", lambda _, on: turned.append(on))
+    warm_up(afd_runtime)
+    assert turned == [True, False]
 
 
 def test_logits_have_a_column_for_every_token_and_no_more(colocated_runtime):

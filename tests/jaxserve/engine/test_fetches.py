@@ -216,6 +216,13 @@ class TestEnds:
         assert loop.schedulers[0].kv_usage == [0.0]
         assert not loop.schedulers[0].has_work
 
+    def test_a_fetch_that_has_more_than_was_ordered_does_not_add_up(self):
+        loop, order = fetching()
+        scheduler = loop.schedulers[0]
+        scheduler.fetches._fetches[order.ticket].arrived = order.stop + 1
+        with pytest.raises(RuntimeError, match="'a' does not add up"):
+            scheduler.check_integrity()
+
     def test_what_had_come_is_kept_when_the_rest_does_not(self):
         loop, order = fetching()
         bring(loop, order, 0, 8)

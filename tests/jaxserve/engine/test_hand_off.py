@@ -7,13 +7,15 @@ import dataclasses
 import itertools
 import random
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.prefix_cache import PageKeys
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention
@@ -360,6 +362,15 @@ class TestHolds:
         with pytest.raises(InvalidRequestError, match="48 tokens are held of a request of 20"):
             domain.submit([5] * 20, GREEDY, Collector(), source=held)
         source.release("y")
+
+
+def test_a_source_may_hold_every_token_of_its_request():
+    kept, source = [], PagesSource("x:1", "a", 4, "")
+    hand_offs = LinkedHandOffs(None, None)
+    hand_offs.domains = [SimpleNamespace(client=SimpleNamespace(keep=kept.append))]
+    request = Request(request_id="r", prompt=[1, 2, 3, 4], params=GREEDY, source=source)
+    hand_offs.keep(request)
+    assert kept == [source]
 
 
 class TestIntegrity:

@@ -19,6 +19,7 @@ from jaxserve.errors import InvalidRequestError
         {"logit_bias": dict.fromkeys(range(300), 100.0), "logprobs": 0, "prompt_logprobs": 20},
         {"logit_bias": {0: -100}, "priority": -100},
         {"priority": 100, "cache_salt": "x" * 256},
+        {"top_p": 2.0**-126, "repetition_penalty": 2.0**-126},
     ],
 )
 def test_the_ends_of_each_range_are_valid(fields):

@@ -763,3 +763,8 @@ class TestWeightsThatNoWorkerHasAnyMore:
         world.tick(61)
         assert set(world.ended.values()) == {"error"}
         assert world.coordinator.waiting == 0
+
+
+def test_a_client_is_told_of_the_waits_of_all_queues():
+    routed = Routed(Job("a", [1], 4), 0.0, (0.0, 0), waited=2.0)
+    assert routed.queued(TokenOutput(request_id="a", queue_seconds=0.5)) == 2.5

@@ -221,7 +221,7 @@ def test_stuck_follower_is_named_although_it_beats() -> None:
     with pair() as (ends, leader, follower):
         follower.position = lambda: Position("ffn", 2, 5, 812)
         received = follower.boundaries()
-        for number in range(3):
+        for number in range(2):
             leader.broadcast(boundary(number))
         assert [next(received).number, next(received).number] == [0, 1]
         follower.completed(0)

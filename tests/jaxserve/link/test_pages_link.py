@@ -136,13 +136,19 @@ class TestFetches:
             assert [taker.failure for taker in takers] == [None] * 30
             assert most <= 16 * TOKEN_BYTES
 
-    def test_leases_are_renewed_until_they_are_released(self):
-        with serving() as (server, holder), client() as link:
+    @pytest.mark.parametrize("end", ["release", "leave"])
+    def test_leases_are_renewed_until_they_are_released_or_left(self, end):
+        """All over one connection, however long it is open."""
+        with serving() as (server, holder), client(lease_seconds=0.3) as link:
             source = toy_source(server.address, server.epoch, "a", 50)
             link.keep(source)
-            until(lambda: len(holder.renewed) >= 3)
-            link.release(source)
-            until(lambda: holder.released == ["a"])
+            until(lambda: holder.renewed)
+            (peer,) = link._peers.values()
+            (connection,) = peer._connections
+            until(lambda: len(holder.renewed) >= 1.2 * DEADLINES.down / (2 * 0.1))
+            assert connection.failure is None
+            getattr(link, end)(source)
+            until(lambda: holder.released == ["a"] * (end == "release"))
             count = len(holder.renewed)
             time.sleep(0.5)
             assert len(holder.renewed) <= count + 1

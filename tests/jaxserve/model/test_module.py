@@ -17,6 +17,7 @@ from jaxserve.model.module import (
     weight,
     zeros,
 )
+from pallas_kernels import input_major
 
 
 class Block(Module):
@@ -27,6 +28,13 @@ class Block(Module):
 
 
 RULES = {"experts": "ep", "d_ff": "tp"}
+
+
+@pytest.mark.parametrize(("shards", "width"), [({}, 16), ({"d_ff": 4}, 12), ({"other": 4}, 16)])
+def test_no_tile_spans_two_devices(shards, width, monkeypatch):
+    monkeypatch.setattr(input_major, "TILE", 16)
+    tiled = Weight(jnp.zeros((48, 8)), ("d_ff", "d_model")).by_inputs(shards)
+    assert tiled.shape == (48 // width, 8, width)
 
 
 class TestTemplate:

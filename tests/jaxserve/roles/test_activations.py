@@ -1,6 +1,7 @@
 """Bytes of a step's activations, counted by hand."""
 
-from jaxserve.roles.activations import StepSizes, attention_activations
+from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.roles.activations import FFNWidths, StepSizes, attention_activations, ffn_activations
 
 STEP = StepSizes(tokens=10, slots=4, lanes=3, drafts=1, d_model=16, vocab=20, packed=18, size=2)
 
@@ -17,3 +18,12 @@ def test_bytes_on_an_attention_device():
     assert attention_activations(STEP, 8, 2, 7) == 3 * (lane + counts) + logits
     without = STEP._replace(drafts=0)
     assert attention_activations(without, 8, 2, 7) == 3 * (lane + counts) + layer
+
+
+def test_bytes_on_an_ffn_device():
+    """Rows of 2 groups, in 4 pieces, at 2 devices: each lane has 2 pieces of 5 rows of a device."""
+    arriving = 2 * 5 * (18 + 16 * 2)
+    # A layer's 20 rows: packed, unpacked, their result in FP32, and half of 24 hidden numbers.
+    layer = 20 * (18 + 16 * (2 + 4) + 12 * (2 * 4 + 2))
+    kind = FFNWidths(24, 0, 0, alltoall=False)
+    assert ffn_activations(STEP, ExchangeMesh(2, 1, 4), 2, 4, [kind]) == 3 * arriving + layer

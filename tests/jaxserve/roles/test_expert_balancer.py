@@ -141,7 +141,8 @@ def test_a_layer_is_left_alone_unless_it_gains():
     assert (proposal.move_bytes, proposal.seconds) == (layer.moves * 10, layer.moves / 10)
     reluctant = Experts(least_gain=0.9)
     assert propose({2: SKEWED}, {2: HOME}, facts, reluctant).layers == []
-    assert propose({2: SKEWED * 0}, {2: HOME}, facts, settings).balance_then == 1.0
+    idle = propose({2: SKEWED * 0}, {2: HOME}, facts, settings)
+    assert idle.balance_now == idle.balance_then == 1.0
 
 
 def test_one_rank_has_nothing_to_gain_from_replicas():
@@ -285,6 +286,8 @@ def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make):
     assert "process 3 is gone" in str(worker.rebalance(dry_run=False))
     assert not worker.moves
     worker.failures.clear()
+    with pytest.raises(EngineFailedError, match=r"experts: no counts within 0\.01 s"):
+        worker.balancer.rebalance(dry_run=True, seconds=0.01)
     worker.serve()
     assert worker.rebalance(dry_run=False).moves
 

@@ -88,6 +88,7 @@ def test_kv_heads_are_not_copied():
 def test_one_device_that_the_model_is_too_large_for():
     """Nothing is chosen around it: the refusal has the numbers."""
     deployment = sized("qwen3-235b-a22b", GPU)
+    assert deployment.scheduler.max_length == 40960
     config = read_config(deployment.model)[0]
     with pytest.raises(ConfigError, match=r"weights 470\.\d\d \+ KV pages"):
         check_capacity(config, deployment, {"attention": GPU.memory, "ffn": GPU.memory})
@@ -231,6 +232,8 @@ def test_what_a_simulated_device_may_use_is_told_where_sizes_were_chosen():
     config = read_config(deployment.model)[0]
     assert sizing.reported(config, deployment) == {"attention": 8 * GB}
     assert Sizing().reported(config, deployment) == {}
+    apart = load_deployment(CONFIGS / "demo", {"mode": "afd"}, choose=sizing)
+    assert sizing.reported(config, apart).keys() == {"attention", "ffn"}
 
 
 def test_what_was_chosen_is_told():

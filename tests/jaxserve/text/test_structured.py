@@ -3,7 +3,9 @@
 import asyncio
 import functools
 import json
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,6 +214,23 @@ def test_others_do_not_wait_for_a_grammar_that_takes_too_long() -> None:
     grammars = Grammars(LETTERS, 300)
     asyncio.run(scenario())
     grammars.close()
+
+
+def test_grammars_are_compiled_one_at_a_time() -> None:
+    threads = set()
+
+    def slow(_: object) -> None:
+        threads.add(threading.get_ident())
+        time.sleep(0.05)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(grammars.compiled("regex", lambda: "a") for _ in range(2)))
+
+    grammars: Any = Grammars(LETTERS, 300)
+    grammars._compiler = SimpleNamespace(kept=lambda _: None, grammar=slow)
+    asyncio.run(scenario())
+    grammars.close()
+    assert len(threads) == 1
 
 
 def test_as_many_grammars_are_kept_as_there_is_room_for() -> None:

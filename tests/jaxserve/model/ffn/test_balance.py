@@ -80,6 +80,8 @@ def test_replicas_go_where_there_is_least():
     # Three more replicas are budgeted; the fourth choice is expert 2, the busiest after expert 0.
     assert select_replicas(counts, 3, sizes.width).experts == [0, 0, 0]
     assert rebalance_slices(counts, sizes, budget=2) == (0, -1, 1, 0, 2, -1, 3, 0)
+    # Each of two replicas carries half of its expert, so the second goes to the middle rank.
+    assert rebalance_slices([[30], [50], [60]], SlotSizes(3, 3, 1)) == (0, 1, 1, 2, 2, -1)
 
 
 @pytest.mark.parametrize("seed", range(5))
