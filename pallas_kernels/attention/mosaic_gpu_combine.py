@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.attention.mosaic_gpu_plan import piece_of
-from pallas_kernels.attention.mosaic_gpu_walk import range_of
+from pallas_kernels.attention.ranges import piece_of, range_of
 from pallas_kernels.mosaic_gpu import store
 
 TILE = 64

@@ -1,6 +1,6 @@
 """The Hopper kernel of paged attention: S = Q Kᵀ, and O += P V in the registers.
 
-Called by `mosaic_gpu.py`, which lays the queries out; `mosaic_gpu_walk.py` says what units, steps,
+Called by `mosaic_gpu.py`, which lays the queries out; `ranges.py` says what units, steps,
 ranges and lanes are. Knows nothing of tokens or batches.
 
 A block has one or two warpgroups that compute. Beside one, another only issues the copies, some
@@ -31,11 +31,10 @@ from pallas_kernels.attention.mosaic_gpu_plan import (
     ROWS,
     Sizes,
     arrays_of,
-    piece_of,
-    pieces,
     scratch_types,
 )
-from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk, Work
+from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk
+from pallas_kernels.attention.ranges import Work, piece_of, pieces
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.mosaic_gpu import store
 

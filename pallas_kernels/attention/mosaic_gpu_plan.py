@@ -93,24 +93,6 @@ def compute_dtype(pages_dtype: Any) -> Any:
     return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
 
 
-def pieces(units: int, ranges: int) -> int:
-    """Partial results that there is room for: what of a unit is in a range is at the sum of their
-    indices, which grows from each to the next; or two of every range, where these are fewer."""
-    return min(2 * ranges, units + ranges - 1)
-
-
-def piece_of(range_: Any, unit: Any, *, first: Any, units: int, ranges: int) -> Any:
-    """Where a unit's partial result of a range is.
-
-    Args:
-      first: whether the unit begins in this range.
-      units, ranges: how many there are.
-    """
-    if pieces(units, ranges) < 2 * ranges:
-        return range_ + unit
-    return 2 * range_ + jnp.where(first, 1, 0)
-
-
 def stages(cache: Cache, plan: Sizes) -> int:
     """Steps of a walker that fit into shared memory, `most_stages` at the most."""
     dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]

@@ -1,13 +1,8 @@
 """How the blocks of threads of the Hopper kernels walk over the pages of a batch.
 
-Called by `mosaic_gpu_kernel.py`; the ranges are cut by `mosaic_gpu.py`. Knows nothing of what is
-computed.
-
-A step is 64 positions that a unit, one key/value head of one item, reads. The steps of all units,
-one after the other, are cut into equal ranges, so that every multiprocessor has the same work
-however ragged the lengths. A range has a block of threads for each lane, a lane being a part of a
-unit's rows: the blocks of one range read the same pages at the same time, all but one from the
-second-level cache. A block may have two walkers, each with a range of its own.
+Called by `mosaic_gpu_kernel.py`. `ranges.py` says what units, steps, ranges and lanes are, and cuts
+the ranges. Knows nothing of what is computed. A block of threads may have two walkers, each with a
+range of its own.
 """
 
 from typing import Any, NamedTuple
@@ -16,32 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int32
+
+from pallas_kernels.attention.ranges import Work, range_begin
 
 BLOCK = 64
 """Positions of a step."""
-
-
-class Work(NamedTuple):
-    """Which positions the units read, and how they are cut into ranges. In a kernel, the refs.
-
-    Attributes:
-      sequence: row of the page table, of every item.
-      place: position of the item's first token; padding: -1.
-      stride: from one token's position to the next one's.
-      last: position of the item's last token, or of the last one that has a page; padding: -1.
-      first_block: the first step of an item reads the positions from 64 * first_block on.
-      start: of every unit, its first step; at the end the number of all steps.
-      first_unit: of every range, the unit in which it begins.
-    """
-
-    sequence: Int32[Array, " items"]
-    place: Int32[Array, " items"]
-    stride: Int32[Array, " items"]
-    last: Int32[Array, " items"]
-    first_block: Int32[Array, " items"]
-    start: Int32[Array, " units_and_end"]
-    first_unit: Int32[Array, " ranges"]
 
 
 class Cursor(NamedTuple):
@@ -58,34 +32,6 @@ class Cursor(NamedTuple):
 def copies(page_size: int) -> int:
     """Pages, or parts of one, that a step reads."""
     return max(1, BLOCK // page_size)
-
-
-def range_begin(index: Any, total: Any, ranges: int) -> Any:
-    """The first step of a range. Of more ranges than steps the last ones are empty."""
-    used, share, longer = _shares(total, ranges)
-    index = jnp.minimum(index, used)
-    return index * share + jnp.minimum(index, longer)
-
-
-def range_of(step: Any, total: Any, ranges: int) -> Any:
-    """The range that a step is in: the last one that begins at it or before.
-
-    None of those in between two steps of a unit is empty: each has a part of it.
-    """
-    _, share, longer = _shares(total, ranges)
-    of_longer = longer * (share + 1)
-    later = longer + (step - of_longer) // jnp.maximum(share, 1)
-    return jnp.where(step < of_longer, step // (share + 1), later)
-
-
-def _shares(total: Any, ranges: int) -> tuple[Any, Any, Any]:
-    """Ranges that have steps, how many each has, and how many of the first ones have one more.
-
-    Steps are not multiplied by ranges: 16,384 tokens of a prompt after 128K others, on 4 heads,
-    are 17 million steps, and that times 264 ranges exceeds 32 bits.
-    """
-    used = jnp.clip(total, 1, ranges)
-    return used, total // used, total % used
 
 
 class Part(NamedTuple):

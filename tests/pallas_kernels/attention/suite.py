@@ -50,9 +50,9 @@ class Case(NamedTuple):
     lse: np.ndarray
 
 
-def rows_in_format(rng, shape, cache):
-    """Random rows as a cache keeps them, their scales, and what they stand for, float64."""
-    rows = rng.normal(size=shape).astype(np.float32)
+def rows_in_format(rows, cache):
+    """Returns rows as a cache keeps them, their scales, and the numbers they stand for, float64."""
+    shape = rows.shape
     if cache in ("float32", "bfloat16"):
         kept = np.asarray(jnp.asarray(rows, cache))
         return kept, None, kept.astype(np.float64)
@@ -94,13 +94,28 @@ def round_to_int8(row):
     return np.round(row / step) * step
 
 
+def mark_edges(rows, last, window):
+    """Makes the first column of the output tell which rows a token saw: weights are nearly equal,
+    and numbers are large in the first and the last row that the last token sees, and in the row
+    before the first one."""
+    rows *= 0.1
+    rows[..., 0] = 0
+    rows[last, ..., 0] = 50
+    if window and last >= window:
+        rows[last - window + 1, ..., 0] = 50
+        rows[last - window, ..., 0] = -50
+
+
 def poison(shape, kept):
     """NaN, also as the bits of FP8; INT8 has none, but its scales have."""
     return np.full(shape, 0x7F if kept.dtype.kind in "iu" else np.nan).astype(kept.dtype)
 
 
-def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=np.float32):
-    """Sequences of chunks (length, tokens of the batch), their last tokens; PADDING in between."""
+def make_case(
+    sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=np.float32, edges=False
+):
+    """Builds sequences of chunks (length, tokens of the batch), their last tokens, with PADDING in
+    between. `edges`: see `mark_edges`; rows before the window of the first token stay NaN."""
     rng = np.random.default_rng(seed)
     sequences = sum(chunk != PADDING for chunk in chunks)
     pool = sequences * pages_per_sequence + 1
@@ -133,14 +148,18 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
         used = [free.pop() for _ in range(-(-length // page_size))]
         table[sequence, : len(used)] = used
         meanings, every_scale = [], []
+        unseen = max(0, length - new - sizes.window + 1) if edges and sizes.window else 0
         for index, width in enumerate(widths):
-            kept, scale, meaning = rows_in_format(rng, (*shape, width), formats[index])
+            rows = rng.normal(size=(*shape, width)).astype(np.float32)
+            if edges:
+                mark_edges(rows, length - 1, sizes.window)
+            kept, scale, meaning = rows_in_format(rows, formats[index])
             meanings.append(meaning)
             every_scale.append(scale)
             if pages[index] is None:
                 pages[index] = poison((pool, sizes.kv_heads, page_size, width), kept)
                 scales[index] = np.full((pool, sizes.kv_heads, page_size), np.nan, np.float32)
-            for place in range(length):
+            for place in range(unseen, length):
                 page, row = used[place // page_size], place % page_size
                 pages[index][page, :, row] = kept[place]
                 if scale is not None:
@@ -150,6 +169,7 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
             meanings[0] = np.concatenate(meanings, axis=-1)
         for place in range(length - new, length):
             query = rng.normal(size=nothing.shape)
+            query[:, 0] *= not edges
             query = np.asarray(jnp.asarray(query, dtype)).astype(np.float64)
             v_scales = every_scale[0 if sizes.shared else 1]
             result = attend(query, meanings[0], values, place, sizes, v_scales)
@@ -175,11 +195,25 @@ def make_case(sizes, chunks, *, page_size, pages_per_sequence=10, seed=0, dtype=
     return Case(arguments, options, np.stack(output), np.stack(lse))
 
 
+EDGES = (
+    Sizes(),
+    *nightly(
+        (Sizes(q_heads=8, head_dim=24, shared=True),),
+        (Sizes(kv_heads=2, cache="fp8"),),
+    ),
+)
+
+
 class PagedAttentionSuite:
     """The cases: lengths at the edges of pages, and of blocks of two pages; up to five blocks."""
 
     target: Target
     page_size: int = 16
+    block: int = 32
+    """Positions that the kernel takes at a time."""
+    item_tokens: int = 4
+    """Tokens of a chunk that it takes together, of four heads."""
+    edge_tolerance: float = 1e-5
 
     def compiled(self, case: Case) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """The call, for the target, with what layers share computed apart."""
@@ -207,6 +241,7 @@ class PagedAttentionSuite:
     def test_decode_at_the_edges_of_pages_and_blocks(self):
         page = self.page_size
         lengths = [1, page - 1, page, page + 1, 9 * page + 3, 2 * page, 2 * page + 1, 10 * page]
+        lengths += [self.block - 1]
         self.check(self.case(Sizes(), [(length, 1) for length in lengths]))
 
     def test_chunks_beside_decode_and_padding(self):
@@ -220,11 +255,16 @@ class PagedAttentionSuite:
         sizes = Sizes(shared=True, head_dim=24, v_width=16)
         self.check(self.case(sizes, [(self.page_size + 1, 1), (10 * self.page_size, 2)]))
 
-    @pytest.mark.parametrize("window", [120, *nightly(9)])
-    def test_window(self, window):
-        page = self.page_size
-        chunks = [(10 * page, 1), (9 * page + 1, 6), (2, 1)]
-        self.check(self.case(Sizes(kv_heads=2, window=window), chunks))
+    @pytest.mark.parametrize("sizes", EDGES)
+    @pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunk"])
+    def test_window(self, sizes, decode):
+        """The first position that the last token sees is the last of a block, the first, or beside
+        it. Blocks that all tokens see whole lie within the window."""
+        window, tokens = self.block + 40, 1 if decode else self.item_tokens
+        chunks = [(self.block + window + beside, tokens) for beside in (-1, 0, 1)]
+        self.page_size = self.block // 2
+        sizes = sizes._replace(window=window)
+        self.check(self.case(sizes, [*chunks, (2, 1)], edges=True), self.edge_tolerance)
 
     @pytest.mark.parametrize("cache", ["fp8", *nightly("int8")])
     def test_eight_bits(self, cache):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention.mosaic_gpu_walk import range_begin, range_of
+from pallas_kernels.attention.ranges import range_begin, range_of
 
 
 @pytest.mark.parametrize(
