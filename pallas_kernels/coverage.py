@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, get_args
 
-from pallas_kernels.hopper import HOPPER
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.hopper import BEFORE_HOPPER, HOPPER
+from pallas_kernels.target import EVERY_KERNEL, Backend, Target, current_target
 from pallas_kernels.tuned import Fields
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,9 @@ def kernel_target(
     tiles: Fields | None = None,
     *,
     fused_on_tpus: str = "",
+    backends: tuple[Backend, ...] = EVERY_KERNEL,
 ) -> Target | None:
-    """The target whose kernel a call runs; None: plain XLA.
+    """Returns the target whose kernel a call runs; None: plain XLA.
 
     Args:
       gap: what of the call the kernels of a target do not cover; empty: nothing.
@@ -107,6 +108,7 @@ def kernel_target(
       tiles: given for the kernel.
       fused_on_tpus: of an op without kernels for TPUs, what XLA fuses there, so that it falls back
         to nothing worse.
+      backends: backends that have a kernel of the op.
 
     Raises:
       ValueError: the implementation is unknown; or there are tiles and no kernel that they are for.
@@ -122,12 +124,13 @@ def kernel_target(
         if implementation == "auto" and not tiles:
             return None
         reason = fused_on_tpus
-    elif target.backend != "reference":
+    elif target.backend in backends:
         reason = gap(target)
         if not reason:
             return target
     else:
-        reason = f"this device: there are some for TPUs and for {', '.join(HOPPER)}"
+        names = HOPPER + (BEFORE_HOPPER if "triton_gpu" in backends else ())
+        reason = f"this device: there are some for TPUs and for {', '.join(names)}"
     fallback = Fallback(op, target.device_kind, reason, cost)
     if implementation == "kernel":
         raise NotImplementedError(str(fallback))

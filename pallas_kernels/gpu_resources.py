@@ -26,8 +26,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 OPS = ("attention", "grouped_matmul", "norm_quantize", "rotate_and_write")
 """Those that have `gpu_cases.py`."""
-DEVICE = b"NVIDIA H200 141GB HBM3e"
-"""As XLA's CUDA plugin names it, in the description of the device that it carries along."""
+DESCRIPTIONS: dict[str, tuple[bytes, tuple[tuple[str, str], ...]]] = {
+    "h200": (b"NVIDIA H200 141GB HBM3e", ()),
+    "a100": (b"NVIDIA A100-SXM4-80GB", ()),
+    # The plugin knows no GPU of compute capability 8.9.
+    "l40": (b"NVIDIA RTX A6000", (("minor: 6", "minor: 9"), ("NVIDIA RTX A6000", "NVIDIA L40"))),
+}
+"""Names of devices in the descriptions that XLA's CUDA plugin carries along, and what to replace in
+those."""
+REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+"""Option with which XLA raises where registers spill."""
 
 
 class Case(NamedTuple):
@@ -88,8 +96,8 @@ def prepare(folder: str | None = None) -> None:
     }
 
 
-def devices(hosts: int = 1, of_host: int = 1) -> tuple[jax.Device, ...]:
-    """H200s that exist only as a description.
+def devices(hosts: int = 1, of_host: int = 1, name: str = "h200") -> tuple[jax.Device, ...]:
+    """Returns GPUs that exist only as a description (`DESCRIPTIONS`).
 
     Raises:
       RuntimeError: there is no CUDA plugin, or it does not know the device.
@@ -102,26 +110,29 @@ def devices(hosts: int = 1, of_host: int = 1) -> tuple[jax.Device, ...]:
         platform="cuda",
         topology_name=shape,
         topology=shape,
-        target_config=_description(library),
+        target_config=_description(library, name),
     )
     return tuple(found.devices)
 
 
 def compile_function(
-    function: Callable[..., Any], arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    name: str = "h200",
+    options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compile for one H200, in a process that is prepared.
+    """Compiles for one GPU, in a process that is prepared.
 
     Raises:
-      RuntimeError: as `devices`.
+      RuntimeError: as `devices`; or with `REFUSE_SPILLS`, registers spill.
     """
-    mesh = Mesh([devices()[0]], ("device",))
+    mesh = Mesh([devices(name=name)[0]], ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*arguments).compile()
+        return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 
 def compile_case(case: Case, folder: str) -> list[Resources]:
@@ -139,13 +150,17 @@ def compile_case(case: Case, folder: str) -> list[Resources]:
     return found
 
 
-def _description(library: Path) -> str:
-    """The text in the library that describes the device."""
+def _description(library: Path, name: str) -> str:
+    """Returns the text in the library that describes the device."""
+    device, changes = DESCRIPTIONS[name]
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        place = data.find(DEVICE)
+        place = data.find(device)
         if place < 0:
-            raise RuntimeError(f"{library} does not know {DEVICE.decode()}")
-        return data[data.rfind(b"\0", 0, place) + 1 : data.find(b"\0", place)].decode()
+            raise RuntimeError(f"{library} does not know {device.decode()}")
+        text = data[data.rfind(b"\0", 0, place) + 1 : data.find(b"\0", place)].decode()
+    for old, new in changes:
+        text = text.replace(old, new)
+    return text
 
 
 def _read(case: str, reports: list[Path]) -> Iterator[Resources]:

@@ -12,9 +12,14 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from pallas_kernels.hopper import HOPPER
+from pallas_kernels.hopper import BEFORE_HOPPER, HOPPER
 
-Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
+Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu", "triton_gpu"]
+
+EVERY_KERNEL: tuple[Backend, ...] = ("mosaic_tpu", "mosaic_gpu")
+"""Backends that may have a kernel of any op."""
+WITH_ATTENTION: tuple[Backend, ...] = (*EVERY_KERNEL, "triton_gpu")
+"""Backends that have a kernel of paged attention; `triton_gpu` has no other one."""
 
 
 class Target(NamedTuple):
@@ -40,6 +45,8 @@ def target_of(platform: str, device_kind: str) -> Target:
         return Target("mosaic_tpu", device_kind)
     if platform in ("cuda", "gpu") and any(name in device_kind for name in HOPPER):
         return Target("mosaic_gpu", device_kind)
+    if platform in ("cuda", "gpu") and any(name in device_kind for name in BEFORE_HOPPER):
+        return Target("triton_gpu", device_kind)
     return Target("reference", device_kind)
 
 

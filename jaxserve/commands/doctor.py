@@ -167,6 +167,7 @@ def _devices(found: dict[str, Any]) -> Iterator[Finding]:
     kernels = {
         "mosaic_tpu": "Pallas kernels for TPU",
         "mosaic_gpu": "Pallas kernels for Hopper",
+        "triton_gpu": "a Pallas kernel for paged attention; plain XLA computes the rest, slower",
         "reference": "none for this device: plain XLA computes the same values"
         + ("" if found["platform"] == "cpu" else ", slower"),
     }[found["kernels"]]

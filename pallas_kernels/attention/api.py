@@ -31,7 +31,7 @@ from pallas_kernels.attention.checks import (
     check_write,
 )
 from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.target import WITH_ATTENTION, Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -261,7 +261,11 @@ def paged_attention(
     cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
     gap = functools.partial(_gap, queries=queries, cache=cache)
-    target = kernel_target("paged_attention", implementation, gap, _COST, tiles)
+    target = kernel_target(
+        "paged_attention", implementation, gap, _COST, tiles, backends=WITH_ATTENTION
+    )
+    if tiles and target is not None and target.backend == "triton_gpu":
+        raise ValueError(f"tiles of paged_attention: the kernel of {target.device_kind} has none")
 
     def compute(
         queries: Array, arrays: _Pages, where: tuple[Array, Array, Array], places: Places
@@ -289,6 +293,19 @@ def paged_attention(
                 places=places or None,
             )
             return out.astype(wanted), logs
+        if target.backend == "triton_gpu":
+            from pallas_kernels.attention import triton_gpu
+
+            return triton_gpu.paged_attention(
+                queries,
+                cache,
+                *where,
+                scale=scale,
+                window=window,
+                out_dtype=wanted,
+                target=target,
+                places=places or None,
+            )
         from pallas_kernels.attention import mosaic_gpu
 
         return mosaic_gpu.paged_attention(
@@ -332,7 +349,7 @@ def attention_places(
     arrays = k_pages, v_pages, None, None, rope_pages
     cache = _cache(arrays, width)
     gap = functools.partial(_gap, queries=queries, cache=cache)
-    target = kernel_target("paged_attention", "auto", gap, _COST)
+    target = kernel_target("paged_attention", "auto", gap, _COST, backends=WITH_ATTENTION)
     if target is None:
         return ()
     where = (page_table, sequence_of_token, _inside(position, page_table, k_pages))
@@ -340,6 +357,10 @@ def attention_places(
         from pallas_kernels.attention import mosaic_tpu
 
         return mosaic_tpu.places_of(queries, cache, *where, window=window, target=target)
+    if target.backend == "triton_gpu":
+        from pallas_kernels.attention import triton_gpu
+
+        return triton_gpu.places_of(queries, cache, *where, window=window, target=target)
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.places_of(queries, cache, *where, window=window, target=target)
@@ -444,9 +465,13 @@ def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> 
 
 
 def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
-    """What Hopper's kernels do not cover; TPUs' refuse what they cannot take by themselves."""
+    """Returns what the kernels of a GPU do not cover; those of TPUs raise by themselves."""
     if target.backend == "mosaic_tpu":
         return ""
+    if target.backend == "triton_gpu":
+        from pallas_kernels.attention import triton_gpu
+
+        return triton_gpu.gap(queries, cache)
     from pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.gap(queries, cache)

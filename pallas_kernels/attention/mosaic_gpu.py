@@ -71,7 +71,7 @@ def paged_attention(
     plan, cut = _of_batch(queries, cache, page_table, scale, window, target, tiles)
     if places is None:
         places = cut_batch(cut, kv_heads, page_table, sequence_of_token, position)
-    work = places.work(sequence_of_token, position)
+    work = places.work(sequence_of_token)
     cache = cache._replace(k_pages=from_bits(cache.k_pages))
     if cache.v_pages is not None:
         cache = cache._replace(v_pages=from_bits(cache.v_pages))

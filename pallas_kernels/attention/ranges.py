@@ -71,6 +71,7 @@ class Places(NamedTuple):
     """None: every token is one."""
     sequence: Int32[Array, " items"] | None
     place: Int32[Array, " items"] | None
+    """None: as `last`."""
     stride: Int32[Array, " items"]
     last: Int32[Array, " items"]
     first_block: Int32[Array, " items"] | None
@@ -78,11 +79,11 @@ class Places(NamedTuple):
     start: Int32[Array, " units_and_end"]
     first_unit: Int32[Array, " ranges"]
 
-    def work(self, sequence_of_token: Array, position: Array) -> Work:
+    def work(self, sequence_of_token: Array) -> Work:
         """All fields of `Work`."""
         return Work(
             sequence_of_token if self.sequence is None else self.sequence,
-            position if self.place is None else self.place,
+            self.last if self.place is None else self.place,
             self.stride,
             self.last,
             self.stride if self.first_block is None else self.first_block,
@@ -245,4 +246,4 @@ def piece_of(range_: Any, unit: Any, *, first: Any, units: int, ranges: int) -> 
     """
     if pieces(units, ranges) < 2 * ranges:
         return range_ + unit
-    return 2 * range_ + jnp.where(first, 1, 0)
+    return jnp.where(first, 2 * range_ + 1, 2 * range_)

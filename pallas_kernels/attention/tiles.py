@@ -129,6 +129,19 @@ class GpuTiles(NamedTuple):
 
 GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
 """Multiprocessors by a part of the device kind; H100 SXM, H200, H800 and GH200 have 132."""
+MULTIPROCESSORS_BEFORE_HOPPER = {
+    "A100": 108,
+    "A800": 108,
+    "A10": 72,
+    "A30": 56,
+    "A40": 84,
+    "A6000": 84,
+    "L20": 92,
+    "L40": 142,
+    "L4": 58,
+    "RTX 4090": 128,
+}
+"""The same of earlier GPUs; the first part that fits counts."""
 INTERPRETED_BLOCKS = 2
 
 
@@ -140,3 +153,11 @@ def gpu_blocks(target: Target) -> int:
         if part in target.device_kind and "H200" not in target.device_kind:
             return count
     return 132
+
+
+def multiprocessors(target: Target) -> int:
+    """Returns the multiprocessors of a GPU before Hopper."""
+    if target.interpret:
+        return INTERPRETED_BLOCKS // 2
+    kinds = MULTIPROCESSORS_BEFORE_HOPPER.items()
+    return next(count for part, count in kinds if part in target.device_kind)

@@ -33,7 +33,7 @@ from pallas_kernels.quantize.product import (
     quant_product,
     quant_product_of_floats,
 )
-from pallas_kernels.target import current_target
+from pallas_kernels.target import EVERY_KERNEL, current_target
 
 TILE = 64, 128
 """Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may have them."""
@@ -49,7 +49,7 @@ def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
     """Whether a kernel, rather than XLA, should multiply rows [rows, d_in] by 8-bit weights
     [d_out, d_in]."""
     target = current_target()
-    if target.backend == "reference" or rows.ndim > 2:
+    if target.backend not in EVERY_KERNEL or rows.ndim > 2:
         return False
     of_target = _on_tpu if target.backend == "mosaic_tpu" else _on_gpu
     return all(isinstance(array, QuantArray) and of_target(rows, array) for array in weights)

@@ -17,7 +17,8 @@ from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.shapes import H200, V6E, shape
 
-A100 = Target("reference", "NVIDIA A100-SXM4-80GB")
+A100 = Target("triton_gpu", "NVIDIA A100-SXM4-80GB")
+V100 = Target("reference", "Tesla V100-SXM2-16GB")
 
 
 def attend(target, head_dim=128, page_size=64, cache=jnp.bfloat16, **options):
@@ -39,7 +40,13 @@ def attend(target, head_dim=128, page_size=64, cache=jnp.bfloat16, **options):
         (H200, {"head_dim": 80}, "head_dim 80 (multiples of 64)"),
         (H200, {"page_size": 48}, "page_size 48 (8, 16, 32, or a multiple of 64)"),
         (H200, {"cache": jnp.float32}, "a cache in float32 (there are some for 16 and 8 bits)"),
-        (A100, {}, "this device: there are some for TPUs and for H100, H200, H800, H20, GH200"),
+        (A100, {"head_dim": 72}, "head_dim 72 (multiples of 16)"),
+        (
+            V100,
+            {},
+            "this device: there are some for TPUs and for H100, H200, H800, H20, GH200, "
+            "A100, A800, A30, A40, A10, A6000, L20, L40, L4, RTX 4090",
+        ),
     ],
 )
 def test_attention(target, options, reason):
@@ -54,7 +61,13 @@ def test_attention(target, options, reason):
 
 
 def test_what_has_a_kernel_and_what_needs_none():
-    assert attend(H200) == attend(V6E) == attend(Target("reference", "cpu"), head_dim=80) == []
+    assert (
+        attend(H200)
+        == attend(A100, page_size=48)
+        == attend(V6E)
+        == attend(Target("reference", "cpu"), head_dim=80)
+        == []
+    )
 
 
 def test_latents_without_their_rotated_part():
