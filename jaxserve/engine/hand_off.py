@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.engine.fetches import FetchOrder
 from jaxserve.engine.hand_offs import HandOffs, OnHeld, PageAction, Post
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
-from jaxserve.engine.load import PagesLoad
+from jaxserve.engine.load import FETCHED, PagesLoad, summed
 from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPages, Loop
 from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, TokenOutput
@@ -96,24 +96,14 @@ class LinkedHandOffs(HandOffs):
         """Counters of this engine's ends of the link; from any thread."""
         if self.prefill is not None and self._loop.holds is not None:
             exported = self.prefill.server.counters
-            return PagesLoad(
-                transfers=exported.transfers,
-                bytes=exported.bytes,
-                failures=exported.failures,
-                queued=exported.queued,
-                expired=self._loop.holds.expired,
-                registered_bytes=exported.registered_bytes,
-            )
+            given = ("transfers", "bytes", "failures", "queued", "registered_bytes")
+            return PagesLoad(**summed([exported], given), expired=self._loop.holds.expired)
         if not self.domains:
             return None
         fetched = [end.client.counters for end in self.domains]
         return PagesLoad(
-            transfers=sum(each.transfers for each in fetched),
-            bytes=sum(each.bytes for each in fetched),
-            failures=sum(each.failures for each in fetched),
-            corrupt=sum(each.corrupt for each in fetched),
-            queued=sum(each.queued for each in fetched),
-            wait_seconds=sum(each.wait_seconds for each in fetched),
+            **summed(fetched, FETCHED),
+            timed_out={address: why for each in fetched for address, why in each.timed_out.items()},
         )
 
     # ---------------------------------------------------------------- requests, from any thread

@@ -17,6 +17,10 @@ COUNTERS = (
 """Figures of domains, and of engines, that add up."""
 
 
+FETCHED = ("transfers", "bytes", "failures", "corrupt", "queued", "wait_seconds")
+"""Figures of pages clients that add up."""
+
+
 def summed(loads: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
     """The sums of figures over several loads, by name."""
     return {name: sum(getattr(load, name) for load in loads) for name in names}
@@ -34,6 +38,7 @@ class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
       wait_seconds: on a domain, from the order of a hand-off to its last piece, summed.
       expired: on a prefill worker, leases that ran out.
       registered_bytes: on a prefill worker, of pieces that wait to be pulled; now.
+      timed_out: on a domain, address of each prefill worker that it leaves alone for a while → why.
     """
 
     transfers: int = 0
@@ -44,6 +49,7 @@ class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float = 0.0
     expired: int = 0
     registered_bytes: int = 0
+    timed_out: dict[str, str] = {}
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +172,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         Args:
           queued: requests that wait to be given to a domain.
         """
+        timed_out = hand_offs.timed_out if hand_offs else {}
+        pages_late = [f"pages of {address}: {why}" for address, why in timed_out.items()]
         return cls(
             **summed(domains, ("running", *COUNTERS)),
             waiting=sum(domain.waiting for domain in domains) + queued,
@@ -177,6 +185,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             held=held,
             domains=list(domains),
             hand_offs=hand_offs,
-            problems=list(problems),
+            problems=[*problems, *pages_late],
             drafts=DraftCounts.sum([one.drafts for one in domains if one.drafts is not None]),
         )

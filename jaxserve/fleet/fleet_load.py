@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxserve.engine.load import COUNTERS, EngineLoad, PagesLoad, WorkerLoad, summed
+from jaxserve.engine.load import COUNTERS, FETCHED, EngineLoad, PagesLoad, WorkerLoad, summed
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
@@ -96,7 +96,4 @@ def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) ->
     given = [load.hand_offs for load in prefills if load.hand_offs is not None]
     if not fetched and not given:
         return None
-    by_domains = ("transfers", "bytes", "failures", "corrupt", "queued", "wait_seconds")
-    return PagesLoad(
-        **summed(fetched, by_domains), **summed(given, ("expired", "registered_bytes"))
-    )
+    return PagesLoad(**summed(fetched, FETCHED), **summed(given, ("expired", "registered_bytes")))

@@ -179,6 +179,9 @@ class Placement:
         count, slots = table["count"], table["slots"]
         usable &= self._fits(request, table)
         usable &= count < slots + self._fleet.domain_waiting
+        if request.source is not None:
+            reached = usable & [w.reaches(request.source.address) for w in table.workers]
+            usable = reached if reached.any() else usable
         if not usable.any():
             return None
         length = len(request.job.prompt) + len(request.emitted)

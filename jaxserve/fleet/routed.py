@@ -138,6 +138,11 @@ class Worker:
         """Whether it gets nothing new."""
         return bool(self.why)
 
+    def reaches(self, address: str) -> bool:
+        """Returns False while the domain leaves the prefill worker at an address alone."""
+        pages = self.load.hand_offs
+        return pages is None or address not in pages.timed_out
+
     @property
     def count(self) -> int:
         """Requests that it has, of all routers."""

@@ -4,7 +4,8 @@ The engine's thread hands fetches in and gets their pieces back on threads of th
 that it calls waits. For every prefill worker there are a few streams, each a thread with a
 connection of its own (`pages_connection.py`), which it keeps from fetch to fetch. While a request
 waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost, or gave
-a piece with a wrong checksum, goes on once over a new one; after that its request is told.
+a piece with a wrong checksum, goes on once over a new one; after that its request is told. A
+prefill worker that let a fetch time out is left alone for a while (`breaker.py`).
 `pages_server.py` is the other end. Knows nothing of requests and pages.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Hashable
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.link.breaker import Breaker
 from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
 from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.pages import PagesSource
@@ -86,11 +88,16 @@ class PagesClient:
     def fetch(self, job: FetchJob) -> None:
         """Queues a fetch; one of its callbacks says how it went on."""
         with self._lock:
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._jobs[job.key] = job
-                self._peer(job.source.address).put(job)
-                return
-        job.on_failure("the pages link was closed", False)
+                peer = self._peer(job.source.address)
+                if not (blocked := peer.breaker.blocked()):
+                    peer.put(job)
+        if closed:
+            job.on_failure("the pages link was closed", False)
+        elif blocked:
+            self.ended(job, (blocked, False))
 
     def cancel(self, key: Hashable) -> None:
         """Nobody wants a fetch any more; nothing of it is called back after what is under way."""
@@ -111,6 +118,11 @@ class PagesClient:
                 queued=len(self._jobs),
                 wait_seconds=self._wait_seconds,
                 connections=sum(peer.connections for peer in self._peers.values()),
+                timed_out={
+                    address: peer.breaker.why
+                    for address, peer in self._peers.items()
+                    if peer.breaker.why
+                },
             )
 
     def close(self, seconds: float = 5.0) -> None:
@@ -174,6 +186,7 @@ class _Peer:
 
     def __init__(self, client: PagesClient, address: str):
         self._client, self._address = client, address
+        self.breaker = Breaker()
         self._changed = threading.Condition()
         self._queue: deque[FetchJob] = deque()
         self._kept: set[str] = set()
@@ -292,7 +305,7 @@ class _Peer:
         """Serves the next fetch, if there is one; the connection to go on with."""
         with self._changed:
             job = self._queue.popleft() if self._queue else None
-            self._last = time.monotonic()
+            self._last = began = time.monotonic()
         if job is not None and job.cancelled:
             return connection
         try:
@@ -305,6 +318,7 @@ class _Peer:
                 self._connections.add(connection)
             if job is not None:
                 self._serve(connection, job)
+                self.breaker.worked()
                 self._client.ended(job, None)
         except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
             self._failed(job, str(error), getattr(error, "mismatch", False))
@@ -315,6 +329,8 @@ class _Peer:
             if connection is not None:
                 connection.fail(text)
                 text = connection.failure or text
+            if time.monotonic() - began > self._client.deadlines.suspect:
+                self.breaker.timed_out(text)
             self._lost(job, f"{self._address}: {text}", connection is not None)
         except Exception as error:  # A defect; but without this thread nobody would notice.
             logger.exception("pages of %s", self._address)

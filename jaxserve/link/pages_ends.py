@@ -101,6 +101,7 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
       queued: fetches that have not ended.
       wait_seconds: from the order to the last piece, summed over `transfers`.
       connections: open now.
+      timed_out: Address of each prefill worker that is left alone for a while → the timeout.
     """
 
     transfers: int = 0
@@ -110,3 +111,4 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     wait_seconds: float = 0.0
     connections: int = 0
+    timed_out: dict[str, str] = {}

@@ -433,6 +433,24 @@ class TestChoices:
         # the larger cache, free slots, and, when all wait, more room
         assert [action.worker for action in world.sent] == ["d0", "d1", "d1", "d0"]
 
+    def test_a_domain_that_leaves_the_prefill_worker_alone_comes_last(self):
+        world = World.of("p0", "d0", "d1")
+        late = EngineLoad.of(
+            [],
+            queued=0,
+            page_size=PAGE,
+            pages=1,
+            compilations=0,
+            hand_offs=PagesLoad(timed_out={"a": "silent for 5.0 s"}),
+        )
+        assert late.problems == ["pages of a: silent for 5.0 s"]
+        for where, domains in (("d1", ("d0",)), ("d0", ("d0", "d1"))):
+            for name in domains:
+                world.told(name, late)
+            world.submit(f"a{where}", 600)
+            world.computed(next(iter(world.prompts)))
+            assert world.sent[-1].worker == where
+
     def test_the_one_that_has_the_prefix(self):
         world = World.of("p0", "p1", "d0")
         world.submit("a", 0, prompt=list(range(320)))

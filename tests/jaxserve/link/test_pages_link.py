@@ -312,6 +312,21 @@ class Remote:
         self.address, self.epoch, self.running = address, epoch, running
 
 
+def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):
+    monkeypatch.setattr("jaxserve.link.breaker.OPEN_SECONDS", 3.0)
+    deadlines = msgspec.structs.replace(DEADLINES, suspect=0.2, answer=0.4)
+    with serving() as (server, holder), client(deadlines=deadlines) as link:
+        slow, _ = ask(link, server, "slow")
+        until(lambda: slow.ended)
+        assert link.counters.timed_out == {server.address: "no pages within 0.4 s"}
+        next_one, _ = ask(link, server)
+        assert next_one.failure is not None, "at once"
+        assert next_one.failure[0].startswith("not tried for another ")
+        holder.go.set()
+        until(lambda: ended(link, server).failure is None)
+        assert link.counters.timed_out == {}
+
+
 def test_a_saturated_worker_is_told_from_a_dead_link(caplog):
     """It answers echoes while pages have to wait."""
     deadlines = msgspec.structs.replace(DEADLINES, suspect=0.3)
