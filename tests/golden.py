@@ -60,3 +60,19 @@ def check_refused(
         return message.replace(str(folder), "FOLDER") if folder else message
 
     check_each(name, said)
+
+
+def check_arguments(
+    name: str, error: type[Exception], call: Callable[..., object], names: dict[str, Any]
+) -> None:
+    """Compares the errors of a call for the arguments that `tests/golden/NAME` lists, as Python.
+
+    Args:
+      names: what the arguments may use; the `globals()` of the test.
+    """
+
+    def evaluated(arguments: str) -> object:
+        places, fields = eval(f"(lambda *places, **fields: (places, fields))({arguments})", names)
+        return call(*places, **fields)
+
+    check_refused(name, error, evaluated)

@@ -15,6 +15,7 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
@@ -143,24 +144,8 @@ class TestLayoutsThatDoNotFit:
     def test_ranks_of_the_shared_expert_that_have_slots_enough(self):
         self.check({**NINE, "ffn.ep": 3}, moe_num_experts=6)
 
-    @pytest.mark.parametrize(
-        ("overrides", "sizes", "message"),
-        [
-            ({"attention.tp": 4}, {}, "^attention.tp = 4 does not divide .* query heads = 6"),
-            ({"attention.tp": 2}, {"hidden_size": 49}, "does not divide the model's d_model = 49"),
-            ({"scheduler.max_length": 4096}, {}, "^scheduler.max_length = 4096 is beyond .* 2048"),
-            ({"ffn.redundant_slots": 1}, {"moe_layers": ()}, "redundant_slots = 1, but .* has no"),
-            ({"ffn.whole_shared": True}, {"moe_layers": ()}, "true, but .* has no shared expert"),
-            ({"ffn.whole_shared": True}, {"share_expert_dim": 0}, "true, but .* no shared expert"),
-            (NINE, {"moe_layers": ()}, "^ffn.shared_ranks = 1.* has no shared expert beside"),
-            (NINE, {"moe_intermediate_size": 40}, "^ffn.shared_ranks = 1.* = 40, which does .* 96"),
-            (NINE, {}, "takes 96 / 32 = 3 slots, and 8 experts on 8 ranks give each 1; .* 2 would"),
-        ],
-        ids=str,
-    )
-    def test_refusals_name_the_field_and_the_numbers(self, overrides, sizes, message):
-        with pytest.raises(ConfigError, match=message):
-            self.check(overrides, **sizes)
+    def test_refusals_name_the_field_and_the_numbers(self):
+        golden.check_arguments("model/layouts.txt", ConfigError, self.check, globals())
 
     @pytest.mark.parametrize(
         ("weights", "rows"),

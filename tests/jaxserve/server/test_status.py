@@ -1,47 +1,18 @@
-import grpc
-import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from jaxserve.errors import (
-    CheckpointError,
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    OverloadedError,
-)
-from jaxserve.server.front_end import (
-    AbortedError,
-    DeadlineError,
-    GrammarFailedError,
-    NotReadyError,
-    NoWorkerError,
-    SlowReaderError,
-)
-from jaxserve.server.status import StatusError, status_error
+from jaxserve import errors
+from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.server import front_end, status
+from jaxserve.server.status import status_error
+from tests import golden
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (InvalidRequestError("top_p", "2 is not in (0, 1]"), "INVALID_ARGUMENT", "top_p: 2 is"),
-        (OverloadedError("8 wait"), "RESOURCE_EXHAUSTED", "8 wait"),
-        (DrainingError("shutting down"), "UNAVAILABLE", "shutting down"),
-        (EngineFailedError("host a, pid 7"), "UNAVAILABLE", "the engine failed; request r1"),
-        (NoWorkerError("none is left", "at a:1"), "UNAVAILABLE", "none is left; request r1"),
-        (NotReadyError("starting"), "UNAVAILABLE", "starting"),
-        (SlowReaderError("too slow"), "RESOURCE_EXHAUSTED", "too slow"),
-        (AbortedError("aborted"), "CANCELLED", "aborted"),
-        (DeadlineError("late"), "DEADLINE_EXCEEDED", "late"),
-        (GrammarFailedError("structured_outputs", "no"), "INVALID_ARGUMENT", "structured_outputs"),
-        (ValueError("secret"), "INTERNAL", "internal error; request r1"),
-        (CheckpointError("path"), "INTERNAL", "internal error; request r1"),
-        (StatusError(grpc.StatusCode.ABORTED, "so"), "ABORTED", "so"),
-    ],
-)
-def test_statuses(error: Exception, code: str, message: str) -> None:
-    status = status_error(error, "r1")
-    assert status.code.name == code
-    assert status.rich_status().details.startswith(message)
+def test_statuses() -> None:
+    def said(error: str) -> str:
+        made = status_error(eval(error, vars(errors) | vars(front_end) | vars(status)), "r1")
+        return f"{made.code.name}: {made.rich_status().details}"
+
+    golden.check_each("server/statuses.txt", said)
 
 
 def detail_of(error: Exception) -> status_pb2.Status:
