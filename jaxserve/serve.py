@@ -36,7 +36,8 @@ from jaxserve.logs import configure
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal or a failure; returns the exit code."""
-    options = _parse(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parse(given)
     configure(options.log_format)
     try:
         process = from_arguments(options)
@@ -54,28 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if process.host_processes > 1:
             from jaxserve.commands.host import run_processes
 
-            return run_processes(
-                deployment, process, sys.argv[1:] if arguments is None else arguments
-            )
+            return run_processes(deployment, process, given)
         # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
         # is back sooner without engine, tokenizers and servers.
         if process.role == "router":
             from jaxserve.commands.routing import Routing
 
             return Routing(deployment, options, process).run()
-        from jaxserve.fleet.devices import own_share
-
         if process.role == "ffn" and deployment.topology.crosses_runtimes:
             from jaxserve.fleet.ffn_runtime import answer_messages
 
-            deployment = _on_what_is_left(deployment, process, "ffn")
-            own_share(process, deployment)
+            deployment = _ready_to_start(deployment, process, given)
             return answer_messages(deployment, process, options.listen)
         from jaxserve.commands.worker_part import part_of
 
         deployment, process, part = part_of(deployment, process, options.listen)
-        deployment = _on_what_is_left(deployment, process, "attention")
-        own_share(process, deployment)  # refuses a wrong --role before anything is loaded
+        deployment = _ready_to_start(deployment, process, given)
         if process.is_leader:
             from jaxserve.commands.serving import Serving
 
@@ -91,18 +86,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code(error)
 
 
-def _on_what_is_left(
-    deployment: Deployment, process: ProcessArguments, role: Literal["attention", "ffn"]
+def _ready_to_start(
+    deployment: Deployment, process: ProcessArguments, given: Sequence[str]
 ) -> Deployment:
-    """With `--devices`, the role on so many."""
-    if process.devices is None:
-        return deployment
-    if process.processes > 1:
-        raise ConfigError(
-            f"--devices {process.devices}: of {process.processes} processes; start the worker with "
-            "sizes that the devices suffice for (--set attention.dp=N)"
-        )
-    return shrunk(deployment, role, process.devices)
+    """The deployment on the devices that are left (`--devices`), with an exchange that works here.
+
+    Raises:
+      ConfigError: the process cannot play its role; nothing is loaded yet.
+    """
+    from jaxserve.commands.exchange_test import with_tested_exchange
+    from jaxserve.fleet.devices import own_share
+
+    if process.devices is not None:
+        if process.processes > 1:
+            raise ConfigError(
+                f"--devices {process.devices}: of {process.processes} processes; start the worker "
+                "with sizes that the devices suffice for (--set attention.dp=N)"
+            )
+        role: Literal["attention", "ffn"] = "ffn" if process.role == "ffn" else "attention"
+        deployment = shrunk(deployment, role, process.devices)
+    own_share(process, deployment)
+    return with_tested_exchange(deployment, given)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -219,10 +219,6 @@ def _delay_abort() -> None:
     that thread sleeps (its argument, the signal's number, is 6: six seconds) and aborts then,
     while ours says what happened and exits. `sleep` is async-signal-safe.
     """
-    try:
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        libc.signal.restype = ctypes.c_void_p
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-    except (OSError, AttributeError, TypeError):
-        logger.info("no libc: if the leader dies, JAX will abort this process")
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))

@@ -27,14 +27,14 @@ from jaxserve.preflight import hosts, kernels
 from jaxserve.preflight.children import run_part
 from jaxserve.preflight.meeting import Meeting
 from jaxserve.preflight.outcomes import Check, Failed, Outcome, Skipped, count, run, table
-from jaxserve.preflight.pull import pull_steps
+from jaxserve.preflight.pull import pull_steps, role_of
 from jaxserve.preflight.record import default_path, planned, record, write
 
 BEGIN_SECONDS = 600.0
 """For all processes to come: images are pulled meanwhile."""
 SLACK_SECONDS = 30.0
 """For a process that is told of a failure to end its part of a check."""
-SEVERAL = ("memory", "links", "layer", "steps")
+SEVERAL = ("memory", "links", "exchange", "layer", "steps")
 """Checks that all processes of a runtime run together."""
 
 
@@ -142,6 +142,9 @@ class Preflight:
         for part, title in self._parts():
             words, seconds = self._words(part), self._options.seconds
             if part != "prefill" and deployment.topology.crosses_runtimes:
+                if role_of(process, meeting) != "attention":
+                    own = [*words, "--role", "ffn"]
+                    yield Step(f"{title}exchange", partial(run_part, "exchange", own, seconds))
                 check = partial(pull_steps, deployment, process, meeting, words, seconds)
                 yield Step(f"{title}steps", check, True)
                 continue

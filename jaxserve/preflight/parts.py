@@ -8,7 +8,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.link.transport import Transport
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.observe.recorder import Recorder
+from jaxserve.preflight.exchange import exchange
+from jaxserve.preflight.layers import first_of_each_kind, only_layers
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB, role_bytes, token_sizes
 from jaxserve.roles.host_memory import check_memory
@@ -262,39 +264,6 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
     return text, details
 
 
-def first_of_each_kind(
-    config: ModelConfig, names: CheckpointNames
-) -> tuple[ModelConfig, CheckpointNames]:
-    """The model with the first layer of each kind alone."""
-    first = {config.kind(layer): layer for layer in reversed(range(config.layers))}
-    return only_layers(config, names, sorted(first.values()))
-
-
-def only_layers(
-    config: ModelConfig, names: CheckpointNames, layers: Sequence[int]
-) -> tuple[ModelConfig, CheckpointNames]:
-    """The model with these layers alone, without prediction modules."""
-
-    def kept(of: frozenset[int]) -> frozenset[int]:
-        return frozenset(new for new, old in enumerate(layers) if old in of)
-
-    config = msgspec.structs.replace(
-        config,
-        layers=len(layers),
-        moe_layers=kept(config.moe_layers),
-        window_layers=kept(config.window_layers),
-        int8_layers=kept(config.int8_layers),
-        mtp_layers=0,
-        modules=0,
-    )
-    names = names._replace(
-        attention=[names.attention[layer] for layer in layers],
-        ffn=[names.ffn[layer] for layer in layers],
-        predictions=[],
-    )
-    return config, names
-
-
 def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Runtime:
     """The model on one device of this process, in one program a step."""
     from jaxserve.model.blocks import ModelTemplates
@@ -438,6 +407,7 @@ def ffn_steps(deployment: Deployment, options: argparse.Namespace) -> Found:
 PARTS: Mapping[str, Callable[[Deployment, argparse.Namespace], Found]] = {
     "memory": memory,
     "links": links,
+    "exchange": exchange,
     "layer": layer,
     "steps": steps,
     "attention-steps": attention_steps,

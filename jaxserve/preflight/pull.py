@@ -37,8 +37,7 @@ def pull_steps(
       Failed: a worker did not start, or the steps failed.
       Skipped: this process plays neither role.
     """
-    roles = {0: "attention", 1: "ffn"} if meeting.count > 1 else {0: "both"}
-    role = process.role or roles.get(process.process_id, "")
+    role = role_of(process, meeting)
     words = list(words)
     if role == "both":
         words.append(f'--set=link.addresses=["127.0.0.1:{free_port()}"]')
@@ -73,6 +72,12 @@ def pull_steps(
     if role != "ffn":
         raise Skipped("attention and ffn are processes 0 and 1")
     return "ffn answered", {}
+
+
+def role_of(process: ProcessArguments, meeting: Meeting) -> str:
+    """The role that a process plays in the steps: "attention", "ffn", "both", or none."""
+    roles = {0: "attention", 1: "ffn"} if meeting.count > 1 else {0: "both"}
+    return process.role or roles.get(process.process_id, "")
 
 
 def _start(role: str, words: Sequence[str], result: Path, folder: Path) -> Child:

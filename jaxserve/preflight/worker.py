@@ -1,7 +1,8 @@
 """One check on devices, in a process of its own: `python -m jaxserve.preflight.worker CHECK …`.
 
-Started by `device_checks.py` with the options of `serve`, on every process of a deployment at once.
-Joins the deployment as `serve` does, and writes the outcome to the file of `--result`.
+Started by `children.py` and `commands/exchange_test.py` with the options of `serve`, on every
+process of a deployment at once. Joins the deployment as `serve` does, and writes the outcome to the
+file of `--result`. Exit code 0: no process of the deployment has failed the check.
 """
 
 import argparse
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.commands.worker_part import part_of
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
+from jaxserve.errors import EngineFailedError
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
@@ -29,9 +32,8 @@ BARRIER_SECONDS = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the check; the end of it is the end of the process."""
-    options = parser().parse_args(arguments)
-    process = from_arguments(options)
-    deployment = read_part(options, process)
+    options, _ = parser().parse_known_args(arguments)  # the others are options of serve
+    deployment, process = read_part(options)
     from jaxserve.preflight.parts import PARTS
 
     part = PARTS[options.check]
@@ -42,12 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             time.monotonic,
             process.process_id,
         )
-        result = Path(options.result)
-        whole = result.with_suffix(".part")
-        whole.write_bytes(msgspec.json.encode(outcome))
-        whole.replace(result)
-        if outcome.state == "failed":
-            raise SystemExit(1)  # the other processes hear of it and need not wait
+        if options.result:
+            result = Path(options.result)
+            whole = result.with_suffix(".part")
+            whole.write_bytes(msgspec.json.encode(outcome))
+            whole.replace(result)
+        if outcome.state == "failed":  # the other processes hear of it and need not wait
+            raise EngineFailedError(f"{options.check}: {outcome.text}")
         if process.processes > 1:
             from jaxserve.bench.workers import barrier
 
@@ -59,12 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os._exit(0)  # an ordinary exit would wait for transfer servers
 
 
-def read_part(options: argparse.Namespace, process: ProcessArguments) -> Deployment:
-    """The deployment of one worker: of a fleet, of the part that `--part` names."""
+def read_part(options: argparse.Namespace) -> tuple[Deployment, ProcessArguments]:
+    """The deployment of one worker and its place there: of a fleet, of the part that `--part` or
+    `--role` names."""
+    process = from_arguments(options)
     alone = process.processes == 1 and not process.role
     sizing = Sizing() if alone else None
     whole = read_deployment(options.config, options.model, options.set, sizing)
-    return deployment_of(whole, options.part) if options.part else whole
+    if options.part:
+        return deployment_of(whole, options.part), process
+    own, process, _ = part_of(whole, process, options.listen)
+    return own, process
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +82,8 @@ def parser() -> argparse.ArgumentParser:
     add_deployment_arguments(made)
     add_process_arguments(made)
     made.add_argument("--part", default="")
-    made.add_argument("--result", required=True)
+    made.add_argument("--result")
+    made.add_argument("--listen")
     made.add_argument("--layers", type=int)
     return made
 

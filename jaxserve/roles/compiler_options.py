@@ -3,8 +3,6 @@
 A flag that XLA_FLAGS names keeps that value in all programs on GPUs.
 """
 
-import functools
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -59,15 +57,14 @@ twice in each call, to read how many rows there are. The device kernel is one la
 numbers itself and writes to other GPUs over NVLink and, from the device, over NICs: it needs NCCL
 2.29, and between hosts NICs that NCCL's GIN knows. It waits for rows from every device on other
 hosts, but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
-so `model/ffn/collectives.py` then sends one. It was never run on a card. The scheduler lets the
+so `model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
+(`commands/exchange_test.py`). The scheduler lets the
 program compute what does not need the rows while they come."""
 NEEDED = (
     "on GPUs of several processes all-to-alls, of rows and of experts that move, need NCCL 2.29, "
     "and GIN between hosts, for XLA's experimental kernel, which was never run here; with "
     "ffn.exchange: gather rows have none"
 )
-
-logger = logging.getLogger(__name__)
 
 
 def compiler_options(
@@ -76,20 +73,12 @@ def compiler_options(
     """The options that a program is compiled with.
 
     Args:
-      ragged: whether the program has ragged all-to-alls between processes; what they need is logged
-        once.
+      ragged: whether the program has ragged all-to-alls between processes.
     """
     if platform == "cpu":
         return dict(_ON_CPU)
     if platform not in ("cuda", "gpu"):
         return {}
-    if ragged:
-        _warn()
     wanted = _GRAPHS.get(graphs, {}) | (_RAGGED if ragged else {})
     given = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in wanted.items() if name not in given}
-
-
-@functools.cache
-def _warn() -> None:
-    logger.warning(NEEDED)

@@ -11,7 +11,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.roles import program
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.compiler_options import NEEDED, _warn, compiler_options
+from jaxserve.roles.compiler_options import compiler_options
 from jaxserve.roles.ffn_programs import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
@@ -39,13 +39,6 @@ def test_between_processes_the_device_runs_the_exchange():
         "xla_gpu_ragged_all_to_all_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
         "xla_gpu_enable_latency_hiding_scheduler": True,
     }
-
-
-def test_what_the_exchange_needs_is_said_once(caplog):
-    _warn.cache_clear()
-    for _ in range(2):
-        compiler_options("cuda", ragged=True)
-    assert caplog.messages == [NEEDED]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
