@@ -42,8 +42,8 @@ class Progress:
     Args:
       what: the activity, as the line starts with it ("load", "compile").
       total: number of items.
-      total_bytes: the size of all items; with it the line says GB (MB below one), GB/s and
-        the time left.
+      total_bytes: Size of all items in bytes. Without it the size is estimated from the items
+        that are done, once bytes have been counted.
       process: index of this process; only process 0 draws on a terminal.
       stream: where a terminal line goes; standard error unless given.
       clock: seconds, monotonic.
@@ -127,13 +127,16 @@ class Progress:
 
     def _line(self, now: float, left: bool) -> str:
         parts = [f"{self._what}: {self._count} of {self._total}"]
-        if self._total_bytes is not None:
+        if self._total_bytes is not None or self._bytes:
+            whole = self._total_bytes or self._bytes * self._total / max(self._count, 1)
+            known = self._total_bytes is not None or bool(self._count)
             rate = self._bytes / max(now - self._started, 1e-9)
-            unit, size = ("GB", 1e9) if self._total_bytes >= 1e9 else ("MB", 1e6)
-            parts.append(f"{self._bytes / size:.2f} of {self._total_bytes / size:.2f} {unit}")
+            unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+            of_whole = f" of {whole / size:.2f}" if known else ""
+            parts.append(f"{self._bytes / size:.2f}{of_whole} {unit}")
             parts.append(f"{rate / size:.2f} {unit}/s")
-            if left and rate > 0:
-                parts.append(f"{(self._total_bytes - self._bytes) / rate:.0f} s left")
+            if left and known and rate > 0:
+                parts.append(f"{(whole - self._bytes) / rate:.0f} s left")
         if self._note:
             parts.append(self._note)
         return ", ".join(parts)

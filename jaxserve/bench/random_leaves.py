@@ -18,8 +18,6 @@ class RandomLeaves:
     """Random weights that depend on a seed and on the names of a block's tensors alone: all
     processes and layouts of a model have the same."""
 
-    size = None
-
     def __init__(self, seed: int = 0):
         self._seed = seed
         self.on_read: Callable[[int], None] = lambda size: None

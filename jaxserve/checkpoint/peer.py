@@ -10,7 +10,6 @@ from its beginning. `link/weights_*` is the channel, `roles/held_weights.py` the
 
 import json
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,14 +118,6 @@ class PeerCheckpoint(Blocks):
         self._peers: list[WeightsPeer] = []
         self._again = self._used = 0.0
         self._look()
-
-    @property
-    def size(self) -> int:
-        """Bytes of all arrays that are known: of the first worker's, or in storage."""
-        for peer in self._peers:
-            arrays = [array for block in peer.held.values() for array in block.values()]
-            return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
-        return self.storage.size
 
     def close(self) -> None:
         """Ends all connections; they are made again when something is read."""

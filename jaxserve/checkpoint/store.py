@@ -132,11 +132,6 @@ class StoreCheckpoint(Blocks):
         """What asks no running worker: itself."""
         return self
 
-    @property
-    def size(self) -> int:
-        """Bytes of the arrays."""
-        return sum(a.nbytes for block in self._arrays.values() for a in block.values())
-
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:

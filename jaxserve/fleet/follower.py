@@ -142,7 +142,9 @@ class Follower:
         own = self.address.rpartition(":")[0]
         source = f"{own}{self._source}" if self._source.startswith(":") else self._source
         try:
-            self._subscription = Subscription(source, self._token, self._cluster.meeting_seconds)
+            # The leader waits twice as long, so that it hears which address is the problem.
+            seconds = self._cluster.meeting_seconds / 2
+            self._subscription = Subscription(source, self._token, seconds)
         except OSError as error:
             raise EngineFailedError(
                 f"registered but cannot reach {source}, where {self._source_name} hands on the "

@@ -28,11 +28,6 @@ class LeafSource(Protocol):
     """Called with the number of bytes of every read, from any thread."""
 
     @property
-    def size(self) -> int | None:
-        """Bytes that will be read; None: nothing is."""
-        ...
-
-    @property
     def storage(self) -> "LeafSource":
         """Itself, or where it reads what no running worker gives it."""
         ...
@@ -77,7 +72,7 @@ class _CountedLeaves:
 
     def __init__(self, source: LeafSource, progress: Progress):
         self._source, self._progress = source, progress
-        self.on_read, self.size, self.check = source.on_read, source.size, source.check
+        self.on_read, self.check = source.on_read, source.check
 
     @property
     def storage(self) -> LeafSource:
@@ -97,9 +92,12 @@ class _CountedLeaves:
 
 @contextlib.contextmanager
 def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
-    """The source, with its blocks and bytes shown as they come."""
-    process = jax.process_index()
-    with Progress("load", blocks, total_bytes=source.size, process=process) as progress:
+    """The source, with the progress of its blocks and bytes shown.
+
+    A process reads a part of the files that is not known before. The time left therefore follows
+    from its own blocks.
+    """
+    with Progress("load", blocks, process=jax.process_index()) as progress:
         source.on_read = lambda size: progress.advance(0, size=size)
         yield _CountedLeaves(source, progress)
     source.check()

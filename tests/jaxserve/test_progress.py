@@ -78,6 +78,21 @@ def test_no_time_left_is_claimed_before_anything_arrived(caplog):
     assert caplog.messages[0] == "load: 0 of 2, 0.00 of 15.70 MB, 0.00 MB/s"
 
 
+def test_the_time_left_follows_from_the_blocks_of_this_process(caplog):
+    """It reads a quarter of the files, and nobody knows that before."""
+    caplog.set_level(logging.INFO, "jaxserve.progress")
+    clock = Clock(100.0)
+    with Progress("load", 4, stream=io.StringIO(), clock=clock) as progress:
+        for count in (0, 1, 1, 2):
+            clock.now += 2.0
+            progress.advance(count, size=500_000_000)
+    assert caplog.messages[:3] == [
+        "load: 0 of 4, 0.50 GB, 0.25 GB/s",
+        "load: 1 of 4, 1.00 of 4.00 GB, 0.25 GB/s, 12 s left",
+        "load: 2 of 4, 1.50 of 3.00 GB, 0.25 GB/s, 6 s left",
+    ]
+
+
 def test_a_load_ends_at_what_it_read() -> None:
     """The files hold more than this process needed."""
     clock, terminal = Clock(100.0), Terminal()

@@ -225,8 +225,7 @@ def test_who_is_refused(step3, fp8, tmp_path):
             connection.read("head", "norm", ((0, 9999),), np.empty(9999, np.float32))
         connection.close()
     gone = layouts.deployment(step3, {"weights.peers": [address]})
-    source = open_weights(gone, read_config(step3)[1], token=TOKEN)
-    assert source.size == open_checkpoint(step3, read_config(step3)[1]).size
+    open_weights(gone, read_config(step3)[1], token=TOKEN)
 
 
 def test_nobody_and_no_storage(step3, tmp_path):
