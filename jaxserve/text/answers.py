@@ -25,6 +25,9 @@ from jaxserve.text.chat import ChatTemplate
 THINK, END_THINK = "<think>", "</think>"
 MAX_CALLS = 128
 """Tool calls of one answer; any further ones are left out."""
+MAX_HEAD_CHARACTERS = 256
+"""No call has more in front of its arguments; less text at the end of an answer that was cut off
+between the markers of calls is taken for the beginning of one, and is left out."""
 MAX_SECTION_CHARACTERS = 2**16
 """More text between the markers of calls without the beginning of one is taken for text."""
 
@@ -71,7 +74,11 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return cls(template.mentions(THINK) or template.mentions(END_THINK), calls)
 
     def parser(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]] | None, max_calls: int = MAX_CALLS
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_calls: int = MAX_CALLS,
+        continued: str = "",
     ) -> "AnswerParser":
         """A parser for one answer.
 
@@ -79,13 +86,17 @@ class AnswerFormat(msgspec.Struct, frozen=True):
           prompt: the text that the answer continues; its end may have begun the reasoning.
           tools: that may be called; None: whatever looks like a call is text.
           max_calls: any further ones are left out.
+          continued: the beginning of the answer, with which the prompt ends.
         """
         calls = None if tools is None else self.calls
-        return AnswerParser(self.thinks, self.thinking(prompt), calls, tools, max_calls)
+        thinking = self.thinking(prompt, continued)
+        begun = continued != "" and not continued.rstrip().endswith((THINK, END_THINK))
+        return AnswerParser(self.thinks, thinking, calls, tools, max_calls, begun)
 
-    def thinking(self, prompt: str) -> bool:
-        """Whether the prompt ends inside the reasoning."""
-        return self.thinks and prompt.rstrip().endswith(THINK)
+    def thinking(self, prompt: str, continued: str = "") -> bool:
+        """Whether the prompt, or the answer that it begins, ends inside the reasoning."""
+        inside = continued.rfind(THINK) > continued.rfind(END_THINK)
+        return self.thinks and (inside or prompt.rstrip().endswith(THINK))
 
 
 State = Callable[[str, bool], tuple[list["Piece"], str | None]]
@@ -106,19 +117,20 @@ class AnswerParser:
         calls: CallFormat | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_calls: int = MAX_CALLS,
+        begun: bool = False,
     ):
         self._calls = calls
         self._types = types_of(tools)
         self._max_calls = max_calls
         self._called = 0
-        self._state: State = self._content
-        if thinks:
-            self._state = self._reasoning if thinking else self._beginning
+        self._state: State = self._beginning if thinks and not begun else self._content
+        if thinks and thinking:
+            self._state = self._reasoning
         self.held = ""  # text that may be the beginning of a marker
         self._newlines = ""  # at the end of the reasoning so far; dropped if it ends here
         self._reader: CallReader | None = None  # of the current section of calls
         self._body = ""  # of a section in which no call has begun yet
-        self._said = False  # whether the current part has any text yet
+        self._said = begun  # whether the current part has any text yet
         self._cut = False
 
     @property
@@ -189,6 +201,7 @@ class AnswerParser:
         out, rest = self._until(end, text, last)
         parts = self._reader.read(out)
         ends, cut = rest is not None or last, last and rest is None and self._cut
+        hidden = MAX_HEAD_CHARACTERS if cut else 0
         if rest is not None and self._reader.within:
             parts += self._reader.read(end)
             out, end, ends = out + end, "", False
@@ -201,7 +214,7 @@ class AnswerParser:
             self._body = ""
         else:
             self._body += out
-            if len(self._body) > MAX_SECTION_CHARACTERS or (ends and not cut):
+            if len(self._body) > MAX_SECTION_CHARACTERS or (ends and len(self._body) > hidden):
                 body = self._calls.begin + self._body
                 body += end if rest is not None else ""
                 pieces, ends, self._said = [Piece(content=body)], True, True
@@ -209,6 +222,8 @@ class AnswerParser:
                 self._reader, self._body, self._state = None, "", self._content
                 return pieces, rest
         if ends:
+            left = self._calls.behind(self._reader.left) if rest is None else ""
+            pieces += [Piece(content=left)] if len(left) > hidden else []
             self._reader, self._body, self._state = None, "", self._content
             self._said = False
         return pieces, rest
@@ -216,7 +231,7 @@ class AnswerParser:
     def _called_pieces(self, parts: Iterable[CallPart]) -> Iterator[Piece]:
         """Pieces of the calls that the answer may have."""
         for part in parts:
-            self._called += bool(part.name)
+            self._called += bool(part.id)
             if self._called <= self._max_calls:
                 part = msgspec.structs.replace(part, number=self._called - 1)
                 yield Piece(call=part)

@@ -80,6 +80,11 @@ class CallReader:
             parts.append(part)
         return parts + (self._end(cut) if last else [])
 
+    @property
+    def left(self) -> str:
+        """The text after the last call."""
+        return "" if self._inside else self._text
+
     def after(self, mark: str) -> str | None:
         """Gives the text back that follows a mark inside a value which never ended."""
         before, found, after = self._text.partition(mark)
@@ -189,7 +194,7 @@ class JsonReader(CallReader):
         found = self._head.match(self._text)
         if not found:
             return None
-        name = json.loads(found["name"]) if self._quoted_name else found["name"].strip()
+        name = _unquoted(found["name"]) if self._quoted_name else found["name"].strip()
         return self._named(found, name)
 
     def _inner(self) -> CallPart | None:
@@ -203,7 +208,7 @@ class JsonReader(CallReader):
             return []
         parts = self._whole(self._text)
         if not parts and cut and (found := _JSON_NAME.match(self._text)):
-            parts = [self._named(found, json.loads(found["name"]))]
+            parts = [self._named(found, _unquoted(found["name"]))]
         self.begun = bool(parts)
         return parts
 
@@ -294,6 +299,11 @@ class CallFormat(msgspec.Struct, frozen=True):
     around: tuple[str, str]
     parameter: tuple[str, str] | None = None
 
+    def behind(self, text: str) -> str:
+        """The text after a call's arguments without what belongs to the call."""
+        text, tail = text.strip(), self.around[1].strip()
+        return next(text[n:] for n in range(len(tail), -1, -1) if tail.endswith(text[:n])).strip()
+
     def rules(self, name: str, number: int, schema: Any, index: int) -> list[str]:
         """Rules of a Lark grammar for a call; the first is the call, `call{index}`.
 
@@ -318,6 +328,7 @@ class CallFormat(msgspec.Struct, frozen=True):
             rules = [] if self.parameter else [f"arguments{index}: %json {json.dumps(schema)}"]
             return [f"{head}{inner}{ends}", *rules]
         required, rules, uses = schema.get("required") or [], [], []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         end = re.escape(self.end).replace("/", r"\/")
         for place, (key, part) in enumerate(properties.items()):
             rule = f"value{index}_{place}"
@@ -335,7 +346,7 @@ class CallFormat(msgspec.Struct, frozen=True):
                     rules.append(f"{text}: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/")
             else:
                 rules.append(f"{rule}: {quoted(opening)} json{index}_{place} {quoted(closing)}")
-                rules.append(f"json{index}_{place}: %json {json.dumps(part)}")
+                rules.append(f"json{index}_{place}: %json {json.dumps({**shared, **part})}")
         return [head + "".join(uses) + ends, *rules]
 
 
@@ -356,17 +367,17 @@ def _new_id() -> str:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema names."""
+    """The JSON types that a schema names; "any" where it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
     kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
-    for several in ("anyOf", "oneOf"):
+    for several in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(several) or ():
             kinds |= _kinds(part)
     if not kinds and isinstance(schema.get("enum"), list):
         kinds = {"string" if isinstance(one, str) else "other" for one in schema["enum"]}
-    return kinds
+    return kinds or {"any"}
 
 
 def _is_text(schema: Any) -> bool:
@@ -379,10 +390,21 @@ def _json_value(text: str, schema: Any) -> str:
         text = text.strip()
         text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
         try:
-            return json.dumps(json.loads(text), ensure_ascii=False)
+            return _written(json.loads(text))
         except (ValueError, RecursionError):
             pass
     return quoted(text)
+
+
+def _written(value: Any) -> str:
+    """JSON of a value; lone surrogates are escaped; raises ValueError for NaN and infinity."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _unquoted(name: str) -> str:
+    """The text of a JSON string; lone surrogates become question marks."""
+    return json.loads(name).encode(errors="replace").decode()
 
 
 def _whole_json(body: str) -> list[CallPart]:
@@ -391,9 +413,10 @@ def _whole_json(body: str) -> list[CallPart]:
         found = json.loads(body)
         arguments = found["arguments"]
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = _written(arguments)
         if isinstance(found["name"], str):
-            return [CallPart(name=found["name"], id=_new_id(), arguments=arguments)]
+            name = _unquoted(_written(found["name"]))
+            return [CallPart(name=name, id=_new_id(), arguments=arguments)]
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     return []

@@ -123,9 +123,12 @@ class ChatTemplate:
         """
         switches = self._checked_switches(chat_template_kwargs or {})
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        written = self._forms[name].written(messages, field)
+        if continue_final_message:
+            written = [*written[:-1], _marked(written[-1])]
         values = {
             **self.special_tokens,
-            "messages": self._forms[name].written(messages, field),
+            "messages": written,
             "tools": checked_tools(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -137,9 +140,7 @@ class ChatTemplate:
             raise InvalidRequestError(field, f"the chat template refuses: {error}") from None
         except TemplateError as error:
             raise InvalidRequestError(field, f"the chat template failed: {error}") from None
-        return (
-            _until_content(text, values["messages"][-1], field) if continue_final_message else text
-        )
+        return _before_mark(text, field) if continue_final_message else text
 
     def _checked_switches(self, given: Mapping[str, Any]) -> dict[str, Any]:
         for name in given:
@@ -151,17 +152,27 @@ class ChatTemplate:
         return plain_field(given, "chat_template_kwargs")
 
 
-def _until_content(text: str, message: Mapping[str, Any], field: str) -> str:
-    """The text up to the end of the last message's content."""
+MARK = "where the answer goes on "
+"""Ends the content that is continued; its last space shows whether the template strips texts."""
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a mark at the end of its content."""
     content = message["content"]
     if isinstance(content, list):
-        content = content[-1]["text"]
-    for form in (content, (content or "").strip()):
-        if form and form in text:
-            return text[: text.rindex(form) + len(form)]
-    raise InvalidRequestError(
-        "continue_final_message", f"the template does not write the content of {field}[-1]"
-    )
+        *before, last = content
+        return {**message, "content": [*before, {**last, "text": last["text"] + MARK}]}
+    return {**message, "content": content + MARK}
+
+
+def _before_mark(text: str, field: str) -> str:
+    """The text before the mark; a template that strips the content, strips it before the mark."""
+    before, found, after = text.rpartition(MARK.strip())
+    if not found:
+        raise InvalidRequestError(
+            "continue_final_message", f"the template does not write the content of {field}[-1]"
+        )
+    return before if after.startswith(MARK.removeprefix(MARK.strip())) else before.rstrip()
 
 
 def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:

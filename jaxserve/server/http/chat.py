@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: answers conversations, in one response or as a stream of events."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from jaxserve.server.http.responses import (
     ToolCall,
     Usage,
 )
-from jaxserve.server.http.sampling import of_choice, sampling_params
+from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
 from jaxserve.text.answers import (
     END_THINK,
@@ -95,7 +95,7 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
     """
     prompt = await read_prompt(service, request)
     generator, form, tools = service.ready(), AnswerFormat.of(prompt.template), prompt.tools
-    thought = END_THINK.encode() if form.thinking(prompt.text) else b""
+    thought = END_THINK.encode() if form.thinking(prompt.text, prompt.continued) else b""
     constraint = await forced_call(service, request, form, thought)
     if constraint is None:
         constraint = await grammar(service, request, thought)
@@ -105,7 +105,7 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
     if tools is not None and form.calls is not None:
         jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
     most = 1 if request.parallel_tool_calls is False else MAX_CALLS
-    parsers = [form.parser(prompt.text, tools, most) for _ in jobs]
+    parsers = [form.parser(prompt.text, tools, most, prompt.continued) for _ in jobs]
     return Conversation(prompt.model, jobs, parsers)
 
 
@@ -118,6 +118,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """That the template got."""
     text: str
     token_ids: list[int]
+    continued: str
+    """The beginning of the answer, where the request asks to continue its last message."""
 
 
 async def read_prompt(service: Service, request: ChatRequest) -> Prompt:
@@ -132,7 +134,8 @@ async def read_prompt(service: Service, request: ChatRequest) -> Prompt:
     )
     tools = _tools(request)
     text, token_ids = await service.in_thread(_prompt, generator, template, request, tools)
-    return Prompt(model, template, tools, text, token_ids)
+    continued = content_text(request.messages[-1]) if request.continue_final_message else ""
+    return Prompt(model, template, tools, text, token_ids, continued)
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
@@ -172,7 +175,7 @@ def _prompt(
         prompt,
         add_bos=request.add_special_tokens is True,
         field="messages",
-        keep=request.truncate_prompt_tokens,
+        keep=kept_tokens(request),
         keep_first=request.truncation_side == "right",
     )
 
@@ -234,7 +237,7 @@ class _Answer:
         self._tokenizer = tokenizer
         last = request.messages[-1]
         echoed = request.echo and last.get("role") == "assistant"
-        self._echo = str(last.get("content") or "") if echoed else ""
+        self._echo = content_text(last) if echoed else ""
 
     async def gather(self, service: Service, sources: Sequence[Source]) -> Chat:
         """Waits for every answer."""
@@ -367,6 +370,12 @@ class _Answer:
         )
 
 
+def content_text(message: Mapping[str, Any]) -> str:
+    """The text of a message whose content is a text or parts of type "text"."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
     """The finish reason in OpenAI's API."""
     if output.finish_reason == "stop" and parser.called:
@@ -376,7 +385,7 @@ def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
 
 def _call_delta(part: CallPart) -> ToolCall:
     """Something new of a tool call."""
-    if not part.name:
+    if not part.id:
         return ToolCall(index=part.number, function=FunctionCall(arguments=part.arguments))
     return ToolCall(
         index=part.number,

@@ -15,7 +15,7 @@ from jaxserve.server.http.forms import grammar, with_rules
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, concatenated, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
-from jaxserve.server.http.sampling import of_choice, sampling_params
+from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ async def _jobs(service: Service, request: CompletionRequest, n: int, tenant: st
             prompt,
             field,
             add_bos=request.add_special_tokens is not False,
-            keep=request.truncate_prompt_tokens,
+            keep=kept_tokens(request),
             keep_first=request.truncation_side == "right",
         )
         text = prompt if isinstance(prompt, str) else None

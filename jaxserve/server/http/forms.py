@@ -145,11 +145,20 @@ async def _compiled(service: Service, field: str, asked: Form, begins_after: byt
 
 
 def _function(tool: dict[str, Any], index: int) -> tuple[str, Any]:
-    """The name and the parameters' schema of a tool."""
+    """The name and the parameters' schema of a tool; InvalidRequestError if one is malformed."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"tools[{index}].function.name", "is missing")
-    return function["name"], function.get("parameters") or ANY_OBJECT
+    schema = function.get("parameters") or ANY_OBJECT
+    where = f"tools[{index}].function.parameters"
+    if schema is True:
+        return function["name"], schema
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(where, "is no JSON schema")
+    required = schema.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise InvalidRequestError(f"{where}.required", "is no list of names")
+    return function["name"], schema
 
 
 def _response_format(request: GenerationFields) -> tuple[str, Form] | None:

@@ -127,7 +127,7 @@ class MessageWriter:
         """The events of further pieces of the answer."""
         for piece in pieces:
             if piece.call is not None:
-                if piece.call.name:
+                if piece.call.id:
                     yield from self._begin(ToolUseOutput(id=piece.call.id, name=piece.call.name))
                 self._arguments += piece.call.arguments
                 if piece.call.arguments:
@@ -150,7 +150,7 @@ class MessageWriter:
         self, reason: StopReason, stop_sequence: str | None, usage: MessageUsage
     ) -> Iterator[MessageEvent]:
         """The events that end the message."""
-        yield from self._close()
+        yield from self._close(cut=reason == "max_tokens")
         message = self.message
         message.stop_reason, message.stop_sequence, message.usage = reason, stop_sequence, usage
         delta = MessageDelta(stop_reason=reason, stop_sequence=stop_sequence)
@@ -162,9 +162,12 @@ class MessageWriter:
         self._open, self._begun = block, self._begun + 1
         yield MessageEvent(type="content_block_start", index=self._begun - 1, content_block=block)
 
-    def _close(self) -> Iterator[MessageEvent]:
-        """Ends the open block. A call that was cut off before its input was complete is in the
-        events, but not in the message: nobody may take it for a whole one."""
+    def _close(self, *, cut: bool = False) -> Iterator[MessageEvent]:
+        """Ends the open block.
+
+        A call without a whole JSON object as its input is in the events. The message has such a
+        call as text, or leaves it out if the answer was `cut` off: no client may make that call.
+        """
         block, self._open = self._open, None
         arguments, self._arguments = self._arguments, ""
         if block is None:
@@ -174,6 +177,8 @@ class MessageWriter:
         elif (found := _json_object(arguments)) is not None:
             block.input = found
             self.message.content.append(block)
+        elif not cut:
+            self.message.content.append(TextOutput(text=f"{block.name} {arguments}"))
         yield MessageEvent(type="content_block_stop", index=self._begun - 1)
 
     def _delta(self, kind: str, **fields: Any) -> MessageEvent:

@@ -6,6 +6,8 @@ The request is converted to a chat and answered as in `chat.py`; `message_input.
 
 from collections.abc import AsyncIterator, Iterable
 
+import msgspec
+
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
@@ -50,7 +52,7 @@ async def create_message(service: Service, exchange: Exchange) -> None:
         exchange,
         conversation,
         count,
-        writer.begin,
+        lambda: (),
         lambda source: _events(source, writer, parser, count),
         message,
         stream=bool(request.stream),
@@ -70,8 +72,14 @@ async def _events(
     source: Source, writer: MessageWriter, parser: AnswerParser, count: UsageCount
 ) -> AsyncIterator[Iterable[MessageEvent]]:
     """The events of a message, as the model generates it."""
+    begun = False
     async for output in source.outputs():
         count.add(source, output)
+        if not begun:  # now the cached tokens of the prompt are known
+            usage = MessageUsage.of(count.usage())
+            writer.message.usage = msgspec.structs.replace(usage, output_tokens=0)
+            yield writer.begin()
+            begun = True
         yield writer.add(parser.push(output.text))
         if output.finish_reason is not None:
             yield writer.add(parser.finish(cut=output.finish_reason == "length"))

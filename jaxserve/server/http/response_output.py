@@ -241,7 +241,7 @@ class ResponseWriter:
 
     def _called(self, part: CallPart) -> Iterator[ResponseEvent]:
         """Continues a tool call, or begins one."""
-        if part.name:
+        if part.id:
             yield from self._close("completed")
             self._open = FunctionCallItem(id=_new_id("fc"), call_id=part.id, name=part.name)
             self.response.output.append(self._open)

@@ -95,26 +95,30 @@ async def _shorten(service: Service, chat: ChatRequest, origins: list[int]) -> N
     messages = chat.messages
     kept = next((i for i, one in enumerate(messages) if one["role"] != "system"), len(messages))
 
-    async def fits(dropped: int) -> bool:
+    async def fits(dropped: int) -> bool | None:
+        """Whether the rest is short enough; None: it is no conversation, such as a call's answer
+        without the call, so that its length is not known."""
         less = [*messages[:kept], *messages[kept + dropped :]]
         try:
             await read_prompt(service, msgspec.structs.replace(chat, messages=less))
         except PromptTooLongError:
             return False
-        except InvalidRequestError:  # such as an answer without its call
-            return dropped == 0
+        except InvalidRequestError:
+            return True if dropped == 0 else None
         return True
 
     if await fits(0):
         return
     most = len(messages) - kept - 1
     low, high = 1, most + 1
-    while low < high:  # the fewest that fit
+    while low < high:  # fewer than `low` are too few
         middle = (low + high) // 2
-        if await fits(middle):
-            high = middle
-        else:
+        if await fits(middle) is False:
             low = middle + 1
+        else:
+            high = middle
+    while low <= most and not await fits(low):
+        low += 1
     if low <= most:
         del messages[kept : kept + low], origins[kept : kept + low]
 

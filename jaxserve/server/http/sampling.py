@@ -49,6 +49,13 @@ def sampling_params(
     return params
 
 
+def kept_tokens(fields: GenerationFields) -> int | None:
+    """Tokens of a prompt that are kept, -1 for as many as fit; raises InvalidRequestError."""
+    if fields.truncate_prompt_tokens == 0:
+        raise InvalidRequestError("truncate_prompt_tokens", "0 leaves nothing of the prompt")
+    return fields.truncate_prompt_tokens
+
+
 def _check_stream_options(fields: GenerationFields) -> None:
     """Raises InvalidRequestError for options of a stream where there is none."""
     if fields.stream_options is None or fields.stream:

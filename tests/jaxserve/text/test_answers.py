@@ -226,6 +226,9 @@ SCHEMA = {
     "b": {"type": ["string", "null"]},
     "c": {"anyOf": [{"type": "object"}, {"type": "boolean"}]},
     "d": {"enum": ["1", "2"]},
+    "e": {"$ref": "#/$defs/E"},
+    "g": {},
+    "h": {"allOf": [{"type": "integer"}]},
 }
 TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
 
@@ -241,6 +244,12 @@ TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properti
         ("c", '{"x": [1]}', {"x": [1]}),
         ("c", "True", True),
         ("d", "1", "1"),
+        ("e", '{"x": 1}', {"x": 1}),
+        ("e", "red", "red"),
+        ("g", "[1]", [1]),
+        ("h", "7", 7),
+        ("g", "NaN", "NaN"),
+        ("g", '"\\ud800"', "\ud800"),
         ("other", "1", "1"),
     ],
 )
@@ -250,6 +259,7 @@ def test_values_of_elements_have_the_schemas_types(key, value, expected) -> None
     text = f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>"
     _, _, ((name, arguments),) = parse(parser, *text)
     assert (name, json.loads(arguments)) == ("f", {key: expected})
+    arguments.encode()
 
 
 def test_an_end_tag_that_the_model_forgot() -> None:
@@ -258,6 +268,35 @@ def test_an_end_tag_that_the_model_forgot() -> None:
     )
     _, content, ((_, arguments),) = parse(AnswerParser(False, False, QWEN_XML, TYPED), *text)
     assert (content, json.loads(arguments)) == ("", {"a": 1, "b": "x"})
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_no_text_is_lost_without_the_end_of_a_call(cut: bool) -> None:
+    prose = "This is how calls look. " * 20
+    calls = '<tool_call>{"name": "x", "arguments": {}}'
+    for text, content, found in (
+        (f"<tool_call>{prose}", f"<tool_call>{prose}", []),
+        (f"{calls} {prose}", prose, [("x", "{}")]),
+    ):
+        parser = AnswerParser(False, False, JSON)
+        pieces = [piece for letter in text for piece in parser.push(letter)]
+        _, said, made = whole(pieces + parser.finish(cut=cut))
+        assert (said.strip(), made) == (content.strip(), found)
+
+
+@pytest.mark.parametrize(
+    ("continued", "text", "expected"),
+    [
+        ("One", "\n\nTwo", ("", "\n\nTwo", [])),
+        ("<think>", "\nHm.</think>\n\nSee.", ("Hm.", "See.", [])),
+        ("<think>Hm", "\nyes.</think>See.", ("\nyes.", "See.", [])),
+        ("<think>Hm</think>\n", "\nSee.", ("", "See.", [])),
+        ("One", "<think>", ("", "<think>", [])),
+    ],
+)
+def test_an_answer_that_is_continued(continued: str, text: str, expected: tuple) -> None:
+    form = AnswerFormat(thinks=True, calls=None)
+    assert parse(form.parser(f"[user]x{continued}", None, continued=continued), *text) == expected
 
 
 def test_more_calls_than_allowed_are_left_out() -> None:

@@ -109,6 +109,7 @@ def test_which_side_of_the_prompt_is_kept(rig: HttpRig) -> None:
         prompt = ids_of("abcd")
         rig.complete(prompt=prompt, truncate_prompt_tokens=2, truncation_side=side)
         assert rig.engine.prompts[-1] == ids_of(kept)
+    assert rig.refused(truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
     rig.chat(truncate_prompt_tokens=4)
     assert rig.engine.prompts[-1] == ids_of("ant]")
 

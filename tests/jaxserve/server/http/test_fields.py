@@ -123,6 +123,10 @@ def test_a_message_that_is_continued(rig: HttpRig) -> None:
     body = rig.client.post("/v1/chat/completions", json=fields).json()
     assert LETTERS.decode(rig.engine.prompts[-1]) == "[user]hi[assistant]It is "
     assert body["choices"][0]["message"]["content"] == "It is one two three"
+    messages[-1]["content"] = [{"type": "text", "text": "a"}]  # as in the template's marks
+    body = rig.client.post("/v1/chat/completions", json=fields).json()
+    assert LETTERS.decode(rig.engine.prompts[-1]) == "[user]hi[assistant]a"
+    assert body["choices"][0]["message"]["content"] == "aone two three"
     both = {**fields, "add_generation_prompt": True}
     assert rig.refused("/v1/chat/completions", **both)["param"] == "add_generation_prompt"
 

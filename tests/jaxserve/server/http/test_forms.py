@@ -63,6 +63,13 @@ def test_a_thought_is_free(rig: HttpRig) -> None:
     assert (message["reasoning_content"], message["content"]) == ("Is it red?", "green")
 
 
+@pytest.mark.parametrize("schema", [[1], 5, "x", {"required": 5}, {"required": [5]}])
+def test_parameters_that_are_no_schema(wide: HttpRig, schema: object) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    error = wide.refused("/v1/chat/completions", tools=tools, tool_choice="required")
+    assert error["param"].startswith("tools[0].function.parameters")
+
+
 def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
     wide.engine.script = ids_of(
         '<tool_call>\n{"name": "add bid", "arguments": {"a" "b": 5}}\n</tool_call>'

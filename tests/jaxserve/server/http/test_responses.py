@@ -202,3 +202,20 @@ def test_truncation_leaves_out_the_first_items(wide: HttpRig) -> None:
     assert error["param"] == "input"
     short = {"input": "hi", "truncation": "auto"}
     assert wide.client.post("/v1/responses", json=short).status_code == 200
+
+
+def test_truncation_where_roles_alternate() -> None:
+    """A conversation that begins with an answer is refused by the template; two of 17 must go."""
+    template = (
+        "{% for message in messages %}"
+        "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}"
+        "{% endif %}{{ message.content }}{% endfor %}"
+    )
+    rig = HttpRig(template=template, max_length=17 * 20)
+    roles = ["user", "assistant"] * 8 + ["user"]
+    items = [{"role": role, "content": chr(97 + n) * 20} for n, role in enumerate(roles)]
+    answer = rig.client.post("/v1/responses", json={"input": items, "truncation": "auto"})
+    prompt = LETTERS.decode(rig.engine.prompts[-1])
+    rig.close()
+    assert answer.status_code == 200
+    assert prompt == "".join(item["content"] for item in items[2:])
