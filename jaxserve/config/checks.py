@@ -65,9 +65,6 @@ def complete(deployment: Deployment) -> Deployment:
             f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
             "experts"
         )
-    if (ranks - shared) % deployment.experts.nodes:
-        start = f"experts.nodes = {deployment.experts.nodes}"
-        raise ConfigError(f"{start} does not divide the {ranks - shared} ranks of routed experts")
     if shared and deployment.ffn.whole_shared:
         raise ConfigError(
             f"ffn.whole_shared = true, but with ffn.shared_ranks = {shared} the shared expert has "

@@ -370,9 +370,6 @@ class Experts(Section, frozen=True):
     device reads its own share of one expert at a time; or a `peer`, a running worker of
     `weights.peers`, and the checkpoint where none has it. With several processes steps wait for
     what is read."""
-    nodes: Size = 1
-    """Nodes of equally many ranks of routed experts: must divide them. A router's groups of experts
-    stay together on a node where the nodes divide the groups."""
 
 
 class PeerWeights(Section, frozen=True):

@@ -27,8 +27,7 @@ def shrunk(
 
     The ffn role loses ep ranks: every other rank holds more experts, and reads them from the
     checkpoint. Attention loses DP groups. Where fewer devices are left than tp, tp shrinks to the
-    largest of its divisors that they suffice for. Where nodes lose different numbers of ranks,
-    `experts.nodes` becomes 1.
+    largest of its divisors that they suffice for.
 
     Raises:
       ConfigError: no device is left, the role shares a runtime with the other one, or the sizes
@@ -54,8 +53,4 @@ def shrunk(
         *(role, devices, sizes.devices, axis, rows, tp, before, sizes.tp),
     )
     changed = msgspec.structs.replace(sizes, tp=tp, **{axis: rows})
-    left = msgspec.structs.replace(deployment, **{role: changed})
-    if (left.expert_ranks - left.ffn.shared_ranks) % left.experts.nodes:
-        experts = msgspec.structs.replace(left.experts, nodes=1)
-        left = msgspec.structs.replace(left, experts=experts)
-    return complete(left)
+    return complete(msgspec.structs.replace(deployment, **{role: changed}))

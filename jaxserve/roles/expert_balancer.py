@@ -59,7 +59,7 @@ def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | 
         return None
     layers = [layer for layer in range(config.all_layers) if config.kind(layer).ffn == "moe"]
     size, pieces = expert_bytes(templates.ffn["moe"], sizes), move_pieces(templates, settings)
-    return ExpertFacts(layers, sizes, size, config.router.groups, pieces)
+    return ExpertFacts(layers, sizes, size, pieces)
 
 
 def make_balancer(

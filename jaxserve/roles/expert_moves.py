@@ -18,8 +18,6 @@ class ExpertFacts(msgspec.Struct, frozen=True):
     sizes: SlotSizes
     slot_bytes: int
     """Bytes of one expert's weights in one layer."""
-    groups: int = 1
-    """Groups of experts, among which the router chooses first."""
     pieces: int = 1
     """Number of pieces in which an expert is fetched."""
 

@@ -42,7 +42,7 @@ def propose(
         current, total = placements[layer], slices.sum(axis=0).astype(np.float64)
         loads = rank_loads(current, total, sizes.ranks)
         mean, now = mean + float(np.mean(loads)), now + float(np.max(loads))
-        target = _best(slices, current, facts, settings.nodes)
+        target = _best(slices, current, facts)
         loads_then = rank_loads(target, total, sizes.ranks)
         if np.max(loads_then) >= (1 - settings.least_gain) * np.max(loads):
             then += float(np.max(loads))
@@ -71,27 +71,18 @@ def propose(
     )
 
 
-def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts, nodes: int) -> Placement:
+def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts) -> Placement:
     """Returns the better balanced of both algorithms' placements; if both are alike, the one with
     fewer moves."""
     sizes, total = facts.sizes, slices.sum(axis=0).astype(np.float64)
-    candidates = [
-        rebalance(
-            total.tolist(),
-            sizes.total,
-            sizes.ranks,
-            groups=facts.groups,
-            nodes=nodes,
-            most=sizes.width,
-            apart=True,
-        )
-    ]
+    slots, ranks, width = sizes.total, sizes.ranks, sizes.width
+    candidates = [rebalance(total.tolist(), slots, ranks, most=width, apart=True)]
     if sizes.spare:
         candidates.append(rebalance_slices(slices.T, sizes))
     mean = float(np.mean(rank_loads(current, total, sizes.ranks)))
     found = []
     for candidate in candidates:
-        target = aligned(current, candidate, sizes.ranks, nodes)
+        target = aligned(current, candidate, sizes.ranks)
         most = float(np.max(rank_loads(target, total, sizes.ranks)))
         found.append((most, _copies(plan_rounds(current, target, sizes.ranks)), target))
     least = min(most for most, _, _ in found)

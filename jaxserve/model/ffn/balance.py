@@ -64,51 +64,32 @@ def rebalance(
     replicas: int,
     devices: int,
     *,
-    groups: int = 1,
-    nodes: int = 1,
     most: int | None = None,
     apart: bool = False,
 ) -> Placement:
-    """DeepSeek's placement of one layer: `replicas` slots, device after device.
+    """DeepSeek's placement of one layer on one node: `replicas` slots, device after device.
 
-    Groups of experts are packed onto nodes, experts are replicated within their node, and replicas
-    packed onto the devices of the node. With groups that the nodes do not divide, as one node.
+    Experts are replicated, and the replicas packed onto the devices.
 
     Args:
       counts: tokens of each expert.
-      groups: of experts, equally large, whose experts a token chooses together.
-      nodes: of equally many devices.
       most: replicas of one expert; None: any number.
       apart: keep two replicas of one expert off one device, where that is possible.
 
     Raises:
       ValueError: the slots do not hold all experts, or sizes do not divide each other.
     """
-    if groups % nodes:
-        groups = nodes = 1
     counts = np.asarray(counts, np.float64).tolist()
     experts = len(counts)
-    if replicas < experts or replicas % devices or devices % nodes or experts % groups:
-        raise ValueError(
-            f"{experts} experts in {groups} groups, {replicas} slots on {devices} devices of "
-            f"{nodes} nodes"
-        )
-    # Step 1: groups onto nodes.
-    size = experts // groups
-    by_group = [float(sum(counts[g * size : (g + 1) * size])) for g in range(groups)]
-    slots: list[int] = []
-    for held in pack(by_group, nodes):
-        here = [group * size + index for group in held for index in range(size)]
-        # Step 2: replicas within the node.
-        copies = replicate([counts[e] for e in here], replicas // nodes, most)
-        number = replica_counts(copies, len(here))
-        loads = [counts[here[copy]] / number[copy] for copy in copies]
-        # Step 3: replicas onto the node's devices.
-        packed = pack(loads, devices // nodes)
-        if apart:
-            _part(packed, copies, loads)
-        slots += [here[copies[place]] for device in packed for place in device]
-    return tuple(slots)
+    if replicas < experts or replicas % devices:
+        raise ValueError(f"{experts} experts, {replicas} slots on {devices} devices")
+    copies = replicate(counts, replicas, most)
+    number = replica_counts(copies, experts)
+    loads = [counts[copy] / number[copy] for copy in copies]
+    packed = pack(loads, devices)
+    if apart:
+        _part(packed, copies, loads)
+    return tuple(copies[place] for device in packed for place in device)
 
 
 def _part(packs: list[list[int]], items: Sequence[int], loads: Floats) -> None:

@@ -163,27 +163,23 @@ class Round(NamedTuple):
     placement: Placement
 
 
-def aligned(current: Placement, target: Sequence[int], ranks: int, nodes: int = 1) -> Placement:
-    """The target with ranks renamed, within each node, and slots of a rank reordered, so that many
-    experts stay where they are: the ranks that have most in common first."""
-    local, a_node = len(current) // ranks, ranks // nodes
+def aligned(current: Placement, target: Sequence[int], ranks: int) -> Placement:
+    """The target with ranks renamed and slots of a rank reordered, so that many experts stay where
+    they are: the ranks that have most in common first."""
+    local = len(current) // ranks
     held = [current[r * local : (r + 1) * local] for r in range(ranks)]
     wanted = [target[r * local : (r + 1) * local] for r in range(ranks)]
-    slots: list[int] = []
-    for first in range(0, ranks, a_node):
-        node = range(first, first + a_node)
-        common = {
-            (rank, other): len(set(held[rank]) & set(wanted[other]) - {EMPTY})
-            for rank in node
-            for other in node
-        }
-        names: dict[int, int] = {}
-        for rank, other in sorted(common, key=lambda pair: (-common[pair], pair[0] != pair[1])):
-            if rank not in names and other not in names.values():
-                names[rank] = other
-        for rank in node:
-            slots += _in_place(held[rank], wanted[names[rank]])
-    return tuple(slots)
+    common = {
+        (rank, other): len(set(held[rank]) & set(wanted[other]) - {EMPTY})
+        for rank in range(ranks)
+        for other in range(ranks)
+    }
+    names: dict[int, int] = {}
+    for rank, other in sorted(common, key=lambda pair: (-common[pair], pair[0] != pair[1])):
+        if rank not in names and other not in names.values():
+            names[rank] = other
+    slots = [_in_place(held[rank], wanted[names[rank]]) for rank in range(ranks)]
+    return tuple(expert for rank in slots for expert in rank)
 
 
 def _in_place(held: Sequence[int], wanted: Sequence[int]) -> list[int]:

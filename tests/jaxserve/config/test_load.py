@@ -103,8 +103,6 @@ def test_values_out_of_range_are_named(setting):
     [
         "ffn.ep=4 ffn.shared_ranks=3",
         "mode=colocated attention.dp=4 ffn.ep=9 ffn.shared_ranks=3",
-        "ffn.ep=5 ffn.shared_ranks=1 experts.nodes=2",
-        "mode=colocated attention.dp=4 experts.nodes=2",
         "attention.dp=4 ffn.ep=4 ffn.instances=2",
     ],
 )

@@ -54,7 +54,3 @@ def test_what_is_left_must_fit():
     problem = r"ffn.shared_ranks = 1 of ffn.ep = 1 ranks leave none"
     with pytest.raises(ConfigError, match=problem):
         shrunk(shared, "ffn", 1)
-    more = {"ffn.ep": 5, "ffn.tp": 1, "ffn.shared_ranks": 1, "experts.nodes": 2}
-    deployment = load_deployment(REPOSITORY, PULL | more)
-    for devices, nodes in ((5, 2), (4, 1), (3, 2)):
-        assert shrunk(deployment, "ffn", devices).experts.nodes == nodes

@@ -8,18 +8,18 @@ DEEPSEEK = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
 ]
-"""The example in EPLB's README, layer by layer."""
+"""The example in EPLB's README, layer by layer; its slots below are those of one node."""
 
 
 @pytest.mark.parametrize(
     ("counts", "slots"),
     [
-        (DEEPSEEK[0], (5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1)),
-        (DEEPSEEK[1], (7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1)),
+        (DEEPSEEK[0], (10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1)),
+        (DEEPSEEK[1], (1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7)),
     ],
 )
 def test_the_documented_example_of_eplb(counts, slots):
-    assert rebalance(counts, 16, 8, groups=4, nodes=2) == slots
+    assert rebalance(counts, 16, 8) == slots
 
 
 def test_pack_takes_the_heaviest_first():
@@ -32,11 +32,6 @@ def test_replicate_divides_the_busiest():
     assert replicate([10, 4, 7], 6) == [0, 1, 2, 0, 2, 0]
     assert replicate([10, 4, 7], 6, most=2) == [0, 1, 2, 0, 2, 1]
     assert replicate([0, 0], 3) == [0, 1, 0]
-
-
-def test_groups_that_nodes_do_not_divide_are_placed_as_on_one_node():
-    counts = DEEPSEEK[0]
-    assert rebalance(counts, 16, 8, groups=3, nodes=2) == rebalance(counts, 16, 8)
 
 
 def test_replicas_of_one_expert_on_different_devices():
@@ -53,12 +48,10 @@ def test_layers_without_tokens_are_placed():
     check_placement(rebalance_slices([[0, 0]] * 6, SlotSizes(6, 3, 1)), SlotSizes(6, 3, 1))
 
 
-@pytest.mark.parametrize(
-    ("replicas", "devices", "nodes"), [(3, 1, 1), (7, 2, 1), (8, 2, 4), (4, 4, 3)]
-)
-def test_sizes_that_do_not_fit(replicas, devices, nodes):
-    with pytest.raises(ValueError, match="4 experts in"):
-        rebalance([1, 2, 3, 4], replicas, devices, nodes=nodes, groups=nodes)
+@pytest.mark.parametrize(("replicas", "devices"), [(3, 1), (7, 2)])
+def test_sizes_that_do_not_fit(replicas, devices):
+    with pytest.raises(ValueError, match="4 experts, "):
+        rebalance([1, 2, 3, 4], replicas, devices)
 
 
 def test_selection_over_slices_of_time():

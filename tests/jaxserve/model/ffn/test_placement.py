@@ -90,9 +90,7 @@ def test_alignment_keeps_experts_where_they_are():
     # The ranks have changed names and each rank its order.
     assert aligned((0, 1, 2, 3, 4, 5), (5, 4, 0, 1, 3, 2), 3) == (0, 1, 2, 3, 4, 5)
     assert aligned((0, 1, EMPTY, 2, 3, EMPTY), (3, 2, 0, 1, 0, EMPTY), 2) == (0, 1, EMPTY, 2, 3, 0)
-    # Within a node alone.
     assert aligned((0, 1, 2, 3), (2, 3, 1, 0), 4) == (0, 1, 2, 3)
-    assert aligned((0, 1, 2, 3), (2, 3, 1, 0), 4, nodes=2) == (2, 3, 1, 0)
 
 
 def test_rounds_fill_empty_slots_first_and_free_what_is_left_over():
