@@ -89,12 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ready_to_start(
     deployment: Deployment, process: ProcessArguments, given: Sequence[str]
 ) -> Deployment:
-    """The deployment on the devices that are left (`--devices`), with an exchange that works here.
+    """The deployment on the devices that are left (`--devices`), with links that work here.
 
     Raises:
       ConfigError: the process cannot play its role; nothing is loaded yet.
     """
-    from jaxserve.commands.exchange_test import with_tested_exchange
+    from jaxserve.commands.self_tests import with_tested_links
     from jaxserve.fleet.devices import own_share
 
     if process.devices is not None:
@@ -106,7 +106,7 @@ def _ready_to_start(
         role: Literal["attention", "ffn"] = "ffn" if process.role == "ffn" else "attention"
         deployment = shrunk(deployment, role, process.devices)
     own_share(process, deployment)
-    return with_tested_exchange(deployment, given)
+    return with_tested_links(deployment, given)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -148,9 +148,11 @@ class Link(Section, frozen=True):
     """`trampoline`: the ffn mesh brings a token to the devices that need it (xDeepServe §4.2);
     `broadcast`: to all of them (Step-3 §4.1), as `ffn.exchange: gather` does. Either way a token
     crosses between the meshes once."""
-    transport: TransportName = "device_put"
+    transport: TransportName = "auto"
     """`device_put` and `ppermute` inside one runtime; `pull` between an attention runtime and an
-    ffn runtime, either of which may be restarted while the other goes on."""
+    ffn runtime, either of which may be restarted while the other goes on. `auto`: `ppermute`
+    between hosts and slices of TPUs, else `device_put`. There `serve` first times `device_put`; if
+    it is far slower than `ppermute`, that takes its place, with a warning."""
     addresses: list[str] = []
     """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
     is there is used, the others stand by."""

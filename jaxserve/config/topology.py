@@ -21,14 +21,17 @@ class Transport(msgspec.Struct, frozen=True):
     Attributes:
       crosses_runtimes: joins two independent JAX runtimes, instead of two meshes of one.
       collective: copies are a program of all devices, which is compiled.
+      may_shake_hands: between hosts of TPUs each copy may take a handshake.
     """
 
     crosses_runtimes: bool = False
     collective: bool = False
+    may_shake_hands: bool = False
 
 
 TRANSPORTS = {
-    "device_put": Transport(),
+    "auto": Transport(),
+    "device_put": Transport(may_shake_hands=True),
     "ppermute": Transport(collective=True),
     "pull": Transport(crosses_runtimes=True),
 }

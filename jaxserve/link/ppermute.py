@@ -1,13 +1,14 @@
 """Moves messages by one collective on the union of both meshes, with a `ppermute` for each slot."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.link.copy import fast_shards
 from jaxserve.link.ends import Arrays
 from jaxserve.link.route import Route
 from jaxserve.link.transport import Direction, Transport
@@ -19,47 +20,40 @@ class PermuteTransport(Transport):
 
     def prepare(self) -> None:
         """Compiles the collective."""
-        here, piece, dtype = jax.process_index(), self.piece, self.dtype
+        piece, dtype = self.piece, self.dtype
         union = Mesh(np.array(self.attention_devices + self.ffn_devices), ("devices",))
-        self._sharding = cached_sharding(union, PartitionSpec("devices"))
-        self._shape = (union.size * piece[0], piece[1])
-        self._idle = [
-            jax.device_put(np.zeros(piece, dtype), device)
-            for device in self.destination.devices.flat
-            if device.process_index == here
-        ]
-        self._receivers = {d for d in self.destination.devices.flat if d.process_index == here}
+        sharding = cached_sharding(union, PartitionSpec("devices"))
+        shape = (union.size * piece[0], piece[1])
+        own = self.destination.local_devices
+        self._idle = [jax.device_put(np.zeros(piece, dtype), device) for device in own]
+        # A process's shards lie in the order of the union: attention's first.
+        to_ffn = self.direction == "dispatch"
+        sent = len(self.source.local_devices)
+        self._received = slice(sent, None) if to_ffn else slice(0, len(own))
+        self._shards, assemble = fast_shards()
+        self._unite = assemble(shape, dtype, sharding)
+        self._assemble = assemble(self.received_shape, dtype, self.destination_sharding)
         body = functools.partial(_permute, self.direction, self.route)
         spec = PartitionSpec("devices")
         program = jax.jit(
             jax.shard_map(body, mesh=union, in_specs=spec, out_specs=spec, check_vma=False)
         )
-        argument = jax.ShapeDtypeStruct(self._shape, dtype, sharding=self._sharding)
-        inputs = 1 if self.direction == "dispatch" else self.route.slots
+        argument = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        inputs = 1 if to_ffn else self.route.slots
         self._program = program.lower(*[argument] * inputs).compile()
 
     def copier(self) -> Callable[[Arrays], Arrays]:
         return self._exchange
 
     def _exchange(self, arrays: Arrays) -> Arrays:
-        united = [self._unite(array) for array in arrays]
-        return [
-            jax.make_array_from_single_device_arrays(
-                self.received_shape,
-                self.destination_sharding,
-                [s.data for s in array.addressable_shards if s.device in self._receivers],
-                dtype=self.dtype,
-            )
-            for array in self._program(*united)
-        ]
+        shards, received = self._shards, self._received
+        united = [self._unite(self._parts(shards(array))) for array in arrays]
+        return [self._assemble(shards(array)[received]) for array in self._program(*united)]
 
-    def _unite(self, array: jax.Array) -> jax.Array:
-        """Extends an array over both meshes: the source's pieces, and room for the others."""
-        pieces = [shard.data for shard in array.addressable_shards]
-        parts = pieces + self._idle if self.direction == "dispatch" else self._idle + pieces
-        return jax.make_array_from_single_device_arrays(
-            self._shape, self._sharding, parts, dtype=self.dtype
-        )
+    def _parts(self, pieces: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Adds room for what arrives to the pieces of a message."""
+        to_ffn = self.direction == "dispatch"
+        return [*pieces, *self._idle] if to_ffn else [*self._idle, *pieces]
 
 
 def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -25,7 +25,7 @@ class RuntimeLink:
     """Both directions, for every kind of layer and size of a step.
 
     Args:
-      transport: a key of `TRANSPORTS`.
+      transport: a key of `TRANSPORTS`, or `auto`.
 
     Attributes:
       attention, ffn: the two ends.
@@ -39,7 +39,7 @@ class RuntimeLink:
         ffn: Mesh,
         token_sizes: Sequence[int],
     ):
-        cls = TRANSPORTS[transport]
+        cls = TRANSPORTS.get(transport) or _default(attention, ffn)
         route, answer = contract.route(ffn.size), answer_format(contract)
         dispatch: dict[tuple[FFNKind, int], Transport] = {}
         combine: dict[int, Transport] = {}
@@ -58,6 +58,15 @@ class RuntimeLink:
         """What is on the way is lost."""
         for transport in self._transports:
             transport.clear()
+
+
+def _default(attention: Mesh, ffn: Mesh) -> type[Transport]:
+    """The transport of `link.transport: auto`."""
+    devices = [*attention.devices.flat, *ffn.devices.flat]
+    between_hosts = len({device.process_index for device in devices}) > 1
+    return TRANSPORTS[
+        "ppermute" if between_hosts and devices[0].platform == "tpu" else "device_put"
+    ]
 
 
 class _End:

@@ -1,6 +1,6 @@
 """Comparison of the all-to-all exchange with the gather, on random rows of one narrow layer.
 
-Run before a deployment with `ffn.exchange: alltoall` serves from GPUs (`commands/exchange_test.py`)
+Run before a deployment with `ffn.exchange: alltoall` serves from GPUs (`commands/self_tests.py`)
 and by `jaxserve preflight`.
 """
 
@@ -98,7 +98,7 @@ def narrow(
     deployment: Deployment, config: ModelConfig, names: CheckpointNames
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The layer with narrow experts, which are quickly made at random."""
-    tp = deployment.attention.tp if deployment.mode == "colocated" else deployment.ffn.tp
+    tp = (deployment.ffn if deployment.topology.has("ffn") else deployment.attention).tp
     width = min(config.expert_d_ff, WIDTH * tp)
     shared = config.shared_d_ff // config.expert_d_ff * width or min(config.shared_d_ff, width)
     return msgspec.structs.replace(config, expert_d_ff=width, shared_d_ff=shared), names
@@ -106,7 +106,7 @@ def narrow(
 
 def meshes_of(deployment: Deployment) -> _Meshes:
     """The meshes of the deployment's devices; colocated, one for both roles."""
-    if deployment.mode == "colocated":
+    if not deployment.topology.has("ffn"):
         mesh = Submeshes(deployment).attention
         ffn = Mesh(mesh.devices, FFN_AXES)
         return _Meshes(mesh, ffn, ffn_rules(ffn))

@@ -45,6 +45,7 @@ STEPS = 3
 MESSAGES = 16
 """Messages in flight at a time where bandwidth is measured."""
 SPAN_SECONDS = 60.0
+SLOW = 2
 
 
 def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
@@ -110,6 +111,23 @@ def links(deployment: Deployment, options: argparse.Namespace) -> Found:
     if wrong:
         raise Failed("\n".join(wrong), details)
     return "; ".join(lines), details
+
+
+def transport(deployment: Deployment, options: argparse.Namespace) -> Found:
+    """Compares the time of `device_put` with that of `ppermute`, which hosts of TPUs can rely on.
+
+    Raises:
+      Failed: `device_put` fails or is far slower.
+    """
+    if jax.process_count() == 1:
+        raise Skipped("one host")
+    text, details = links(deployment, options)
+    slow, usual = (details[name][0]["round_trip"] for name in ("device_put", "ppermute"))
+    if slow > SLOW * usual:
+        raise Failed(
+            f"device_put takes more than {SLOW} times as long as ppermute: {text}", details
+        )
+    return text, details
 
 
 def _link(
@@ -408,6 +426,7 @@ PARTS: Mapping[str, Callable[[Deployment, argparse.Namespace], Found]] = {
     "memory": memory,
     "links": links,
     "exchange": exchange,
+    "transport": transport,
     "layer": layer,
     "steps": steps,
     "attention-steps": attention_steps,

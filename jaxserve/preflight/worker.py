@@ -1,6 +1,6 @@
 """One check on devices, in a process of its own: `python -m jaxserve.preflight.worker CHECK …`.
 
-Started by `children.py` and `commands/exchange_test.py` with the options of `serve`, on every
+Started by `children.py` and `commands/self_tests.py` with the options of `serve`, on every
 process of a deployment at once. Joins the deployment as `serve` does, and writes the outcome to the
 file of `--result`. Exit code 0: no process of the deployment has failed the check.
 """
