@@ -1,5 +1,6 @@
 """The lock is complete: an exact version and hashes of everything that pyproject.toml asks for."""
 
+import importlib.metadata
 import re
 import runpy
 import tomllib
@@ -58,6 +59,21 @@ def test_a_package_has_one_version_where_it_is_installed() -> None:
     for name in ASKED:
         names = [canonicalize_name(pin.name) for pin in pins(name)]
         assert len(names) == len(set(names)), name
+
+
+def test_programs_for_tpus_are_compiled_here_by_the_compiler_of_the_pod() -> None:
+    """The tests' libtpu is the one that `jax[tpu]` asks for, in the lock and where it is installed."""
+    asked = map(Requirement, importlib.metadata.requires("jax") or ())
+    (libtpu,) = (each.specifier for each in asked if each.name == "libtpu")
+    tests, pod = (
+        next(str(pin) for pin in pins(name) if pin.name == "libtpu") for name in ("test", "tpu")
+    )
+    assert tests == pod
+    try:
+        installed = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("libtpu is not installed here")
+    assert installed in libtpu, f"libtpu {installed}, jax[tpu] wants {libtpu}: run `make prepare`"
 
 
 def test_hashes_are_of_wheels_for_supported_platforms() -> None:
