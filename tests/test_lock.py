@@ -62,7 +62,7 @@ def test_a_package_has_one_version_where_it_is_installed() -> None:
 
 
 def test_programs_for_tpus_are_compiled_here_by_the_compiler_of_the_pod() -> None:
-    """The tests' libtpu is the one that `jax[tpu]` asks for, in the lock and where it is installed."""
+    """The tests' libtpu is the one of `jax[tpu]`, in the lock and where it is installed."""
     asked = map(Requirement, importlib.metadata.requires("jax") or ())
     (libtpu,) = (each.specifier for each in asked if each.name == "libtpu")
     tests, pod = (

@@ -7,6 +7,7 @@ the planner that imports JAX.
 
 import concurrent.futures
 import functools
+import math
 import os
 import re
 import time
@@ -153,7 +154,7 @@ def topology(name: str) -> Topology:
         found = topologies.get_topology_desc(wanted, platform="tpu")
     except Exception as error:  # libtpu has several kinds of its own
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        hint = "; libtpu is missing: pip install libtpu" if "libtpu" in said else ""
+        hint = "; libtpu is missing: pip install 'jax[tpu]'" if "libtpu" in said else ""
         raise ConfigError(f"--topology {name!r}: {said}{hint}; {form}") from None
     return Topology(name, tuple(found.devices))
 
@@ -276,8 +277,9 @@ def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
 
 
 def _logits(config: ModelConfig, shape: tuple[int, ...]) -> bool:
-    """Whether an array is logits of some rows; the head's matrix is [width, vocabulary]."""
-    return len(shape) == 2 and shape[1] == config.vocab and shape[0] != config.d_model
+    """True for logits of some rows, also transposed or as the parts that devices gathered; the
+    head's matrix and the embeddings have the model's width, too."""
+    return config.d_model not in shape and math.prod(shape) % config.vocab == 0
 
 
 def _compile(

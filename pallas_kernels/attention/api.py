@@ -67,8 +67,9 @@ def write_rows(
       rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
       implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
-        these keep the tokens of a page last, and scatters scales as they lie in memory, without
-        moving the pool. There is no kernel.
+        these keep the tokens of a page last, scatters scales as they lie in memory, and has a
+        kernel for wide pages in 8 bits: none of these moves the pool. "kernel" is refused, since
+        all other pages have none.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.
@@ -87,20 +88,23 @@ def write_rows(
     check_implementation(implementation)
     if implementation == "kernel":
         raise NotImplementedError("write_rows: there is no kernel; XLA writes rows in place")
-    on_tpu = implementation == "auto" and current_target().backend == "mosaic_tpu"
+    target = current_target()
+    on_tpu = implementation == "auto" and target.backend == "mosaic_tpu"
 
     def compute(
         pages: tuple[Array, ...], rows: tuple[Array, ...], where: tuple[Array, Array, Array]
     ) -> tuple[Array, ...]:
         if not on_tpu:
             return reference.write_rows(pages, rows, *where)
-        from pallas_kernels.attention import write_tpu
+        from pallas_kernels.attention import write_tpu, write_tpu_kernel
 
         def write(array: Array, new: Array) -> Array:
             if write_tpu.is_swapped(array):
                 return write_tpu.write_rows(array, new, *where)
             if write_tpu.is_scattered_in_tiles(array):
                 return write_tpu.write_scales(array, new, *where)
+            if write_tpu_kernel.is_written_by_tiles(array):
+                return write_tpu_kernel.write_rows(array, new, *where, interpret=target.interpret)
             return reference.write_rows((array,), (new,), *where)[0]
 
         return tuple(write(array, new) for array, new in zip(pages, rows, strict=True))

@@ -39,7 +39,7 @@ def write_rows(
     Of several tokens at one position any one is written.
     """
     pool, _, page_size, _ = pages.shape
-    page, exists = _page(pool, page_size, page_table, sequence_of_token, position)
+    page, exists = find_page(pool, page_size, page_table, sequence_of_token, position)
     # A run of tokens in one page is what a run of tokens of one sequence is elsewhere.
     items = work_items(page, jnp.where(exists, position, -1), sequences=pool, largest=page_size)
     new = rows.view(pages.dtype) if rows.dtype != pages.dtype else rows
@@ -75,7 +75,7 @@ def write_scales(
     into pages has 88 (v7x) or 355 (v6e).
     """
     pool, heads, page_size = scales.shape
-    page, exists = _page(pool, page_size, page_table, sequence_of_token, position)
+    page, exists = find_page(pool, page_size, page_table, sequence_of_token, position)
     units = page_size // LANES
     rows = pool * units * heads
     tile = math.gcd(rows, SUBLANES)
@@ -90,7 +90,7 @@ def write_scales(
     return with_layout_constraint(by_heads, Layout((0, 2, 1, 3))).reshape(scales.shape)
 
 
-def _page(
+def find_page(
     pool: int, page_size: int, page_table: Array, sequence_of_token: Array, position: Array
 ) -> tuple[Int32[Array, " tokens"], Bool[Array, " tokens"]]:
     """The page of every token, and whether there is one."""

@@ -9,7 +9,7 @@ from jax._src import callback as callbacks
 
 def _argument(value: Any) -> Any:
     """A copy: XLA may use the memory again once the callback has returned."""
-    return np.array(value) if value.ndim or value.dtype.kind not in "iub" else value.item()
+    return np.array(value) if value.ndim or value.dtype.kind not in "iub" else np.asarray(value)[()]
 
 
 def _call(*arguments: Any, callback: Any, result_avals: Any, **_: Any) -> list[np.ndarray]:

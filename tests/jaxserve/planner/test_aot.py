@@ -1,4 +1,4 @@
-"""Deployments compiled for TPU slices that are not there: Qwen3, and nightly the whole Step-3.
+"""Deployments compiled for TPU slices that are not there: Qwen3, and nightly every shipped file.
 
 Each runs in its own process: libtpu looks at the environment once, and JAX's settings stay.
 """
@@ -11,16 +11,24 @@ import sys
 
 import pytest
 
+from jaxserve.config.load import load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.launch.machines import tpu_slice
+from jaxserve.planner.hardware import load_hardware
+
 pytestmark = [
     pytest.mark.tpu_aot,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu"),
 ]
 
 
-def compile_for(*arguments: str, timeout: float = 550) -> tuple[int, dict, str]:
+def compile_for(
+    *arguments: str, timeout: float = 550, as_on_the_pod: bool = False
+) -> tuple[int, dict, str]:
     """Exit code, what --json printed, and the errors of `plan compile`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    environment["JAX_OPTIMIZATION_LEVEL"] = "O0"  # Two thirds of the time, for slower programs.
+    if not as_on_the_pod:
+        environment["JAX_OPTIMIZATION_LEVEL"] = "O0"  # Two thirds of the time, for slower programs.
     done = subprocess.run(
         [sys.executable, "-m", "jaxserve.plan", "compile", "--json", *arguments],
         env=environment,
@@ -31,44 +39,67 @@ def compile_for(*arguments: str, timeout: float = 550) -> tuple[int, dict, str]:
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("topology", "config", "bucket", "devices", "layers", "gigabytes"),
-    [
-        ("v6e:2x4", "qwen3-30b-a3b", "32x64", 4, 48, (3.08, 58.0)),
-        *(
-            pytest.param(*given, 61, (14.07, 304.8), marks=pytest.mark.nightly)
-            for given in [
-                ("v6e:8x8", "step3-v6e", "32x32", 32),
-                ("v7x:2x2x4", "step3-v7x", "128x32", 16),
-            ]
-        ),
-    ],
-)
-def test_a_decode_bucket(topology, config, bucket, devices, layers, gigabytes):
-    """Attention's weights are on every device, those of the FFN are divided."""
-    config = f"configs/{config}.yaml"
+def slice_of(path, name: str) -> str:
+    """The topology that `launch` asks for to run a deployment on this hardware."""
+    chips = load_deployment(path).devices // load_hardware(name).jax_devices
+    return f"{name}:{tpu_slice(name, chips).topology}"
+
+
+def files_for_tpus() -> dict[str, str]:
+    """Shipped files whose attention role is on TPUs, with their hardware."""
+    named = {path: load_deployment(path).attention.hardware for path in CONFIGS.glob("*.yaml")}
+    known = {name for name in named.values() if name and load_hardware(name).platform == "tpu"}
+    return {path.name: name for path, name in sorted(named.items()) if name in known}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("file", files_for_tpus())
+def test_every_shipped_file_for_tpus(file):
+    """All programs of all buckets compile, fit into the memory, and copy no weights or pages."""
+    path, deployment = CONFIGS / file, load_deployment(CONFIGS / file)
+    topology = slice_of(path, files_for_tpus()[file])
     code, found, errors = compile_for(
-        "--config", config, "--topology", topology, "--bucket", bucket
+        *("--config", str(path), "--topology", topology), timeout=7000, as_on_the_pod=True
     )
     assert code == 0, errors
     assert found["failures"] == []
-    kinds = ("dense", "moe") if layers == 61 else ("moe",)
-    enter, *_ = kinds
-    stages = [f"{stage}_{kind}" for stage in ("attend", "ffn") for kind in kinds]
-    sampling = ["choose", "score", "logprobs"]
-    names = [program["name"] for program in found["programs"]]
-    assert sorted(names) == sorted([*sampling, f"enter_{enter}", *stages, "leave"])
-    count = {program["name"]: program["layers"] for program in found["programs"]}
-    assert sum(count[f"attend_{kind}"] for kind in kinds) + 1 == layers
-    assert sum(count[f"ffn_{kind}"] for kind in kinds) == layers
+    programs = found["programs"]
+    assert [one["name"] for one in programs if one["copied"]] == []
+    # Decode steps, in which no lane has more tokens than slots, and prefill chunks.
+    whole = {"step"} if deployment.mode == "colocated" else {"enter", "attend", "ffn", "leave"}
+    decode, *_, chunk = sorted(
+        {one["bucket"]["tokens"] for one in programs if one["name"] == "choose"}
+    )
+    assert decode <= deployment.scheduler.slots < chunk
+    for tokens in (decode, chunk):
+        names = {one["name"] for one in programs if one["bucket"]["tokens"] == tokens}
+        assert whole <= {name.partition("_")[0] for name in names}
+
+
+def test_shipped_files_for_tpus_are_found():
+    found = files_for_tpus()
+    assert found.items() >= {"step3-v6e.yaml": "v6e", "qwen3-32b.yaml": "v6e"}.items()
+    assert slice_of(CONFIGS / "step3-v7x.yaml", found["step3-v7x.yaml"]) == "v7x:2x2x4"
+
+
+def test_a_decode_bucket():
+    """Attention's weights are on every device, those of the FFN are divided."""
+    config = ("--config", "configs/qwen3-30b-a3b.yaml", "--topology", "v6e:2x4")
+    code, found, errors = compile_for(*config, "--bucket", "32x64")
+    assert code == 0, errors
+    assert found["failures"] == []
+    layers = {program["name"]: program["layers"] for program in found["programs"]}
+    once = dict.fromkeys(["choose", "score", "logprobs", "enter_moe", "leave"], 1)
+    assert layers == once | {"attend_moe": 47, "ffn_moe": 48}
     for program in found["programs"]:
         assert program["copied"] == 0, program["name"]
         crosses = program["name"].startswith("ffn")
         assert bool(program["collectives"].get("all-gather")) >= crosses
     attention, ffn = found["memory"]
-    assert (attention["role"], attention["devices"]) == ("attention", devices)
-    assert attention["weights"] / 1e9 == pytest.approx(gigabytes[0], rel=0.01)
-    assert ffn["weights"] * devices / 1e9 == pytest.approx(gigabytes[1], rel=0.01)
+    assert (attention["role"], attention["devices"]) == ("attention", 4)
+    assert attention["weights"] / 1e9 == pytest.approx(3.08, rel=0.01)
+    assert ffn["weights"] * 4 / 1e9 == pytest.approx(58.0, rel=0.01)
 
 
 def test_a_slice_that_is_too_small():
