@@ -18,7 +18,7 @@ from jaxserve.config.command_line import add_deployment_arguments, read_deployme
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
-from jaxserve.launch.checked import refuse_unfit, sized
+from jaxserve.launch.checked import refuse_unfit, sized, with_host_memory
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
     Workload,
@@ -54,6 +54,7 @@ TARGETS = {
     "docker": Target(docker.render, "image and Compose file of one host", processes_of=one_process),
     "gke-jobset": Target(jobset.render, "JobSet on TPU slices of GKE", platform="tpu"),
     "gke-lws": Target(kubernetes.render, "LeaderWorkerSets on TPU slices of GKE", platform="tpu"),
+    "image": Target(docker.render_image, "the image of any deployment"),
     "kubernetes": Target(kubernetes.render, "LeaderWorkerSets on any Kubernetes"),
     "slurm": Target(
         slurm.render, "a batch script, a process a GPU", False, "gpu", processes_on_devices
@@ -123,6 +124,40 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--leader", default="", metavar="HOST", help="host of process 0, for systemd on several"
     )
+    add = made.add_argument
+    add("--spares", type=int, default=0, metavar="NODES", help="Slurm: nodes that stand by (0)")
+    add("--time", default=Options().time, help="Slurm: limit of the job (%(default)s)")
+    kubernetes_only = made.add_argument_group("Kubernetes")
+    add = kubernetes_only.add_argument
+    add("--namespace", default="", metavar="NAME", help="of all objects")
+    add("--service-account", default="", metavar="NAME", help="that pods run as")
+    add("--image-pull-secret", action="append", default=[], metavar="NAME", help="repeatable")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable; repeatable")
+    add("--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="repeatable")
+    add(
+        "--pod-annotation",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of pods with accelerators, as networking.gke.io/interfaces=…; repeatable",
+    )
+    add(
+        "--rdma",
+        default="",
+        metavar="RESOURCE=NUMBER",
+        help="network cards of a pod with GPUs, as rdma/hca=1; needs root for IPC_LOCK",
+    )
+    add(
+        "--privileged",
+        action="store_true",
+        help="containers with accelerators are privileged and may lock all memory",
+    )
+    add(
+        "--cache-bucket",
+        default="",
+        metavar="URL",
+        help="gs:// or s3:// folder for compiled programs, which survives restarts",
+    )
     made.add_argument(
         "--without-keys", action="store_true", help="clients need no API key (--insecure-bind)"
     )
@@ -137,9 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.config is None and options.model is None:
         made.error("one of the arguments --config --model is required")
     try:
-        made = rendering_of(options, given)
-        files = TARGETS[options.target].render(made)
-        if warning := refuse_unfit(made.deployment, options.hardware):
+        rendering = rendering_of(options, given)
+        files = TARGETS[options.target].render(rendering)
+        if warning := refuse_unfit(rendering.deployment, options.hardware):
             print(f"jaxserve: {warning}", file=sys.stderr)
         if options.write is not None:
             options.write.mkdir(parents=True, exist_ok=True)
@@ -199,8 +234,18 @@ def _check_names(options: argparse.Namespace) -> None:
             f"--base-image {options.base_image!r}: needs its digest, NAME@sha256: and 64 of 0-9, "
             "a-f, since a tag may come to name another image"
         )
-    if options.base_image and options.target != "docker":
-        raise ConfigError(f"--base-image {options.base_image}: only --target docker makes an image")
+    if options.base_image and options.target not in ("docker", "image"):
+        raise ConfigError(
+            f"--base-image {options.base_image}: only --target docker and image make an image"
+        )
+    if options.cache_bucket and not is_url(options.cache_bucket):
+        raise ConfigError(f"--cache-bucket {options.cache_bucket!r}: expected gs:// or s3://")
+    if options.cache_bucket and options.cache_claim:
+        raise ConfigError("--cache-bucket and --cache-claim: one place for compiled programs")
+    if options.namespace and not re.fullmatch(NAME, options.namespace):
+        raise ConfigError(f"--namespace {options.namespace!r}: is no name of a namespace")
+    if options.spares < 0:
+        raise ConfigError(f"--spares {options.spares}: expected 0 or more")
     if options.models_bucket and not re.fullmatch(BUCKET, options.models_bucket):
         raise ConfigError(
             f"--models-bucket {options.models_bucket!r}: is a bucket's name alone, of a-z, 0-9, -, "
@@ -247,6 +292,7 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         raise ConfigError(
             f"server.http_port = {deployment.server.http_port}: probes need a port of HTTP"
         )
+    pods = options.target in ("gke-jobset", "gke-lws", "kubernetes")
     model = options.model_path
     if target.contained and not model:
         away = is_url(deployment.model)
@@ -257,7 +303,7 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         )
     return Rendering(
         deployment,
-        works,
+        [with_host_memory(work, deployment) for work in works] if pods else works,
         Options(
             name=options.name,
             image=options.image,
@@ -269,9 +315,30 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
             python=options.python,
             leader=options.leader,
             keys=not options.without_keys,
+            cache_bucket=options.cache_bucket,
+            namespace=options.namespace,
+            service_account=options.service_account,
+            pull_secrets=tuple(options.image_pull_secret),
+            environment=_pairs("--env", options.env),
+            node_selector=_pairs("--node-selector", options.node_selector),
+            annotations=_pairs("--pod-annotation", options.pod_annotation),
+            rdma=next(
+                iter(_pairs("--rdma", [options.rdma] if options.rdma else []).items()), ("", "")
+            ),
+            privileged=options.privileged,
+            spares=options.spares,
+            time=options.time,
         ),
         _command(given),
     )
+
+
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Returns NAME=VALUE arguments as a dictionary."""
+    for text in given:
+        if not re.fullmatch("[^=]+=.*", text, re.DOTALL):
+            raise ConfigError(f"{option} {text!r}: expected NAME=VALUE")
+    return dict(text.split("=", 1) for text in given)
 
 
 def _command(given: Sequence[str]) -> str:

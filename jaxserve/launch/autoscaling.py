@@ -3,7 +3,6 @@
 from jaxserve.launch import pods
 from jaxserve.launch.options import Rendering
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import to_yaml
 
 MOST = 8
 """Times the workers that the deployment has."""
@@ -27,11 +26,11 @@ def render(rendering: Rendering) -> str:
         trees.append(_prefill(name, works["prefill"].workers))
     name = pods.name_of(rendering.options, works["domain"])
     trees.append(_domains(name, works["domain"].workers))
-    return f"# {rendering.command}\n{HEAD}{to_yaml(*trees)}"
+    return f"# {rendering.command}\n{HEAD}{pods.yaml_of(rendering.options, trees)}"
 
 
 def _prefill(name: str, workers: int) -> Tree:
-    """By the prompts that are not computed yet, a prefill worker."""
+    """Scales prefill workers by the prompts that wait or run in each."""
     waiting = 'jaxserve:worker_requests{role="prefill", state=~"running|waiting"}'
     return {
         "apiVersion": "keda.sh/v1alpha1",
@@ -57,8 +56,8 @@ def _prefill(name: str, workers: int) -> Tree:
 
 
 def _domains(name: str, workers: int) -> Tree:
-    """By the share of the KV cache that is used. Requests of a domain that goes are computed anew
-    elsewhere, so one at a time."""
+    """Scales domains by the used share of the KV cache, one at a time: other domains compute the
+    requests of one that goes anew."""
     slowly = {
         "stabilizationWindowSeconds": 600,
         "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}],

@@ -5,6 +5,7 @@ Called by `__main__.py`. A deployment is refused with the reasons of `serve --ch
 
 import contextlib
 import io
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,10 @@ from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.fleet.sizing import on_named_hardware
+from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.mesh import Role
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
+from jaxserve.roles.capacity import GB, role_bytes
 from jaxserve.storage.bucket import is_url
 
 ROLES: tuple[Role, ...] = ("attention", "ffn")
@@ -136,12 +138,26 @@ def assumed_on(deployment: Deployment, hardware: str) -> Deployment:
     return msgspec.structs.replace(deployment, **made)
 
 
-def held_bytes(deployment: Deployment, role: str) -> list[RoleBytes]:
-    """Returns what the devices of a workload hold, by the arithmetic of `serve --check`.
+BASE_GIB, PROCESS_GIB, ROUTER_GIB = 8, 6, 8
+"""Memory of a pod beside its arrays, of each process (compiling) and of a router. Guesses."""
+LOADING = 0.1
+"""Part of a pod's weights that its host holds while it loads them. A guess."""
 
-    Args:
-      role: the workload's role, as `deployment_of` takes it.
+
+def with_host_memory(work: Workload, deployment: Deployment) -> Workload:
+    """Returns a workload with its pods' host memory, by the arithmetic of `serve --check`.
+
+    Simulated devices hold their arrays in the host's memory.
     """
-    own = deployment_of(deployment, "prefill") if role == "prefill" else deployment
-    config = model_of(own)
-    return [] if config is None else list(role_bytes(config, own))
+    if not work.devices:
+        return work._replace(host_gib=ROUTER_GIB)
+    own = deployment_of(deployment, work.role)
+    processes = (len(host_processes(deployment, work)) and work.devices) or 1
+    size = BASE_GIB + PROCESS_GIB * processes
+    if (config := model_of(own)) is not None:
+        with contextlib.suppress(ConfigError):  # the check says why
+            parts = role_bytes(config, own)
+            held = max(part.total if work.hardware is None else part.weights for part in parts)
+            part = 1 if work.hardware is None else LOADING
+            size += math.ceil(part * held * work.devices / 2**30)
+    return work._replace(host_gib=size)

@@ -1,7 +1,7 @@
 """Cloud TPU: a script that rents slices, installs, starts and ends one runtime on all their hosts.
 
-Called by `__main__.py`. The hosts run a systemd unit; who they are they read from the slice's
-metadata (`--distributed`).
+Called by `__main__.py`. The hosts run a systemd unit and read their number from the slice
+(`--distributed`).
 """
 
 import shlex
@@ -15,6 +15,8 @@ from jaxserve.launch.packages import lock_names, lock_text
 from jaxserve.launch.settings import Places, deployment_text, placed
 from jaxserve.storage.bucket import is_url
 
+UV, PYTHON = "0.9.11", "3.12"
+"""Versions of the installer of Python and of Python itself."""
 SCRIPT = """\
 #!/usr/bin/env bash
 # {command}
@@ -57,9 +59,14 @@ case "${{1:-}}" in
     echo "JAXSERVE_CLUSTER_TOKEN=$(openssl rand -hex 16)" > "$name.env"
     copy "${{WHEEL:?the wheel of jaxserve}}" deployment.yaml "$name.env" "$name.service"{files} \\
       serve.txt tpu.txt
-    everywhere "sudo python3 -m venv /opt/jaxserve &&
-      sudo /opt/jaxserve/bin/pip install --quiet --require-hashes --requirement tpu.txt &&
-      sudo /opt/jaxserve/bin/pip install --quiet --no-deps \\"$(basename "$WHEEL")\\" &&
+    # The images of TPU VMs have Python 3.10. uv brings 3.12, where all users can read it.
+    everywhere "python3 -m venv uv && uv/bin/pip install --quiet uv=={uv} &&
+      sudo env UV_PYTHON_INSTALL_DIR=/opt/python uv/bin/uv venv --quiet --clear \\
+        --managed-python --python {python} /opt/jaxserve &&
+      sudo uv/bin/uv pip install --quiet --python /opt/jaxserve/bin/python --require-hashes \\
+        --requirement tpu.txt &&
+      sudo uv/bin/uv pip install --quiet --python /opt/jaxserve/bin/python --no-deps \\
+        \\"$(basename "$WHEEL")\\" &&
       sudo install -D -m 0644 deployment.yaml /etc/$name/deployment.yaml &&
       sudo install -m 0600 $name.env /etc/$name/ &&{installs}
       sudo install -m 0644 $name.service /etc/systemd/system/ && rm $name.env &&
@@ -78,10 +85,10 @@ esac
 
 
 def render(rendering: Rendering) -> dict[str, str]:
-    """The files by name.
+    """Returns the files by name.
 
     Raises:
-      ConfigError: it is no single runtime, or such TPUs are rented on GKE alone.
+      ConfigError: the deployment has several runtimes, or such TPUs are rented on GKE alone.
     """
     if len(rendering.works) > 1:
         kinds = ", ".join(work.kind for work in rendering.works)
@@ -111,6 +118,8 @@ def render(rendering: Rendering) -> dict[str, str]:
         nodes=" ".join(map(shlex.quote, nodes)),
         type=work.tpu.accelerator_type,
         version=work.tpu.kind.software,
+        uv=UV,
+        python=PYTHON,
         count=count,
         files="".join(f" {shlex.quote(str(path))}" for path in files.values()),
         installs="".join(

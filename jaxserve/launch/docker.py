@@ -1,7 +1,8 @@
 """Containers: the image (`Dockerfile`), its packages (`sbom.cdx.json`), and a deployment on one
 host (`compose.yaml`).
 
-Called by `__main__.py`. A Dockerfile has no structure to write it from: it is text.
+Called by `__main__.py`. A Dockerfile is text. Any deployment has an image; only one that fits on a
+host has a Compose file.
 """
 
 from typing import Any
@@ -79,37 +80,18 @@ SPARE_SECONDS = 25
 """For a process to end after its drain."""
 
 
-def render(rendering: Rendering) -> dict[str, str]:
-    """The files by name.
+def render_image(rendering: Rendering) -> dict[str, str]:
+    """Returns the files of the image of any deployment.
 
     Raises:
-      ConfigError: the deployment does not fit on one host.
+      ConfigError: its roles run on different platforms, which take different packages.
     """
-    options, works = rendering.options, rendering.works
-    fixed = [work for work in works if work.hardware is not None]
-    extras = {"tpu" if work.tpu else "cuda" for work in fixed}
-    devices = sum(work.workers * work.accelerators for work in fixed)
-    if fixed:
-        kind = fixed[0].hardware
-        assert kind is not None
-        if len({work.hardware_name for work in fixed}) > 1:
-            raise ConfigError("--target docker: one host has one kind of hardware")
-        host = kind.devices_per_host // kind.jax_devices
-        if devices > host:
-            raise ConfigError(
-                f"--target docker: starts one host; the deployment takes {devices} of "
-                f"{fixed[0].hardware_name}, a host has {host}"
-            )
-    if extras == {"tpu"} and sum(work.workers for work in fixed) > 1:
-        raise ConfigError("--target docker: one process of a host has its TPUs")
-    names = {work.kind: _services(work) for work in works}
-    addresses: dict[str, Any] = {
-        key: [f"{name}:{work.port}" for work in works if work.kind == kind for name in names[kind]]
-        for key, kind in (("prefill", "prefill"), ("domains", "domain"), ("ffn", "ffn"))
-    }
-    files = files_of(rendering.deployment, options)
-    places = Places(model=options.model, host="0.0.0.0", files=files, **addresses)
-    deployment = placed(rendering.deployment, places)
+    options = rendering.options
+    extras = _extras(rendering.works)
+    if len(extras) > 1:
+        raise ConfigError(
+            "--target image: roles on TPUs and on GPUs take an image each; say --hardware"
+        )
     extra = next(iter(extras), "cpu")
     return {
         "Dockerfile": DOCKERFILE.format(
@@ -124,6 +106,45 @@ def render(rendering: Rendering) -> dict[str, str]:
         ),
         "Dockerfile.dockerignore": IGNORED,
         "sbom.cdx.json": sbom(extra, options.base_image),
+    }
+
+
+def _extras(works: list[Workload]) -> set[str]:
+    return {"tpu" if work.tpu else "cuda" for work in works if work.hardware is not None}
+
+
+def render(rendering: Rendering) -> dict[str, str]:
+    """Returns the files by name.
+
+    Raises:
+      ConfigError: the deployment does not fit on one host.
+    """
+    options, works = rendering.options, rendering.works
+    fixed = [work for work in works if work.hardware is not None]
+    devices = sum(work.workers * work.accelerators for work in fixed)
+    if fixed:
+        kind = fixed[0].hardware
+        assert kind is not None
+        if len({work.hardware_name for work in fixed}) > 1:
+            raise ConfigError("--target docker: one host has one kind of hardware")
+        host = kind.devices_per_host // kind.jax_devices
+        if devices > host:
+            raise ConfigError(
+                f"--target docker: starts one host; the deployment takes {devices} of "
+                f"{fixed[0].hardware_name}, a host has {host}; its image is --target image"
+            )
+    if _extras(works) == {"tpu"} and sum(work.workers for work in fixed) > 1:
+        raise ConfigError("--target docker: one process of a host has its TPUs")
+    names = {work.kind: _services(work) for work in works}
+    addresses: dict[str, Any] = {
+        key: [f"{name}:{work.port}" for work in works if work.kind == kind for name in names[kind]]
+        for key, kind in (("prefill", "prefill"), ("domains", "domain"), ("ffn", "ffn"))
+    }
+    files = files_of(rendering.deployment, options)
+    places = Places(model=options.model, host="0.0.0.0", files=files, **addresses)
+    deployment = placed(rendering.deployment, places)
+    return {
+        **render_image(rendering),
         "compose.yaml": _head(rendering) + to_yaml(_compose(deployment, works, options)),
         "deployment.yaml": deployment_text(deployment),
     }

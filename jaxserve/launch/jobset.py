@@ -9,11 +9,22 @@ from jaxserve.launch import pods
 from jaxserve.launch.kubernetes import head
 from jaxserve.launch.options import Rendering
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import placed, to_yaml
+from jaxserve.launch.settings import placed
 
 RESTARTS = 1000
 """Restarts of all Jobs before Kubernetes gives the JobSet up."""
 JOBSET = "jobset.sigs.k8s.io"
+WRONG: Tree = {
+    "action": "FailJob",
+    "onExitCodes": {"containerName": "jaxserve", "operator": "In", "values": [2]},
+}
+WRONG_JOB: Tree = {
+    "name": "wrongconfiguration",
+    "action": "FailJobSet",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
+"""A process whose configuration is wrong ends with 2. The Job fails with the reason
+`PodFailurePolicy`, for which the JobSet ends instead of starting again."""
 
 
 def render(rendering: Rendering) -> dict[str, str]:
@@ -54,7 +65,10 @@ def render(rendering: Rendering) -> dict[str, str]:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            "failurePolicy": {"maxRestarts": RESTARTS},
+            "failurePolicy": {
+                "maxRestarts": RESTARTS,
+                "rules": [WRONG_JOB],
+            },
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [
                 {
@@ -66,6 +80,7 @@ def render(rendering: Rendering) -> dict[str, str]:
                             "completions": hosts,
                             "completionMode": "Indexed",
                             "backoffLimit": 0,
+                            "podFailurePolicy": {"rules": [WRONG]},
                             "template": template,
                         }
                     },
@@ -85,4 +100,4 @@ def render(rendering: Rendering) -> dict[str, str]:
         pods.network_policy(deployment, options),
         pods.pod_monitor(deployment, options, first),
     ]
-    return {"jobset.yaml": f"{head(rendering, deployment)}{to_yaml(*trees)}"}
+    return {"jobset.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"}

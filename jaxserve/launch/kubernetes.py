@@ -9,7 +9,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.launch import autoscaling, pods
 from jaxserve.launch.options import Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import placed, to_yaml
+from jaxserve.launch.settings import placed
 from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
 
 LWS = "leaderworkerset.sigs.k8s.io"
@@ -40,7 +40,7 @@ def render(rendering: Rendering) -> dict[str, str]:
         pods.network_policy(deployment, options),
         pods.pod_monitor(deployment, options, selector),
     ]
-    files = {"kubernetes.yaml": f"{head(rendering, deployment)}{to_yaml(*trees)}"}
+    files = {"kubernetes.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"}
     if "domain" in kinds:
         files["autoscale.yaml"] = autoscaling.render(rendering)
     return files
@@ -50,7 +50,8 @@ def head(rendering: Rendering, deployment: Deployment) -> str:
     """Comments with the commands that come first."""
     options = rendering.options
     files = files_of(deployment, options)
-    secret = [f"kubectl create secret generic {options.name} \\"]
+    where = f" --namespace={options.namespace}" if options.namespace else ""
+    secret = [f"kubectl create secret generic {options.name}{where} \\"]
     secret.append('  --from-literal=cluster-token="$(openssl rand -hex 16)" \\')
     secret += [f"  --from-file={path.rpartition('/')[2]}=FILE \\" for path in files.values()]
     if "api_keys" in files:

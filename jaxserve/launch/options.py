@@ -1,5 +1,7 @@
 """Options of a renderer, beside the deployment."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.config.deployment import Deployment
@@ -25,17 +27,28 @@ class Options(NamedTuple):
     """Options of the command.
 
     Attributes:
-      name: of everything that is made.
-      image: that containers run.
-      base_image: image of Python, with its digest, that the image is built from; empty: said when
+      name: name of everything that is made.
+      image: image that containers run.
+      base_image: image of Python, with its digest, that the image is built from; empty: given when
         it is built.
-      model: the model folder where the processes run; empty: the deployment's.
+      model: model folder where the processes run; empty: the deployment's.
       models_claim: PersistentVolumeClaim with models, mounted at /models; empty: none.
-      models_bucket: of Cloud Storage, mounted there in its place (GKE's driver for gcsfuse).
+      models_bucket: bucket of Cloud Storage, mounted there instead (GKE's driver for gcsfuse).
       cache_claim: PersistentVolumeClaim that hosts share for compiled programs; empty: none.
-      python: that hosts without containers run.
-      leader: host of process 0, where nothing else says so.
+      cache_bucket: URL of a bucket's folder for compiled programs; empty: none.
+      python: Python that hosts without containers run.
+      leader: host of process 0, where nothing else names it.
       keys: whether clients must present an API key.
+      namespace: namespace of Kubernetes; empty: the one that `kubectl` uses.
+      service_account: account of Kubernetes that pods run as; empty: the namespace's default.
+      pull_secrets: Secrets of Kubernetes for the image's registry.
+      environment: further variables of processes.
+      node_selector: labels of nodes that pods require.
+      annotations: annotations of pods with accelerators, as for further networks.
+      rdma: resource of the network cards of a pod with GPUs and its number; empty: none.
+      privileged: whether containers with accelerators are privileged and lock any memory.
+      spares: nodes of a Slurm job beyond those that the deployment needs.
+      time: time limit of a Slurm job.
     """
 
     name: str = "jaxserve"
@@ -48,6 +61,17 @@ class Options(NamedTuple):
     python: str = "/opt/jaxserve/bin/python"
     leader: str = ""
     keys: bool = True
+    cache_bucket: str = ""
+    namespace: str = ""
+    service_account: str = ""
+    pull_secrets: tuple[str, ...] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+    node_selector: Mapping[str, str] = MappingProxyType({})
+    annotations: Mapping[str, str] = MappingProxyType({})
+    rdma: tuple[str, str] = ("", "")
+    privileged: bool = False
+    spares: int = 0
+    time: str = "24:00:00"
 
 
 class Rendering(NamedTuple):

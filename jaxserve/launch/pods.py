@@ -1,14 +1,15 @@
-"""Pods of every workload: what LeaderWorkerSet, JobSet and Deployment have in common.
+"""Pods of every workload, as LeaderWorkerSet, JobSet and Deployment take them.
 
-Called by `kubernetes.py` and `jobset.py`. Trees are what YAML takes; nothing here is text.
+Called by `kubernetes.py` and `jobset.py`. Trees are the values of YAML documents, not text.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.launch.machines import gpu_product
 from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
-from jaxserve.launch.settings import Places, deployment_text
+from jaxserve.launch.settings import Places, deployment_text, to_yaml
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 
 Tree = dict[str, Any]
@@ -100,18 +101,14 @@ def pod(
     container: Tree = {
         "name": "jaxserve",
         "image": options.image,
-        "command": ["python", "-u", "-m", "jaxserve.serve"],
+        "command": _command(work, options),
         "args": [*arguments(deployment, work, options), *given],
         "env": [*_environment(work, options), *(environment or [])],
         "ports": _ports(deployment, work, leads),
-        "resources": _resources(work),
+        "resources": _resources(work, options),
         **_probes(deployment, work, leads),
         "lifecycle": {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _container_security(work, options),
     }
     mounts, volumes = _volumes(deployment, work, options, serves)
     container["volumeMounts"] = mounts
@@ -119,33 +116,88 @@ def pod(
     spec: Tree = {
         "terminationGracePeriodSeconds": int(grace),
         "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _pod_security(work, options),
+        **_account(options),
         **_placement(work, options),
         "containers": [container],
         "volumes": volumes,
     }
     metadata: Tree = {"labels": labels(options, work)}
-    if options.models_bucket:
-        metadata["annotations"] = {"gke-gcsfuse/volumes": "true"}
+    annotations = {"gke-gcsfuse/volumes": "true"} if options.models_bucket else {}
+    if work.hardware is not None:
+        annotations |= options.annotations
+    if annotations:
+        metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": spec}
+
+
+def _account(options: Options) -> Tree:
+    made: Tree = {}
+    if options.service_account:
+        made["serviceAccountName"] = options.service_account
+    if options.pull_secrets:
+        made["imagePullSecrets"] = [{"name": name} for name in options.pull_secrets]
+    return made
+
+
+def _command(work: Workload, options: Options) -> list[str]:
+    """Returns the command of a container. A privileged one may raise its limit of locked memory,
+    which libtpu needs for its transfers and runtimes do not set."""
+    serve = ["python", "-u", "-m", "jaxserve.serve"]
+    if not _privileged(work, options):
+        return serve
+    return ["sh", "-c", f'ulimit -l unlimited && exec {" ".join(serve)} "$@"', "serve"]
+
+
+def _privileged(work: Workload, options: Options) -> bool:
+    return options.privileged and work.hardware is not None
+
+
+def _locks_memory(work: Workload, options: Options) -> bool:
+    """Whether network cards read and write the memory of a pod's GPUs."""
+    return bool(options.rdma[0]) and work.hardware is not None and work.tpu is None
+
+
+def _container_security(work: Workload, options: Options) -> Tree:
+    made: Tree = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+    if _privileged(work, options):
+        return made | {"allowPrivilegeEscalation": True, "privileged": True}
+    made["capabilities"] = {"drop": ["ALL"]}
+    if _locks_memory(work, options):
+        made["capabilities"]["add"] = ["IPC_LOCK"]
+    return made
+
+
+def _pod_security(work: Workload, options: Options) -> Tree:
+    """Returns the user of a pod. Capabilities that a container adds are those of root alone."""
+    root = _privileged(work, options) or _locks_memory(work, options)
+    user = 0 if root else USER
+    return {
+        "runAsNonRoot": not root,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _environment(work: Workload, options: Options) -> list[Tree]:
     secret = {"secretKeyRef": {"name": options.name, "key": "cluster-token"}}
-    made: list[Tree] = [{"name": "JAX_COMPILATION_CACHE_DIR", "value": CACHE}]
+    cache = options.cache_bucket or CACHE
+    made: list[Tree] = [{"name": "JAX_COMPILATION_CACHE_DIR", "value": cache}]
     if work.kind != "whole" or work.processes > 1:
         made.append({"name": "JAXSERVE_CLUSTER_TOKEN", "valueFrom": secret})
     if work.port:
         field = {"fieldRef": {"fieldPath": "status.podIP"}}
         made.append({"name": "POD_IP", "valueFrom": field})
-    return made
+    variables: dict[str, str] = {}
+    if work.hardware is not None and not work.tpu:
+        # NCCL says what fails, and looks for network cards of InfiniBand or RoCE where a pod has
+        # some.
+        variables = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0" if options.rdma[0] else "1"}
+    variables |= options.environment
+    return [*made, *({"name": name, "value": value} for name, value in variables.items())]
 
 
 def _ports(deployment: Deployment, work: Workload, leads: bool) -> list[Tree]:
@@ -160,12 +212,16 @@ def _ports(deployment: Deployment, work: Workload, leads: bool) -> list[Tree]:
     return [{"name": name, "containerPort": port} for name, port in made.items() if port > 0]
 
 
-def _resources(work: Workload) -> Tree:
+def _resources(work: Workload, options: Options) -> Tree:
+    memory = f"{work.host_gib}Gi"
     if work.hardware is None:
-        return {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"memory": "16Gi"}}
+        return {"requests": {"cpu": "2", "memory": memory}, "limits": {"memory": memory}}
     kind = "google.com/tpu" if work.tpu else "nvidia.com/gpu"
-    number = str(work.accelerators)
-    return {"requests": {"cpu": "4", "memory": "16Gi", kind: number}, "limits": {kind: number}}
+    devices = {kind: str(work.accelerators)}
+    if _locks_memory(work, options):
+        resource, number = options.rdma
+        devices[resource] = number
+    return {"requests": {"cpu": "4", "memory": memory, **devices}, "limits": devices}
 
 
 def _probes(deployment: Deployment, work: Workload, leads: bool) -> Tree:
@@ -215,7 +271,9 @@ def _volumes(
     cache: Tree = {"emptyDir": {}}
     if options.cache_claim:
         cache = {"persistentVolumeClaim": {"claimName": options.cache_claim}}
-    found += [("cache", CACHE, False, cache), ("tmp", "/tmp", False, {"emptyDir": {}})]
+    if not options.cache_bucket:
+        found.append(("cache", CACHE, False, cache))
+    found += [("tmp", "/tmp", False, {"emptyDir": {}})]
     if work.hardware is not None and not work.tpu:  # NCCL's
         found.append(("shm", "/dev/shm", False, {"emptyDir": {"medium": "Memory"}}))
     mounts = [
@@ -226,7 +284,7 @@ def _volumes(
 
 
 def _placement(work: Workload, options: Options) -> Tree:
-    """Nodes with the hardware; the pods of GPU workloads in one zone."""
+    """Returns nodes with the hardware, and for GPUs preferably one zone."""
     if work.hardware is None:
         return {}
     if work.tpu:
@@ -234,20 +292,35 @@ def _placement(work: Workload, options: Options) -> Tree:
             "nodeSelector": {
                 "cloud.google.com/gke-tpu-accelerator": work.tpu.kind.label,
                 "cloud.google.com/gke-tpu-topology": work.tpu.topology,
+                **options.node_selector,
             }
         }
-    product = gpu_product(work.hardware)
-    chosen = {"nodeSelector": {"nvidia.com/gpu.product": product}} if product else {}
-    same = {"app.kubernetes.io/instance": options.name}
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    affinity: Tree = {}
+    if product := gpu_product(work.hardware):
+        # GPU feature discovery sets the label. GKE's nodes lack it unless it is installed.
+        own = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [product]}
+        term = {"weight": 100, "preference": {"matchExpressions": [own]}}
+        affinity["nodeAffinity"] = {preferred: [term]}
     zone = {
-        "labelSelector": {"matchLabels": same},
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": options.name}},
         "topologyKey": "topology.kubernetes.io/zone",
     }
+    near = {"weight": 100, "podAffinityTerm": zone}
+    affinity["podAffinity"] = {preferred: [near]}
     return {
-        **chosen,
+        **({"nodeSelector": dict(options.node_selector)} if options.node_selector else {}),
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [zone]}},
+        "affinity": affinity,
     }
+
+
+def yaml_of(options: Options, trees: Sequence[Tree]) -> str:
+    """Returns objects as YAML, in the namespace of the options."""
+    if options.namespace:
+        for tree in trees:
+            tree["metadata"] = {**tree["metadata"], "namespace": options.namespace}
+    return to_yaml(*trees)
 
 
 def config_map(deployment: Deployment, options: Options) -> Tree:

@@ -30,13 +30,14 @@ class Workload(NamedTuple):
       kind: `whole`: the deployment is one runtime, which serves clients itself; `attention`: an
         attention runtime that does.
       role: for `--role`; empty: none is needed.
-      workers: how many there are, each with its own processes.
-      processes: of each worker; the first one leads.
+      workers: number of workers, each with its own processes.
+      processes: processes of each worker; the first one leads.
       devices: JAX devices of each process; 0: it needs none.
-      hardware: what a process runs on: one JAX device of it; None: processors.
-      hardware_name: of `configs/hardware`.
-      port: where process 0 of a worker listens for other workloads; 0: nowhere.
+      hardware: one JAX device of a process; None: processors.
+      hardware_name: name in `configs/hardware`.
+      port: port on which process 0 of a worker listens for other workloads; 0: none.
       slices: TPU slices that a worker's processes are divided over.
+      host_gib: memory of a pod's host in GiB, see `checked.with_host_memory`.
     """
 
     kind: Kind
@@ -48,6 +49,7 @@ class Workload(NamedTuple):
     hardware_name: str
     port: int = 0
     slices: int = 1
+    host_gib: int = 16
 
     @property
     def faces(self) -> bool:

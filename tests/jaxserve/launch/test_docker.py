@@ -25,6 +25,7 @@ FLEET = "--config demo-fleet-afd --hardware h100 --target docker --without-keys"
 )
 def test_the_image_is_clean(command: str, extra: str, tmp_path: Path) -> None:
     file = tmp_path / "Dockerfile"
+    assert files_of(command.replace("docker", "image")).keys() < files_of(command).keys()
     file.write_text(files_of(command)["Dockerfile"])
     assert f"ARG EXTRA={extra}\n" in file.read_text()
     judge("hadolint", "--no-color", file)

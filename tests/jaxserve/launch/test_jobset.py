@@ -33,7 +33,7 @@ def test_a_job_a_slice(tmp_path) -> None:
         found = processes(text, slices)
         assert [(each.process_id, each.processes) for each in found] == [(n, 16) for n in range(16)]
         assert {each.coordinator for each in found} == {"jaxserve-slice-0-0.jaxserve:9001"}
-    golden.check("launch/jobset.yaml", text)
+    golden.check("launch/jobset.yaml", text)  # exit code 2 ends it
     made = objects(text)
     read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
     roles = [share.role for share in process_shares(read, 16)]

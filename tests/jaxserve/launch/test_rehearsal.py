@@ -156,32 +156,38 @@ SRUN = """#!/usr/bin/env bash
 # As many tasks as hosts, each with what Slurm tells it.
 while [[ $1 == -* ]]; do shift; done
 number=0
+set -m # a process group a task, which Slurm signals
 for host in ./on-*; do
   SLURM_PROCID=$number SLURM_LOCALID=0 "$host" "$@" > "$number-task.log" 2>&1 &
   number=$((number + 1))
 done
-trap 'kill -TERM $(jobs -p)' TERM
+trap 'for task in $(jobs -p); do kill -TERM -- "-$task"; done' TERM
 while ! wait; do :; done
 """
+SINFO = "#!/bin/sh\necho node7\necho node8\n"
 
 
 def test_slurm(expected: str, tmp_path: Path) -> None:
     """The script itself, with a stand-in for `srun`."""
     shared = "--set server.host=0.0.0.0 --without-keys"
     command = f"--config demo --hardware l4 --target slurm {TWO} {shared}"
-    write(files_of(command) | {"srun": SRUN}, tmp_path)
+    write(files_of(command) | {"srun": SRUN, "sinfo": SINFO}, tmp_path)
     with hosts(["node7", "node8"], tmp_path) as made:
         for name in made.addresses:
             script = f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n'
             write({f"on-{name}": script}, tmp_path)
         own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
         slurm = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[7-8]"}
+        slurm |= {"SLURM_JOB_NODELIST": "node[7-8]"}
         slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
         how = {"cwd": tmp_path, "env": surroundings() | own | slurm, "start_new_session": True}
         script = subprocess.Popen(["bash", "jaxserve.sbatch"], **how)
         made.processes.append(script)
         assert answer(made.wait_ready("node7")) == expected
-        script.send_signal(signal.SIGTERM)  # srun took the script's place
+        script.send_signal(signal.SIGTERM)
+        children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+        for step in map(int, children):
+            os.kill(step, signal.SIGTERM)
         assert script.wait(END_SECONDS) == 0, made.said()
 
 

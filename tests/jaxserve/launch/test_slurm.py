@@ -23,6 +23,7 @@ STAND_INS = {
 printf -v line '%s\\x1f' "$JAXSERVE_CLUSTER_TOKEN" "$@"
 echo "$line"
 """,
+    "sinfo": "#!/usr/bin/env bash\ncat up 2>/dev/null || printf 'n%s\\n' 0 0 1 1 2\n",
     "scontrol": "#!/usr/bin/env bash\nprintf 'n%s\\n' 0 1 2 3 4 5 6 7\n",
 }
 
@@ -77,6 +78,31 @@ def test_runtimes_of_one_process(tmp_path: Path) -> None:
     read = load_deployment(tmp_path / calls[0].config, calls[0].set)
     assert read.link.addresses == ["n3:9000"]
     assert read.fleet.domains == ["n1:9100", "n2:9100"]
+
+
+def test_it_starts_again_on_nodes_that_answer_until_its_configuration_is_wrong(tmp_path: Path):
+    """The first start fails and a node dies, the second finds its configuration wrong."""
+    srun = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do if [[ $1 == --nodelist* ]]; then echo "$1" >> calls; fi; shift; done
+exec "$@"
+"""
+    python = """#!/usr/bin/env bash
+if [[ -e up ]]; then exit 2; fi
+printf 'n%s\\n' 0 2 > up
+exit 1
+"""
+    script = files_of(f"{WHOLE} --spares 1")["jaxserve.sbatch"]
+    stand_ins = {"srun": srun, "sinfo": STAND_INS["sinfo"], "sleep": "#!/bin/sh\n", "py": python}
+    write({"jaxserve.sbatch": script, **stand_ins}, tmp_path)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHON": "./py", "SLURM_JOB_NODELIST": "n[0-2]"}
+    done = subprocess.run(
+        ["bash", "jaxserve.sbatch"], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "calls").read_text() == "--nodelist=n0,n1\n--nodelist=n0,n2\n"
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --mem=0"} <= set(directives)
 
 
 @pytest.mark.parametrize("command", [WHOLE, FLEET, PULL])
