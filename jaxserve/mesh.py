@@ -83,13 +83,6 @@ def ffn_rules(mesh: AnyMesh) -> Rules:
     return INSTANCE_RULES if INSTANCE in mesh.shape else FFN_RULES
 
 
-def _ffn_sizes(deployment: Deployment) -> dict[str, int]:
-    """Names and sizes of the ffn mesh's axes."""
-    ffn = deployment.ffn
-    outer = {INSTANCE: ffn.instances} if ffn.instances > 1 else {}
-    return outer | dict(zip(FFN_AXES, (ffn.ep // ffn.instances, ffn.tp), strict=True))
-
-
 class Submeshes:
     """The meshes of a deployment.
 
@@ -116,12 +109,10 @@ class Submeshes:
         domains, ffn = role_groups(deployment, devices)
         self.domains = tuple(Mesh(np.array(rows), ATTENTION_AXES) for rows in domains)
         self.attention = self.domains[0]
-        if deployment.topology.has("colocated"):
-            self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
-        else:
-            sizes = _ffn_sizes(deployment)
-            self.ffn = Mesh(np.array(ffn).reshape(*sizes.values()), tuple(sizes))
-            self.ffn_rules = ffn_rules(self.ffn)
+        shapes = AbstractSubmeshes(deployment)
+        self.ffn, self.ffn_rules = self.attention, shapes.ffn_rules
+        if ffn:
+            self.ffn = Mesh(np.array(ffn).reshape(shapes.ffn.axis_sizes), shapes.ffn.axis_names)
 
 
 def role_groups[D](
@@ -267,10 +258,11 @@ class AbstractSubmeshes:
     def __init__(self, deployment: Deployment):
         a = deployment.attention
         self.attention = AbstractMesh((a.dp, a.tp), ATTENTION_AXES)
-        if deployment.topology.has("colocated"):
-            self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
-        else:
-            sizes = _ffn_sizes(deployment)
+        self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
+        if deployment.topology.has("ffn"):
+            f = deployment.ffn
+            outer = {INSTANCE: f.instances} if f.instances > 1 else {}
+            sizes = outer | dict(zip(FFN_AXES, (f.ep // f.instances, f.tp), strict=True))
             self.ffn = AbstractMesh(tuple(sizes.values()), tuple(sizes))
             self.ffn_rules = ffn_rules(self.ffn)
 

@@ -175,12 +175,12 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     """The cheapest loop over the driver's own calls."""
     executables, weights = model.executables, model.weights
     enter, leave = executables.enter, executables.leave
-    tokens, link = model.bucket.tokens, model.link.attention
+    tokens, link = model.bucket.tokens, model.link
     attend = wrap("attend", hot_call(executables.attend[KIND]))
     size = model.ffn.contract.size(tokens)
     ffn = experts_of(model, wrap("ffn", hot_call(model.ffn_executables["moe", size])))
     dispatch = wrap("dispatch", link.dispatch(0, tokens).copier())
-    combine = wrap("combine", link.combine(tokens).copier())
+    combine = wrap("combine", link.combine[tokens].copier())
     attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
@@ -206,8 +206,8 @@ def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is)
     """The loop that one would write first."""
     weights, leave = model.weights, model.executables.leave
     attend, ffn = wrap("attend", naive.attend), experts_of(model, wrap("ffn", naive.ffn))
-    tokens, link = model.bucket.tokens, model.link.attention
-    here = link.combine(tokens).destination_sharding
+    tokens, link = model.bucket.tokens, model.link
+    here = link.combine[tokens].destination_sharding
     there = link.dispatch(0, tokens).destination_sharding
     dispatch = wrap("dispatch", lambda message: jax.device_put(message, there))
     combine = wrap("combine", lambda result: jax.device_put(result, here))

@@ -207,7 +207,7 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
         return message
 
     spent = _milliseconds(call, calls)
-    (arrived,) = model.link.attention.dispatch(0, model.bucket.tokens).copier()([message])
+    (arrived,) = model.link.dispatch(0, model.bucket.tokens).copier()([message])
     return spent, arrived
 
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,6 @@ from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
 QUANTISED_PARTS = ("values", "scales", "zeros")
 """Leaves of a quantised matrix; few have zero points."""
-
-
-class HasShape(Protocol):
-    """Any kind of array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Leaf(NamedTuple):
@@ -284,26 +277,26 @@ def _runs(entries: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def block_of(values: HasShape, scales: HasShape) -> tuple[int, int]:
+def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
     """(block_out, block_in) that share a scale, from the shapes of values and scales; 0: the whole
     axis.
 
     Raises:
       CheckpointError: no block size explains both shapes.
     """
-    (d_out, d_in), (rows, columns) = values.shape[-2:], scales.shape[-2:]
+    (d_out, d_in), (rows, columns) = values[-2:], scales[-2:]
     if columns == 1 and rows == d_out:
         return 1, 0
     try:
         return scale_block(d_out, rows), scale_block(d_in, columns)
     except CheckpointError as error:
-        raise CheckpointError(f"values {values.shape}, scales {scales.shape}: {error}") from None
+        raise CheckpointError(f"values {values}, scales {scales}: {error}") from None
 
 
 @functools.lru_cache(maxsize=256)
 def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A compiled function from a whole matrix on the devices to its values and scales there."""
-    block = block_of(values, scales)
+    block = block_of(values.shape, scales.shape)
     kind: WeightFormat = "fp8" if block == (1, 0) else "fp8_block"
     if values.dtype in (jnp.int8, jnp.int4):
         kind = "int8" if values.dtype == jnp.int8 else "int4"

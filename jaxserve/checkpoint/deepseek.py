@@ -29,7 +29,8 @@ def deepseek_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> M
       CheckpointError: with every entry that is missing, of a wrong type, or not supported.
     """
     entries = Entries(tree, ignored)
-    layers = entries.size("num_hidden_layers")
+    decoder = entries.decoder()
+    layers = decoder["layers"]
     first, every = (
         entries.size("first_k_dense_replace", least=0, default=0),
         entries.size("moe_layer_freq", default=1),
@@ -44,19 +45,14 @@ def deepseek_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> M
     )
     router = _router(entries, experts)
     config = ModelConfig(
-        vocab=entries.size("vocab_size"),
-        d_model=entries.size("hidden_size"),
-        layers=layers,
+        **decoder,
         attention=_attention(entries, rope, rope_dim),
         rope=rope,
-        d_ff=entries.size("intermediate_size"),
         moe_layers=frozenset(moe_layers),
         router=router if moe_layers or mtp_layers else None,
         expert_d_ff=expert_d_ff,
         shared_d_ff=expert_d_ff * entries.size("n_shared_experts", least=0, default=0),
-        norm_epsilon=entries.number("rms_norm_eps"),
         max_positions=entries.size("max_position_embeddings"),
-        tied_head=entries.flag("tie_word_embeddings"),
         stored=stored_format(entries),
         mtp_layers=mtp_layers,
     )

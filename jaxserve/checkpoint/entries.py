@@ -153,6 +153,17 @@ class Entries:
             magnitude=self.number("attention_factor", default=magnitude),
         )
 
+    def decoder(self) -> dict[str, Any]:
+        """Reads the entries that all decoders have, as fields of `ModelConfig`."""
+        return {
+            "vocab": self.size("vocab_size"),
+            "d_model": self.size("hidden_size"),
+            "layers": self.size("num_hidden_layers"),
+            "d_ff": self.size("intermediate_size"),
+            "norm_epsilon": self.number("rms_norm_eps"),
+            "tied_head": self.flag("tie_word_embeddings"),
+        }
+
     def _mscale(self, name: str) -> float:
         value = self.any(name)
         return 0.0 if value in (None, 0) else self.number(name)
@@ -174,6 +185,11 @@ class Entries:
                 f"cannot hold {rule.top_k} experts a token"
             )
         return rule
+
+    def multiple(self, name: str, size: int, of: str, part: int) -> None:
+        """Reports a problem unless the first entry's size is a multiple of the second one's."""
+        if size % part:
+            self.problems.append(f"{name} = {size} is no multiple of {of} = {part}")
 
     def inside(self, section: str, tree: Mapping[str, Any]) -> "Entries":
         """The entries of a section, with what the user declares irrelevant there."""

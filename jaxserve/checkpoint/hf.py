@@ -112,7 +112,7 @@ class HFCheckpoint(Blocks):
     ) -> tuple[jax.Array, ...]:
         """Values and scales of a quantised matrix, as stored in the files or quantised here, and
         zero points where there is a leaf for them."""
-        block = block_of(values, scales)
+        block = block_of(values.shape, scales.shape)
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
         kinds = {tensor.kind for tensor in tensors.values()}
         reshaped = any(source.reshapes for source in sources)

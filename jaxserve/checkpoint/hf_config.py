@@ -16,13 +16,13 @@ from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
 from jaxserve.checkpoint.quantization_config import (
     OLDER_SECTIONS,
     SECTION,
-    StoredFormat,
     int4_of,
     packing_of,
 )
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
-from jaxserve.config.model import Floats, Int4, MatrixPart, ModelConfig
+from jaxserve.config.formats import Floats, StoredFormat
+from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
 

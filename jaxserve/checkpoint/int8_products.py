@@ -13,6 +13,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FORMATS
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
@@ -48,7 +49,7 @@ def with_int8_products(config: ModelConfig, deployment: Deployment) -> ModelConf
     """
     wanted = listed(deployment).attention.int8_products
     layers = frozenset() if wanted == "none" else frozenset(map(int, wanted))
-    if layers and deployment.cache_format != "int8":
+    if layers and FORMATS[deployment.cache_format].products != "int8":
         raise ConfigError(
             f"attention.int8_products = {wanted} multiplies with keys and values as INT8 pages "
             f"have them, but cache.format = {deployment.cache.format} is {deployment.cache_format}"

@@ -5,11 +5,12 @@ Written by `convert.py`, read by `hf_config.py` and `store.py`. Knows neither JA
 """
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.config.formats import StoredFormat
 from jaxserve.config.model import Int4, MatrixPart
 from jaxserve.errors import CheckpointError
 
@@ -21,8 +22,6 @@ CONVERSION = "conversion.json"
 """File that exists while a conversion is in progress."""
 BLOCKS = "blocks"
 """Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
-
-Stored = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +43,7 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     format: int
     source: str
     """Fingerprint of the folder that was converted."""
-    weights: Stored
+    weights: StoredFormat
     """Format of the matrices."""
     dtype: str
     """Dtype of everything that is not quantised."""

@@ -274,7 +274,7 @@ def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape
         return {name: leaf_shape(sources[name])}
     values, *grids = wanted
     shape = leaf_shape(sources[_base(values)])
-    block = block_of(wanted[values], wanted[grids[0]])
+    block = block_of(wanted[values].shape, wanted[grids[0]].shape)
     return {values: shape, **dict.fromkeys(grids, scales_shape(shape, block))}
 
 

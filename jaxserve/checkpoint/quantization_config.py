@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import GPTQ_BITS, Packing
+from jaxserve.config.formats import StoredFormat
 from jaxserve.config.model import Int4
 
 SECTION = "quantization_config"
@@ -18,7 +19,6 @@ OLDER_SECTIONS = ("quantize_config.json", "quant_config.json")
 """Files that had it before config.json did."""
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
 
-StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
 
 GROUPS = (32, 64, 128)
 """Of 4-bit columns, that may share a scale in memory."""

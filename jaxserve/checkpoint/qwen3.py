@@ -25,7 +25,8 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
       CheckpointError: with every entry that is missing, of a wrong type, or not supported.
     """
     entries = Entries(tree, ignored)
-    layers, d_model = entries.size("num_hidden_layers"), entries.size("hidden_size")
+    decoder = entries.decoder()
+    layers, d_model = decoder["layers"], decoder["d_model"]
     q_heads = entries.size("num_attention_heads")
     moe = tree.get("model_type") == "qwen3_moe"
     # The defaults of transformers, whose dense and MoE classes differ.
@@ -47,20 +48,15 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         # For long contexts, users add `rope_scaling` to the released file and change nothing else.
         positions = max(positions, int(rope.yarn.factor * rope.yarn.original_positions))
     config = ModelConfig(
-        vocab=entries.size("vocab_size"),
-        d_model=d_model,
-        layers=layers,
+        **decoder,
         attention=attention,
         rope=rope,
-        d_ff=entries.size("intermediate_size"),
         moe_layers=moe_layers,
         router=router if moe_layers else None,
         expert_d_ff=entries.size("moe_intermediate_size") if moe_layers else 0,
         window=window if window_layers else 0,
         window_layers=window_layers,
-        norm_epsilon=entries.number("rms_norm_eps"),
         max_positions=positions,
-        tied_head=entries.flag("tie_word_embeddings"),
         stored=stored_format(entries),
     )
     entries.raise_problems()
@@ -72,11 +68,8 @@ def qwen3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     entries.only("qkv_bias", bias)
     entries.only("shared_expert_intermediate_size", 0)
     entries.meaningless("moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step")
-    if attention.q_heads % attention.kv_heads:
-        entries.problems.append(
-            f"num_attention_heads = {attention.q_heads} is no multiple of num_key_value_heads = "
-            f"{attention.kv_heads}"
-        )
+    names = "num_attention_heads", "num_key_value_heads"
+    entries.multiple(names[0], q_heads, names[1], attention.kv_heads)
     entries.refuse_unread()
     entries.raise_problems()
     return config

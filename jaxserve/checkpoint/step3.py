@@ -30,7 +30,8 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     # `quantization_config` is an entry of the whole model, not of its text_config.
     outer = {name: tree[name] for name in ("quantization_config",) if name in tree}
     entries = Entries({**outer, **text}, ignored)
-    layers = entries.size("num_hidden_layers")
+    decoder = entries.decoder()
+    layers = decoder["layers"]
     mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
     moe_layers = entries.layers("moe_layers_enum", range(1, layers))
     # A model without experts may leave out their sizes.
@@ -48,21 +49,16 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         renormalise=entries.flag("norm_expert_weight"),
     )
     config = ModelConfig(
-        vocab=entries.size("vocab_size"),
-        d_model=entries.size("hidden_size"),
-        layers=layers,
+        **decoder,
         attention=attention,
         rope=entries.rope("head_dim", head_dim),
-        d_ff=entries.size("intermediate_size"),
         moe_layers=moe_layers,
         router=router if moe_layers or mtp_layers else None,
         expert_d_ff=entries.size("moe_intermediate_size", least=0, default=none),
         shared_d_ff=entries.size("share_expert_dim", least=0, default=none),
-        norm_epsilon=entries.number("rms_norm_eps"),
         max_positions=entries.size(
             "max_position_embeddings", "max_position_embedding", "max_seq_len"
         ),
-        tied_head=entries.flag("tie_word_embeddings"),
         stored=stored_format(entries),
         mtp_layers=mtp_layers,
     )
@@ -74,11 +70,8 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     entries.meaningless("text_config", "vision_config", "image_token_id")
     # Synonyms of entries read above.
     entries.meaningless("max_position_embedding", "max_seq_len")
-    if attention.q_heads % attention.kv_heads:
-        entries.problems.append(
-            f"num_attention_heads = {attention.q_heads} is no multiple of num_attention_groups = "
-            f"{attention.kv_heads}"
-        )
+    names = "num_attention_heads", "num_attention_groups"
+    entries.multiple(names[0], attention.q_heads, names[1], attention.kv_heads)
     if beyond := sorted(layer for layer in moe_layers if not 0 <= layer < layers):
         entries.problems.append(f"moe_layers_enum names {beyond} of {layers} layers")
     entries.refuse_unread()

@@ -170,7 +170,7 @@ class StoreCheckpoint(Blocks):
     def _multiplied(self, block: dict[str, ReadableArray], name: str, leaf: Leaf) -> jax.Array:
         parts = [part for kind in QUANTISED_PARTS if (part := block.get(f"{name}.{kind}"))]
         values, *grids = parts
-        sizes = block_of(values, grids[0])
+        sizes = block_of(values.shape, grids[0].shape)
         *outer, d_out, d_in = leaf.shape
         columns = -(-d_in // sizes[1]) if sizes[1] else 1
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
@@ -276,8 +276,8 @@ def _scale_places(
     several stored ones."""
     places = []
     sizes = zip(
-        block_of(values, scales),
-        block_of(wanted, wanted_scales),
+        block_of(values.shape, scales.shape),
+        block_of(wanted.shape, wanted_scales.shape),
         values.shape[-2:],
         strict=True,
     )

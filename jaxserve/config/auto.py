@@ -8,6 +8,8 @@ structs, because several processes may read one file and must agree. Called by `
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.config.formats import FORMATS
+
 if TYPE_CHECKING:
     from jaxserve.config.deployment import Deployment
 
@@ -55,5 +57,5 @@ def page_tokens(platform: str, cache_format: str) -> int:
     Keys and values of a page take the same number of copies at any size: 256 tokens halve the
     copies."""
     if platform == "tpu":
-        return 256 if cache_format in ("fp8", "int8") else 128
+        return 256 if FORMATS[cache_format].bits == 8 else 128
     return 16 if platform == "cpu" else 64

@@ -3,33 +3,42 @@
 Called by `load.py`. Every error names the key, its value, and the arithmetic.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment, scratch_pages
+from jaxserve.config.formats import FORMATS, choices, scaled
 from jaxserve.config.topology import TRANSPORTS
 from jaxserve.errors import ConfigError
 
+_FORMAT_KEYS = (
+    ("attention", "weights", "weights"),
+    ("ffn", "weights", "weights"),
+    ("link", "dispatch", "dispatch"),
+    ("cache", "format", "cache"),
+)
+"""Section, key and use of the keys that name a number format."""
+_CACHES = (
+    "; nothing here attends to keys and values in fewer bits: int8 is the smallest on all "
+    "platforms (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs and "
+    "TPUs from v7x on"
+)
 
-def refuse_int4_cache(tree: Mapping[str, Any]) -> None:
-    """Refuses INT4 keys and values, which other engines have, and names the alternatives.
 
-    Args:
-      tree: contents of the deployment file.
+def refuse_formats(deployment: Deployment) -> None:
+    """Checks that every key that names a number format has one that its use offers.
 
     Raises:
-      ConfigError: the file asks for INT4.
+      ConfigError: a key has another format; names the formats that it may have.
     """
-    cache = tree.get("cache")
-    if isinstance(cache, Mapping) and cache.get("format") == "int4":
-        raise ConfigError(
-            "cache.format = int4: nothing here attends to keys and values in INT4, neither the "
-            "kernels of TPUs and of Hopper GPUs nor plain XLA on CPUs; int8 is the smallest on all "
-            "of them (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs "
-            "and TPUs from v7x on"
-        )
+    for section, key, use in _FORMAT_KEYS:
+        name, known = getattr(getattr(deployment, section), key), choices(use)
+        if name not in ("auto", *known):
+            raise ConfigError(
+                f"{section}.{key} = {name}: expected auto or one of {', '.join(known)}"
+                + (_CACHES if use == "cache" else "")
+            )
 
 
 def complete(deployment: Deployment) -> Deployment:
@@ -53,7 +62,7 @@ def complete(deployment: Deployment) -> Deployment:
         )
     for role in ("attention", "ffn"):
         weights = getattr(deployment, role).weights
-        if weights == "float32" and weights != deployment.dtype:
+        if weights != "auto" and FORMATS[weights].bits > FORMATS[deployment.dtype].bits:
             raise ConfigError(
                 f"{role}.weights = {weights} is not dtype = {deployment.dtype}: weights are in "
                 "that or in fewer bits"
@@ -70,7 +79,7 @@ def complete(deployment: Deployment) -> Deployment:
             f"ffn.whole_shared = true, but with ffn.shared_ranks = {shared} the shared expert has "
             "ranks of its own"
         )
-    if cache.rope != "auto" and deployment.cache_format not in ("fp8", "int8"):
+    if cache.rope != "auto" and not scaled(deployment.cache_format):
         raise ConfigError(
             f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "
             f"cache.format = {cache.format} is {deployment.cache_format}"

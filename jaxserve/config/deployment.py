@@ -4,11 +4,12 @@
 `configs/README.md` (`reference.py` writes it).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.formats import Floats, FormatName
 from jaxserve.config.sections import (
     AttentionRole,
     Cache,
@@ -42,7 +43,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """`afd`: separate attention and ffn meshes; `colocated`: one mesh of the attention role's
     sizes, one program per step. `auto`: `colocated`, unless the file has sizes of an ffn mesh or
     of a link."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Floats = "bfloat16"
     """Dtype of weights and activations: `bfloat16` or `float32`. `auto`: `float32` on CPUs, which
     multiply it faster, where it fits; else `bfloat16`."""
     strict_kernels: bool = False
@@ -76,17 +77,17 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return topology_of(self.mode, self.link.transport)
 
     @property
-    def dispatch_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
+    def dispatch_format(self) -> FormatName:
         """`link.dispatch` with `auto` resolved."""
         return self.dtype if self.link.dispatch == "auto" else self.link.dispatch
 
     @property
-    def combine_format(self) -> Literal["float32", "bfloat16", "int8"]:
+    def combine_format(self) -> FormatName:
         """`link.combine` with `auto` resolved."""
         return self.dtype if self.link.combine == "auto" else self.link.combine
 
     @property
-    def cache_format(self) -> Literal["float32", "bfloat16", "fp8", "int8"]:
+    def cache_format(self) -> FormatName:
         """`cache.format` with `auto` resolved."""
         return self.dtype if self.cache.format == "auto" else self.cache.format
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.auto import Choose, drop_auto, written_keys
-from jaxserve.config.checks import complete, refuse_int4_cache
+from jaxserve.config.checks import complete, refuse_formats
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.roles import expand_roles
 from jaxserve.config.sections import SERVER_FILES
@@ -96,11 +96,12 @@ def load_deployment(
 
 
 def _converted(tree: Mapping[str, Any]) -> Deployment:
-    refuse_int4_cache(tree)
     try:
-        return msgspec.convert(tree, Deployment)
+        deployment = msgspec.convert(tree, Deployment)
     except msgspec.ValidationError as error:
         raise ConfigError(f"deployment: {error}") from None
+    refuse_formats(deployment)
+    return deployment
 
 
 def deployment_of(deployment: Deployment, role: str) -> Deployment:
@@ -134,10 +135,9 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
         tree[name] |= getattr(prefill, name)
     try:
         _check_keys(tree, Deployment, "")
-        refuse_int4_cache(tree)
-        return complete(msgspec.convert(tree, Deployment))
-    except (ConfigError, msgspec.ValidationError) as error:
-        raise ConfigError(f"prefill: {error}") from None
+        return complete(_converted(tree))
+    except ConfigError as error:
+        raise ConfigError(f"prefill: {str(error).removeprefix('deployment: ')}") from None
 
 
 PREFILL_SECTIONS = ("attention", "ffn", "link", "cache", "scheduler")

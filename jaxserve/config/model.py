@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.config.formats import Floats, StoredFormat
 from jaxserve.errors import ConfigError
 
 FFNKind = Literal["dense", "moe"]
-Floats = Literal["float32", "bfloat16"]
 
 
 def held_floats(role: str, weights: str, dtype: Floats, floats: Floats, *, on_cpus: bool) -> Floats:
@@ -171,7 +171,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
-    stored: Literal["plain", "fp8", "fp8_block", "int8", "int4"] = "plain"
+    stored: StoredFormat = "plain"
     """How the checkpoint stores its matrices: `plain` floats, or 8 or 4 bits. `fp8_block` has a
     scale per block of 128 × 128; `fp8` and `int8` a scale per output channel; `int4` as `int4`
     says."""

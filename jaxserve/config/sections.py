@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.formats import AskedFormat
 from jaxserve.config.topology import TransportName
 
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 OptionalPort = Annotated[int, Meta(ge=-1, le=65535)]
-Weights = Literal["auto", "bfloat16", "float32", "fp8", "int8", "int4"]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
 Layer = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
@@ -36,7 +36,7 @@ class AttentionRole(Section, frozen=True):
     """Devices of a DP group, which divide the query heads among them. `auto`: as of `dp`; on a
     CPU its cores, at most as many as there are K and V heads, if a layer has 8 MB of weights for
     each."""
-    weights: Weights = "auto"
+    weights: AskedFormat = "auto"
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
     `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or
     groups as the checkpoint has them). Embedding, head, norms and router are never quantised.
@@ -78,7 +78,7 @@ class FFNRole(Section, frozen=True):
     """Expert parallelism: number of devices over which the routed experts are divided."""
     tp: Size = 1
     """Tensor parallelism: number of devices over which every expert's d_ff is divided."""
-    weights: Weights = "auto"
+    weights: AskedFormat = "auto"
     """Format of the ffn role's matrices, in colocated mode too; values as of
     `attention.weights`."""
     expert_rows: Literal["auto", "blocks", "float"] = "auto"
@@ -136,7 +136,7 @@ class FFNRole(Section, frozen=True):
 class Link(Section, frozen=True):
     """Messages between the meshes."""
 
-    dispatch: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    dispatch: AskedFormat = "auto"
     """Format of the rows sent to the ffn mesh: `auto` (= `dtype`), `float32`, `bfloat16`, `fp8`,
     `int8`."""
     combine: Literal["auto", "int8"] = "auto"
@@ -169,7 +169,7 @@ class Cache(Section, frozen=True):
     """Pages per DP group, shared by its lanes. `auto`: what fits beside weights and activations, no
     more than twice what all slots can fill; on CPUs 1,024 tokens a slot, or one longest sequence,
     in half of the host's free memory."""
-    format: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    format: AskedFormat = "auto"
     """Format of keys and values: `auto` (= `dtype`), `float32`, `bfloat16`, or `fp8` and `int8`
     with one scale per token and head. Nothing reads INT4, which is refused."""
     rope: Literal["auto", "bfloat16"] = "auto"

@@ -13,6 +13,7 @@ import jax
 
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FormatName
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs, PrefillEnd
@@ -26,7 +27,6 @@ from jaxserve.link.hello import Hello, make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_connection import Landing
 from jaxserve.link.pages_server import PagesServer
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
@@ -182,9 +182,9 @@ def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
     return tuple(sorted({-(-tokens // unit) * unit for tokens in PIECE_TOKENS}))
 
 
-def _formats(deployment: Deployment) -> list[WireFormat]:
+def _formats(deployment: Deployment) -> list[FormatName]:
     """In which pages may come to a domain: its own, and the prefill workers'."""
-    formats: dict[WireFormat, None] = {deployment.cache_format: None}
+    formats: dict[FormatName, None] = {deployment.cache_format: None}
     if deployment.prefill.workers:
         formats[deployment_of(deployment, "prefill").cache_format] = None
     return [*formats]

@@ -7,11 +7,12 @@ without JAX.
 
 import hashlib
 import json
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FormatName
 from jaxserve.config.model import FFNKind, ModelConfig
 from jaxserve.link.route import Route
 
@@ -46,8 +47,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     experts: int
     layers: tuple[FFNKind, ...]
-    dispatch: Literal["float32", "bfloat16", "fp8", "int8"]
-    combine: Literal["float32", "bfloat16", "int8"]
+    dispatch: FormatName
+    combine: FormatName
     instances: int = 1
 
     @classmethod

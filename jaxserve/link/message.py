@@ -8,7 +8,7 @@ per array, not per byte. Knows nothing of attention and ffn.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt, UInt32
 
+from jaxserve.config.formats import FormatName
 from jaxserve.config.model import FFNKind
 from jaxserve.link.contract import Contract
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import (
-    STORAGE,
     EncodedRows,
-    WireFormat,
     decode_rows,
     encode_rows,
     has_scales,
+    storage,
 )
 from jaxserve.model.row_width import result_words, row_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
@@ -48,12 +48,12 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
     d_model: int
     top_k: int
-    rows: WireFormat
+    rows: FormatName
 
     @property
     def word(self) -> jnp.dtype:
         """The unsigned dtype that a packed row is made of."""
-        return jnp.dtype(_WORDS[STORAGE[self.rows].itemsize])
+        return jnp.dtype(_WORDS[storage(self.rows).itemsize])
 
     @property
     def width(self) -> int:
@@ -64,7 +64,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
     def pack(self, message: Message) -> UInt[Array, "tokens width"]:
         """Quantises and packs; ids travel as int32, scales and gates as FP32."""
         values, scales = message.encoded or encode_rows(message.tokens, self.rows)
-        assert values.dtype == STORAGE[self.rows]
+        assert values.dtype == storage(self.rows)
         beside = []
         if scales is not None:
             beside.append(scales[:, None])
@@ -87,7 +87,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
-        values = _as(packed[:, : self.d_model], STORAGE[self.rows])  # one a word
+        values = _as(packed[:, : self.d_model], storage(self.rows))  # one a word
         # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
         beside = has_scales(self.rows) + 2 * self.top_k
         if not beside:
@@ -110,7 +110,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
-    """The layout of a row of an answer: its values, in INT8 with their scale behind them.
+    """The layout of a row of an answer: its values, quantised ones with their scale behind them.
 
     Attributes:
       d_model: values a row.
@@ -118,37 +118,33 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     """
 
     d_model: int
-    rows: Literal["float32", "bfloat16", "int8"]
+    rows: FormatName
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the array."""
-        return STORAGE[self.rows]
+        return storage(self.rows)
 
     @property
     def width(self) -> int:
         """Columns of the array."""
-        return result_words(self.d_model) if self.rows == "int8" else self.d_model
+        return result_words(self.d_model) if has_scales(self.rows) else self.d_model
 
     def pack(self, results: Sums) -> Array:
         """Rows as they cross the link, [rows, width]."""
-        if self.rows == "int8":
+        if has_scales(self.rows):
             return results.packed(self.width)
         return results.total(self.dtype)
 
     def pieces(self, results: Sums, count: int) -> tuple[Array, ...]:
         """The same in so many equal parts of the rows."""
-        if self.rows == "int8":
+        if has_scales(self.rows):
             return results.pieces(self.width, count)
         return tuple(jnp.split(self.pack(results), count))
 
-    def unpack(self, packed: Array, dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
-        """The inverse, in `dtype`."""
-        return self.total([packed], dtype)
-
     def total(self, answers: Sequence[Array], dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
-        """The sum of several, made in FP32."""
-        rows = unpack_all(answers, self.d_model) if self.rows == "int8" else list(answers)
+        """Returns the sum of packed answers in `dtype`, made in FP32."""
+        rows = unpack_all(answers, self.d_model) if has_scales(self.rows) else list(answers)
         total = functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows])
         return total.astype(dtype)
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -29,6 +30,7 @@ class RuntimeLink:
 
     Attributes:
       attention, ffn: the two ends.
+      combine: transports of answers, by the size of a step.
     """
 
     def __init__(
@@ -50,13 +52,16 @@ class RuntimeLink:
                 dispatch[kind, tokens] = cls("dispatch", route, attention, ffn, piece, message.word)
             piece = rows, answer.width
             combine[tokens] = cls("combine", route, attention, ffn, piece, answer.dtype)
-        self._transports: list[Transport] = [*dispatch.values(), *combine.values()]
-        self.attention = _AttentionEnd(contract, dispatch, combine)
-        self.ffn = _FFNEnd(contract, dispatch, combine)
+        self._layers, self._dispatch, self.combine = contract.layers, dispatch, combine
+        self.attention, self.ffn = _AttentionEnd(self), _FFNEnd(self)
+
+    def dispatch(self, layer: int, tokens: int) -> Transport:
+        """Returns the transport of a layer's messages in steps of this size."""
+        return self._dispatch[self._layers[layer], tokens]
 
     def clear(self) -> None:
-        """What is on the way is lost."""
-        for transport in self._transports:
+        """Drops everything on the way."""
+        for transport in (*self._dispatch.values(), *self.combine.values()):
             transport.clear()
 
 
@@ -69,35 +74,21 @@ def _default(attention: Mesh, ffn: Mesh) -> type[Transport]:
     ]
 
 
-class _End:
-    def __init__(
-        self,
-        contract: Contract,
-        dispatch: dict[tuple[FFNKind, int], Transport],
-        combine: dict[int, Transport],
-    ):
-        self._contract, self._dispatch, self._combine = contract, dispatch, combine
+class _AttentionEnd(NamedTuple):
+    link: RuntimeLink
 
-    def dispatch(self, layer: int, tokens: int) -> Transport:
-        """That carries the messages of a layer."""
-        return self._dispatch[self._contract.layers[layer], tokens]
-
-    def combine(self, tokens: int) -> Transport:
-        """That carries the answers."""
-        return self._combine[tokens]
-
-
-class _AttentionEnd(_End):
     def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
-        return self.dispatch(layer, tokens).sender()
+        return self.link.dispatch(layer, tokens).sender()
 
     def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
-        return self._combine[tokens].receiver()
+        return self.link.combine[tokens].receiver()
 
 
-class _FFNEnd(_End):
+class _FFNEnd(NamedTuple):
+    link: RuntimeLink
+
     def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
-        return self.dispatch(layer, tokens).receiver()
+        return self.link.dispatch(layer, tokens).receiver()
 
     def sender(self, tokens: int) -> Callable[..., object]:
-        return self._combine[tokens].sender()
+        return self.link.combine[tokens].sender()

@@ -14,6 +14,7 @@ import msgspec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FORMATS, FormatName, StoredFormat, scaled
 from jaxserve.config.model import FFNKind, LayerKind, MatrixPart, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
@@ -35,7 +36,6 @@ from jaxserve.model.module import (
     Part,
     Rngs,
     Template,
-    WeightFormat,
     matrix,
     rms_norm,
     scale,
@@ -43,7 +43,7 @@ from jaxserve.model.module import (
 )
 from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.matmul import matmul
-from jaxserve.model.quant.rows import EncodedRows, WireFormat, norm_and_encode_rows
+from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
@@ -60,7 +60,7 @@ class AttentionBlock(Module):
         config: ModelConfig,
         kind: LayerKind,
         formats: Formats,
-        dispatch: WireFormat,
+        dispatch: FormatName,
         rngs: Rngs,
     ):
         self.config, self.dispatch = config, dispatch
@@ -225,8 +225,7 @@ class ModelTemplates:
     ):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)
-        self.config = config
-        self.dtype = dtype
+        self.config, self.dtype = config, dtype
         self.ranks = deployment.expert_ranks, shards(meshes.ffn, meshes.ffn_rules)["expert_d_ff"]
         tensor_ranks = axis_product(meshes.attention, "tp")
         attention = Formats(
@@ -256,8 +255,7 @@ class ModelTemplates:
             )
             for kind in config.kinds()
         }
-        self._ffn = ffn
-        self.exchange = exchange_of(config, deployment)
+        self._ffn, self.exchange = ffn, exchange_of(config, deployment)
         self.slots = deployment_slots(config, deployment)
         self.ffn = {
             kind.ffn: Template(
@@ -306,7 +304,7 @@ def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
     }
 
 
-def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> WeightFormat:
+def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> StoredFormat:
     """Returns the weight format of a part of a layer; `auto` is the checkpoint's own format.
 
     `fp8` keeps the FP8 blocks of a checkpoint that has them.
@@ -315,8 +313,7 @@ def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> WeightF
         return "plain" if part in config.plain_parts else config.stored
     if config.stored == "fp8_block" and wanted == "fp8":
         return "fp8_block"
-    formats: dict[str, WeightFormat] = {"fp8": "fp8", "int8": "int8", "int4": "int4"}
-    return formats.get(wanted, "plain")
+    return wanted if scaled(wanted) else "plain"
 
 
 def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None:
@@ -335,7 +332,8 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = {rows} needs weights in 8 or 4 bits, ffn.weights is "
             f"{deployment.ffn.weights}"
         )
-    if weights == "int4" and rows == "blocks" and BLOCK % config.int4.group:
+    shared = FORMATS[weights].scales["stored"]
+    if shared == "group" and rows == "blocks" and BLOCK % config.int4.group:
         raise ConfigError(
             f"ffn.expert_rows = blocks needs INT4 groups that divide {BLOCK} columns, the "
             f"checkpoint's have {config.int4.group}"
@@ -345,12 +343,12 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
     afd = deployment.topology.has("ffn")
     field, tp = ("ffn.tp", deployment.ffn.tp) if afd else ("attention.tp", deployment.attention.tp)
     d_ff = -(-config.expert_d_ff // tp)
-    if weights == "fp8_block" and tp > 1 and d_ff % BLOCK:
+    if shared == "block" and tp > 1 and d_ff % BLOCK:
         raise ConfigError(
             f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
             f"{tp} leaves {d_ff} of the experts' {config.expert_d_ff} columns"
         )
-    return "int8" if weights in ("int8", "int4") else "fp8"
+    return "int8" if FORMATS[weights].products == "int8" else "fp8"
 
 
 def check_layout(config: ModelConfig, deployment: Deployment) -> None:

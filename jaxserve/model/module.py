@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.config.formats import FORMATS, StoredFormat
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
@@ -27,9 +28,6 @@ from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize.api import QuantArray, quantize_weight
-
-WeightFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
-"""Storage format of matrices: the role's dtype, or 8 or 4 bits with scales (`quant/`)."""
 
 BLOCK = 128
 """Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
@@ -56,11 +54,11 @@ class Formats:
     """
 
     dtype: jnp.dtype
-    weights: WeightFormat = "plain"
+    weights: StoredFormat = "plain"
     shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
     expert_rows: RowFormat | None = None
     int4: Int4 = dataclasses.field(default_factory=Int4)
-    dense: WeightFormat | None = None
+    dense: StoredFormat | None = None
     input_major: bool = False
     floats: jnp.dtype | None = None
 
@@ -199,7 +197,8 @@ def side_by_side(
     if formats.weights == "plain":
         return plain.by_inputs(formats.shards) if formats.input_major else plain
     names = _names(dimensions)
-    if formats.weights == "int4":
+    shared = FORMATS[formats.weights].scales["stored"]
+    if shared == "group":
         axis = list(dimensions)[-1]
         shards = formats.shards.get(axis.rstrip("_"), 1)
         group = _block(dimensions[axis], shards, formats.int4.group)
@@ -212,7 +211,7 @@ def side_by_side(
         zero_points = formats.int4.zero_points
         return QuantWeight(plain[...], "int4", block, names, zero_points=zero_points)
     block = (1, 0)
-    if formats.weights == "fp8_block":
+    if shared == "block":
         d_out, d_in = (
             _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))
             for name in list(dimensions)[-2:]

@@ -7,29 +7,33 @@ from typing import Literal
 
 import msgspec
 
+from jaxserve.config.formats import FORMATS, FormatName, scaled
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import Hardware
 
-Format = Literal["bfloat16", "fp8", "int8", "int4", "float32"]
-FORMATS: tuple[Format, ...] = ("bfloat16", "fp8", "int8")
-"""Those that are planned for everything; FP32 is what simulated devices compute in, INT4 is for
-weights alone, in files that say so."""
+PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
+"""Formats that are planned for everything. Simulated devices compute in FP32. INT4 is for weights
+alone, in files that say so."""
 
-SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 SCALE = 4
 """Bytes of a scale."""
+
+
+def number_bytes(name: str) -> int:
+    """Returns the bytes of a number in a format of 8 bits or more, scales left out."""
+    return FORMATS[name].bits // 8
 
 
 class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """Number formats for storage, transfer and computation."""
 
-    weights: Format = "fp8"
+    weights: FormatName = "fp8"
     group: int = 128
     """Of INT4 weights: how many share a scale."""
     zero_points: bool = False
     """Of INT4 weights: whether they share a zero point, too."""
-    cache: Format = "fp8"
-    dispatch: Format = "fp8"
+    cache: FormatName = "fp8"
+    dispatch: FormatName = "fp8"
     rope: Literal["auto", "bfloat16"] = "auto"
     """Of the rotated part of latents that are in 8 bits; `auto`: as `cache`."""
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
@@ -53,9 +57,10 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     def weight_bytes(self) -> float:
         """Of a parameter, in INT4 with its part of what the group shares; other formats' scales are
         few enough to be left out."""
-        if self.weights == "int4":
-            return 0.5 + (SCALE + self.zero_points) / self.group
-        return SIZE[self.weights]
+        if FORMATS[self.weights].scales.get("weights") == "group":
+            own = FORMATS[self.weights].bits / 8
+            return own + (SCALE + self.zero_points) / self.group
+        return number_bytes(self.weights)
 
     @property
     def table(self) -> Literal["bfloat16", "float32"]:
@@ -73,12 +78,12 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         """Format of products with routed experts' weights: on Hopper FP8 ones are multiplied by
         rows in FP8, unless the deployment says otherwise
         (`pallas_kernels/grouped_matmul/api.py: fastest_row_format`)."""
-        if self.compute != "auto" or self.weights not in ("fp8", "int8", "int4"):
+        if self.compute != "auto" or not scaled(self.weights):
             return self.linear
         if self.expert_rows == "float":
             return self.rows
         if self.expert_rows == "blocks":
-            return "int8" if self.weights == "int4" else self.weights
+            return FORMATS[self.weights].products
         fastest = self.weights == "fp8" and hardware.is_hopper and self.rows != "float32"
         return "fp8" if fastest else self.linear
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.errors import ConfigError
 from jaxserve.planner import report
 from jaxserve.planner.deployment_options import add_deployment, read_deployment
@@ -150,7 +151,7 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
         "ffn.weights": deployment.ffn.weights,
     }
     for key, name in formats.items():
-        if name in ("fp8", "int8") and name not in hardware.teraflops:
+        if scaled(name) and FORMATS[name].bits == 8 and name not in hardware.teraflops:
             found.append(f"{key} = {name}: {device_kind} has no such products, they run in BF16")
     if (transport := deployment.topology.transport) and transport.collective:
         found.append(

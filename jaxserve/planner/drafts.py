@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.assumptions import SIZE
+from jaxserve.planner.assumptions import number_bytes
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.stages import Calculator
 
@@ -51,13 +51,13 @@ def passes(batch: int, drafts: int) -> Iterator[Pass]:
 def entrance_seconds(calculator: Calculator, hardware: Hardware, rows: int) -> float:
     """Of the map of `[embedding, hidden]` to the module's input, on every device."""
     parameters, dtype = 2.0 * calculator.model.d_model**2, calculator.formats.rows
-    work = [(SIZE[dtype] * parameters, 2 * rows * parameters, dtype)]
+    work = [(number_bytes(dtype) * parameters, 2 * rows * parameters, dtype)]
     return calculator.kernels_seconds(hardware, work)
 
 
 def entrance_bytes(calculator: Calculator) -> float:
     """Of that map on an attention device."""
-    return 2.0 * calculator.model.d_model**2 * SIZE[calculator.formats.rows]
+    return 2.0 * calculator.model.d_model**2 * number_bytes(calculator.formats.rows)
 
 
 def acceptance(text: str, most: int) -> Acceptance:

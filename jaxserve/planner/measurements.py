@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxserve.config.formats import FormatName
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.planner.assumptions import Assumptions, Format, Formats
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import (
     NOTHING,
     Asked,
@@ -44,16 +45,16 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Sequences a DP group."""
     context: int
     """Tokens of a sequence, on the mean."""
-    format: Format
+    format: FormatName
     """Number format of weights and cache."""
     seconds: float
     """The median."""
     mean: float = 0.0
     """Seconds on the mean of ordinary steps, tails included: what a step is made of; 0: as
     `seconds`."""
-    cache: Format | None = None
+    cache: FormatName | None = None
     """Number format of the cache, if it differs."""
-    dispatch: Format = "bfloat16"
+    dispatch: FormatName = "bfloat16"
     combine: Literal["auto", "int8"] = "auto"
     compute: str = "auto"
     """Format of matrix products (`Formats.compute`)."""

@@ -8,7 +8,7 @@ which agree with `serve`'s templates within `TEMPLATES`.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxserve.planner.assumptions import SIZE
+from jaxserve.planner.assumptions import number_bytes
 from jaxserve.planner.drafts import entrance_bytes
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
@@ -192,7 +192,7 @@ class Memory:
             d_model=calculator.model.d_model,
             vocab=calculator.model.vocab,
             packed=calculator.dispatch_bytes(),
-            size=SIZE[calculator.formats.rows],
+            size=number_bytes(calculator.formats.rows),
         )
 
     def _widest(self, layout: Layout) -> tuple[int, int, int]:

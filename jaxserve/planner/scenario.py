@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import Floats, Int4, held_floats
+from jaxserve.config.formats import Floats, FormatName
+from jaxserve.config.model import Int4, held_floats
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.planner.assumptions import Assumptions, Format, Formats
+from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
@@ -213,8 +214,8 @@ def _weights(wanted: str, stored: str, held: Floats) -> str:
     return {"plain": held, "fp8_block": "fp8"}.get(stored, stored)
 
 
-def _format(key: str, name: str) -> Format:
-    formats: dict[str, Format] = {name: name for name in get_args(Format)}
+def _format(key: str, name: str) -> FormatName:
+    formats: dict[str, FormatName] = {name: name for name in get_args(FormatName)}
     if name not in formats:
         raise ConfigError(f"{key}: the planner knows {', '.join(formats)}, not {name}")
     return formats[name]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.assumptions import FORMATS, Formats
+from jaxserve.planner.assumptions import PLANNED, Formats
 from jaxserve.planner.drafts import NO_DRAFTS, Acceptance, acceptance
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import CostModel, model_config, model_folder
@@ -20,7 +20,7 @@ MONTH = 730.0
 def add_formats(command: argparse.ArgumentParser) -> None:
     """Adds number formats, drafts, prices, assumptions and measurements."""
     add = command.add_argument
-    formats = FORMATS
+    formats = PLANNED
     for name in ("weights", "cache", "dispatch"):
         add(f"--{name}", choices=formats, help="number format: fp8, or int8 where there is none")
     add("--combine", choices=("auto", "int8"), default="auto", help="of results: as rows, int8")

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxserve.config.formats import scaled
 from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     ExchangeMesh,
@@ -21,7 +22,7 @@ from jaxserve.model.ffn.traffic import (
     reach,
     row_bytes,
 )
-from jaxserve.planner.assumptions import SCALE, SIZE, Assumptions, Formats
+from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
 from jaxserve.planner.blocks import BLOCK_ROWS, blocks_met
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
 from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
@@ -206,7 +207,7 @@ class Calculator(NamedTuple):
     ) -> list[tuple[Any, Any, str]]:
         """Keys and values are expanded and written, then read and attended to."""
         heads = group.q_heads / tp * (group.qk_dim + group.v_dim)
-        size = heads * SIZE[self.formats.rows] * expanded.tokens
+        size = heads * number_bytes(self.formats.rows) * expanded.tokens
         maps = 2 * head_parameters(group) / tp * expanded.again
         attending = expanded_flops(group) / tp * expanded.pairs
         form = self.formats.attention
@@ -214,7 +215,7 @@ class Calculator(NamedTuple):
 
     def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
         """Seconds to sum the output's rows over the devices of a DP group."""
-        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * SIZE[self.formats.rows]
+        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * number_bytes(self.formats.rows)
         return self.latency(hardware, tp) + self._over(rows, gather_bandwidth(hardware, tp))
 
     def latency(self, hardware: Hardware, devices: int) -> float:
@@ -299,7 +300,7 @@ class Calculator(NamedTuple):
             rows = tokens * group.top_k / ep
             busiest = self._imbalance(group, ep, rows) if busiest is None else busiest
             rows *= busiest
-            if hardware.pads and self.formats.weights not in ("float32", "bfloat16"):
+            if hardware.pads and scaled(self.formats.weights):
                 # A block of rows of one expert at a time.
                 met = held * blocks_met(tokens, group.top_k / group.experts)
                 rows = met * BLOCK_ROWS
@@ -416,7 +417,7 @@ class Calculator(NamedTuple):
         """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""
         parameters = self.model.vocab * self.model.d_model / tp
         rows = self.formats.rows
-        kernels = [(SIZE[self.formats.table] * parameters, 2 * batch * parameters, rows)]
+        kernels = [(number_bytes(self.formats.table) * parameters, 2 * batch * parameters, rows)]
         roof = self._work(hardware, kernels).seconds
         return float(self._corrected("leave", hardware, 0, kernels, kernels[0][0], roof))
 
@@ -432,15 +433,15 @@ class Calculator(NamedTuple):
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
-        size = group.cache_bytes or SIZE[self.formats.cache]
+        size = group.cache_bytes or number_bytes(self.formats.cache)
         if group.kind == "lightning":
             return size * group.q_heads * group.head_dim**2 / tp
         heads = max(1.0, group.kv_heads / tp)
-        scale = SCALE if self.formats.cache in ("fp8", "int8") and not group.cache_bytes else 0
+        scale = SCALE if scaled(self.formats.cache) and not group.cache_bytes else 0
         rotated = group.head_dim - group.kv_latent if group.kind == "mla" else 0
         if not rotated or self.formats.rope == "auto" or group.cache_bytes:
             return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
-        return heads * (group.kv_latent * size + rotated * SIZE[self.formats.rope] + scale)
+        return heads * (group.kv_latent * size + rotated * number_bytes(self.formats.rope) + scale)
 
     def _cached_tokens(self, group: AttentionLayers) -> int:
         if group.kind == "lightning":
@@ -459,7 +460,7 @@ class Calculator(NamedTuple):
         maps = sum(group.layers * self._linear_bytes(group, tp) for group in self.model.attention)
         routers = sum(group.layers * group.experts for group in self.model.ffn)
         tables = 2 * self.model.vocab / tp
-        rows, table = SIZE[self.formats.rows], SIZE[self.formats.table]
+        rows, table = number_bytes(self.formats.rows), number_bytes(self.formats.table)
         return maps + self.model.d_model * (rows * routers + table * tables)
 
     def _linear_bytes(self, group: AttentionLayers, tp: int) -> float:
@@ -469,7 +470,7 @@ class Calculator(NamedTuple):
         size = self.formats.weight_bytes
         total = (split / tp + whole) * size
         if group.kind == "mla":
-            total += head_parameters(group) / tp * (SIZE[self.formats.rows] - size)
+            total += head_parameters(group) / tp * (number_bytes(self.formats.rows) - size)
         return total
 
     def ffn_weights(self, mesh: ExchangeMesh, redundant: int = 0) -> float:

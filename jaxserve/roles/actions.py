@@ -5,9 +5,9 @@ between the same two steps; an ffn worker with a runtime for itself carries them
 messages.
 """
 
-from typing import Literal
-
 import msgspec
+
+from jaxserve.config.formats import FormatName
 
 STORAGE = -1
 """A source slot's number that stands for the checkpoint."""
@@ -72,7 +72,7 @@ class WritePages(msgspec.Struct, frozen=True, tag=True):
     offset: int
     tokens: int
     """Of the piece."""
-    cache_format: Literal["float32", "bfloat16", "fp8", "int8"]
+    cache_format: FormatName
     """Of what has arrived."""
 
 

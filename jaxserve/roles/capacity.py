@@ -13,6 +13,7 @@ import msgspec
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import scaled
 from jaxserve.config.model import MLA, FFNKind, ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.config.topology import Role
@@ -301,11 +302,11 @@ def _smaller(
     """Formats and steps that take less."""
     for role in [part.role] if deployment.topology.has("ffn") else ["attention", "ffn"]:
         now = getattr(deployment, role).weights
-        if now not in ("fp8", "int8", "int4") and config.stored == "plain":
+        if not scaled(now) and not scaled(config.stored):
             yield f"{role}.weights", "fp8"
-        if now != "int4" and role == "ffn" and config.stored != "int4":
+        if role == "ffn" and "int4" not in (now, config.stored):
             yield f"{role}.weights", "int4"
-    if part.cache and deployment.cache_format not in ("fp8", "int8"):
+    if part.cache and not scaled(deployment.cache_format):
         yield "cache.format", "fp8"
     yield "scheduler.token_budget", deployment.scheduler.slots
 

@@ -267,7 +267,7 @@ class ColocatedPrograms(TokenPrograms):
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
         rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
         # Rounded as a link would round them.
-        return (x + self.answers.unpack(self.answers.pack(rows), x.dtype), pages), load
+        return (x + self.answers.total([self.answers.pack(rows)], x.dtype), pages), load
 
 
 def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:

@@ -139,7 +139,7 @@ def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
         elif base in sources and kind in QUANTISED_PARTS:
             shape = leaf_shape(sources[base])
             if kind != "values":
-                shape = scales_shape(shape, block_of(leaves[f"{base}.values"], leaf))
+                shape = scales_shape(shape, block_of(leaves[f"{base}.values"].shape, leaf.shape))
         else:
             held[name] = None
             continue

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
+from jaxserve.config.formats import FormatName
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.model.quant.rows import STORAGE, WireFormat, has_scales, quantize_heads
+from jaxserve.model.quant.rows import cached_dtype, has_scales, quantize_heads, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.quantize import as_bits, from_bits
@@ -34,7 +35,7 @@ class PageKey(NamedTuple):
 
     name: Literal["gather", "scatter"]
     tokens: int
-    cache_format: WireFormat
+    cache_format: FormatName
     """Format of the values on the wire."""
 
 
@@ -53,7 +54,7 @@ class PagePrograms:
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
         self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
         self.kv_heads = config.attention.kv_heads
-        self.format: WireFormat = deployment.cache_format
+        self.format: FormatName = deployment.cache_format
         self._stacked = stacked
         self._page_arrays = programs.page_arrays
         self.shape = programs.shape
@@ -77,10 +78,9 @@ class PagePrograms:
             return rank * self.heads + index
         return rank * self.kv_heads // self.tp
 
-    def wire(self, tokens: int, cache_format: WireFormat) -> tuple[WireArray, ...]:
+    def wire(self, tokens: int, cache_format: FormatName) -> tuple[WireArray, ...]:
         """Shapes of the arrays of one KV head."""
-        storage = STORAGE[cache_format]
-        dtype = jnp.dtype(jnp.uint8) if storage == jnp.float8_e4m3fn else storage
+        dtype = cached_dtype(cache_format)
         wide = jnp.dtype(jnp.bfloat16)
         values = [
             WireArray((self.layers, tokens, width), wide if as_it_is else dtype)
@@ -141,7 +141,7 @@ class PagePrograms:
             (PIECES,) * (self.heads * len(self._page_arrays)),
         )
 
-    def scatter(self, tokens: int, cache_format: WireFormat) -> Program:
+    def scatter(self, tokens: int, cache_format: FormatName) -> Program:
         """(page ids, wire arrays of every KV head of the device, pages) → pages.
 
         `page_ids` is `[dp, tokens / page_size]`; nothing is written from the first id on that is
@@ -235,7 +235,7 @@ class PagePrograms:
         return jax.lax.fori_loop(0, layers * valid, write, array)
 
     def _converted(
-        self, arrived: Sequence[Array], cache_format: WireFormat
+        self, arrived: Sequence[Array], cache_format: FormatName
     ) -> list[Sequence[Array]]:
         """Converts wire arrays to the cache's format: by kind of page array, then by head; each is
         `[layers, tokens, …]`."""
@@ -246,7 +246,7 @@ class PagePrograms:
         stacks = self._in_own_format([jnp.stack(heads) for heads in by_kind], cache_format)
         return [[*stack] for stack in stacks]
 
-    def _in_own_format(self, stacks: list[Array], cache_format: WireFormat) -> list[Array]:
+    def _in_own_format(self, stacks: list[Array], cache_format: FormatName) -> list[Array]:
         """Converts arrays `[heads, layers, tokens, …]` from the wire's format to the cache's."""
         kinds = self._as_it_is.count(False)
         rows, wide = stacks[:kinds], stacks[kinds : len(self.widths)]
@@ -255,14 +255,13 @@ class PagePrograms:
                 from_bits(row).astype(jnp.float32) * scale[..., None]
                 for row, scale in zip(rows, stacks[len(self.widths) :], strict=True)
             ]
-        if self.format not in ("fp8", "int8"):
-            return [row.astype(STORAGE[self.format]) for row in rows]
+        own = self.format
+        if not has_scales(own):
+            return [row.astype(storage(own)) for row in rows]
         values, scales = [], []
         for row in rows:
             heads, layers, tokens, width = row.shape
-            quantised, scale = quantize_heads(
-                row.reshape(heads * layers, tokens, width), self.format
-            )
+            quantised, scale = quantize_heads(row.reshape(heads * layers, tokens, width), own)
             values.append(as_bits(quantised).reshape(row.shape))
             scales.append(scale.reshape(heads, layers, tokens))
         return [*values, *wide, *scales]

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
+from jaxserve.config.formats import FormatName
 from jaxserve.link.copy import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, WireArray
@@ -63,7 +63,7 @@ class SpreadPages(PageTransfer):
         return [shards_of(array)[0] for array in found]
 
     def landing(
-        self, group: int, tokens: int, cache_format: WireFormat
+        self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
         """Every KV head once, on this process's first device."""
         sharding = SingleDeviceSharding(self.device)
@@ -78,7 +78,7 @@ class SpreadPages(PageTransfer):
         pages: Pages,
         run: PageRun,
         tokens: int,
-        cache_format: WireFormat,
+        cache_format: FormatName,
         arrived: Sequence[jax.Array],
     ) -> Pages:
         """As `PageTransfer.scatter`; `arrived` is empty in every process but the leader's."""
@@ -100,7 +100,7 @@ class SpreadPages(PageTransfer):
         parts = list(zeros) if arrived is None else [arrived, *zeros[1:]]
         return make_assemble(whole, wire.dtype, self._pieces)(parts)
 
-    def _collected(self, tokens: int, cache_format: WireFormat) -> Program:
+    def _collected(self, tokens: int, cache_format: FormatName) -> Program:
         """(which group is meant, results of `gather`…) → every KV head's wire arrays."""
         programs = self.programs
         wire = programs.wire(tokens, cache_format)
@@ -123,7 +123,7 @@ class SpreadPages(PageTransfer):
             (REPLICATED,) * (len(wire) * programs.kv_heads),
         )
 
-    def _spread(self, tokens: int, cache_format: WireFormat) -> Program:
+    def _spread(self, tokens: int, cache_format: FormatName) -> Program:
         """(every KV head's wire arrays, on one device, and zeros of the others…) → those of each
         device's heads, as `scatter` takes them."""
         programs = self.programs

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxserve.config.formats import FormatName
 from jaxserve.errors import ConfigError
 from jaxserve.link.copy import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
@@ -50,7 +50,7 @@ class PageTransfer:
         *,
         stacked: bool,
         exports: bool,
-        imports: Sequence[WireFormat] = (),
+        imports: Sequence[FormatName] = (),
         pieces: Sequence[int],
     ):
         self.programs = PagePrograms(programs, stacked=stacked)
@@ -132,7 +132,7 @@ class PageTransfer:
         return self._compiled[key](*self.rows(page_ids, offset), *pages)
 
     def landing(
-        self, group: int, tokens: int, cache_format: WireFormat
+        self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
         """As what a piece has to arrive for `scatter`, with shardings: every KV head once, on a
         device that holds it."""
@@ -150,7 +150,7 @@ class PageTransfer:
         pages: Pages,
         run: PageRun,
         tokens: int,
-        cache_format: WireFormat,
+        cache_format: FormatName,
         arrived: Sequence[jax.Array],
     ) -> Pages:
         """Starts to write a piece into whole pages; donates the pages and returns them.
@@ -240,7 +240,7 @@ class PageAccess:
         return self.transfer.gather(self._load(), run, piece)
 
     def write(
-        self, run: PageRun, tokens: int, cache_format: WireFormat, arrived: Sequence[jax.Array]
+        self, run: PageRun, tokens: int, cache_format: FormatName, arrived: Sequence[jax.Array]
     ) -> None:
         """Starts to write a piece that has arrived, see `PageTransfer.scatter`."""
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))

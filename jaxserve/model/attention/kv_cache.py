@@ -20,7 +20,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.quant.rows import STORAGE
+from jaxserve.model.quant.rows import cached_dtype, has_scales
 from pallas_kernels import rotate_and_write as kernels
 from pallas_kernels.attention.api import paged_attention
 from pallas_kernels.rotate_and_write import Latents
@@ -50,9 +50,7 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
         widths = [attention.kv_latent + attention.rope_dim]
     else:
         widths = [attention.head_dim] * 2
-    dtype = STORAGE[deployment.cache_format]
-    if dtype == jnp.float8_e4m3fn:
-        dtype = jnp.dtype(jnp.uint8)  # its bits, which are cheaper to move (quantize/bits.py)
+    dtype = cached_dtype(deployment.cache_format)
     rows = (deployment.attention.dp * cache.pages, heads, cache.page_size)
     scales = jax.ShapeDtypeStruct(rows, jnp.float32)
     if cache.rope != "auto":
@@ -64,7 +62,7 @@ def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeD
         latent = jax.ShapeDtypeStruct((*rows, attention.kv_latent), dtype)
         return latent, jax.ShapeDtypeStruct((*rows, attention.rope_dim), jnp.bfloat16), scales
     arrays = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in widths]
-    if dtype.itemsize == 1:
+    if has_scales(deployment.cache_format):
         arrays += [scales] * len(widths)
     return tuple(arrays)
 

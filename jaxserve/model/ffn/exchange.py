@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
+from jaxserve.config.formats import FormatName, scaled
 from jaxserve.config.model import FFNKind
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes
@@ -30,7 +31,6 @@ from jaxserve.model.ffn.collectives import (
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import Message
-from jaxserve.model.quant.rows import WireFormat
 from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, Unsummed
 from pallas_kernels.grouped_matmul.routed import Choices, Order, sort_choices
@@ -118,17 +118,17 @@ def make_exchanges(
     axes: Axes,
     dtype: jnp.dtype,
     blocks: Blocks | None = None,
-    combine: WireFormat | None = None,
+    combine: FormatName | None = None,
 ) -> dict[FFNKind, Exchange]:
     """Makes the exchange of every kind of layer. Dense layers need all rows on all devices.
 
     Args:
       dtype: dtype of the model's rows.
       blocks: the blocks of rows; None: no padding.
-      combine: format in which results travel that are not yet summed over devices: `int8`, or
-        anything else for `dtype`.
+      combine: format in which results travel that are not yet summed over devices; `dtype` unless
+        it has scales.
     """
-    blocks, results = blocks or Blocks(), Results(dtype, combine == "int8")
+    blocks, results = blocks or Blocks(), Results(dtype, combine is not None and scaled(combine))
     gather = GatherExchange(axes, blocks, results)
     moe: Exchange = AllToAllExchange(axes, blocks, results) if kind == "alltoall" else gather
     return {"dense": gather, "moe": moe}

@@ -8,6 +8,7 @@ average it sends as many. Knows sizes, not arrays.
 from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.row_width import result_words, row_words
 
@@ -17,8 +18,6 @@ WORTH = 0.5
 """`auto` takes the all-to-all where it moves at most this part of what the gather moves. The rest
 pays for what bytes do not show: rows are sorted by rank and back, sizes go ahead of them, and
 every rank reads the whole shared expert."""
-
-_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
 
 
 class ExchangeMesh(NamedTuple):
@@ -150,10 +149,10 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
 
 def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:
     """Bytes of rows that a model in `dtype` sends in the format `sent`. Results return in
-    `returned`: `int8`, or anything else for `dtype`."""
-    size, result = _BYTES[sent], d_model * _BYTES[dtype]
-    words = row_words(d_model, top_k, size, has_scale=size == 1)
-    if returned == "int8":
+    `returned`, if that has scales, else in `dtype`."""
+    size, result = FORMATS[sent].bits // 8, d_model * FORMATS[dtype].bits // 8
+    words = row_words(d_model, top_k, size, has_scale=scaled(sent))
+    if scaled(returned):
         return RowBytes(words * size, result_words(d_model), added=result)
     return RowBytes(words * size, result)
 

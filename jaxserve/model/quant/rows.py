@@ -4,23 +4,15 @@
 by the row's largest magnitude (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: INT8).
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
+from jaxserve.config.formats import FORMATS, FormatName, scaled
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
-
-WireFormat = Literal["float32", "bfloat16", "fp8", "int8"]
-
-STORAGE: dict[WireFormat, jnp.dtype] = {
-    "float32": jnp.dtype(jnp.float32),
-    "bfloat16": jnp.dtype(jnp.bfloat16),
-    "fp8": jnp.dtype(jnp.float8_e4m3fn),
-    "int8": jnp.dtype(jnp.int8),
-}
 
 
 class EncodedRows(NamedTuple):
@@ -37,26 +29,39 @@ class EncodedRows(NamedTuple):
         return QuantArray(self.values, self.scales[:, None], (1, 0))
 
 
-def has_scales(row_format: WireFormat) -> bool:
-    """Whether rows of this format travel with a scale each."""
-    return row_format in ("fp8", "int8")
+def storage(row_format: FormatName) -> jnp.dtype:
+    """Dtype of rows on the wire."""
+    return jnp.dtype(FORMATS[row_format].dtype)
 
 
-def encode_rows(x: Float[Array, "tokens d_model"], row_format: WireFormat) -> EncodedRows:
+def cached_dtype(cache_format: FormatName) -> jnp.dtype:
+    """Dtype of the cache's values. FP8 values are stored as their bits, which are cheaper to move
+    (`quantize/bits.py`)."""
+    dtype = storage(cache_format)
+    float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(jnp.uint8) if float8 else dtype
+
+
+def has_scales(row_format: FormatName) -> TypeGuard[Format]:
+    """Whether rows of this format have a scale each."""
+    return scaled(row_format)
+
+
+def encode_rows(x: Float[Array, "tokens d_model"], row_format: FormatName) -> EncodedRows:
     """Values in the format's storage dtype and, for 8-bit formats, FP32 scales."""
-    if row_format in ("fp8", "int8"):
+    if has_scales(row_format):
         return EncodedRows(*quantize_rows(x, row_format))
-    return EncodedRows(x.astype(STORAGE[row_format]), None)
+    return EncodedRows(x.astype(storage(row_format)), None)
 
 
 def norm_and_encode_rows(
     x: Float[Array, "tokens d_model"],
     weight: Float[Array, " d_model"],
     epsilon: float,
-    row_format: WireFormat,
+    row_format: FormatName,
 ) -> tuple[Float[Array, "tokens d_model"], EncodedRows]:
     """`rms_norm` followed by `encode_rows`, in one kernel where the platform has one."""
-    if row_format in ("fp8", "int8"):
+    if has_scales(row_format):
         normed, values, scales = rms_norm_quantize(x, weight, epsilon, row_format)
         return normed, EncodedRows(values, scales)
     normed = rms_norm(x, weight, epsilon)

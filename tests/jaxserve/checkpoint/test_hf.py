@@ -172,7 +172,7 @@ def test_int4_of_fp32_is_not_rounded_before(tmp_path):
     found = dict(zip(template.names, leaves, strict=True))
     stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     values, scales = found["dense.up.values"], found["dense.up.scales"]
-    wanted = quantize_weight(jnp.asarray(stored), "int4", block_of(values, scales))
+    wanted = quantize_weight(jnp.asarray(stored), "int4", block_of(values.shape, scales.shape))
     np.testing.assert_array_equal(np.asarray(scales), np.asarray(wanted.scales))
     np.testing.assert_array_equal(
         np.asarray(values).astype(np.int8), np.asarray(wanted.values).astype(np.int8)

@@ -87,7 +87,7 @@ def test_an_answer_in_int8(d_model, width):
     assert np.asarray(packed).tobytes() == expected_bytes(m, "int8")
     values, scales = quantised(x, "int8")
     expected = values.astype(np.float32) * scales[:, None]
-    np.testing.assert_array_equal(form.unpack(packed, jnp.dtype(jnp.float32)), expected)
+    np.testing.assert_array_equal(form.total([packed], jnp.dtype(jnp.float32)), expected)
     plain = AnswerFormat(d_model, "bfloat16")
     assert (plain.dtype, plain.width) == (ml_dtypes.bfloat16, d_model)
     assert plain.pack(Unsummed(m.tokens)).dtype == ml_dtypes.bfloat16
