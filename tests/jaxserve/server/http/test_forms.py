@@ -18,13 +18,6 @@ CHAIN = "\n".join([*(f'r{n}: "x" | r{n + 1}' for n in range(900)), 'r900: "y"'])
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def test_a_json_object(rig: HttpRig) -> None:
-    rig.engine.script = ids_of('Sure! {"x": [1]} and more')
-    choice = rig.chat(response_format={"type": "json_object"}).json()["choices"][0]
-    assert json.loads(choice["message"]["content"]) == {"x": [1]}
-    assert choice["finish_reason"] == "stop"
-
-
 def test_a_schema(rig: HttpRig) -> None:
     rig.engine.script = ids_of('Sure! {"a": 17} and more')
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -33,51 +26,11 @@ def test_a_schema(rig: HttpRig) -> None:
     assert json.loads(text)["a"] == 17
 
 
-@pytest.mark.parametrize(
-    ("form", "script", "text"),
-    [
-        ({"choice": ["red", "green"]}, "is it green?", "green"),
-        ({"regex": "[0-9]{3}"}, "call 123456", "123"),
-        ({"json": {"const": 7}}, "12345678", "7"),
-        ({"json": '{"const": 7}'}, "12345678", "7"),
-        ({"grammar": 'start: "(" start ")" | "x"'}, "f((x))y", "((x))"),
-    ],
-)
-def test_other_forms(rig: HttpRig, form: dict, script: str, text: str) -> None:
-    rig.engine.script = ids_of(script)
-    assert rig.complete(structured_outputs=form).json()["choices"][0]["text"] == text
-
-
 def test_every_choice_has_a_grammar_of_its_own(rig: HttpRig) -> None:
     rig.engine.script = ids_of("green")
     body = rig.complete(structured_outputs={"choice": ["red", "green"]}, n=3).json()
     assert [choice["text"] for choice in body["choices"]] == ["green"] * 3
     assert len({id(params.grammar) for params in rig.engine.params}) == 3
-
-
-def test_a_thought_is_free(rig: HttpRig) -> None:
-    rig.engine.script = ids_of("Is it red?\n</think>\n\ngreen")
-    fields = {"structured_outputs": {"choice": ["red", "green"]}}
-    message = rig.chat(chat_template_kwargs={"enable_thinking": True}, **fields)
-    message = message.json()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Is it red?", "green")
-
-
-@pytest.mark.parametrize("schema", [[1], 5, "x", {"required": 5}, {"required": [5]}])
-def test_parameters_that_are_no_schema(wide: HttpRig, schema: object) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    error = wide.refused("/v1/chat/completions", tools=tools, tool_choice="required")
-    assert error["param"].startswith("tools[0].function.parameters")
-
-
-def test_the_tool_that_is_asked_for(wide: HttpRig) -> None:
-    wide.engine.script = ids_of(
-        '<tool_call>\n{"name": "add bid", "arguments": {"a" "b": 5}}\n</tool_call>'
-    )
-    choice = wide.chat(tools=TOOLS, tool_choice=NAMED).json()["choices"][0]
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "bid"
-    assert json.loads(call["function"]["arguments"]) == {"b": 5}
 
 
 def test_a_hostile_grammar_is_refused_while_a_stream_goes_on(rig: HttpRig) -> None:

@@ -121,24 +121,6 @@ class TestSdk:
         assert response.output_parsed == Answer(a=17)
 
 
-def test_every_item(wide: HttpRig) -> None:
-    items = [
-        {"role": "developer", "content": "Brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
-        {"type": "function_call", "call_id": "1", "name": "x", "arguments": "{}"},
-        {"type": "function_call", "call_id": "2", "name": "y", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "c"},
-        {"role": "assistant", "content": "d"},
-        {"role": "assistant", "content": "e"},
-    ]
-    response = wide.client.post("/v1/responses", json={"input": items})
-    assert response.status_code == 200
-    prompt = LETTERS.decode(wide.engine.prompts[0])
-    assert prompt == "[system]Brief.[user]a[assistant]b[tool]c[assistant]d[assistant]e[assistant]"
-
-
 class TestLogprobs:
     def test_of_a_message(self, sdk: openai.OpenAI) -> None:
         """A message has the log-probabilities of its tokens."""

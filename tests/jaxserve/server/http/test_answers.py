@@ -1,0 +1,56 @@
+"""Whole answers to many requests, with the prompts and parameters that the engine got."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.request import SamplingParams
+from tests import golden
+from tests.jaxserve.server.http.rig import RIGHT, HttpRig
+from tests.jaxserve.text.conversations import TOOLS
+from tests.jaxserve.text.letters import LETTERS, ids_of
+
+KEYS = ("choices", "usage", "error", "output", "status", "tokens", "token_strs", "count", "prompt")
+"""Parts of an answer that depend on the request, beside `prompt_token_ids`."""
+
+
+def without_nothing(value: Any) -> Any:
+    """Leaves out the values of objects that are null or empty, but for contents."""
+    if isinstance(value, list):
+        return [without_nothing(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: without_nothing(v) for k, v in value.items() if v not in (None, []) or k == "content"
+    }
+
+
+def asked(prompt: list[int], params: SamplingParams) -> str:
+    """The prompt, <s> where it has bos, and all parameters that are not the default."""
+    default = msgspec.structs.asdict(SamplingParams())
+    given = {k: v for k, v in msgspec.structs.asdict(params).items() if v != default[k]}
+    given |= {"grammar": "a grammar"} if "grammar" in given else {}
+    return f"{'<s>' * (prompt[:1] == [0])}{LETTERS.decode(prompt)} {given}"
+
+
+def test_answers(wide: HttpRig) -> None:
+    """`golden/server/answers.txt` lists requests, some with what the model says below."""
+
+    def said(request: str) -> str:
+        request, *says = request.split("\n")
+        path, fields = request.replace('"TOOLS"', json.dumps(TOOLS)).split(" ", 1)
+        engine = wide.engine
+        engine.script = ids_of(json.loads(says[0]) if says else "one two three")
+        engine.prompts.clear()
+        engine.params.clear()
+        response = wide.client.post(path, json=RIGHT.get(path, {}) | json.loads(fields))
+        body = {k: v for k, v in response.json().items() if k.startswith(KEYS)}
+        text = json.dumps(without_nothing(body), ensure_ascii=False)
+        text = re.sub(r"\b(resp|msg|rs|fc|call)_[0-9a-f]{8,}", r"\1_…", text)
+        return "\n".join(
+            [f"{response.status_code} {text}", *map(asked, engine.prompts, engine.params)]
+        )
+
+    golden.check_each("server/answers.txt", said)
