@@ -279,8 +279,8 @@ class Cluster(Section, frozen=True):
     every 10 seconds."""
     ports: Annotated[str, Meta(pattern="^([1-9][0-9]{0,4}-[1-9][0-9]{0,4})?$")] = ""
     """Ports `FIRST-LAST` of every process for what no other key or flag names: plans that are
-    handed on, hand-offs of pages, JAX's transfers between processes. Firewalls must let them
-    through. Empty: the system chooses."""
+    handed on, hand-offs of pages, the servers of JAX's transfers. Firewalls must let them through.
+    Empty: the system chooses."""
     step_seconds: Seconds = 30.0
     """Deadline of a step."""
     heartbeat_seconds: Seconds = 5.0

@@ -25,7 +25,7 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.hardware import choose_platform
 from jaxserve.fleet.membership import ProcessShare, process_shares
 from jaxserve.link.channel import split_address
-from jaxserve.ports import free_port, own_port
+from jaxserve.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     if on_cpu:
         here = local_address(host, port, "--coordinator")
         jax.config.update("jax_cross_host_transfer_socket_address", f"{here}:{free_port(here)}")
-        jax.config.update("jax_cross_host_transport_addresses", f"{here}:{own_port(here)}")
+        # JAX binds every connection to this address: a fixed port would end the process.
+        jax.config.update("jax_cross_host_transport_addresses", f"{here}:0")
         jax.config.update("jax_cross_host_transfer_timeout_seconds", seconds)
     jax.distributed.initialize(
         coordinator_address=arguments.coordinator,

@@ -39,7 +39,7 @@ class Transfers:
         self._server = transfer.start_transfer_server(
             device.client,
             join_address(host, own_port(host)),
-            [join_address(host, own_port(host)) for _ in range(sockets)],
+            [join_address(host, 0)] * sockets,  # each connection is bound to one of these
             max_num_parallel_copies=PARALLEL_COPIES,
             transfer_size=TRANSFER_BYTES,
         )
