@@ -27,10 +27,12 @@ TEMPLATE = (
 )
 
 
+HI = {"role": "user", "content": "hi"}
 RIGHT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/chat/completions": {"messages": [HI]},
     "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "fake", "max_tokens": 500, "messages": [HI]},
 }
 """Fields of a request that would be answered."""
 
@@ -67,8 +69,7 @@ class HttpRig:
         return self.client.post("/v1/completions", json={"prompt": "hi", **fields})
 
     def chat(self, **fields: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": "hi"}]
-        return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})
+        return self.client.post("/v1/chat/completions", json={"messages": [HI], **fields})
 
     @contextlib.contextmanager
     def streaming(self, headers: Any = None, **fields: Any) -> Iterator[Iterator[str]]:

@@ -12,8 +12,11 @@ from tests.jaxserve.server.http.rig import RIGHT, HttpRig
 from tests.jaxserve.text.conversations import TOOLS
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
-KEYS = ("choices", "usage", "error", "output", "status", "tokens", "token_strs", "count", "prompt")
-"""Parts of an answer that depend on the request, beside `prompt_token_ids`."""
+KEYS = (
+    *("choices", "usage", "error", "output", "status", "tokens", "token_strs", "count", "prompt"),
+    *("content", "stop", "input_tokens", "truncation", "incomplete", "tool_choice"),
+)
+"""Beginnings of the names of what depends on the request."""
 
 
 def without_nothing(value: Any) -> Any:
@@ -22,9 +25,8 @@ def without_nothing(value: Any) -> Any:
         return [without_nothing(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {
-        k: without_nothing(v) for k, v in value.items() if v not in (None, []) or k == "content"
-    }
+    kept = {k: v for k, v in value.items() if v not in (None, []) or k == "content"}
+    return {k: without_nothing(v) for k, v in kept.items()}
 
 
 def asked(prompt: list[int], params: SamplingParams) -> str:
@@ -32,14 +34,17 @@ def asked(prompt: list[int], params: SamplingParams) -> str:
     default = msgspec.structs.asdict(SamplingParams())
     given = {k: v for k, v in msgspec.structs.asdict(params).items() if v != default[k]}
     given |= {"grammar": "a grammar"} if "grammar" in given else {}
-    return f"{'<s>' * (prompt[:1] == [0])}{LETTERS.decode(prompt)} {given}"
+    text = re.sub(r"([a-z])\1{99,}", lambda found: f"{found[1]}...", LETTERS.decode(prompt))
+    return f"{'<s>' * (prompt[:1] == [0])}{text} {given}"
 
 
 def test_answers(wide: HttpRig) -> None:
-    """`golden/server/answers.txt` lists requests, some with what the model says below."""
+    """`golden/server/answers.txt` lists requests, some with what the model says below; x{9} stands
+    for nine letters."""
 
     def said(request: str) -> str:
         request, *says = request.split("\n")
+        request = re.sub(r"([a-z])\{(\d+)\}", lambda found: found[1] * int(found[2]), request)
         path, fields = request.replace('"TOOLS"', json.dumps(TOOLS)).split(" ", 1)
         engine = wide.engine
         engine.script = ids_of(json.loads(says[0]) if says else "one two three")
@@ -48,9 +53,8 @@ def test_answers(wide: HttpRig) -> None:
         response = wide.client.post(path, json=RIGHT.get(path, {}) | json.loads(fields))
         body = {k: v for k, v in response.json().items() if k.startswith(KEYS)}
         text = json.dumps(without_nothing(body), ensure_ascii=False)
-        text = re.sub(r"\b(resp|msg|rs|fc|call)_[0-9a-f]{8,}", r"\1_…", text)
-        return "\n".join(
-            [f"{response.status_code} {text}", *map(asked, engine.prompts, engine.params)]
-        )
+        text = re.sub(r"\b(resp|msg|rs|fc|call|toolu)_[0-9a-f]{8,}", r"\1_…", text)
+        seen = map(asked, engine.prompts, engine.params)
+        return "\n".join([f"{response.status_code} {text}", *seen])
 
     golden.check_each("server/answers.txt", said)

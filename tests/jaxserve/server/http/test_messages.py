@@ -108,46 +108,6 @@ class TestText:
         assert (usage.input_tokens, usage.output_tokens) == (17, 7)
         assert usage.cache_read_input_tokens == 2
 
-    def test_stop_sequences_and_sampling(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        sampling = {"temperature": 0.5, "top_k": 7, "top_p": 0.9}
-        message = create(sdk, stop_sequences=["two"], extra_body=sampling)
-        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
-        (block,) = message.content
-        assert block.type == "text"
-        assert block.text == "one "
-        params = wide.engine.params[-1]
-        assert (params.temperature, params.top_k, params.top_p) == (0.5, 7, 0.9)
-
-    def test_blocks_and_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        text = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-        create(
-            sdk,
-            system=[text, {"type": "text", "text": "b"}],
-            messages=[
-                {"role": "user", "content": [text]},
-                {"role": "user", "content": "and c"},
-                {"role": "assistant", "content": "d"},
-                {"role": "user", "content": "e"},
-            ],
-        )
-        assert prompt_of(wide) == "[system]a\nb[user]a\nand c[assistant]d[user]e[assistant]"
-
-    def test_a_last_turn_of_the_assistant_is_continued(
-        self, sdk: anthropic.Anthropic, wide: HttpRig
-    ) -> None:
-        create(sdk, messages=[*HI, {"role": "assistant", "content": "It is"}])
-        assert prompt_of(wide) == "[user]hi[assistant]It is"
-
-    def test_tokens_are_counted(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        counted = sdk.messages.count_tokens(model="fake", messages=HI, system="Be brief.")
-        assert counted.input_tokens == len("[system]Be brief.[user]hi[assistant]")
-        assert wide.engine.prompts == []
-
-    def test_a_schema(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-        create(sdk, output_config={"format": {"type": "json_schema", "schema": schema}})
-        assert wide.engine.params[-1].grammar is not None
-
 
 class TestThinking:
     def test_it_is_a_block_of_its_own(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
@@ -159,18 +119,6 @@ class TestThinking:
             assert text.type == "text"
             assert (thought.thinking, thought.signature, text.text) == ("Hm.", "", "See.")
             assert prompt_of(wide).endswith("[assistant]<think>\n")
-
-    def test_it_can_be_bounded_left_out_and_off(
-        self, sdk: anthropic.Anthropic, wide: HttpRig
-    ) -> None:
-        wide.engine.script = ids_of("Hm.\n</think>\n\nSee.")
-        message = create(sdk, thinking={"type": "adaptive", "display": "omitted"})
-        assert [block.type for block in message.content] == ["thinking", "text"]
-        assert "Hm" not in message.model_dump_json()
-        create(sdk, thinking={"type": "enabled", "budget_tokens": 20})
-        assert wide.engine.params[-1].grammar is not None  # ends the reasoning
-        create(sdk, thinking={"type": "disabled"})
-        assert prompt_of(wide) == "[user]hi[assistant]"
 
 
 class TestTools:
@@ -194,35 +142,6 @@ class TestTools:
         assert text_of(message) == "Cold."
         assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
         assert '"name": "weather"' in prompt_of(wide)
-
-    def test_a_call_that_was_cut_off_is_not_in_the_message(
-        self, sdk: anthropic.Anthropic, wide: HttpRig
-    ) -> None:
-        wide.engine.script = ids_of(CALL)
-        message = create(sdk, max_tokens=len(CALL) - 20, tools=[TOOL])
-        assert (message.content, message.stop_reason) == ([], "max_tokens")
-
-    @pytest.mark.parametrize(
-        ("choice", "forced"),
-        [
-            ({"type": "any"}, True),
-            ({"type": "tool", "name": "weather"}, True),
-            ({"type": "auto", "disable_parallel_tool_use": True}, False),
-            ({"type": "none"}, False),
-        ],
-    )
-    def test_choices(
-        self, sdk: anthropic.Anthropic, wide: HttpRig, choice: Any, forced: bool
-    ) -> None:
-        create(sdk, tools=[TOOL], tool_choice=choice)
-        assert (wide.engine.params[-1].grammar is not None) == forced
-        assert ("weather" in prompt_of(wide)) == (choice["type"] != "none")
-
-    def test_the_first_call_alone(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        wide.engine.script = ids_of(CALL + CALL)
-        assert len(create(sdk, tools=[TOOL]).content) == 2
-        choice = {"type": "auto", "disable_parallel_tool_use": True}
-        assert len(create(sdk, tools=[TOOL], tool_choice=choice).content) == 1
 
 
 class TestErrors:

@@ -1,6 +1,5 @@
 """/v1/responses: by the openai SDK, by hand, and what is refused."""
 
-import json
 from collections.abc import Iterator
 
 import openai
@@ -40,19 +39,6 @@ class TestSdk:
         assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (36, 13, 49)
         assert usage.input_tokens_details.cached_tokens == 2
         assert response.metadata == {"a": "b"}
-
-    def test_too_few_tokens(self, sdk: openai.OpenAI) -> None:
-        response = sdk.responses.create(model="fake", input="hi", max_output_tokens=7)
-        assert response.status == "incomplete"
-        assert response.incomplete_details.reason == "max_output_tokens"
-        assert response.output_text == "one two"
-        assert response.output[0].status == "incomplete"
-
-    def test_nothing_at_all(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
-        wide.engine.script = []
-        response = sdk.responses.create(model="fake", input="hi")
-        assert (response.output_text, response.status) == ("", "completed")
-        assert [item.type for item in response.output] == ["message"]
 
     def test_the_events_of_a_stream(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
         wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\nSee.{CALL}")
@@ -102,16 +88,6 @@ class TestSdk:
         assert second.output_text == "Fine."
         assert LETTERS.decode(wide.engine.prompts[1]).startswith("[user]hi[assistant][tool]Sunny.")
 
-    def test_a_call_that_is_asked_for(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
-        wide.engine.script = ids_of(f"Rather {CALL}")
-        for choice in ("required", {"type": "function", "name": "weather"}):
-            response = sdk.responses.create(
-                model="fake", input="hi", tools=[TOOL], tool_choice=choice
-            )
-            (call,) = response.output
-            assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "x"})
-            assert response.tool_choice == choice or response.tool_choice.name == "weather"
-
     def test_a_form(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
         class Answer(pydantic.BaseModel):
             a: int
@@ -122,27 +98,6 @@ class TestSdk:
 
 
 class TestLogprobs:
-    def test_of_a_message(self, sdk: openai.OpenAI) -> None:
-        """A message has the log-probabilities of its tokens."""
-        response = sdk.responses.create(
-            model="fake", input="hi", max_output_tokens=3, top_logprobs=2
-        )
-        (item,) = response.output
-        assert item.type == "message"
-        (part,) = item.content
-        assert part.type == "output_text"
-        assert [one.token for one in part.logprobs or []] == ["o", "n", "e"]
-        assert [len(one.top_logprobs) for one in part.logprobs or []] == [2, 2, 2]
-        assert response.top_logprobs == 2
-
-    def test_only_where_they_are_asked_for(self, sdk: openai.OpenAI) -> None:
-        response = sdk.responses.create(
-            model="fake", input="hi", include=["message.output_text.logprobs"]
-        )
-        assert "".join(one.token for one in response.output[0].content[0].logprobs)[:3] == "one"
-        response = sdk.responses.create(model="fake", input="hi")
-        assert response.output[0].content[0].logprobs == []
-
     @pytest.mark.parametrize("chunk", [1, 2, 3, 1000])
     def test_of_the_message_alone(self, sdk: openai.OpenAI, wide: HttpRig, chunk: int) -> None:
         """Tokens of the reasoning, of calls, markers and dropped newlines belong to no message."""
@@ -167,23 +122,6 @@ class TestLogprobs:
             part = response.output[1].content[0]
             assert part.text == "y\u00e9s <b"
             assert [one.token for one in part.logprobs] == [one.token for one in told]
-
-
-def test_truncation_leaves_out_the_first_items(wide: HttpRig) -> None:
-    """Instructions and the last item stay; as few as possible go."""
-    wide.engine.max_length = wide.generator._max_length = 100
-    items = [{"role": "user", "content": letter * 20} for letter in "abcd"]
-    fields = {"input": items, "instructions": "Brief."}
-    wide.refused("/v1/responses", **fields)
-    body = wide.client.post("/v1/responses", json={**fields, "truncation": "auto"}).json()
-    assert body["truncation"] == "auto"
-    kept = LETTERS.decode(wide.engine.prompts[-1])
-    assert kept == f"[system]Brief.[user]{'c' * 20}[user]{'d' * 20}[assistant]"
-    items = [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 200}]
-    error = wide.refused("/v1/responses", input=items, truncation="auto")
-    assert error["param"] == "input"
-    short = {"input": "hi", "truncation": "auto"}
-    assert wide.client.post("/v1/responses", json=short).status_code == 200
 
 
 def test_truncation_where_roles_alternate() -> None:
