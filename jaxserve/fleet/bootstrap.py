@@ -59,6 +59,7 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
     versions = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
+    logger.info("versions: %s", ", ".join(f"{name} {one}" for name, one in versions.items()))
     return Identity(
         process_id=process_id,
         processes=processes,

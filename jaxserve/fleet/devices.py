@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
+_UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 _LARGEST_POOL = 0.95
 """Part of a card; CUDA's context and the compiler need the rest."""
 
@@ -52,7 +53,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     if on_cpu:
         _set_cpu_devices(share, alone=arguments.processes == 1)
     elif platform == "cuda":
-        _set_gpu_options(share, deployment)
+        same = process_shares(deployment, arguments.processes).count(share)
+        _set_gpu_options(share, deployment, several=same > 1)
     if arguments.processes == 1:
         return share
     seconds = math.ceil(deployment.cluster.meeting_seconds)
@@ -172,17 +174,35 @@ def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
             ) from None
 
 
-def _set_gpu_options(share: ProcessShare, deployment: Deployment) -> None:
-    """Sets what XLA and JAX read from the environment once; what it says already, stays.
+def _set_gpu_options(share: ProcessShare, deployment: Deployment, several: bool) -> None:
+    """Sets variables that XLA and JAX read once, in all compilations, unless they are set already.
+
+    Args:
+      several: whether other processes play the same role.
 
     By default XLA divides autotuning over all processes that compile at the same time, and each
     waits up to 24 hours for the results of the others (openxla/xla#16153). Processes of another
-    role compile other programs, so their results never come. JAX's memory pool is 75 % of a card
-    by default; here it is the larger `memory_gb` of the roles that this process has.
+    role compile other programs, so their results never come.
+
+    Processes that tune apart may choose other algorithms, whose programs may order collectives in
+    another way (openxla/xla#7716): they would wait for each other for ever. So where several
+    processes play one role, nothing is tuned, and XLA's products are cuBLAS's first choice. Equal
+    versions and cards then compile equal programs without a message. The alternative,
+    `jax_share_binary_between_hosts`, waits 20 minutes for a program that the lowest process had in
+    its own compile cache and therefore never sends.
+
+    NCCL gives up collectives with a process that JAX's service has lost, so that a device is not
+    busy with them for ever. Long before (`cluster.heartbeat_seconds`) the leader has said which
+    process is gone, and all processes of the runtime have ended.
+
+    JAX's memory pool is 75 % of a card by default; here it is the larger `memory_gb` of the roles
+    that this process has.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_shard_autotuning" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    wanted = {"xla_gpu_shard_autotuning": "false"} | (_UNTUNED if several else {})
+    more = [f"--{name}={value}" for name, value in wanted.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *more])
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
     played = [role for role in deployment.topology.roles if getattr(share, role)]
     sizes = [getattr(deployment, role).memory_gb for role in played]
     if all(sizes) and (card := _card_bytes()):

@@ -52,8 +52,7 @@ class PermuteTransport(Transport):
 
     def _parts(self, pieces: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Adds room for what arrives to the pieces of a message."""
-        to_ffn = self.direction == "dispatch"
-        return [*pieces, *self._idle] if to_ffn else [*self._idle, *pieces]
+        return [*pieces, *self._idle] if self.direction == "dispatch" else [*self._idle, *pieces]
 
 
 def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[jax.Array, ...]:

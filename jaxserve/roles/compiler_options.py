@@ -58,13 +58,8 @@ numbers itself and writes to other GPUs over NVLink and, from the device, over N
 2.29, and between hosts NICs that NCCL's GIN knows. It waits for rows from every device on other
 hosts, but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
 so `model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
-(`commands/self_tests.py`). The scheduler lets the
-program compute what does not need the rows while they come."""
-NEEDED = (
-    "on GPUs of several processes all-to-alls, of rows and of experts that move, need NCCL 2.29, "
-    "and GIN between hosts, for XLA's experimental kernel, which was never run here; with "
-    "ffn.exchange: gather rows have none"
-)
+(`commands/self_tests.py`). The scheduler lets the program compute what does not need the rows
+while they come."""
 
 
 def compiler_options(

@@ -8,9 +8,11 @@ from jaxserve.config.shipped import deployment_names, deployment_path, device_ki
 from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
+from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.membership import ProcessShare
 from tests.jaxserve.fleet.launched import python
 
+ABORT = "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"
 HEAD = """
 import json, jax
 from jaxserve.fleet import devices
@@ -69,7 +71,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monke
     command.write_text("#!/bin/sh\necho 98304\necho 81920\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"):
+    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", ABORT):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -91,40 +93,68 @@ def deployment(attention: float, ffn: float, mode: str = "afd") -> Deployment:
     ],
 )
 def test_the_pool_of_a_card_is_what_the_role_may_use(environment, share, sizes, fraction) -> None:
-    devices._set_gpu_options(ProcessShare(*share), deployment(*sizes))
+    devices._set_gpu_options(ProcessShare(*share), deployment(*sizes), False)
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == fraction
 
 
 def test_what_the_environment_says_stays(environment) -> None:
     environment.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
     environment.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76))
+    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76), False)
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=true"
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+    assert os.environ[ABORT] == "1"
 
 
 def test_a_host_that_does_not_tell_keeps_the_default(environment, caplog) -> None:
     environment.setenv("PATH", "/nowhere")
-    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76))
+    devices._set_gpu_options(ProcessShare(1, 0), deployment(76, 76), False)
     assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
     assert "memory_gb: nvidia-smi failed" in caplog.text
 
 
-def test_no_process_waits_for_the_autotuning_of_another(environment) -> None:
-    """Whatever compiles afterwards: XLA reads its flags at the first program."""
+@pytest.mark.parametrize(("processes", "several"), [(1, False), (2, False), (4, True)])
+def test_processes_of_one_role_compile_without_tuning(monkeypatch, processes, several) -> None:
+    """Two processes play a role each, four play attention in two and ffn in two."""
+    asked = []
+    monkeypatch.setattr(devices, "choose_platform", lambda: "cuda")
+    monkeypatch.setattr(devices.jax.distributed, "initialize", lambda **given: None)
+    monkeypatch.setattr(devices, "check_devices", lambda *given: None)
+    monkeypatch.setattr(devices.jax.config, "update", lambda *given: None)
+    monkeypatch.setattr(devices, "_set_gpu_options", lambda *given, several: asked.append(several))
+    two = AttentionRole(dp=2), FFNRole(ep=2)
+    process = ProcessArguments(processes=processes, coordinator="h:1")
+    devices.initialise(process, Deployment(model=".", attention=two[0], ffn=two[1]))
+    assert asked == [several]
+
+
+@pytest.mark.parametrize(
+    ("several", "flags"),
+    [
+        (False, "--xla_gpu_shard_autotuning=false"),
+        (
+            True,
+            "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 "
+            "--xla_gpu_enable_triton_gemm=false",
+        ),
+    ],
+)
+def test_no_process_waits_for_the_autotuning_of_another(environment, several, flags) -> None:
+    """Nor tunes where others play its role, whatever compiles afterwards: XLA reads its flags at
+    the first program."""
     code = """
 import os
 from jax._src.lib import xla_client
 from jaxserve.fleet.membership import ProcessShare
 if os.environ["SET"] == "1":
-    devices._set_gpu_options(ProcessShare(3, 2), deployment)
+    devices._set_gpu_options(ProcessShare(3, 2), deployment, os.environ["SEVERAL"] == "1")
 options = xla_client.CompileOptions().SerializeAsString()
 print(json.dumps([os.environ.get("XLA_FLAGS"), list(options)]))
 """
     _, default = python(HEAD + code, SET="0")
-    given, options = python(HEAD + code, SET="1")
-    _, asked = python(HEAD + code, SET="0", XLA_FLAGS="--xla_gpu_shard_autotuning=false")
-    assert given == "--xla_gpu_shard_autotuning=false"
+    given, options = python(HEAD + code, SET="1", SEVERAL=f"{several:d}")
+    _, asked = python(HEAD + code, SET="0", XLA_FLAGS=flags)
+    assert given == flags
     assert options == asked != default
 
 
