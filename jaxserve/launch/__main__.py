@@ -18,7 +18,7 @@ from jaxserve.config.command_line import add_deployment_arguments, read_deployme
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
-from jaxserve.launch.checked import refuse_unfit, sized, with_host_memory
+from jaxserve.launch.checked import on_slice, refuse_unfit, sized, with_host_memory
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
     Workload,
@@ -176,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = TARGETS[options.target].render(rendering)
         if warning := refuse_unfit(rendering.deployment, options.hardware):
             print(f"jaxserve: {warning}", file=sys.stderr)
+        for line in rendering.layouts:
+            print(f"jaxserve: {line}", file=sys.stderr)
         if options.write is not None:
             options.write.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
@@ -271,6 +273,9 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         deployment = sized(deployment, options.hardware)
     if options.slices < 1:
         raise ConfigError(f"--slices {options.slices}: expected 1 or more")
+    lines: list[str] = []
+    if options.slices == 1:
+        deployment, lines = on_slice(deployment, options.hardware)
     works = workloads(deployment, options.hardware, options.slices, target.processes_of)
     for work in works:
         platform = work.hardware.platform if work.hardware else ""
@@ -330,6 +335,7 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
             time=options.time,
         ),
         _command(given),
+        lines,
     )
 
 

@@ -1,6 +1,6 @@
 """Options of a renderer, beside the deployment."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -81,13 +81,15 @@ class Rendering(NamedTuple):
       deployment: as given.
       works: its workloads.
       options: of the command.
-      command: that made it, for the head of files.
+      command: command line that made it, for the head of files.
+      layouts: layouts of the roles on a TPU slice with their hops, the chosen one first.
     """
 
     deployment: Deployment
     works: list[Workload]
     options: Options
     command: str
+    layouts: Sequence[str] = ()
 
 
 def host_places(rendering: Rendering) -> Places:

@@ -62,6 +62,11 @@ def middle_bandwidth(hardware: Hardware, devices: int) -> float:
     return links * hardware.jax_devices * _link(hardware)
 
 
+def rings(hardware: Hardware, sizes: tuple[int, ...]) -> tuple[bool, ...]:
+    """Returns for each dimension of a slice whether its two ends are joined."""
+    return tuple(_ring(hardware, sizes, size) for size in sizes)
+
+
 def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
     """Whether a dimension's ends are joined. In three dimensions either all are, or none."""
     needed = sizes if hardware.torus == 3 else (size,)
