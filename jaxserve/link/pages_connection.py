@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.clock import AwakeClock
+from jaxserve.link import pages_frames as frames
 from jaxserve.link.channel import (
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
@@ -36,17 +37,6 @@ from jaxserve.link.pages_bytes import (
     piece_bytes,
     received_arrays,
     received_views,
-)
-from jaxserve.link.pages_frames import (
-    Failed,
-    Fetch,
-    Join,
-    Ready,
-    Release,
-    Renew,
-    Welcome,
-    decode_from_prefill,
-    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,7 +97,7 @@ class Arrival(NamedTuple):
 class _Asked(NamedTuple):
     """A piece that the prefill worker has been asked for."""
 
-    fetch: Fetch
+    fetch: frames.Fetch
     shapes: Sequence[jax.ShapeDtypeStruct]
 
 
@@ -132,7 +122,7 @@ class Connection:
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
         """By the owner; the answers come in this order and take them away."""
-        self._answers: queue.SimpleQueue[tuple[int, _Received | Failed] | None]
+        self._answers: queue.SimpleQueue[tuple[int, _Received | frames.Failed] | None]
         self._answers = queue.SimpleQueue()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._busy_since: float | None = None
@@ -172,8 +162,10 @@ class Connection:
         return connection
 
     def _join(self, hello: Hello) -> None:
-        self._channel.send(encode(Join(hello)))
-        welcome = greeted(decode_from_prefill(self._channel.receive()), Welcome, hello)
+        self._channel.send(frames.encode(frames.Join(hello)))
+        welcome = greeted(
+            frames.decode_from_prefill(self._channel.receive()), frames.Welcome, hello
+        )
         self._model, self.cache_format = welcome.hello.digest, welcome.cache_format
 
     def fetch(
@@ -228,7 +220,8 @@ class Connection:
                 buffer, expected = self._answer(fetch.number)
                 self._progress()
                 views = received_views(buffer, shapes)
-                if expected is not None and (found := checksum(views, encode(fetch))) != expected:
+                found = None if expected is None else checksum(views, frames.encode(fetch))
+                if found != expected:
                     raise CorruptPiece(
                         f"tokens {fetch.start} to {fetch.stop} are corrupt: checksum {found:08x}, "
                         f"sent with {expected:08x}"
@@ -241,11 +234,11 @@ class Connection:
 
     def renew(self, hand_offs: Sequence[str]) -> None:
         """Says that leases are still wanted."""
-        self._send(Renew(list(hand_offs)))
+        self._send(frames.Renew(list(hand_offs)))
 
     def release(self, hand_off: str) -> None:
         """Says that a lease is not."""
-        self._send(Release(hand_off))
+        self._send(frames.Release(hand_off))
 
     def fail(self, reason: str) -> None:
         """Gives the connection up; the first reason counts."""
@@ -266,7 +259,7 @@ class Connection:
     def _ask(
         self, source: PagesSource, wanted: "_Range", shapes: Sequence[jax.ShapeDtypeStruct]
     ) -> _Asked:
-        fetch = Fetch(
+        fetch = frames.Fetch(
             self._fetches,
             source.hand_off,
             wanted.start,
@@ -288,7 +281,7 @@ class Connection:
             given, content = answer
             if given != number:
                 continue
-            if isinstance(content, Failed):
+            if isinstance(content, frames.Failed):
                 raise FetchError(content.text, mismatch=content.mismatch)
             return content
         raise OSError(self.failure)
@@ -298,7 +291,7 @@ class Connection:
 
     def _send(self, frame: msgspec.Struct) -> None:
         try:
-            self._channel.send(encode(frame))
+            self._channel.send(frames.encode(frame))
         except OSError as error:
             self.fail(f"the connection closed ({error})")
             raise
@@ -341,10 +334,10 @@ class Connection:
         self._doubted = bool(what)
 
     def _take(self, data: bytes) -> None:
-        match decode_from_prefill(data):
+        match frames.decode_from_prefill(data):
             case Echo():
                 pass
-            case Ready(number=number, size=size, checksum=expected_sum):
+            case frames.Ready(number=number, size=size, checksum=expected_sum):
                 asked = self._next_asked(number)
                 expected = piece_bytes(asked.shapes)
                 if size != expected:
@@ -352,7 +345,7 @@ class Connection:
                 buffer = self._buffers.take(size)
                 self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
                 self._answers.put((number, _Received(buffer, expected_sum)))
-            case Failed(number=number) as failed:
+            case frames.Failed(number=number) as failed:
                 self._next_asked(number)
                 self._answers.put((number, failed))
             case frame:

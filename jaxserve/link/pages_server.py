@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from jaxserve.clock import AwakeClock
+from jaxserve.link import pages_frames as frames
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     LONGEST_TICK_SECONDS,
@@ -32,17 +33,6 @@ from jaxserve.link.hello import Hello
 from jaxserve.link.listener import Listener
 from jaxserve.link.pages_bytes import checksum, sent_parts, sent_views
 from jaxserve.link.pages_ends import ExportCounters, ExportError, Piece
-from jaxserve.link.pages_frames import (
-    Failed,
-    Fetch,
-    Join,
-    Ready,
-    Release,
-    Renew,
-    Welcome,
-    decode_from_decode,
-    encode,
-)
 from jaxserve.link.served import ServedConnection
 
 logger = logging.getLogger(__name__)
@@ -57,7 +47,7 @@ READ_AHEAD = 1
 class Holder(Protocol):
     """Who holds the pages: the engine. Called by any thread; none of these waits."""
 
-    def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
+    def export(self, fetch: frames.Fetch, reply: "Future[Piece]") -> None:
         """Reads a piece; the future gets it, computed or not, or an ExportError."""
         ...
 
@@ -175,36 +165,38 @@ class _Room:
             self._changed.notify_all()
 
 
-class _Puller(ServedConnection[Fetch]):
+class _Puller(ServedConnection[frames.Fetch]):
     """One connected decode worker."""
 
     def __init__(self, server: PagesServer, channel: Channel):
-        decode = decode_from_decode
-        super().__init__("pages", channel, server.hello, Join, encode, decode, server.deadlines)
+        decode = frames.decode_from_decode
+        super().__init__(
+            "pages", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
+        )
         self._server = server
 
-    def _admit(self, frame: Join) -> bool:
+    def _admit(self, frame: frames.Join) -> bool:
         self.name = frame.hello.worker
-        self._channel.send(encode(Welcome(self._hello, self._server.cache_format)))
+        self._channel.send(frames.encode(frames.Welcome(self._hello, self._server.cache_format)))
         logger.info("pages: %s joins from %s", self.name, self._channel.peer)
         return True
 
-    def _take(self, frame: Fetch | Renew | Release | Echo) -> None:
+    def _take(self, frame: frames.Fetch | frames.Renew | frames.Release | Echo) -> None:
         match frame:
-            case Fetch():
+            case frames.Fetch():
                 self._server.count(queued=1)
                 self._wanted.put(frame)
-            case Renew(hand_offs=hand_offs):
+            case frames.Renew(hand_offs=hand_offs):
                 self._server.holder.renew(hand_offs)
-            case Release(hand_off=hand_off):
+            case frames.Release(hand_off=hand_off):
                 self._server.holder.release_hand_off(hand_off)
             case Echo():
-                self._channel.send(encode(frame))
+                self._channel.send(frames.encode(frame))
 
     def _work(self) -> None:
         """Serves fetches in their order, each read while the one before it is sent."""
         read: deque[_Reading] = deque()
-        following: Fetch | None = None
+        following: frames.Fetch | None = None
         ended = False
         while read or not ended:
             if following is None and not ended and len(read) <= READ_AHEAD:
@@ -223,7 +215,7 @@ class _Puller(ServedConnection[Fetch]):
                 self._server.count(queued=-1)
                 following = None
 
-    def _begin(self, fetch: Fetch, *, wait: bool) -> "_Reading | None":
+    def _begin(self, fetch: frames.Fetch, *, wait: bool) -> "_Reading | None":
         """Has a piece read once there is room; None if there is none and `wait` is not set, or the
         connection is given up."""
         server, reply = self._server, Future[Piece]()
@@ -249,12 +241,14 @@ class _Puller(ServedConnection[Fetch]):
             views = sent_views(self._read_piece(reading))
             parts = [*sent_parts(views)]
             sent = sum(part.nbytes for part in parts)
-            check = checksum(views, encode(reading.fetch)) if self._server.checksums else None
-            self._send(Ready(number, sent, check), parts)
+            check = (
+                checksum(views, frames.encode(reading.fetch)) if self._server.checksums else None
+            )
+            self._send(frames.Ready(number, sent, check), parts)
             self._server.count(transfers=1, size=sent)
         except ExportError as error:
             self._server.count(failures=1)
-            self._send(Failed(number, str(error), error.mismatch))
+            self._send(frames.Failed(number, str(error), error.mismatch))
         except Exception as error:
             logger.exception("pages: fetch %d", number)
             self.fail(f"{type(error).__name__}: {error}")
@@ -274,7 +268,7 @@ class _Puller(ServedConnection[Fetch]):
 
     def _send(self, frame: msgspec.Struct, parts: Iterable[memoryview] = ()) -> None:
         try:
-            self._channel.send(encode(frame), parts)
+            self._channel.send(frames.encode(frame), parts)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
 
@@ -282,7 +276,7 @@ class _Puller(ServedConnection[Fetch]):
 class _Reading(NamedTuple):
     """A piece that the engine was asked to read."""
 
-    fetch: Fetch
+    fetch: frames.Fetch
     size: int
     """In bytes."""
     reply: Future[Piece]

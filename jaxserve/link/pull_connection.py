@@ -22,21 +22,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import EngineFailedError
+from jaxserve.link import frames
 from jaxserve.link.channel import LONGEST_TICK_SECONDS, TICK_SECONDS, Channel, Deadlines
-from jaxserve.link.frames import (
-    Answer,
-    Echo,
-    Failed,
-    Join,
-    Note,
-    Preparing,
-    Probe,
-    Question,
-    Welcome,
-    decode_from_ffn,
-    encode,
-    greeted,
-)
 from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.transfers import PROBE_BYTES, Transfers, is_ready, new_uuid
 
@@ -146,12 +133,12 @@ class Connection:
           OSError, EOFError, RuntimeError: the connection is lost.
         """
         hello = us.hello
-        join = Join(hello, us.domain, self._transfers.address, us.pieces, us.rows)
-        self.channel.send(encode(join))
-        frame = decode_from_ffn(self.channel.receive())
-        if isinstance(frame, Preparing):
+        join = frames.Join(hello, us.domain, self._transfers.address, us.pieces, us.rows)
+        self.channel.send(frames.encode(join))
+        frame = frames.decode_from_ffn(self.channel.receive())
+        if isinstance(frame, frames.Preparing):
             raise NotYet(frame.reason)
-        welcome = greeted(frame, Welcome, hello)
+        welcome = frames.greeted(frame, frames.Welcome, hello)
         self._epoch = hello.epoch
         self._transfers.connect(welcome.transfer_address)
         returned = self._send_probe()
@@ -168,7 +155,7 @@ class Connection:
         Raises OSError or RuntimeError when the connection is lost.
         """
         uuid, answer = new_uuid(), new_uuid()
-        note = Note(
+        note = frames.Note(
             domain,
             message.lane,
             message.kind,
@@ -183,7 +170,7 @@ class Connection:
         message.posts += 1
         self._posted[message.lane] = posting
         self._transfers.register(uuid, [message.packed])
-        self.channel.send(encode(note))
+        self.channel.send(frames.encode(note))
         (posting.answer,) = self._transfers.pull(answer, [message.answer_shape])
 
     def answered(self, message: Message) -> None:
@@ -209,7 +196,7 @@ class Connection:
         self._transfers.cancel()
         self.channel.shutdown()
         for number in list(self._questions):
-            self._settle(Answer(number, failed=reason))
+            self._settle(frames.Answer(number, failed=reason))
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Asks the runtime at the other end; any thread but the peer's.
@@ -223,7 +210,7 @@ class Connection:
         try:
             if self.failure is not None:
                 raise EngineFailedError(f"link: {self.failure}")
-            self.channel.send(encode(Question(number, data)))
+            self.channel.send(frames.encode(frames.Question(number, data)))
             return future.result(seconds)
         except TimeoutError:
             raise EngineFailedError(f"link: no answer within {seconds:g} s") from None
@@ -232,7 +219,7 @@ class Connection:
         finally:
             self._questions.pop(number, None)
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, answer: frames.Answer) -> None:
         future = self._questions.pop(answer.number, None)
         if future is None:
             return
@@ -269,12 +256,12 @@ class Connection:
 
     def _take(self, data: bytes) -> None:
         self._heard = self._clock.now
-        match decode_from_ffn(data):
-            case Echo():
+        match frames.decode_from_ffn(data):
+            case frames.Echo():
                 pass
-            case Answer() as answer:
+            case frames.Answer() as answer:
                 self._settle(answer)
-            case Failed(uuid=uuid, text=text):
+            case frames.Failed(uuid=uuid, text=text):
                 for posting in list(self._posted.values()):
                     posting.refused |= posting.uuid == uuid
                 self.fail(text)
@@ -308,6 +295,6 @@ class Connection:
         self._probes += 1
         uuid, answer = new_uuid(), new_uuid()
         self._transfers.register(uuid, [self._probe])
-        self.channel.send(encode(Probe(uuid, answer)))
-        self.channel.send(encode(Echo(self._probes)))
+        self.channel.send(frames.encode(frames.Probe(uuid, answer)))
+        self.channel.send(frames.encode(frames.Echo(self._probes)))
         return self._transfers.pull(answer, [self._probe_shape])[0]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.link import frames
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     Channel,
@@ -25,18 +26,6 @@ from jaxserve.link.channel import (
     listen,
 )
 from jaxserve.link.contract import MessageSize
-from jaxserve.link.frames import (
-    Answer,
-    Echo,
-    Failed,
-    Join,
-    Note,
-    Probe,
-    Question,
-    Welcome,
-    decode_from_attention,
-    encode,
-)
 from jaxserve.link.hello import Hello
 from jaxserve.link.listener import Listener
 from jaxserve.link.served import ServedConnection
@@ -127,12 +116,14 @@ class PullServer:
             self.turns.forget(domain)
 
 
-class _Domain(ServedConnection[tuple[Note, list[jax.Array]]]):
+class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
     """One connected attention worker."""
 
     def __init__(self, server: PullServer, channel: Channel):
-        decode = decode_from_attention
-        super().__init__("link", channel, server.hello, Join, encode, decode, server.deadlines)
+        decode = frames.decode_from_attention
+        super().__init__(
+            "link", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
+        )
         self.pieces = 0
         """Pieces of each of the domain's messages."""
         self._server = server
@@ -152,53 +143,55 @@ class _Domain(ServedConnection[tuple[Note, list[jax.Array]]]):
         finally:
             self._transfers = None
 
-    def _admit(self, frame: Join) -> bool:
+    def _admit(self, frame: frames.Join) -> bool:
         channel, server = self._channel, self._server
         if (answer := server.preparations.ask(frame.pieces, frame.rows)) is not None:
-            channel.send(encode(answer))
+            channel.send(frames.encode(answer))
             return False
         self.pieces = frame.pieces
         self._transfers = Transfers(server.device, channel.local_host)
         self._transfers.connect(frame.transfer_address)
         self.name = frame.domain
-        channel.send(encode(Welcome(server.hello, self._transfers.address)))
+        channel.send(frames.encode(frames.Welcome(server.hello, self._transfers.address)))
         logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
         return True
 
-    def _take(self, frame: Note | Probe | Echo | Question) -> None:
+    def _take(self, frame: frames.Note | frames.Probe | frames.Echo | frames.Question) -> None:
         assert self._transfers is not None
         match frame:
-            case Note():
+            case frames.Note():
                 self._announced(frame)
-            case Probe(uuid=uuid, answer=answer):
+            case frames.Probe(uuid=uuid, answer=answer):
                 # Registered while it arrives: nothing waits for it here.
                 probe = self._transfers.pull(uuid, [self._probe_shape])
                 self._transfers.register(answer, probe)
-            case Echo():
-                self._channel.send(encode(frame))
-            case Question():
+            case frames.Echo():
+                self._channel.send(frames.encode(frame))
+            case frames.Question():
                 self._asked(self._channel, frame)
 
-    def _asked(self, channel: Channel, question: Question) -> None:
+    def _asked(self, channel: Channel, question: frames.Question) -> None:
         """Answers on a thread of its own: that may take a while. One question at a time."""
 
         def run() -> None:
             try:
-                answer = Answer(question.number, self._server.on_question(question.data))
+                answer = frames.Answer(question.number, self._server.on_question(question.data))
             except Exception as error:
                 logger.exception("link: a question of %s", self.name)
-                answer = Answer(question.number, failed=f"{type(error).__name__}: {error}")
+                answer = frames.Answer(question.number, failed=f"{type(error).__name__}: {error}")
             self._answering = False  # before the answer, upon which the next question may come
             with contextlib.suppress(OSError):
-                channel.send(encode(answer))
+                channel.send(frames.encode(answer))
 
         if self._answering:
-            channel.send(encode(Answer(question.number, failed="answers another question")))
+            channel.send(
+                frames.encode(frames.Answer(question.number, failed="answers another question"))
+            )
             return
         self._answering = True
         threading.Thread(target=run, name="link question", daemon=True).start()
 
-    def _announced(self, note: Note) -> None:
+    def _announced(self, note: frames.Note) -> None:
         assert self._transfers is not None
         if note.epoch != self._server.hello.epoch:
             self._refuse(note, f"epoch {note.epoch}, here {self._server.hello.epoch}")
@@ -233,7 +226,7 @@ class _Domain(ServedConnection[tuple[Note, list[jax.Array]]]):
             return False
         return self._run(note, message)
 
-    def _run(self, note: Note, message: list[jax.Array]) -> bool:
+    def _run(self, note: frames.Note, message: list[jax.Array]) -> bool:
         transfers = self._transfers
         assert transfers is not None
         try:
@@ -250,12 +243,12 @@ class _Domain(ServedConnection[tuple[Note, list[jax.Array]]]):
             return False
         return True
 
-    def _size(self, note: Note) -> MessageSize:
+    def _size(self, note: frames.Note) -> MessageSize:
         return MessageSize(self.pieces, note.rows)
 
-    def _refuse(self, note: Note, text: str) -> None:
+    def _refuse(self, note: frames.Note, text: str) -> None:
         """Tells the domain that a message gets no answer, and ends the connection."""
         if self.failure is None:
             with contextlib.suppress(OSError):
-                self._channel.send(encode(Failed(note.uuid, text)))
+                self._channel.send(frames.encode(frames.Failed(note.uuid, text)))
         self.fail(text)

@@ -12,21 +12,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
+from jaxserve.link import weights_frames as frames
 from jaxserve.link.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, cut_off, dial
 from jaxserve.link.frames import greeted
 from jaxserve.link.hello import Hello, Refusal
-from jaxserve.link.weights_frames import (
-    MAX_FRAME_BYTES,
-    HeldArray,
-    Join,
-    Ranges,
-    Read,
-    Ready,
-    Unread,
-    Welcome,
-    decode_from_running,
-    encode,
-)
 
 PIECE_BYTES = 4 << 20
 ASKED_AHEAD = 4
@@ -54,15 +43,15 @@ class WeightsPeer:
         self.address = address
         self._number = 0
         try:
-            self._channel = dial(address, deadlines.handshake, MAX_FRAME_BYTES)
+            self._channel = dial(address, deadlines.handshake, frames.MAX_FRAME_BYTES)
         except OSError as error:
             raise PeerError(f"{address}: {error}") from None
         try:
             with cut_off(self._channel.shutdown, deadlines.handshake):
                 self._channel.authenticate(token, accepted=False)
-                self._channel.send(encode(Join(hello)))
-                frame = decode_from_running(self._channel.receive())
-            welcome = greeted(frame, Welcome, hello)
+                self._channel.send(frames.encode(frames.Join(hello)))
+                frame = frames.decode_from_running(self._channel.receive())
+            welcome = greeted(frame, frames.Welcome, hello)
         except (AuthenticationError, EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             self._channel.close()
             raise PeerError(f"{address}: {error or 'end of file'}") from None
@@ -72,7 +61,7 @@ class WeightsPeer:
         """Ends the connection."""
         self._channel.close()
 
-    def read(self, block: str, leaf: str, ranges: Ranges, target: np.ndarray) -> int:
+    def read(self, block: str, leaf: str, ranges: frames.Ranges, target: np.ndarray) -> int:
         """Reads a part of an array into a target of its size and number format; returns its bytes.
 
         Raises:
@@ -80,12 +69,12 @@ class WeightsPeer:
         """
         array = self.held[block][leaf]
         waiting = pieces(array, ranges, target.dtype.itemsize)
-        asked: deque[tuple[int, Ranges]] = deque()
+        asked: deque[tuple[int, frames.Ranges]] = deque()
         try:
             while True:
                 while len(asked) < ASKED_AHEAD and (piece := next(waiting, None)) is not None:
                     self._number += 1
-                    self._channel.send(encode(Read(self._number, block, leaf, piece)))
+                    self._channel.send(frames.encode(frames.Read(self._number, block, leaf, piece)))
                     asked.append((self._number, piece))
                 if not asked:
                     return target.nbytes
@@ -99,20 +88,21 @@ class WeightsPeer:
     def _land(self, number: int, target: np.ndarray) -> None:
         if not self._channel.wait(SILENT_SECONDS):
             raise PeerError(f"{self.address}: silent for {SILENT_SECONDS:g} s")
-        match decode_from_running(self._channel.receive()):
-            case Ready(number=answered, size=size) if (answered, size) == (number, target.nbytes):
+        wanted = frames.Ready(number, target.nbytes)
+        match frames.decode_from_running(self._channel.receive()):
+            case frames.Ready() as ready if ready == wanted:
                 whole = target if target.flags.c_contiguous else np.empty_like(target, order="C")
                 bytes_of = whole.reshape(-1).view(np.uint8)
                 self._channel.receive_into(memoryview(bytes_of), SILENT_SECONDS)
                 if whole is not target:
                     target[...] = whole
-            case Unread(text=text):
+            case frames.Unread(text=text):
                 raise PeerError(f"{self.address}: {text}")
             case frame:
                 raise PeerError(f"{self.address}: unexpected {frame}"[:500])
 
 
-def pieces(array: HeldArray, ranges: Ranges, item: int) -> Iterator[Ranges]:
+def pieces(array: frames.HeldArray, ranges: frames.Ranges, item: int) -> Iterator[frames.Ranges]:
     """Cuts a part into pieces of `PIECE_BYTES` at most, each row by row the next of the part.
 
     Args:

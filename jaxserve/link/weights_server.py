@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from jaxserve.link import weights_frames as frames
 from jaxserve.link.channel import (
     DEFAULT_DEADLINES,
     TICK_SECONDS,
@@ -24,17 +25,6 @@ from jaxserve.link.channel import (
 from jaxserve.link.frames import Refused, greeted
 from jaxserve.link.hello import Hello, Refusal
 from jaxserve.link.listener import Listener
-from jaxserve.link.weights_frames import (
-    Held,
-    Join,
-    Ranges,
-    Read,
-    Ready,
-    Unread,
-    Welcome,
-    decode_from_starting,
-    encode,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +36,14 @@ IDLE_SECONDS = 60.0
 class HoldsWeights(Protocol):
     """Who has the weights. Called by any thread."""
 
-    def held(self) -> Held:
+    def held(self) -> frames.Held:
         """The arrays that are here whole."""
         ...
 
     def warm_up(self) -> None:
         """Gets ready for reads, so that the first ones are as quick as others."""
 
-    def read(self, block: str, leaf: str, ranges: Ranges) -> np.ndarray:
+    def read(self, block: str, leaf: str, ranges: frames.Ranges) -> np.ndarray:
         """The bytes of a part, row by row; waits for them.
 
         Raises:
@@ -131,12 +121,12 @@ class WeightsServer:
     def _welcome(self, channel: Channel) -> bool:
         with cut_off(channel.shutdown, self._deadlines.handshake):
             try:
-                greeted(decode_from_starting(channel.receive()), Join, self._hello)
+                greeted(frames.decode_from_starting(channel.receive()), frames.Join, self._hello)
             except Refusal as error:
                 logger.warning("weights: refused %s: %s", channel.peer, error)
-                channel.send(encode(Refused(str(error))))
+                channel.send(frames.encode(Refused(str(error))))
                 return False
-            channel.send(encode(Welcome(self._hello, self._holder.held())))
+            channel.send(frames.encode(frames.Welcome(self._hello, self._holder.held())))
             return True
 
     def _serve(self, channel: Channel) -> None:
@@ -148,19 +138,19 @@ class WeightsServer:
                     break
                 continue
             try:
-                frame = decode_from_starting(channel.receive())
+                frame = frames.decode_from_starting(channel.receive())
             except EOFError:
                 break
             heard = time.monotonic()
-            if not isinstance(frame, Read):
+            if not isinstance(frame, frames.Read):
                 raise RuntimeError("joined twice")
             try:
                 part = self._holder.read(frame.block, frame.leaf, frame.ranges)
             except (ValueError, RuntimeError) as error:
-                channel.send(encode(Unread(frame.number, str(error))))
+                channel.send(frames.encode(frames.Unread(frame.number, str(error))))
                 continue
             self._pace.take(part.nbytes)
-            channel.send(encode(Ready(frame.number, part.nbytes)), [memoryview(part)])
+            channel.send(frames.encode(frames.Ready(frame.number, part.nbytes)), [memoryview(part)])
             count, size = count + 1, size + part.nbytes
         logger.info(
             "weights: %s got %.1f MB in %d parts, %.1f s",

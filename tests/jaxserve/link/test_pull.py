@@ -372,7 +372,7 @@ def test_work_that_the_server_refuses_is_an_error(server, monkeypatch, late) -> 
             time.sleep(late)
         return frame
 
-    monkeypatch.setattr(pull_connection, "decode_from_ffn", slowly)
+    monkeypatch.setattr(pull_connection.frames, "decode_from_ffn", slowly)
     with client(server) as link:
         exchange(link, 2)
         link.send(0, KIND, REFUSED_LAYER, ROWS, on_mesh(values(0)))
