@@ -34,13 +34,13 @@ one; the only process of a runtime, which may have its weights from running work
 one role over `pull`; a router; and the command that can be any of them, with text/."""
 LIMITS = {
     "leader, colocated": 15_100,
-    "leader, attention and ffn": 15_900,
+    "leader, attention and ffn": 15_890,
     "follower, attention and ffn": 12_100,
-    "alone, colocated": 15_250,
-    "alone, attention and ffn": 16_050,
-    "attention": 14_000,
-    "ffn": 11_600,
-    "router": 3_500,
+    "alone, colocated": 15_110,
+    "alone, attention and ffn": 15_880,
+    "attention": 13_870,
+    "ffn": 11_040,
+    "router": 3_370,
     "serve": 28_350,
 }
 
