@@ -14,7 +14,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from grpc_status import rpc_status
 
-from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import OverloadedError
 from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
@@ -23,6 +22,7 @@ from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.text.generator import TextGenerator
 from tests import golden
 from tests.jaxserve.server.faces import SECONDS, Faces, rpc_error
+from tests.jaxserve.server.http.test_answers import asked
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
@@ -39,18 +39,22 @@ def rig(faces: Faces) -> Faces:
 # ----------------------------------------------------------------------------- completions
 
 
-def test_a_completion(rig: Faces) -> None:
-    response = rig.generate(text="hi", request_id="a")
-    assert response == pb.GenerateResponse(
-        request_id="a",
-        text="one two three",
-        token_ids=ids_of("one two three"),
-        finish=pb.FinishInfo(
-            reason=pb.FINISH_REASON_STOP,
-            stop_token_id=1,
-            usage=pb.Usage(prompt_tokens=3, completion_tokens=13),
-        ),
-    )
+def test_answers(rig: Faces) -> None:
+    """`golden/server/grpc_answers.txt` lists calls."""
+    calls = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}
+
+    def said(request: str) -> str:
+        name, fields = request.split(" ", 1)
+        rig.engine.params.clear()
+        rig.engine.cached_tokens = 2
+        made = json_format.Parse(fields, calls[name]())
+        answer = getattr(rig.stub, name)(made, timeout=SECONDS)
+        text = json_format.MessageToJson(answer, indent=None, preserving_proto_field_name=True)
+        return "\n".join([text, *map(asked, rig.engine.prompts[-1:], rig.engine.params)])
+
+    golden.check_each("server/grpc_answers.txt", said)
+    too_long = pb.TokenizeRequest(text="x" * 200)
+    assert rpc_error(rig.stub.Tokenize, too_long, timeout=SECONDS)[0] == "INVALID_ARGUMENT"
 
 
 def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Faces) -> None:
@@ -128,73 +132,11 @@ def test_log_probabilities(rig: Faces) -> None:
     assert scores == list(answer.prompt_logprobs)
 
 
-def test_no_alternatives_are_not_no_log_probabilities(rig: Faces) -> None:
-    fields = {"text": "hi", "max_tokens": 3}
-    assert list(rig.generate(**fields, logprobs=0).logprobs) == logprobs(ids_of("one"), 0)
-    assert list(rig.generate(**fields).logprobs) == []
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ({"regex": "[a-z]{3} t"}, "one t"),
-        ({"choice": pb.Choices(texts=["six", "two"])}, "two"),
-        ({"grammar": 'start: "three" | "four"'}, "three"),
-        ({"json": '{"const": "two"}'}, '"two"'),
-    ],
-)
-def test_a_form(rig: Faces, form: dict[str, object], text: str) -> None:
-    """The script as far as the form lets it through, and what the form asks for besides."""
-    asked = pb.StructuredOutputs(**form)
-    assert rig.generate(text="hi", structured_outputs=asked).text == text
-    events = rig.stream(text="hi", structured_outputs=asked)
-    assert "".join(event.delta.text for event in events) == text
-
-
-@pytest.mark.parametrize(
-    ("form", "details"),
-    [
-        ({"choice": pb.Choices(texts=["x"] * 1025)}, "choice: 1025 texts"),
-        ({"regex": "x" * 70000}, "regex: 70000 characters, at most 65536"),
-    ],
-)
-def test_a_form_that_is_too_large(rig: Faces, form: dict[str, object], details: str) -> None:
-    error = rig.refused(text="hi", structured_outputs=pb.StructuredOutputs(**form))
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details().startswith(f"structured_outputs.{details}")
-    assert rig.generate(text="hi").text == "one two three"
-
-
-def test_sampling_fields_reach_the_engine(rig: Faces) -> None:
-    """Zero is not the same as unset."""
-    rig.engine.cached_tokens = 2
-    first = {"temperature": 0, "top_k": 3, "seed": 0, "max_tokens": 2, "priority": -3}
-    first |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: -100.0}}
-    second = {"top_p": 0.5, "min_p": 0.1, "ignore_eos": True, "min_tokens": 1}
-    second |= {"repetition_penalty": 1.5}
-    answer = rig.generate(text="hi", **first, stop_token_ids=[7], cache_salt="x")
-    assert answer.finish.usage.cached_tokens == 2
-    rig.generate(text="hi", **second)
-    assert rig.engine.params == [
-        SamplingParams(**first, stop_token_ids=(7,), cache_salt="/x"),
-        SamplingParams(**second),
-    ]
-
-
 def test_model_info(rig: Faces) -> None:
     info = rig.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
     known = {"jaxserve_version": "0.1.0", "eos_token_ids": [1], **rig.engine.model_info()}
     del known["layers"]
     assert {field.name: value for field, value in info.ListFields()} == known
-
-
-def test_tokenize(rig: Faces) -> None:
-    def ids(**fields: object) -> list[int]:
-        return list(rig.stub.Tokenize(pb.TokenizeRequest(**fields), timeout=SECONDS).token_ids)
-
-    assert ids(text="ab") == [0, *ids_of("ab")]
-    assert ids(text="ab", no_bos=True) == ids_of("ab")
-    assert rpc_error(ids, text="x" * 200)[0] == "INVALID_ARGUMENT"
 
 
 def test_abort(rig: Faces) -> None:
@@ -292,6 +234,8 @@ def test_a_bad_field_is_named(rig: Faces) -> None:
     """`golden/server/grpc_fields.txt` lists requests."""
 
     def said(fields: str) -> str:
+        fields = fields.replace("x{70000}", "x" * 70000)
+        fields = fields.replace('1025 * "x"', ", ".join(['"x"'] * 1025))
         request = json_format.Parse(fields, pb.GenerateRequest())
         with pytest.raises(grpc.RpcError) as caught:
             rig.stub.Generate(request, timeout=SECONDS)

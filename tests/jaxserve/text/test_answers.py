@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.text.answers import AnswerFormat, AnswerParser, Piece, calls_of
 from jaxserve.text.calls import DEEPSEEK, DEEPSEEK_V31, JSON, KIMI, QWEN_XML, STEP, STEPTML
 from jaxserve.text.chat import ChatTemplate
+from tests import golden
 from tests.jaxserve.text.conversations import TOOLS
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "reference" / "chat_templates"
@@ -35,48 +36,13 @@ def parse(parser: AnswerParser, *texts: str) -> tuple[str, str, list[tuple[str, 
     return whole(pieces + parser.finish())
 
 
-QWEN_CALLS = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-DEEPSEEK_CALLS = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
-    '```json\n{"city": "Łódź"}\n```<｜tool▁call▁end｜>\n'
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
-    "<｜tool▁calls▁end｜>"
-)
-KIMI_CALLS = (
-    "<|tool_calls_section_begin|>"
-    "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city": "Łódź"}<|tool_call_end|>'
-    "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    "<|tool_calls_section_end|>"
-)
-STEP_CALLS = '<|CALL_START|>function\nweather\n{"city": "Łódź"}\nfunction\nnow\n{}<|CALL_END|>'
-DEEPSEEK_V31_CALLS = (
-    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Łódź"}'
-    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
-QWEN_XML_CALLS = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n</function>\n"
-    "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
-)
-STEPTML_CALLS = (
-    "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
-    '<steptml:invoke name="weather"><steptml:parameter name="city">Łódź</steptml:parameter>'
-    "</steptml:invoke><｜tool_call_end｜><｜tool_call_begin｜>function<｜tool_sep｜>"
-    '<steptml:invoke name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>'
-)
 CALLS = [("weather", '{"city": "Łódź"}'), ("now", "{}")]
-FAMILIES = [
-    (JSON, QWEN_CALLS),
-    (DEEPSEEK, DEEPSEEK_CALLS),
-    (KIMI, KIMI_CALLS),
-    (STEP, STEP_CALLS),
-    (DEEPSEEK_V31, DEEPSEEK_V31_CALLS),
-    (QWEN_XML, QWEN_XML_CALLS),
-    (STEPTML, STEPTML_CALLS),
-]
+FORMS = {"JSON": JSON, "DEEPSEEK": DEEPSEEK, "KIMI": KIMI, "STEP": STEP, "QWEN_XML": QWEN_XML}
+FORMS |= {"DEEPSEEK_V31": DEEPSEEK_V31, "STEPTML": STEPTML}
+WRITTEN = json.loads((golden.FOLDER / "text" / "two_calls.json").read_text(encoding="utf-8"))
+FAMILIES = [(form, WRITTEN[name]) for name, form in FORMS.items()]
+"""Two calls, as each family writes them."""
+QWEN_CALLS = WRITTEN["JSON"]
 
 
 @pytest.mark.parametrize(("form", "written"), FAMILIES)
@@ -128,71 +94,13 @@ def test_a_value_may_hold_the_mark_that_ends_a_call(form_and_tail) -> None:
         assert found == [{"city": f"say {tail} there"}, {}]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        '{"arguments": {"a": "</tool_call>"}, "name": "f"}',
-        '{"name": "f", "arguments": "{\\"a\\": \\"</tool_call>\\"}"}',
-    ],
-)
-def test_json_in_another_order_and_arguments_as_text(body) -> None:
-    for texts in ([body], [*body]):
-        parser = AnswerParser(False, False, JSON)
-        ((name, arguments),) = parse(parser, "<tool_call>", *texts, "</tool_call>")[2]
-        assert (name, json.loads(arguments)) == ("f", {"a": "</tool_call>"})
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "content", "arguments"),
-    [
-        # A string that was never closed holds no mark behind its line.
-        (JSON, '{"name": "f", "arguments": {"a": "x}\n</tool_call> done', " done", '{"a": "x}\n'),
-        (KIMI, '{"a": "x\n<|tool_call_end|>{end} done', " done", '{"a": "x'),
-        # Both end tags were forgotten.
-        (QWEN_XML, "<function=f>\n<parameter=a>\nx\n</tool_call> done", " done", "{}"),
-    ],
-)
-def test_the_mark_ends_a_value_that_never_does(form, text, content, arguments) -> None:
-    head = "<|tool_call_begin|>f:0<|tool_call_argument_begin|>" if form is KIMI else ""
-    text = f"{form.begin}{head}{text.replace('{end}', form.end)}"
-    for texts in ([text], [*text]):
-        _, said, calls = parse(AnswerParser(False, False, form), *texts)
-        assert (said, [call[1] for call in calls]) == (content, [arguments])
-
-
 def test_kimis_ids_are_kept_and_others_are_made_up() -> None:
-    pieces = [AnswerParser(False, False, KIMI).push(KIMI_CALLS)]
+    pieces = [AnswerParser(False, False, KIMI).push(WRITTEN["KIMI"])]
     pieces += [AnswerParser(False, False, JSON).push(QWEN_CALLS)]
     kept, made = ([piece.call.id for piece in some if piece.call] for some in pieces)
     assert kept == ["functions.weather:0", "functions.now:1"]
     assert len(set(made)) == 2
     assert all(call_id.startswith("call_") for call_id in made)
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (JSON, "<tool_call>{not json}</tool_call>"),
-        (JSON, '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
-        (JSON, "<tool_call>[1]</tool_call>"),
-        (JSON, "<tool_call>" + "[" * 100_000 + "</tool_call>"),
-        (DEEPSEEK, "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
-        (KIMI, "<|tool_calls_section_begin|>nothing<|tool_calls_section_end|>"),
-        (STEP, "<|CALL_START|>function\nx\n5<|CALL_END|>"),
-        (JSON, "<tool_call>" + "x" * 70_000 + "</tool_call>"),
-        (QWEN_XML, "<tool_call>nothing</tool_call>"),
-    ],
-)
-def test_what_is_no_call_is_text(form, text) -> None:
-    parser = AnswerParser(thinks=False, thinking=False, calls=form)
-    assert parse(parser, text + "") == ("", text, [])
-    assert not parser.called
-
-
-def test_a_call_that_is_cut_off_but_whole_counts() -> None:
-    """The end mark may be the token that ended the request."""
-    parser = AnswerParser(thinks=False, thinking=False, calls=JSON)
-    assert parse(parser, QWEN_CALLS.removesuffix("</tool_call>")) == ("", "", CALLS)
 
 
 @pytest.mark.parametrize(("form", "written"), FAMILIES)
@@ -233,41 +141,20 @@ SCHEMA = {
 TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("a", "5", 5),
-        ("a", "five", "five"),
-        ("b", "5", 5),
-        ("b", "None", None),
-        ("b", 'say "x"\n\n y', 'say "x"\n\n y'),
-        ("c", '{"x": [1]}', {"x": [1]}),
-        ("c", "True", True),
-        ("d", "1", "1"),
-        ("e", '{"x": 1}', {"x": 1}),
-        ("e", "red", "red"),
-        ("g", "[1]", [1]),
-        ("h", "7", 7),
-        ("g", "NaN", "NaN"),
-        ("g", '"\\ud800"', "\ud800"),
-        ("other", "1", "1"),
-    ],
-)
-def test_values_of_elements_have_the_schemas_types(key, value, expected) -> None:
-    parser = AnswerParser(False, False, QWEN_XML, TYPED)
-    written = f"<parameter={key}>\n{value}\n</parameter>"
-    text = f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>"
-    _, _, ((name, arguments),) = parse(parser, *text)
-    assert (name, json.loads(arguments)) == ("f", {key: expected})
-    arguments.encode()
+def test_answers() -> None:
+    """`golden/text/answers.txt` lists arguments of `AnswerParser` and the text of an answer."""
 
+    def said(line: str) -> str:
+        first, text = line.split("\n")
+        arguments, text = eval(first, globals() | FORMS), eval(text)
+        found = parse(parser := AnswerParser(*arguments), text)
+        assert parser.called == bool(found[2])
+        assert parse(AnswerParser(*arguments), *text) == found
+        reasoning, content, calls = found
+        content = "the text" if content == text else repr(content)
+        return "\n".join([f"{reasoning!r}, {content}", *(" ".join(call) for call in calls)])
 
-def test_an_end_tag_that_the_model_forgot() -> None:
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</function>\n</tool_call>"
-    )
-    _, content, ((_, arguments),) = parse(AnswerParser(False, False, QWEN_XML, TYPED), *text)
-    assert (content, json.loads(arguments)) == ("", {"a": 1, "b": "x"})
+    golden.check_each("text/answers.txt", said)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -305,20 +192,6 @@ def test_more_calls_than_allowed_are_left_out() -> None:
     assert (len(calls), content) == (128, "")
     form = AnswerFormat(thinks=False, calls=JSON)
     assert parse(form.parser("", [], max_calls=1), one * 3) == ("", "", [("x", "{}")])
-
-
-def test_without_tools_calls_are_text() -> None:
-    form = AnswerFormat(thinks=False, calls=JSON)
-    assert parse(form.parser("", None), QWEN_CALLS)[1:] == (QWEN_CALLS, [])
-
-
-def test_a_thought_without_end() -> None:
-    assert parse(AnswerParser(True, True, None), "Hm.\n\n") == ("Hm.", "", [])
-    assert parse(AnswerParser(True, False, None), " <thi") == ("", " <thi", [])
-
-
-def test_who_does_not_think_may_write_the_mark() -> None:
-    assert parse(AnswerParser(False, False, None), "<think>x</think>")[0] == ""
 
 
 @pytest.mark.parametrize(
