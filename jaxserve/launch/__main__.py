@@ -6,6 +6,7 @@ code 2: the deployment cannot be started that way.
 """
 
 import argparse
+import ipaddress
 import re
 import shlex
 import sys
@@ -130,6 +131,19 @@ def parser() -> argparse.ArgumentParser:
     kubernetes_only = made.add_argument_group("Kubernetes")
     add = kubernetes_only.add_argument
     add("--namespace", default="", metavar="NAME", help="of all objects")
+    add(
+        "--clusters",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: prefill workers in one, routers and domains in the other (1)",
+    )
+    add(
+        "--peer-pods",
+        default="",
+        metavar="CIDR",
+        help="with --clusters 2: addresses of pods of the cluster with routers and domains",
+    )
     add("--service-account", default="", metavar="NAME", help="that pods run as")
     add("--image-pull-secret", action="append", default=[], metavar="NAME", help="repeatable")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable; repeatable")
@@ -246,6 +260,12 @@ def _check_names(options: argparse.Namespace) -> None:
         raise ConfigError("--cache-bucket and --cache-claim: one place for compiled programs")
     if options.namespace and not re.fullmatch(NAME, options.namespace):
         raise ConfigError(f"--namespace {options.namespace!r}: is no name of a namespace")
+    if options.clusters > 1 and options.target not in ("gke-lws", "kubernetes"):
+        raise ConfigError(f"--clusters {options.clusters}: take --target gke-lws or kubernetes")
+    try:
+        ipaddress.ip_network(options.peer_pods or "::/0")
+    except ValueError as error:
+        raise ConfigError(f"--peer-pods {options.peer_pods!r}: {error}") from None
     if options.spares < 0:
         raise ConfigError(f"--spares {options.spares}: expected 0 or more")
     if options.models_bucket and not re.fullmatch(BUCKET, options.models_bucket):
@@ -331,6 +351,9 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
                 iter(_pairs("--rdma", [options.rdma] if options.rdma else []).items()), ("", "")
             ),
             privileged=options.privileged,
+            clusters=options.clusters,
+            peer_pods=options.peer_pods,
+            gke=options.target.startswith("gke-"),
             spares=options.spares,
             time=options.time,
         ),

@@ -1,8 +1,11 @@
 """Autoscaling of a fleet's workloads by its routers' metrics. Called by `kubernetes.py`."""
 
+from collections.abc import Sequence
+
 from jaxserve.launch import pods
 from jaxserve.launch.options import Rendering
 from jaxserve.launch.pods import Tree
+from jaxserve.launch.workloads import Workload
 
 MOST = 8
 """Times the workers that the deployment has."""
@@ -17,15 +20,14 @@ HEAD = """\
 """
 
 
-def render(rendering: Rendering) -> str:
-    """KEDA for prefill workers, a HorizontalPodAutoscaler for domains."""
-    works = {work.kind: work for work in rendering.works}
-    trees = []
-    if "prefill" in works:
-        name = pods.name_of(rendering.options, works["prefill"])
-        trees.append(_prefill(name, works["prefill"].workers))
-    name = pods.name_of(rendering.options, works["domain"])
-    trees.append(_domains(name, works["domain"].workers))
+def render(rendering: Rendering, works: Sequence[Workload]) -> str:
+    """Returns KEDA for prefill workers and a HorizontalPodAutoscaler for domains."""
+    of_kind = {"prefill": _prefill, "domain": _domains}
+    trees = [
+        of_kind[work.kind](pods.name_of(rendering.options, work), work.workers)
+        for work in works
+        if work.kind in of_kind
+    ]
     return f"# {rendering.command}\n{HEAD}{pods.yaml_of(rendering.options, trees)}"
 
 

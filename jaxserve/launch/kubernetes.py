@@ -6,7 +6,7 @@ Called by `__main__.py`.
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch import autoscaling, pods
+from jaxserve.launch import autoscaling, clusters, pods
 from jaxserve.launch.options import Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
 from jaxserve.launch.settings import placed
@@ -16,34 +16,59 @@ LWS = "leaderworkerset.sigs.k8s.io"
 
 
 def render(rendering: Rendering) -> dict[str, str]:
-    """The files of the deployment, by name."""
+    """Returns the files of the deployment by name.
+
+    Raises:
+      ConfigError: it cannot be divided over clusters.
+    """
     options, works = rendering.options, rendering.works
     kinds = {work.kind: work for work in works}
+    parts = clusters.divided(works, options)
     addresses: dict[str, Any] = {}
     if "domain" in kinds:
         addresses["registry"] = "kubernetes"
         for kind in ("prefill", "domain"):
             if kind in kinds:
                 key = {"prefill": "prefill", "domain": "domains"}[kind]
-                addresses[key] = [f"{_leaders(options, kinds[kind])}:{WORKER_PORT}"]
+                service = _leaders(options, kinds[kind])
+                host = clusters.host_of(service, kinds[kind], options)
+                addresses[key] = [f"{host}:{WORKER_PORT}"]
     if "ffn" in kinds:
         own = pods.name_of(options, kinds["ffn"])
         addresses["ffn"] = [f"{own}-{n}.{own}:{FFN_PORT}" for n in range(kinds["ffn"].workers)]
     deployment = placed(rendering.deployment, pods.container_places(rendering, **addresses))
-    faces = next(work for work in works if work.faces)
-    selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
+    files = {}
+    for name, workers in parts.items():
+        trees = _cluster(deployment, workers, options)
+        text = f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"
+        files[f"{name}.yaml"] = text
+        if "domain" in kinds:
+            prefix = f"{name}-" if options.clusters > 1 else ""
+            files[f"{prefix}autoscale.yaml"] = autoscaling.render(rendering, workers)
+    if options.clusters > 1:
+        files["clusters.sh"] = clusters.script(rendering)
+    return files
+
+
+def _cluster(deployment: Deployment, works: list[Workload], options: Options) -> list[Tree]:
+    """Returns the objects of one cluster."""
     trees = [pods.config_map(deployment, options)]
     for work in works:
         trees += _objects(deployment, work, options)
-    trees += [
+        if work.kind == "prefill" and options.clusters > 1:
+            trees.append(clusters.export(_leaders(options, work), options))
+    policy = pods.network_policy(deployment, options)
+    faces = next((work for work in works if work.faces), None)
+    if faces is None:
+        policy["spec"]["ingress"][-1] = clusters.ingress(options)
+        return [*trees, policy]
+    selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
+    return [
+        *trees,
         pods.client_service(deployment, options, selector),
-        pods.network_policy(deployment, options),
+        policy,
         pods.pod_monitor(deployment, options, selector),
     ]
-    files = {"kubernetes.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"}
-    if "domain" in kinds:
-        files["autoscale.yaml"] = autoscaling.render(rendering)
-    return files
 
 
 def head(rendering: Rendering, deployment: Deployment) -> str:

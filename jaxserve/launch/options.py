@@ -47,6 +47,9 @@ class Options(NamedTuple):
       annotations: annotations of pods with accelerators, as for further networks.
       rdma: resource of the network cards of a pod with GPUs and its number; empty: none.
       privileged: whether containers with accelerators are privileged and lock any memory.
+      clusters: clusters of Kubernetes: 2 have prefill workers apart.
+      peer_pods: CIDR of pods of the cluster that reaches prefill workers of another.
+      gke: whether the cluster is GKE's.
       spares: nodes of a Slurm job beyond those that the deployment needs.
       time: time limit of a Slurm job.
     """
@@ -70,6 +73,9 @@ class Options(NamedTuple):
     annotations: Mapping[str, str] = MappingProxyType({})
     rdma: tuple[str, str] = ("", "")
     privileged: bool = False
+    clusters: int = 1
+    peer_pods: str = ""
+    gke: bool = False
     spares: int = 0
     time: str = "24:00:00"
 
