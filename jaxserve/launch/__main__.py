@@ -173,6 +173,12 @@ def parser() -> argparse.ArgumentParser:
         help="gs:// or s3:// folder for compiled programs, which survives restarts",
     )
     made.add_argument(
+        "--preflight",
+        action="store_true",
+        help="run `jaxserve preflight` in place of serve; read the logs, delete all, and render "
+        "again without it",
+    )
+    made.add_argument(
         "--without-keys", action="store_true", help="clients need no API key (--insecure-bind)"
     )
     return made
@@ -188,6 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rendering = rendering_of(options, given)
         files = TARGETS[options.target].render(rendering)
+        if options.preflight:
+            files = {
+                name: text.replace("jaxserve.serve", "jaxserve.preflight")
+                for name, text in files.items()
+            }
         if warning := refuse_unfit(rendering.deployment, options.hardware):
             print(f"jaxserve: {warning}", file=sys.stderr)
         for line in rendering.layouts:

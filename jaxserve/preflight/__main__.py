@@ -9,13 +9,14 @@ codes: 0 no check failed on any process, 1 one failed, 2 the configuration is wr
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve import ports, serve
 from jaxserve.commands import doctor
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
@@ -24,7 +25,7 @@ from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.logs import configure
 from jaxserve.preflight import hosts, kernels
-from jaxserve.preflight.children import run_part
+from jaxserve.preflight.children import run_on_devices, run_part
 from jaxserve.preflight.meeting import Meeting
 from jaxserve.preflight.outcomes import Check, Failed, Outcome, Skipped, count, run, table
 from jaxserve.preflight.pull import pull_steps, role_of
@@ -38,8 +39,25 @@ SEVERAL = ("memory", "links", "exchange", "layer", "steps")
 """Checks that all processes of a runtime run together."""
 
 
-PROCESS = ("process_id", "processes", "coordinator", "control", "control_bind", "slice", "slices")
+PROCESS = (
+    *("process_id", "processes", "coordinator", "control", "control_bind", "slice", "slices"),
+    "host_process",
+)
 """Options of a process that its checks on devices take, too."""
+
+
+SHARED = (
+    *("link.transport=pull", 'link.addresses=["127.0.0.1:9300"]', "attention.runtime=attention"),
+    *("ffn.runtime=ffn", "attention.memory_gb=4", "ffn.memory_gb=4"),
+)
+"""Keys of the demo as two processes on one device."""
+ON_ONE_DEVICE = (
+    *("mode=colocated", "attention.dp=1", "attention.tp=1", "link.transport=auto"),
+    *("attention.processes=0", "ffn.exchange=gather", "cache.pages=256", "scheduler.slots=16"),
+    *("scheduler.max_length=1024", "scheduler.token_budget=128"),
+    *("scheduler.token_buckets=[]", "scheduler.page_buckets=[]"),
+)
+"""Keys of a deployment cut down to one device."""
 
 
 class Step(NamedTuple):
@@ -78,15 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all checks; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     made = parser()
-    options = made.parse_args(given)
+    options, others = made.parse_known_args(given)
+    if others:  # files of `launch --preflight` have options that concern serving alone
+        serve.parser().parse_args(["--config", "demo", *others])
     if options.config is None and options.model is None:
         made.error("one of the arguments --config --model is required")
     configure("text")
     try:
         process = from_arguments(options)
         deployment = read_deployment(options.config, options.model, options.set)
+        ports.use(deployment.cluster.ports)
         if process.host_processes > 1:
-            raise ConfigError("--host-processes: start preflight once for each process")
+            return run_on_devices(process, given)
     except (ConfigError, CheckpointError) as error:
         print(f"jaxserve preflight: {error}", file=sys.stderr)
         return 2
@@ -139,6 +160,8 @@ class Preflight:
         yield Step("devices", lambda: hosts.devices(probe()))
         for name, check in kernels.checks(probe, self._options.seconds):
             yield Step(name, check)
+        if process.processes == 1 and process.role == "":
+            yield from self._sharing(probe)
         for part, title in self._parts():
             words, seconds = self._words(part), self._options.seconds
             if part != "prefill" and deployment.topology.crosses_runtimes:
@@ -151,11 +174,34 @@ class Preflight:
             for name in SEVERAL:
                 yield Step(title + name, partial(run_part, name, words, seconds), not part)
 
+    def _sharing(self, probe: Callable[[], Mapping[str, Any]]) -> Iterator[Step]:
+        """Checks for a single device, whatever the deployment: both roles of the demo in processes
+        that share it, and layers with the shapes of Qwen3."""
+
+        def alone(check: Check) -> Check:
+            def run() -> tuple[str, dict[str, Any]]:
+                if probe().get("devices") != 1 and not self._options.only:
+                    raise Skipped("for hosts of one device")
+                return check()
+
+            return run
+
+        seconds = self._options.seconds
+        demo = ["--config", "demo", *(f"--set={item}" for item in SHARED)]
+        deployment = read_deployment("demo", None, SHARED)
+        shared = partial(pull_steps, deployment, self._process, self._meeting, demo, seconds)
+        yield Step("shared device", alone(shared))
+        qwen3 = ["--config", "qwen3-30b-a3b", "--layers", "2"]
+        qwen3 += [f"--set={item}" for item in ON_ONE_DEVICE]
+        yield Step("qwen3 shapes", alone(partial(run_part, "steps", qwen3, seconds)))
+
     def _parts(self) -> list[tuple[str, str]]:
         """The workers of a fleet, by `--part` of `worker.py`, and how their checks are named."""
-        if not self._deployment.prefill.workers:
-            return [("", "")]
-        return [("prefill", "prefill "), ("decode", "domain ")]
+        role = self._process.role
+        if not self._deployment.prefill.workers or role == "router":
+            return [] if role == "router" else [("", "")]
+        both = [("prefill", "prefill "), ("decode", "domain ")]
+        return [one for one in both if not role or (one[0] == "prefill") == (role == "prefill")]
 
     def _words(self, part: str) -> list[str]:
         """Options of `worker.py`: those of this command that name deployment and process."""

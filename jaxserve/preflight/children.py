@@ -1,6 +1,7 @@
 """Processes that a preflight starts for checks on devices, each with a deadline."""
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,9 @@ from typing import Any
 import msgspec
 
 from jaxserve.bench.workers import end, prepare
+from jaxserve.commands.host import commands
+from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
+from jaxserve.ports import free_port
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 
 WORKER = "jaxserve.preflight.worker"
@@ -66,6 +70,27 @@ class Child:
         lines = self.output.read_text(errors="replace").splitlines()
         said = [line for line in lines if line.strip()][-_LAST_LINES:]
         return "\n".join(["its last lines:", *said]) if said else "it printed nothing"
+
+
+def run_on_devices(process: ProcessArguments, given: Sequence[str]) -> int:
+    """Runs the processes of `--host-processes`, each a preflight of its own; returns the largest
+    exit code."""
+    environment = dict(os.environ)
+    if process.processes == 1:
+        first, second = free_port(), free_port()
+        process = msgspec.structs.replace(
+            process, coordinator=f"127.0.0.1:{first}", control_address=f"127.0.0.1:{second}"
+        )
+        environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxserve.preflight", *words],
+            env=environment,
+            preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
+        )
+        for words in commands(process, given)
+    ]
+    return max(child.wait() for child in children)
 
 
 def run_part(check: str, arguments: Sequence[str], seconds: float) -> tuple[str, dict[str, Any]]:

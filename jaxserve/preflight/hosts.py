@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.commands import doctor
 from jaxserve.config.deployment import Deployment
 from jaxserve.link.channel import join_address, split_address
+from jaxserve.ports import listening
 from jaxserve.preflight.meeting import Meeting
 from jaxserve.preflight.outcomes import Failed, Skipped
 
@@ -112,10 +113,10 @@ def ports(meeting: Meeting, deployment: Deployment, named: Sequence[str]) -> Fou
       Failed: names each pair that does not connect.
     """
     wrong, tried = [], 0
-    with socket.create_server(("", 0)) as server:
+    with listening("", 0) as server:
         here = join_address(meeting.local_host, server.getsockname()[1])
-        listening = meeting.gather(here, SECONDS)
-        for number, address in enumerate(listening):
+        addresses = meeting.gather(here, SECONDS)
+        for number, address in enumerate(addresses):
             tried += 1
             if problem := _dial(address):
                 who = f"process {meeting.number} cannot reach process {number}"
@@ -131,7 +132,7 @@ def ports(meeting: Meeting, deployment: Deployment, named: Sequence[str]) -> Fou
                 wrong.append(f"{address} of {where} cannot be listened on: {problem}")
     if wrong:
         raise Failed("\n".join(wrong))
-    return f"{tried} ports answer", {"listening": listening}
+    return f"{tried} ports answer", {"addresses": addresses}
 
 
 def _dial(address: str) -> str:

@@ -1,5 +1,6 @@
 """Checks of Pallas kernels against their references, by `pallas_kernels.bench` on small shapes."""
 
+import contextlib
 import functools
 import json
 import tempfile
@@ -7,6 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.outcomes import Check, Failed, Skipped
 
@@ -72,8 +77,17 @@ def judged(results: list[dict[str, Any]]) -> Found:
 
 def times(seconds: float) -> Found:
     """Times Step-3's layers at real sizes, for `plan calibrate --measured`."""
-    found = _bench(["--layer", "step3"], seconds)
-    return f"{len(found)} layers of Step-3 timed", {"measurements": found}
+    return timed(_bench(["--layer", "step3"], seconds))
+
+
+def timed(found: list[dict[str, Any]]) -> Found:
+    """Sets the times of layers beside their rooflines, where the planner knows the device."""
+    text = f"{len(found)} layers of Step-3 timed"
+    with contextlib.suppress(ConfigError):
+        ones = msgspec.convert(found, list[Measurement])
+        ratios = [one.seconds / expected(one).roofline for one in ones]
+        text += f", {min(ratios):.2f} to {max(ratios):.2f} times their rooflines"
+    return text, {"measurements": found}
 
 
 def _bench(arguments: list[str], seconds: float) -> Any:

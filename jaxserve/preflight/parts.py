@@ -368,6 +368,7 @@ def measured_steps(runtime: Runtime, built: float) -> Found:
     spans = recorder.ended(SPAN_SECONDS)
     seconds = (time.perf_counter() - begun) / count
     details = {
+        "kind": jax.local_devices()[0].device_kind,
         "built_seconds": built,
         "step_seconds": seconds,
         "layers": runtime.config.layers,

@@ -4,6 +4,7 @@ Alone, a process starts both on this host, which then share its devices. Of seve
 starts the attention worker and 1 the ffn worker, unless `--role` says otherwise.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def pull_steps(
       Skipped: this process plays neither role.
     """
     role = role_of(process, meeting)
-    words = list(words)
+    words = [*words, f"--set=link.absent_seconds={seconds}"]
     if role == "both":
         words.append(f'--set=link.addresses=["127.0.0.1:{free_port()}"]')
     with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
@@ -59,6 +60,9 @@ def pull_steps(
                             f"the attention worker ended with {code}; {children[-1].last_words()}"
                         )
                     outcome = msgspec.json.decode(result.read_bytes(), type=Outcome)
+                if role == "ffn" and meeting.count == 1:
+                    with contextlib.suppress(Failed):  # answers until the deadline
+                        children[0].wait(seconds)
             except Failed as failed:
                 outcome = failed
             meeting.gather(None, 2 * seconds)  # the ffn worker answers until then

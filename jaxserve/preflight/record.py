@@ -26,7 +26,7 @@ FOLDER = Path("measured")
 
 def device_kind(outcomes: Sequence[Outcome]) -> str:
     """The kind of the first process's devices, as JAX names it."""
-    found = [one.details.get("kind", "") for one in outcomes if one.name == "devices"]
+    found = [one.details.get("kind", "") for one in outcomes]
     return next((kind for kind in found if kind), "unknown")
 
 
@@ -63,7 +63,7 @@ def spans_of(outcomes: Sequence[Outcome]) -> list[Span]:
             for span in msgspec.convert(one.details["spans"], list[Span])
         ]
         for one in outcomes
-        if "spans" in one.details and not one.name.startswith("prefill")
+        if one.name in ("steps", "domain steps") and "spans" in one.details
     )
 
 

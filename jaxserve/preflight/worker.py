@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve import ports
 from jaxserve.commands.worker_part import part_of
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
@@ -24,6 +25,7 @@ from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.sizing import Sizing
+from jaxserve.logs import configure
 from jaxserve.preflight.outcomes import run
 
 BARRIER_SECONDS = 600.0
@@ -33,7 +35,9 @@ BARRIER_SECONDS = 600.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the check; the end of it is the end of the process."""
     options, _ = parser().parse_known_args(arguments)  # the others are options of serve
+    configure("text")
     deployment, process = read_part(options)
+    ports.use(deployment.cluster.ports)
     from jaxserve.preflight.parts import PARTS
 
     part = PARTS[options.check]

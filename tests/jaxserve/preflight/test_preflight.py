@@ -9,12 +9,13 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
 from jaxserve.ports import free_port
 from jaxserve.preflight import hosts
 from jaxserve.preflight.__main__ import main
 from jaxserve.preflight.children import Child
-from jaxserve.preflight.kernels import judged
+from jaxserve.preflight.kernels import judged, timed
 from jaxserve.preflight.meeting import Meeting, behind
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped, run, table
 
@@ -138,6 +139,31 @@ def test_a_wrong_kernel_is_named():
     assert judged([right, plain])[0] == "2 of 2 cases as the reference; plain XLA in fp8"
     with pytest.raises(Failed, match="step3 int8: off by"):
         judged([right | {"correct": False, "error": 0.5}])
+
+
+def test_times_of_layers_beside_their_rooflines():
+    layer = {"op": "attend", "model": "step3", "batch": 64, "context": 8192, "format": "fp8"}
+    known = layer | {"device_kind": "NVIDIA H100 80GB HBM3", "seconds": 1e-3}
+    assert timed([known])[0].startswith("1 layers of Step-3 timed, ")
+    assert "times their rooflines" in timed([known])[0]
+    other = known | {"device_kind": "quick run on cpu"}
+    assert timed([other]) == ("1 layers of Step-3 timed", {"measurements": [other]})
+
+
+def test_a_rendering_for_a_preflight_runs_it_with_the_options_of_serve(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch_main, "refuse_unfit", lambda *given: "")  # launch has its own tests
+    words = ["--config", "demo", "--target", "systemd", "--without-keys"]
+    assert launch_main.main([*words, "--preflight"]) == 0
+    said = capsys.readouterr().out
+    assert "-m jaxserve.preflight " in said
+    assert "jaxserve.serve" not in said
+    assert "--insecure-bind" in said
+    with pytest.raises(SystemExit):
+        main(["--config", "demo", "--insecure-bound"])
+    found = ["--only", "nothing", "--json", str(tmp_path / "found.json")]
+    assert main(["--config", "demo", "--insecure-bind", *found]) == 0
 
 
 def test_a_failed_check_does_not_stop_the_others(tmp_path, capsys):
