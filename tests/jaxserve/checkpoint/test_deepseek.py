@@ -7,7 +7,6 @@ import pytest
 
 from jaxserve.checkpoint.deepseek import deepseek_config, deepseek_names
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.model import LayerKind, Rope
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
 from tests import golden
@@ -25,40 +24,6 @@ def test_scales():
     for name, scale in (("deepseek-v3", 0.135234), ("kimi-k2", 0.130861)):
         config, _ = read_config(CONFIGS / "models" / name)
         assert config.attention.scale == pytest.approx(scale, abs=1e-6)
-
-
-class TestVariations:
-    def test_no_yarn(self):
-        config = deepseek_config(TREE)
-        assert config.rope == Rope(theta=10000.0, interleaved=True)
-        assert config.attention.scale == (16 + 8) ** -0.5
-
-    def test_yarn_without_mscale_leaves_the_scores_scale(self):
-        scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-        config = deepseek_config(TREE | {"rope_scaling": scaling})
-        assert config.attention.scale == (16 + 8) ** -0.5
-        assert config.rope.yarn.magnitude == pytest.approx(1.3688879)
-
-    def test_every_other_layer(self):
-        config = deepseek_config(
-            TREE | {"moe_layer_freq": 2, "num_hidden_layers": 8, "first_k_dense_replace": 3}
-        )
-        assert config.moe_layers == {4, 6}
-        assert config.kind(5) == LayerKind("dense")
-
-    def test_all_dense(self):
-        """Such a model may leave all entries of experts out."""
-        config = deepseek_config(
-            without(
-                *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
-                *("moe_intermediate_size", "topk_group", "routed_scaling_factor"),
-            )
-        )
-        assert (config.moe_layers, config.router, config.experts) == (frozenset(), None, 0)
-        assert (config.expert_d_ff, config.shared_d_ff) == (0, 0)
-
-    def test_halves_instead_of_pairs(self):
-        assert not deepseek_config(TREE | {"rope_interleave": False}).rope.interleaved
 
 
 def test_problems_are_named():

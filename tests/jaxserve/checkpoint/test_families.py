@@ -1,5 +1,6 @@
 """Tests that all families share: released models, spellings, problems, names of tensors."""
 
+import json
 import math
 from typing import Any
 
@@ -103,6 +104,37 @@ class TestProblems:
         tree = tiny.config()
         assert read(tree | {"gate": False, "sinks": None, "hooks": []}) == read(tree)
         assert read(tree | {"soft_cap": 30}, "soft_cap") == read(tree)
+
+
+FOUR = {"num_hidden_layers": 4}
+BASES = {
+    "deepseek": TinyDeepseek().config(),
+    "qwen3": TinyQwen3(**FOUR).config(),
+    "qwen3_moe": TinyQwen3(model_type="qwen3_moe", **FOUR).config(),
+    "step3": TinyStep3().config(),
+}
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of a configuration by their dotted names."""
+    if not isinstance(tree, dict):
+        return {name: tree}
+    return {k: v for key in tree for k, v in flat(tree[key], f"{name}.{key}".strip(".")).items()}
+
+
+def test_variations():
+    """`golden/checkpoint/variations.txt` lists entries, null without a value, and what changes."""
+
+    def said(line: str) -> str:
+        kind, entries = line.split(" ", 1)
+        tree = {k: v for k, v in (BASES[kind] | json.loads(entries)).items() if v is not None}
+        configs = read(BASES[kind]), read(tree)
+        before, after = (flat(msgspec.to_builtins(c, order="deterministic")) for c in configs)
+        fields = {**before, **after}
+        changed = [k for k in fields if before.get(k) != after.get(k)]
+        return "\n".join(f"{k} = {after.get(k)}" for k in changed) or "nothing"
+
+    golden.check_each("checkpoint/variations.txt", said)
 
 
 SIZES = {

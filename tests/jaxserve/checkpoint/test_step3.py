@@ -19,45 +19,14 @@ def changed(**entries):
     return {name: value for name, value in tree.items() if value is not None}
 
 
-class TestSpellings:
-    def test_entries_of_the_vision_model_are_passed_over(self):
-        images = {
-            *("im_end_token", "im_patch_token", "im_start_token", "image_token_len"),
-            *("patch_token_len", "projector_bias", "understand_projector_stride"),
-            *("use_im_start_end", "vision_select_layer"),
-        }
-        assert step3_config(VISION | dict.fromkeys(images, 7)) == step3_config(CONFIG)
-        assert step3_config(CONFIG | {"text_config": None}) == step3_config(CONFIG)
-
-    def test_moe_layers(self):
-        """By default all but the first."""
-        assert step3_config(changed(moe_layers_enum=" 2, 1 ,")).moe_layers == {1, 2}
-        assert step3_config(changed(moe_layers_enum=None)).moe_layers == {1, 2, 3}
-
-    @pytest.mark.parametrize(
-        ("entries", "positions"),
-        [
-            ({"max_position_embedding": None}, 2048),
-            ({"max_seq_len": None}, 2048),
-            ({"max_position_embedding": 65536}, 65536),
-            ({"max_position_embeddings": 4096, "max_position_embedding": None}, 4096),
-            ({"max_seq_len": 512, "max_position_embedding": None}, 512),
-        ],
-    )
-    def test_positions(self, entries, positions):
-        assert step3_config(changed(**entries)).max_positions == positions
-
-    @pytest.mark.parametrize(("given", "expected"), [(True, True), (None, False)])
-    def test_flags(self, given, expected):
-        config = step3_config(changed(norm_expert_weight=given, tie_word_embeddings=given))
-        assert (config.router.renormalise, config.tied_head) == (expected, expected)
-
-    def test_dense_models_say_nothing_of_experts(self):
-        entries = dict.fromkeys(
-            ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "share_expert_dim")
-        )
-        config = step3_config(changed(moe_layers_enum=[], **entries))
-        assert (config.experts, config.top_k, config.moe_layers) == (0, 0, frozenset())
+def test_entries_of_the_vision_model_are_passed_over():
+    images = {
+        *("im_end_token", "im_patch_token", "im_start_token", "image_token_len"),
+        *("patch_token_len", "projector_bias", "understand_projector_stride"),
+        *("use_im_start_end", "vision_select_layer"),
+    }
+    assert step3_config(VISION | dict.fromkeys(images, 7)) == step3_config(CONFIG)
+    assert step3_config(CONFIG | {"text_config": None}) == step3_config(CONFIG)
 
 
 def test_problems_are_named():
