@@ -5,8 +5,11 @@ them as keys of its object.
 """
 
 import datetime
+import faulthandler
 import json
 import logging
+import signal
+import sys
 from collections.abc import Mapping
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -34,12 +37,18 @@ _form = "text"
 
 
 def configure(form: str) -> None:
-    """Sets up the root logger; `form` is "text" or "json"."""
+    """Sets up the root logger; `form` is "text" or "json".
+
+    Also prints the stacks of all threads at a fatal error, and at SIGUSR1.
+    """
     global _form
     _form = form
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    assert sys.__stderr__ is not None
+    faulthandler.enable(sys.__stderr__)
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
 
 
 def announce(event: str, fields: Mapping[str, object]) -> None:

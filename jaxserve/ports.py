@@ -45,11 +45,6 @@ def listening(host: str, port: int, **options: Any) -> socket.socket:
     raise OSError(f"no port of cluster.ports {_range[0]}-{_range[-1]} is free on {host}")
 
 
-def own_port(host: str) -> int:
-    """Returns a free port of the range; 0 where the system chooses."""
-    return free_port(host) if _range else 0
-
-
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a port that is free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -66,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.fleet.ffn_runtime import answer_messages
 
             deployment = _ready_to_start(deployment, process, given)
-            return answer_messages(deployment, process, options.listen)
+            if max(deployment.server.follower_http_port, deployment.server.follower_grpc_port) < 0:
+                return answer_messages(deployment, process, options.listen)
+            from jaxserve.server.choice import ProbedLoop
+
+            turn = ProbedLoop(deployment, options.insecure_bind).turn
+            return answer_messages(deployment, process, options.listen, turn)
         from jaxserve.commands.worker_part import part_of
 
         deployment, process, part = part_of(deployment, process, options.listen)

@@ -15,10 +15,7 @@ from jaxserve.fleet import bootstrap, following
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.recorder import Recorder
-from jaxserve.server.choice import probe_faces
-
-LAST_ANSWERS_SECONDS = 5.0
-"""For probes' answers on their way."""
+from jaxserve.server.choice import Probes
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -50,28 +47,24 @@ def follow(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     recorder = Recorder(process=process.process_id) if options.timeline else None
-    faces = probe_faces(deployment, options.insecure_bind)
-    for name, face in faces.items():
-        logger.info("process %d answers %s probes on %s", process.process_id, name, face.start())
-    try:
-        with bootstrap.joined(process, deployment) as peers:
-            assert isinstance(peers, Follower)
-            follower = peers
+    with (
+        Probes(deployment, options.insecure_bind) as probes,
+        bootstrap.joined(process, deployment) as peers,
+    ):
+        assert isinstance(peers, Follower)
+        follower = peers
+        probes.watch(peers)
 
-            def on_ready() -> None:
-                take_serving_priority()
-                for face in faces.values():
-                    face.watch(peers)
+        def on_ready() -> None:
+            take_serving_priority()
+            logger.info("%s: ready", peers.identity)
 
-            following.follow(
-                deployment,
-                follower,
-                build=builder_of(deployment),
-                recorder=recorder,
-                on_ready=on_ready,
-                pages=functools.partial(follow_pages, deployment, part),
-            )
-    finally:
-        for face in faces.values():
-            face.stop(LAST_ANSWERS_SECONDS)
+        following.follow(
+            deployment,
+            follower,
+            build=builder_of(deployment),
+            recorder=recorder,
+            on_ready=on_ready,
+            pages=functools.partial(follow_pages, deployment, part),
+        )
     return 0

@@ -10,12 +10,13 @@ import signal
 import time
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from jaxserve.commands.priority import take_serving_priority
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.logs import announce
+from jaxserve.server.faces import Port
 from jaxserve.server.http.server import HttpServer
 
 LOOK_SECONDS = 0.1
@@ -27,22 +28,6 @@ LAST_ANSWERS_SECONDS = 5.0
 """Wait for answers on their way to clients, after the engine has ended."""
 
 logger = logging.getLogger("jaxserve.serve")
-
-
-class Port(Protocol):
-    """Where requests come in: the network faces, or a worker's port for routers."""
-
-    def start(self) -> dict[str, str]:
-        """Binds; returns what is bound and where."""
-
-    def open(self, engine: Any) -> None:
-        """Accepts requests from now on."""
-
-    def refuse(self) -> None:
-        """Refuses new requests."""
-
-    def stop(self, grace: float) -> None:
-        """Ends everything."""
 
 
 class Life:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.checkpoint.peer import open_weights
-from jaxserve.commands.life import LAST_ANSWERS_SECONDS, Life, Port
+from jaxserve.commands.life import LAST_ANSWERS_SECONDS, Life
 from jaxserve.commands.worker_part import WorkerPart, add_pages_end, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.build_runtime import builder_of
@@ -29,7 +29,7 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import merge
 from jaxserve.roles.held_weights import serve_weights
-from jaxserve.server.choice import admin_face, network_faces
+from jaxserve.server.choice import ProbedPort, admin_face, network_faces
 
 HURRY_SECONDS = 2.0
 """For what a prefill worker has that is to become a domain."""
@@ -51,14 +51,14 @@ class Serving(Life):
         process: ProcessArguments,
         part: WorkerPart | None = None,
     ):
-        port: Port
         if part is None:
-            port = network_faces(deployment, options.insecure_bind, options.log_format)
-            super().__init__(deployment, port, admin_face(deployment))
+            faces = network_faces(deployment, options.insecure_bind, options.log_format)
+            super().__init__(deployment, faces, admin_face(deployment))
         else:
             changes = process.processes == 1 and (part.role == "prefill" or part.stands_in)
             on_become = self._become if changes else None
-            super().__init__(deployment, worker_port(deployment, part, process.token, on_become))
+            port = worker_port(deployment, part, process.token, on_become)
+            super().__init__(deployment, ProbedPort(port, deployment, options.insecure_bind))
         self._process = process
         self._part = part
         self._successor: list[str] = []

@@ -231,11 +231,11 @@ class Server(Section, frozen=True):
     admin_port: OptionalPort = -1
     """HTTP port for operators, on loopback only; 0: any free one; -1: none."""
     follower_grpc_port: OptionalPort = -1
-    """Port on which processes other than 0 answer gRPC health checks; 0: any free one, which
-    several processes of a host need; -1: none."""
+    """Port on which processes without clients (followers, workers of a fleet, ffn workers) answer
+    gRPC health checks; 0: any free one, which several processes of a host need; -1: none."""
     follower_http_port: OptionalPort = -1
-    """Port on which processes other than 0 answer `/health` and `/ready`; 0: any free one, which
-    several processes of a host need; -1: none."""
+    """Port on which processes without clients answer `/health`, `/ready` and `/metrics`; 0: any
+    free one, which several processes of a host need; -1: none."""
     model_names: Annotated[list[str], Meta(max_length=16)] = []
     """Names that HTTP clients may use for the model; answers to requests without a name have the
     first. Empty: the name of the model's folder."""

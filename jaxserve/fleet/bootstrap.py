@@ -16,19 +16,17 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from importlib.metadata import distributions
 from typing import NoReturn
 
 import jax
 
-import jaxserve
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import Identity
 from jaxserve.fleet.control_address import listening_address
-from jaxserve.fleet.devices import initialise
+from jaxserve.fleet.devices import initialise, installed_versions, log_devices
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import deployment_facts, process_shares
@@ -39,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 Peers = Leader | Follower
 """This process's end of the control plane."""
-
-_PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Processes of a runtime have the same versions: compilers and collectives meet there."""
-
 
 _LAST_WORDS_SECONDS = 1.0
 """For followers to read why the leader gives up, before its connection closes."""
@@ -58,15 +52,13 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
     """
     facts = deployment_facts(deployment)
     text = "\n".join(f"{key} = {value}" for key, value in facts.items())
-    versions = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
-    logger.info("versions: %s", ", ".join(f"{name} {one}" for name, one in versions.items()))
     return Identity(
         process_id=process_id,
         processes=processes,
         role=process_shares(deployment, processes)[process_id].role,
         host=socket.gethostname(),
         pid=os.getpid(),
-        versions={"jaxserve": jaxserve.__version__, **versions},
+        versions=installed_versions(),
         digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
         facts=facts,
     )
@@ -105,6 +97,7 @@ def joined(
         return
     if arguments.processes == 1:
         initialise(arguments, deployment)
+        log_devices()
         yield None
         return
     peers = _end_of_the_control_plane(arguments, deployment, on_failure, on_drain)
@@ -115,24 +108,18 @@ def joined(
         else:
             peers.register()
             peers.wait_registered()
-            _reach_coordinator(arguments.coordinator, deployment.cluster.meeting_seconds)
+            coordinator = arguments.coordinator
+            if why := unreachable(coordinator, deployment.cluster.meeting_seconds):
+                raise EngineFailedError(
+                    f"registered but cannot reach {coordinator} (process 0, JAX's coordination): "
+                    f"{why}"
+                )
         initialise(arguments, deployment)
+        log_devices()
         yield peers
     except BaseException as error:
         abandon(_cause(error, peers), peers=peers)
     leave(peers)
-
-
-def _reach_coordinator(address: str, seconds: float) -> None:
-    """Waits until process 0 has started JAX's coordination service.
-
-    Raises:
-      EngineFailedError: it cannot be reached.
-    """
-    if why := unreachable(address, seconds):
-        raise EngineFailedError(
-            f"registered but cannot reach {address} (process 0, JAX's coordination): {why}"
-        )
 
 
 def _cause(error: BaseException, peers: Peers) -> BaseException:

@@ -9,7 +9,7 @@ unpickled. `leader.py` and
 
     follower → leader   Register  Subscribed  (Heartbeat | Compiled | Collected | DrainRequest)*
                         Failure?  Leaving
-    leader → follower   Accepted  Everyone  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
+    leader → follower   Accepted  Joined  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one
     leader → all        (Boundary | LeaderHeartbeat)*  Shutdown
 """
@@ -94,7 +94,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     """Port on which it hands on the messages of the tree."""
 
 
-class Everyone(msgspec.Struct, frozen=True, tag=True):
+class Joined(msgspec.Struct, frozen=True, tag=True):
     """All processes have registered and receive the broadcast."""
 
 
@@ -201,7 +201,7 @@ FromFollower = (
     Register | Subscribed | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
 )
 FromLeader = (
-    Accepted | Everyone | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
+    Accepted | Joined | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
 )
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

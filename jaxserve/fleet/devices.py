@@ -15,9 +15,11 @@ import math
 import os
 import signal
 import subprocess
+from importlib.metadata import distributions
 
 import jax
 
+import jaxserve
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import is_loopback, local_address
@@ -34,6 +36,7 @@ _JAX_HEARTBEAT_SECONDS = 100
 _UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 _LARGEST_POOL = 0.95
 """Part of a card; CUDA's context and the compiler need the rest."""
+_PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessShare:
@@ -88,6 +91,18 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         _delay_abort()
     check_devices(share, arguments.process_id, jax.local_device_count())
     return share
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns versions that all processes of a runtime must share, by package."""
+    found = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
+    return {"jaxserve": jaxserve.__version__, **found}
+
+
+def log_devices() -> None:
+    """Logs the devices of this process and the versions. JAX starts its backend."""
+    devices, versions = jax.local_devices(), installed_versions()
+    logger.info("devices: %d × %s; versions: %s", len(devices), devices[0].device_kind, versions)
 
 
 def _own_devices(arguments: ProcessArguments, deployment: Deployment) -> tuple[int, ...] | None:

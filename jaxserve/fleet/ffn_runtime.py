@@ -4,6 +4,7 @@ Called by `serve --role ffn`. It may be killed at any time: attention workers se
 not answered, to its successor or to a standby.
 """
 
+import gc
 import os
 import secrets
 import signal
@@ -44,9 +45,15 @@ LOOK_SECONDS = 0.1
 
 
 def answer_messages(
-    deployment: Deployment, process: ProcessArguments, address_given: str | None
+    deployment: Deployment,
+    process: ProcessArguments,
+    address_given: str | None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> int:
-    """The life of an ffn worker with a runtime of its own, until a signal ends it."""
+    """The life of an ffn worker with a runtime of its own, until a signal ends it.
+
+    `on_turn` is called a few times a second once the worker is ready.
+    """
     signals: list[int] = []
     server = None
 
@@ -64,10 +71,13 @@ def answer_messages(
         listen(address, process.token).close()  # refuses it before the model is loaded
         server, work = open_ffn(deployment, process.token, address)
         weights = work.serve_weights(process.token)
+        gc.collect()
+        gc.freeze()  # as engine/garbage.py does: a full collection would delay a message
         announce("ready", {"role": "ffn", "link": server.start()})
         if work.experts is not None:
             work.experts.start()
         while not signals:
+            on_turn()
             time.sleep(LOOK_SECONDS)
             work.move_experts(server.between_messages)
         if work.experts is not None:

@@ -83,7 +83,7 @@ class Follower:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._accepted = threading.Event()
-        self._everyone = threading.Event()
+        self._all_joined = threading.Event()
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
         self._verdict = threading.Event()
@@ -160,7 +160,7 @@ class Follower:
         Raises:
           EngineFailedError: the leader is gone, or another process failed.
         """
-        self._wait(self._everyone)
+        self._wait(self._all_joined)
 
     def wait_warm_up(self, weights: str = "") -> None:
         """Tells the leader that everything is loaded and compiled, and waits for all others.
@@ -334,8 +334,8 @@ class Follower:
                 pass
             case control.FailureReceived():
                 self._received_failure.set()
-            case control.Everyone():
-                self._everyone.set()
+            case control.Joined():
+                self._all_joined.set()
             case control.WarmUp():
                 self._warm_up_begun.set()
             case control.Accepted(leader, next_number, source, name):
@@ -418,7 +418,7 @@ class Follower:
                 return
             self.failure = EngineFailedError(text)
         self._inbox.put(None)
-        self._everyone.set()
+        self._all_joined.set()
         self._warm_up_begun.set()
         self._received_failure.set()
         self._verdict.set()

@@ -129,7 +129,7 @@ class Leader:
         """
         self._wait(lambda follower: follower.subscribed, "register", timeout, extend=True)
         for follower in self._followers.values():
-            follower.outbox.put(control.encode(control.Everyone()))
+            follower.outbox.put(control.encode(control.Joined()))
 
     def begin_warm_up(self, weights: str = "", timeout: float | None = None) -> None:
         """Waits until every follower has loaded and compiled, and lets all of them warm up.

@@ -18,7 +18,7 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, JaxserveError, exit_code
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.devices import initialise
+from jaxserve.fleet.devices import initialise, log_devices
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ def alone(arguments: ProcessArguments, deployment: Deployment) -> Iterator[None]
     (`link.transport: pull`). The end of the block is the end of the process."""
     try:
         initialise(arguments, deployment)
+        log_devices()
         yield
     except BaseException as error:
         log_end(error)

@@ -88,15 +88,13 @@ class PagesClient:
     def fetch(self, job: FetchJob) -> None:
         """Queues a fetch; one of its callbacks says how it went on."""
         with self._lock:
-            closed = self._closed
-            if not closed:
-                self._jobs[job.key] = job
+            self._jobs[job.key] = job
+            blocked = "the pages link was closed"
+            if not self._closed:
                 peer = self._peer(job.source.address)
                 if not (blocked := peer.breaker.blocked()):
                     peer.put(job)
-        if closed:
-            job.on_failure("the pages link was closed", False)
-        elif blocked:
+        if blocked:
             self.ended(job, (blocked, False))
 
     def cancel(self, key: Hashable) -> None:
@@ -119,9 +117,9 @@ class PagesClient:
                 wait_seconds=self._wait_seconds,
                 connections=sum(peer.connections for peer in self._peers.values()),
                 timed_out={
-                    address: peer.breaker.why
-                    for address, peer in self._peers.items()
-                    if peer.breaker.why
+                    where: each.breaker.why
+                    for where, each in self._peers.items()
+                    if each.breaker.why
                 },
             )
 

@@ -14,7 +14,7 @@ from jax.experimental import transfer
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.channel import join_address
-from jaxserve.ports import own_port
+from jaxserve.ports import free_port
 
 PROBE_BYTES = 4096
 """Size of the array that shows whether a transfer works, there and back."""
@@ -38,7 +38,7 @@ class Transfers:
     def __init__(self, device: jax.Device, host: str, sockets: int = SOCKETS):
         self._server = transfer.start_transfer_server(
             device.client,
-            join_address(host, own_port(host)),
+            join_address(host, free_port(host)),
             [join_address(host, 0)] * sockets,  # each connection is bound to one of these
             max_num_parallel_copies=PARALLEL_COPIES,
             transfer_size=TRANSFER_BYTES,

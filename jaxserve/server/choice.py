@@ -3,13 +3,23 @@
 Called by `jaxserve/commands/`. The servers are made here and started there.
 """
 
+import logging
+import time
+from typing import Any
+
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.token_engine import StepLoop
 from jaxserve.server.access import Access
-from jaxserve.server.faces import Faces, LocalFaces
+from jaxserve.server.faces import Faces, LocalFaces, Port
 from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.http.routes import ADMIN_ENDPOINTS, PROBES
+from jaxserve.server.http.routes import ADMIN_ENDPOINTS, METRICS, PROBES
 from jaxserve.server.http.server import HttpServer
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.processes.host import FaceProcesses
+
+LAST_ANSWERS_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) -> Faces:
@@ -51,7 +61,92 @@ def probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcSe
             server.follower_http_port,
             access=access,
             insecure_bind=insecure_bind,
-            endpoints=PROBES,
+            endpoints=(*PROBES, METRICS),
             name="server.follower_http_port",
         )
     return faces
+
+
+class Probes:
+    """The servers of a process that serves no clients, where its deployment wants them.
+
+    They answer health probes and `/metrics` on `server.follower_http_port`, and gRPC's health
+    checks on `server.follower_grpc_port`. A context manager: started inside, stopped behind it.
+    Arguments and errors as of `probe_faces`.
+    """
+
+    def __init__(self, deployment: Deployment, insecure_bind: bool):
+        self._faces = probe_faces(deployment, insecure_bind)
+        self._model = deployment.model
+
+    def __enter__(self) -> "Probes":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Binds the ports."""
+        for name, face in self._faces.items():
+            logger.info("%s probes are answered on %s", name, face.start())
+
+    def watch(self, step_loop: StepLoop) -> None:
+        """Answers for an engine, or for another step loop, from now on."""
+        for face in self._faces.values():
+            if isinstance(face, GrpcServer):
+                face.watch(step_loop)
+            else:
+                metrics = Metrics(self._model)
+                metrics.watch_loop(step_loop)
+                face.watch(step_loop, metrics)
+
+    def stop(self) -> None:
+        """Closes the ports, after some seconds for answers on their way."""
+        for face in self._faces.values():
+            face.stop(LAST_ANSWERS_SECONDS)
+
+
+class ProbedPort:
+    """The port of a worker, and beside it the servers that answer probes.
+
+    Args:
+      port: The worker's port for routers.
+    """
+
+    def __init__(self, port: Port, deployment: Deployment, insecure_bind: bool):
+        self._port, self._probes = port, Probes(deployment, insecure_bind)
+
+    def start(self) -> dict[str, str]:
+        """See `Port`."""
+        self._probes.start()
+        return self._port.start()
+
+    def open(self, engine: Any) -> None:
+        """See `Port`."""
+        self._port.open(engine)
+        self._probes.watch(engine)
+
+    def refuse(self) -> None:
+        """See `Port`."""
+        self._port.refuse()
+
+    def stop(self, grace: float) -> None:
+        """See `Port`."""
+        self._port.stop(grace)
+        self._probes.stop()
+
+
+class ProbedLoop:
+    """The loop of a process without an engine, behind servers that answer probes."""
+
+    def __init__(self, deployment: Deployment, insecure_bind: bool):
+        self.status = "starting"
+        self.last_turn = time.monotonic()
+        probes = Probes(deployment, insecure_bind)
+        probes.start()
+        probes.watch(self)
+
+    def turn(self) -> None:
+        """Called at each turn of the loop, once the process is ready."""
+        self.status, self.last_turn = "ready", time.monotonic()

@@ -7,7 +7,7 @@
 
 import logging
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxserve.config.deployment import Server
 from jaxserve.engine.token_engine import TokenEngine
@@ -26,16 +26,8 @@ from jaxserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class Faces(Protocol):
-    """What `serve.py` starts and ends.
-
-    Attributes:
-      requests: those that run, for operators; from `open` on.
-      metrics: likewise.
-    """
-
-    requests: LiveRequests
-    metrics: Metrics
+class Port(Protocol):
+    """Where requests come in: the network faces, or a worker's port for routers."""
 
     def start(self) -> dict[str, str]:
         """Binds the ports; requests are answered as not ready.
@@ -47,14 +39,26 @@ class Faces(Protocol):
           ConfigError: an address cannot be bound.
         """
 
-    def open(self, engine: TokenEngine) -> None:
-        """Accepts requests from now on."""
+    def open(self, engine: Any) -> None:
+        """Accepts requests for a `TokenEngine` from now on."""
 
     def refuse(self) -> None:
         """Refuses new requests; running ones continue."""
 
     def stop(self, grace: float) -> None:
         """Ends running requests, waits up to `grace` seconds for responses, closes connections."""
+
+
+class Faces(Port, Protocol):
+    """The network faces, with their requests and metrics for operators.
+
+    Attributes:
+      requests: Requests that run; from `open` on.
+      metrics: Metrics of the faces; from `open` on.
+    """
+
+    requests: LiveRequests
+    metrics: Metrics
 
 
 class LocalFaces:

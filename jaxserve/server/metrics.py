@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,8 +22,9 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.drafting import DraftCounts
 from jaxserve.engine.load import EngineLoad, PagesLoad
-from jaxserve.engine.token_engine import TokenEngine
+from jaxserve.engine.token_engine import StepLoop, TokenEngine
 from jaxserve.observe.view import PipelineView
+from jaxserve.progress import advances
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.text.output import GenerationOutput
 
@@ -120,6 +121,24 @@ class Metrics:
         if self._folder is None:
             ProcessCollector(registry=self._engine)
         self._engine.register(_EngineCollector(engine.load, engine.pipeline, self._model))
+
+    def watch_loop(self, step_loop: StepLoop) -> None:
+        """Adds the numbers of a process that serves no clients, and the engine's if it has one."""
+        if hasattr(step_loop, "pipeline"):
+            self.watch(step_loop)
+        else:
+            ProcessCollector(registry=self._engine)
+        for name, text, number in (
+            ("process_ready", "1 once the process is warm.", lambda: step_loop.status == "ready"),
+            (
+                "process_turn_age_seconds",
+                "Since its step loop came round.",
+                lambda: time.monotonic() - step_loop.last_turn,
+            ),
+            ("process_progress", "Pieces loaded and programs compiled so far.", advances),
+        ):
+            gauge = Gauge(PREFIX + name, text, [LABEL], registry=self._engine)
+            gauge.labels(self._model).set_function(number)
 
     def started(self) -> Callable[[GenerationOutput], None]:
         """Begins to measure a request; the returned function takes its outputs."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 
 from jaxserve import logs
@@ -44,3 +45,16 @@ def test_what_is_announced_has_the_form_of_the_log(capsys, monkeypatch):
     monkeypatch.setattr(logs, "_form", "json")
     announce("ready", fields)
     assert json.loads(capsys.readouterr().out) == {"message": "ready", **fields}
+
+
+def test_stacks_are_printed_at_a_signal_and_at_a_fatal_error() -> None:
+    program = (
+        "import os, signal; from jaxserve.logs import configure; configure('text'); "
+        "os.kill(os.getpid(), signal.SIGUSR1); print('alive', flush=True); os.abort()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "alive\n"
+    assert "Current thread" in ran.stderr.partition("Fatal Python error: Aborted")[0]
+    assert 'File "<string>", line 1' in ran.stderr.partition("Fatal Python error: Aborted")[2]

@@ -29,6 +29,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import Identity
 from jaxserve.fleet.follower import Follower
+from jaxserve.server import choice
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from tests import golden
@@ -404,6 +405,9 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
         follower.ready()
         on_ready()
         seen.append(statuses())
+        metrics = httpx.get(f"http://{started['http']}/metrics", timeout=SECONDS).text
+        assert re.search(r"^jaxserve:process_ready{.*} 1.0$", metrics, re.MULTILINE)
+        assert "process_resident_memory_bytes" in metrics
         follower.last_turn -= 1000  # as if it hung in a step
         seen.append(statuses())
         url = f"http://{started['http']}/v1/completions"
@@ -413,7 +417,7 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
                 InferenceStub(channel).Generate(pb.GenerateRequest(text="hi"), timeout=SECONDS)
             assert caught.value.details() == "this process takes no requests; the first one does"
 
-    really = following.probe_faces
+    really = choice.probe_faces
 
     def faces(*arguments: object) -> dict[str, object]:
         made = really(*arguments)
@@ -422,7 +426,7 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
             face.start = lambda name=name, start=start: started.setdefault(name, start())
         return made
 
-    monkeypatch.setattr(following, "probe_faces", faces)
+    monkeypatch.setattr(choice, "probe_faces", faces)
     monkeypatch.setattr(following.bootstrap, "joined", joined)
     monkeypatch.setattr(following.following, "follow", follow)
     ports = {"server.follower_grpc_port": 0, "server.follower_http_port": 0}
@@ -435,5 +439,5 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
 def test_a_process_that_follows_is_as_careful_with_addresses(folder: Path) -> None:
     strangers = {"server.host": "0.0.0.0", "server.follower_http_port": 0}
     with pytest.raises(ConfigError, match="--insecure-bind"):
-        following.probe_faces(load_deployment(folder, strangers), False)
-    assert following.probe_faces(load_deployment(folder, {"server.host": "0.0.0.0"}), False) == {}
+        choice.probe_faces(load_deployment(folder, strangers), False)
+    assert choice.probe_faces(load_deployment(folder, {"server.host": "0.0.0.0"}), False) == {}

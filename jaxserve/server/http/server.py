@@ -139,11 +139,17 @@ class HttpServer(LoopThread):
 
         self._call(operated())
 
-    def watch(self, step_loop: StepLoop) -> None:
-        """Answers probes about a step loop from now on; for endpoints that need no generator."""
+    def watch(self, step_loop: StepLoop, metrics: Metrics | None = None) -> None:
+        """Answers probes about a step loop from now on; for endpoints that need no generator.
+
+        Args:
+          step_loop: Of the engine, or of a process that has none.
+          metrics: Metrics of /metrics.
+        """
 
         async def watched() -> None:
             self._service.watch(step_loop)
+            self._service.metrics = metrics
 
         self._call(watched())
 
