@@ -1,7 +1,6 @@
 """Rendered objects are what their schemas say, and start processes that fit together."""
 
 import subprocess
-from typing import Any
 
 import pytest
 
@@ -178,36 +177,10 @@ def test_a_process_a_gpu_where_a_runtime_has_both_roles() -> None:
     assert given(V6E) == []
 
 
-def pods_of(command: str) -> dict[str, dict[str, Any]]:
-    """The specification of the first pod of each LeaderWorkerSet."""
-    made = objects(files_of(command)["kubernetes.yaml"])
-    return {
-        name: tree["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        for (kind, name), tree in made.items()
-        if kind == "LeaderWorkerSet"
-    }
-
-
 def test_options_of_a_cluster_with_gpus() -> None:
-    """Network cards need locked memory, and so root. No label of a node is required."""
-    plain = pods_of(FLEET)["jaxserve-domain"]["spec"]
-    assert "nodeSelector" not in plain
-    assert "requiredDuringSchedulingIgnoredDuringExecution" not in str(plain["affinity"])
-    assert plain["securityContext"]["runAsNonRoot"]
-    found = pods_of(EVERY[-2])["jaxserve-domain"]
-    pod, (container,) = found["spec"], found["spec"]["containers"]
-    assert found["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "a,b"}
-    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("reader", {"pool": "gpus"})
-    assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert pod["securityContext"]["runAsUser"] == 0
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "8"}
-    variables = {each["name"]: each.get("value") for each in container["env"]}
-    assert variables["JAX_COMPILATION_CACHE_DIR"] == "gs://b/c"
-    assert (variables["NCCL_IB_DISABLE"], variables["NCCL_SOCKET_IFNAME"]) == ("0", "eth0")
-    assert "cache" not in {volume["name"] for volume in pod["volumes"]}
-    trees = objects(files_of(EVERY[-2])["kubernetes.yaml"]).values()
-    assert {tree["metadata"]["namespace"] for tree in trees} == {"serving"}
+    """Network cards need locked memory, and so root. No label of a node is required but those
+    given."""
+    golden.check("launch/options-kubernetes.yaml", files_of(EVERY[-2])["kubernetes.yaml"])
 
 
 def test_privileged_pods_lock_memory() -> None:
@@ -222,17 +195,3 @@ def test_privileged_pods_lock_memory() -> None:
         [shell, flag, script, *rest, "a b", "c"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "jaxserve.serve a b c\n"
-
-
-def test_a_pod_asks_for_the_memory_of_its_processes() -> None:
-    """8 GiB, 6 for each of 8 processes, and a tenth of 8 GPUs' 19.05 GB of weights."""
-    resources = pods_of(FLEET)["jaxserve-domain"]["spec"]["containers"][0]["resources"]
-    assert resources["requests"]["memory"] == "71Gi"
-
-
-def test_hardware_of_the_command_replaces_the_files() -> None:
-    """On H100s nothing asks for the TPUs that the file names."""
-    (rendered,) = files_of("--config qwen3-30b-a3b --hardware h100 --target kubernetes").values()
-    assert "hardware: h100" in rendered
-    assert "v6e" not in rendered
-    assert "google.com/tpu" not in rendered

@@ -109,45 +109,26 @@ def test_the_longest_sets_the_pace():
     assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
 
 
-def micro(**parts: float) -> dict[str, float]:
-    return {name: 1e-6 * microseconds for name, microseconds in parts.items()}
-
-
 def test_the_host_of_a_process():
     """A call with its arguments, the kernels' launches, a message with its answer, and of the one
-    that leads a step's plan to the others, here for 2 layers."""
-    plans = (140 + 3 * 14) / 2
-    expected = micro(call=4.2, arguments=12 * 0.6, launches=10 * 3, message=21, driver=3)
-    assert estimate.host_parts(COUNTS) == pytest.approx(expected | micro(plans=plans))
-    # All in one process: there are no others, and ffn has more to launch.
-    more = micro(call=4.2 + 3 * 6.7, arguments=8 * (0.6 + 3 * 0.07), launches=20 * 3)
-    expected = more | micro(message=21 + 3 * 4.4, driver=3)
-    assert estimate.host_parts(COUNTS, process_devices=4) == pytest.approx(expected)
-    assert estimate.bounds(COUNTS, process_devices=4).longest() == "ffn"
-    # Two instances get a message each, and both answer.
-    two = msgspec.structs.replace(COUNTS, instances=2)
-    assert estimate.host_parts(two)["message"] == pytest.approx(42e-6)
-    assert estimate.bounds(two).network == pytest.approx(2 * estimate.bounds(COUNTS).network)
-    # Step-3 on 4 hosts: what ffn launches. The process that leads has 3 hosts and 7 neighbours to
-    # send to, the first of ffn's hosts its neighbours.
-    counts = estimate.read(COMMITTED)
-    parts = estimate.host_parts(counts)
-    assert parts["plans"] == pytest.approx((140e-6 + 7 * 14e-6) / 61)
-    assert sum(parts.values()) < sum(estimate.host_parts(counts, 8).values())
-    leading = estimate.host_parts(msgspec.structs.replace(counts, programs=_launching(counts, 0)))
-    assert leading["plans"] == pytest.approx((140e-6 + 10 * 14e-6) / 61)
-    assert sum(leading.values()) < 125e-6
-    assert assumed("host.hosts_each") == HOSTS_EACH == stages.HOSTS_EACH
-
-
-def _launching(counts, instructions):
-    """The programs, those of ffn with so many launches."""
-    return {
-        name: msgspec.structs.replace(one, instructions=instructions, arguments=0)
+    that leads a step's plan to the others: `COUNTS` with 2 layers, in processes of one device, all
+    in one, and with two instances, which get a message each. Step-3 on 4 hosts: what ffn launches;
+    without those the process that leads has 3 hosts and 7 neighbours to send to."""
+    step3 = estimate.read(COMMITTED)
+    idle = {
+        name: msgspec.structs.replace(one, instructions=0, arguments=0)
         if name.startswith("ffn")
         else one
-        for name, one in counts.programs.items()
+        for name, one in step3.programs.items()
     }
+    two = msgspec.structs.replace(COUNTS, instances=2)
+    leading = msgspec.structs.replace(step3, programs=idle)
+    cases = [(COUNTS, 0), (COUNTS, 4), (two, 0), (step3, 0), (step3, 8), (leading, 0)]
+    found = [estimate.host_parts(*case) for case in cases]
+    in_microseconds = [{key: round(1e6 * value, 2) for key, value in one.items()} for one in found]
+    golden.check("planner/host_parts.json", in_microseconds)
+    assert estimate.bounds(two).network == pytest.approx(2 * estimate.bounds(COUNTS).network)
+    assert assumed("host.hosts_each") == HOSTS_EACH == stages.HOSTS_EACH
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Hops on small slices, counted by hand, and the layouts of shipped TPU files."""
 
-import pytest
-
 from jaxserve.config.load import load_deployment
 from jaxserve.launch.checked import on_slice
-from jaxserve.planner.ici import HOST, Hops, Torus, count
+from jaxserve.planner.ici import Hops, Torus, count
+from tests import golden
 
 GRID = Torus((2, 4), (False, False))
 """Two hosts of 2 x 2: the first has rows 0 and 1 of four rows of two."""
@@ -12,7 +11,6 @@ GRID = Torus((2, 4), (False, False))
 
 def test_devices_are_numbered_by_hosts() -> None:
     places = [(device.coords, device.process_index) for device in GRID.devices(2, 1)]
-    assert HOST == (2, 2, 1)
     assert places == [
         *(((0, 0), 0), ((1, 0), 0), ((0, 1), 0), ((1, 1), 0)),
         *(((0, 2), 1), ((1, 2), 1), ((0, 3), 1), ((1, 3), 1)),
@@ -45,25 +43,13 @@ def test_rings_go_the_shorter_way() -> None:
     assert list(GRID.path((1, 2), (0, 1))) == [((1, 2), (0, 2)), ((0, 2), (0, 1))]
 
 
-def test_bytes_times_hops() -> None:
-    assert Hops(5.25, 4, 3, 1).weighed(100, 10, 1000) == 525 + 30 + 1000
-
-
-@pytest.mark.parametrize(
-    ("name", "hardware", "processes", "chosen", "other"),
-    [
-        ("step3-v6e", "v6e", 0, Hops(5.25, 4, 0, 1), Hops(1.0, 1, 0, 7)),
-        ("qwen3-235b-v6e", "v6e", 8, Hops(1.0, 1, 3, 0), Hops(4.5, 4, 1, 0)),
-        ("deepseek-v3-v7x", "v7x", 4, Hops(1.0, 2, 0, 0), Hops(2.0, 4, 0, 0)),
-    ],
-)
-def test_the_layout_with_the_fewest_bytes_times_hops(
-    name: str, hardware: str, processes: int, chosen: Hops, other: Hops
-) -> None:
+def test_the_layout_with_the_fewest_bytes_times_hops() -> None:
     """By blocks where experts are divided over tp groups, whose rows would go seven hops; both
     roles on each host where only messages cross."""
-    made, lines = on_slice(load_deployment(name), hardware)
-    assert (made.attention.processes, made.ffn.processes) == (processes, processes)
-    assert [str(hops) in line for hops, line in zip((chosen, other), lines, strict=True)] == [
-        True
-    ] * 2
+    found = []
+    for name in ("step3-v6e", "step3-v7x", "qwen3-235b-v6e", "deepseek-v3-v7x"):
+        made, lines = on_slice(load_deployment(name), "")
+        found.append(f"{name}, processes {made.attention.processes}, {made.ffn.processes}")
+        found += lines
+    golden.check("planner/ici.txt", "\n".join(found) + "\n")
+    assert Hops(5.25, 4, 3, 1).weighed(100, 10, 1000) == 525 + 30 + 1000
