@@ -129,8 +129,13 @@ class StoreCheckpoint(Blocks):
 
     @property
     def storage(self) -> Self:
-        """What asks no running worker: itself."""
+        """Returns this checkpoint, which asks no running worker."""
         return self
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays."""
+        return sum(a.nbytes for block in self._arrays.values() for a in block.values())
 
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import convert
+from jaxserve import convert, serve
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
@@ -68,6 +68,7 @@ def test_fp8_blocks_answer_as_the_original(tmp_path):
     folder = FP8_MODEL.write(tmp_path / "source")
     assert convert.main([str(folder), str(tmp_path / "converted")]) == 0
     colocated = LAYOUTS["colocated"]
+    assert serve.main(["--model", str(tmp_path / "converted"), "--check"]) == 0
     assert tokens(tmp_path / "converted", colocated) == tokens(folder, colocated)
 
 
