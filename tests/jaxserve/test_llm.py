@@ -18,6 +18,7 @@ from jaxserve.errors import (
     OverloadedError,
 )
 from jaxserve.llm import LLM, RequestOutput
+from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import ids_of, raw_letters
@@ -80,19 +81,8 @@ def test_one_prompt_of_token_ids(llm: LLM, prompt: list[int]) -> None:
     assert (output.text, output.stop_string) == ("one ", "two")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        (["a", ""], None, r"^prompts\[1\]\.prompt: is empty"),
-        (["a", [300]], None, r"^prompts\[1\]\.prompt\[0\]: token id 300"),
-        ("x" * 100, None, "^prompt: 101 tokens leave no room"),
-        (["a", "b"], [SamplingParams()], "^params: 1 of them for 2 prompts"),
-        (["a", "b"], [SamplingParams(), SamplingParams(top_p=0)], r"^prompts\[1\]\.top_p: 0 is"),
-    ],
-)
-def test_a_bad_prompt_stops_all_before_any_is_submitted(llm, engine, prompts, params, message):
-    with pytest.raises(InvalidRequestError, match=message):
-        llm.generate(prompts, params)
+def test_a_bad_prompt_stops_all_before_any_is_submitted(llm, engine):
+    golden.check_arguments("text/bad_prompts.txt", InvalidRequestError, llm.generate, globals())
     assert engine.prompts == []
 
 
@@ -243,23 +233,10 @@ def test_a_template_without_bos_gets_none(folder: Path, llm: LLM) -> None:
     assert llm.generate("Hi")[0].prompt_token_ids == [0, *ids_of("Hi")]
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "message"),
-    [
-        ([], {}, "^messages: is empty"),
-        ([HI, [*HI, {"role": "user"}]], {}, r"^messages\[1\]\[1\]\.content: is missing"),
-        ([HI, []], {}, r"^messages\[1\]: is empty"),
-        (HI, {"tools": [{"x": object()}]}, r"^tools\[0\]\.x: object is no JSON value"),
-        ([{"role": "user", "content": "x" * 95}], {}, "^messages: 101 tokens leave no room"),
-        ([HI, HI], {"params": [SamplingParams()]}, "^params: 1 of them for 2 conversations"),
-        (HI, {"params": SamplingParams(top_p=0)}, "^top_p: 0 is"),
-    ],
-)
-def test_a_bad_conversation_stops_all_before_any_is_submitted(
-    chatty, engine, messages, options, message
-):
-    with pytest.raises(InvalidRequestError, match=message):
-        chatty.chat(messages, **options)
+def test_a_bad_conversation_stops_all_before_any_is_submitted(chatty, engine):
+    golden.check_arguments(
+        "text/bad_conversations.txt", InvalidRequestError, chatty.chat, globals()
+    )
     assert engine.prompts == []
 
 

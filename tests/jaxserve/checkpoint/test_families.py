@@ -122,13 +122,23 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key in tree for k, v in flat(tree[key], f"{name}.{key}".strip(".")).items()}
 
 
+def varied(line: str) -> tuple[ModelConfig, ModelConfig]:
+    """A tiny model, and the same with other entries; null takes an entry away."""
+    kind, entries = line.split(" ", 1)
+    tree = {k: v for k, v in (BASES[kind] | json.loads(entries)).items() if v is not None}
+    return read(BASES[kind]), read(tree)
+
+
+def test_wrong_entries_of_each_family():
+    """`golden/checkpoint/families.txt` lists them."""
+    golden.check_refused("checkpoint/families.txt", CheckpointError, varied)
+
+
 def test_variations():
-    """`golden/checkpoint/variations.txt` lists entries, null without a value, and what changes."""
+    """`golden/checkpoint/variations.txt` lists entries and what changes."""
 
     def said(line: str) -> str:
-        kind, entries = line.split(" ", 1)
-        tree = {k: v for k, v in (BASES[kind] | json.loads(entries)).items() if v is not None}
-        configs = read(BASES[kind]), read(tree)
+        configs = varied(line)
         before, after = (flat(msgspec.to_builtins(c, order="deterministic")) for c in configs)
         fields = {**before, **after}
         changed = [k for k in fields if before.get(k) != after.get(k)]

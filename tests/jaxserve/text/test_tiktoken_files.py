@@ -13,6 +13,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.text import tiktoken_files
 from jaxserve.text.tiktoken_files import TiktokenVocabulary, read_ranks
 from jaxserve.text.tokenizer import Tokenizer
+from tests import golden
 from tests.jaxserve.text.ranks import ADDED, BASE, RANKS, write_ranks_folder
 
 VOCABULARY = TiktokenVocabulary(RANKS, ADDED)
@@ -180,16 +181,6 @@ def test_any_bytes_are_ranks_or_a_clear_error(tmp_path_factory: Any, data: bytes
         read_ranks(path)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "added", "message"),
-    [
-        ({b"a": 0}, {}, "255 of the 256 single bytes have no rank"),
-        ({**RANKS, b"zz": 0}, {}, f"{BASE + 1} tokens share {BASE} ranks"),
-        ({**RANKS, b"zz": -4}, {}, "rank -4 is negative"),
-        (RANKS, {3: AddedToken("<x>")}, r"added token 3 \(<x>\) is also a rank"),
-        (RANKS, {BASE: AddedToken("<x>"), BASE + 1: AddedToken("<x>")}, "2 added tokens have 1"),
-    ],
-)
-def test_ids_that_do_not_fit(ranks: Any, added: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        TiktokenVocabulary(ranks, added)
+def test_ids_that_do_not_fit() -> None:
+    names = globals() | {"AddedToken": AddedToken}
+    golden.check_arguments("text/ranks.txt", CheckpointError, TiktokenVocabulary, names)
