@@ -98,6 +98,6 @@ def render(rendering: Rendering) -> dict[str, str]:
         job_set,
         pods.client_service(deployment, options, first),
         pods.network_policy(deployment, options),
-        pods.pod_monitor(deployment, options, first),
+        pods.pod_monitor(deployment, options),
     ]
     return {"jobset.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"}

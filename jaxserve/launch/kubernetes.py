@@ -67,7 +67,7 @@ def _cluster(deployment: Deployment, works: list[Workload], options: Options) ->
         *trees,
         pods.client_service(deployment, options, selector),
         policy,
-        pods.pod_monitor(deployment, options, selector),
+        pods.pod_monitor(deployment, options),
     ]
 
 

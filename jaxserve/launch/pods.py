@@ -26,12 +26,12 @@ USER = 10001
 def container_places(rendering: Rendering, **addresses: Any) -> Places:
     """Places in containers that share no disk with whoever renders."""
     deployment, options = rendering.deployment, rendering.options
-    followers = any(work.processes > 1 for work in rendering.works)
+    silent = any(work.processes > 1 or not work.faces for work in rendering.works)
     return Places(
         model=options.model,
         host="0.0.0.0",
         files=files_of(deployment, options),
-        follower_port=deployment.server.http_port if followers else -1,
+        follower_port=deployment.server.http_port if silent else -1,
         **addresses,
     )
 
@@ -58,7 +58,7 @@ def arguments(deployment: Deployment, work: Workload, options: Options) -> list[
     if work.port:
         made.append(f"--listen=$(POD_IP):{work.port}")
     made += host_processes(deployment, work)
-    if work.faces and not files_of(deployment, options):
+    if not files_of(deployment, options):
         made.append("--insecure-bind")
     return made
 
@@ -97,7 +97,6 @@ def pod(
       environment: further variables.
     """
     server = deployment.server
-    serves = work.faces and leads
     container: Tree = {
         "name": "jaxserve",
         "image": options.image,
@@ -110,7 +109,7 @@ def pod(
         "lifecycle": {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}},
         "securityContext": _container_security(work, options),
     }
-    mounts, volumes = _volumes(deployment, work, options, serves)
+    mounts, volumes = _volumes(deployment, work, options)
     container["volumeMounts"] = mounts
     grace = LEAVE_SECONDS + server.drain_seconds + SPARE_SECONDS
     spec: Tree = {
@@ -205,7 +204,7 @@ def _ports(deployment: Deployment, work: Workload, leads: bool) -> list[Tree]:
     made = {}
     if work.faces and leads:
         made = {"http": server.http_port, "grpc": server.grpc_port}
-    elif not leads:
+    else:
         made = {"http": server.follower_http_port}
     if work.port and leads:
         made["worker"] = work.port
@@ -250,14 +249,14 @@ def _probes(deployment: Deployment, work: Workload, leads: bool) -> Tree:
 
 
 def _volumes(
-    deployment: Deployment, work: Workload, options: Options, serves: bool
+    deployment: Deployment, work: Workload, options: Options
 ) -> tuple[list[Tree], list[Tree]]:
     """Mounts and volumes: the deployment, secrets, models, compiled programs, /tmp."""
     found: list[tuple[str, str, bool, Tree]] = [
         ("deployment", "/etc/jaxserve", True, {"configMap": {"name": options.name}}),
     ]
     files = files_of(deployment, options)
-    if files and (serves or work.processes > 1):
+    if files:
         items = [{"key": SECRET_FILES[key], "path": SECRET_FILES[key]} for key in files]
         secret = {"secretName": options.name, "items": items}
         found.append(("secrets", KEYS, True, {"secret": secret}))
@@ -370,9 +369,9 @@ def network_policy(deployment: Deployment, options: Options) -> Tree:
     }
 
 
-def pod_monitor(deployment: Deployment, options: Options, selector: dict[str, str]) -> Tree:
-    """Prometheus reads `/metrics` of whoever serves clients, with the Secret's `metrics-key`, one
-    of the API keys."""
+def pod_monitor(deployment: Deployment, options: Options) -> Tree:
+    """Prometheus reads `/metrics` of every pod, with the Secret's `metrics-key`, one of the API
+    keys."""
     endpoint: Tree = {"port": "http", "path": "/metrics", "interval": "15s"}
     if "api_keys" in files_of(deployment, options):
         endpoint["authorization"] = {"credentials": {"name": options.name, "key": "metrics-key"}}
@@ -385,7 +384,7 @@ def pod_monitor(deployment: Deployment, options: Options, selector: dict[str, st
         "kind": "PodMonitor",
         "metadata": {"name": options.name},
         "spec": {
-            "selector": {"matchLabels": selector},
+            "selector": {"matchLabels": {"app.kubernetes.io/instance": options.name}},
             "podMetricsEndpoints": [endpoint],
         },
     }

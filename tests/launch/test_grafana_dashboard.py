@@ -9,15 +9,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.load import EngineLoad, PagesLoad, WorkerLoad
+from jaxserve.server.metrics import Metrics
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "launch" / "grafana-dashboard.json").read_text(encoding="utf-8")
 )
+RULES = Path(__file__).parents[2] / "launch" / "prometheus-rules.yaml"
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
 NAME = re.compile(r"jaxserve:\w+")
@@ -67,6 +70,24 @@ def test_every_metric_it_names_exists(exposition: str) -> None:
         names = set(NAME.findall(expression))
         assert names, expression
         assert names <= found, expression
+
+
+def test_alerts_read_metrics_and_labels_that_exist(exposition: str) -> None:
+    loop = Metrics("m")
+    loop.watch_loop(FakeEngine([]))
+    text = exposition + loop.text().decode()
+    found, labels = (
+        set().union(*samples(text).values()),
+        {*re.findall(r'(\w+)="', text), "instance"},
+    )
+    rules = [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert len(rules) == 10
+    for rule in rules:
+        assert set(NAME.findall(rule["expr"])) <= found, rule["alert"]
+        assert set(re.findall(r"labels\.(\w+)", f"{rule['annotations']}")) <= labels
+        assert rule["labels"]["severity"] in ("critical", "warning")
 
 
 def test_every_metric_of_ours_is_in_it(exposition: str) -> None:
