@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxserve import ports
+from jaxserve.commands.cores import bind_task
 from jaxserve.config.command_line import (
     add_deployment_arguments,
     check_timeline,
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.commands.host import run_processes
 
             return run_processes(deployment, process, given)
+        bind_task()
         # Each imports what it needs: a router has no JAX, and an ffn worker that is started again
         # is back sooner without engine, tokenizers and servers.
         if process.role == "router":

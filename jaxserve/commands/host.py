@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.commands.children import ending_with_parent
+from jaxserve.commands.cores import bind
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
@@ -69,6 +70,8 @@ def run_processes(
         )
         for given in commands(process, arguments)
     ]
+    for number, child in enumerate(children):
+        bind(child.pid, number, len(children))
     return _watch(children)
 
 

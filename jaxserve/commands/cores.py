@@ -1,0 +1,48 @@
+"""The cores of a process that shares its host with others of its deployment.
+
+Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm,
+which are rendered with `--cpu-bind=none`. Without it the threads of all processes wander over all
+sockets. Cores that the process may not use, by cgroups or `taskset`, stay out.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+LEAST_CORES = 4
+"""With fewer cores for each process all share all cores: process 0 needs more than the others."""
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def bind(pid: int, number: int, count: int) -> None:
+    """Binds a process, the `number`-th of `count` on this host, to its part of the cores."""
+    if hasattr(os, "sched_setaffinity") and (cores := cores_of(number, count)):
+        os.sched_setaffinity(pid, cores)
+
+
+def bind_task(environment: Mapping[str, str] = os.environ) -> None:
+    """Binds this process, if Slurm has started several tasks on the host."""
+    number, tasks = (environment.get(f"SLURM_{name}", "") for name in ("LOCALID", "TASKS_PER_NODE"))
+    if number and (count := re.match(r"\d+", tasks)):
+        bind(0, int(number), int(count[0]))
+
+
+def cores_of(number: int, count: int) -> list[int]:
+    """Returns the cores of one process: neighbours on one socket, with their hyper-threads.
+
+    Empty where there are fewer than `LEAST_CORES` for each process.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    each = len(cores) // count
+    return cores[number * each : (number + 1) * each] if each >= LEAST_CORES else []
+
+
+def _place(core: int) -> tuple[int, int]:
+    """Socket and physical core."""
+    topology = _TOPOLOGY / f"cpu{core}" / "topology"
+    try:
+        socket, physical = (topology / "physical_package_id", topology / "core_id")
+        return int(socket.read_text()), int(physical.read_text())
+    except (OSError, ValueError):
+        return 0, core
