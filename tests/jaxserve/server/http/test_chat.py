@@ -2,10 +2,7 @@
 
 from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig, events
-from tests.jaxserve.text.conversations import TOOLS
 from tests.jaxserve.text.letters import ids_of
-
-CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 
 
 def deltas(chunks: list[dict], key: str) -> str:
@@ -50,31 +47,7 @@ class TestLogprobs:
         assert "".join(found) == "one two three"
 
 
-class TestTools:
-    def test_a_stream(self, wide: HttpRig) -> None:
-        wide.engine.script = ids_of(CALL + "\n" + CALL)
-        chunks = events(wide.chat(tools=TOOLS, tool_choice="auto", stream=True))
-        calls = [
-            call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
-        ]
-        named = [call for call in calls if "id" in call]
-        names = [(call["index"], call["function"]["name"]) for call in named]
-        assert names == [(0, "weather"), (1, "weather")]
-        assert named[0]["id"] != named[1]["id"]
-        for index in (0, 1):
-            parts = [call["function"]["arguments"] for call in calls if call["index"] == index]
-            assert "".join(parts) == '{"city": "x"}'
-        assert "tool_call>" not in deltas(chunks, "content")
-        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
 class TestReasoning:
-    def test_begun_in_the_prompt(self, rig: HttpRig) -> None:
-        rig.engine.script = ids_of("Hm.\n</think>\n\nYes.")
-        chunks = events(rig.chat(chat_template_kwargs={"enable_thinking": True}, stream=True))
-        assert deltas(chunks, "reasoning_content") == "Hm."
-        assert deltas(chunks, "content") == "Yes."
-
     def test_left_out(self, rig: HttpRig) -> None:
         rig.engine.script = ids_of("<think>\nHm.\n</think>\n\nYes.")
         chunks = events(rig.chat(include_reasoning=False, stream=True))

@@ -109,18 +109,6 @@ class TestText:
         assert usage.cache_read_input_tokens == 2
 
 
-class TestThinking:
-    def test_it_is_a_block_of_its_own(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        wide.engine.script = ids_of("Hm.\n</think>\n\nSee.")
-        thinking: Any = {"type": "adaptive"}
-        for message in (create(sdk, thinking=thinking), streamed(sdk, thinking=thinking)[1]):
-            thought, text = message.content
-            assert thought.type == "thinking"
-            assert text.type == "text"
-            assert (thought.thinking, thought.signature, text.text) == ("Hm.", "", "See.")
-            assert prompt_of(wide).endswith("[assistant]<think>\n")
-
-
 class TestTools:
     def test_three_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
         """The SDK sends back the content that it received, once streamed and once whole."""

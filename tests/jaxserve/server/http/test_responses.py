@@ -65,13 +65,6 @@ class TestSdk:
             [0] * 6 + [1] * 6 + [2] * 4
         )
 
-    def test_pieces_join_to_the_whole(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
-        wide.engine.pace = 0.002
-        with sdk.responses.stream(model="fake", input="hi") as stream:
-            parts = [e.delta for e in stream if e.type == "response.output_text.delta"]
-            whole = stream.get_final_response()
-        assert "".join(parts) == whole.output_text == "one two three"
-
     def test_a_call_and_its_answer(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
         """Items of the first answer go back as they came."""
         wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\n{CALL}")
