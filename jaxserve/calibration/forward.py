@@ -18,7 +18,7 @@ from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.ffn.router import Router
-from jaxserve.model.module import Rngs, rms_norm
+from jaxserve.model.module import Template, rms_norm
 from pallas_kernels.rotate_and_write import rotate
 
 Leaves = Mapping[str, np.ndarray]
@@ -166,9 +166,12 @@ def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndar
 def route(config: ModelConfig, leaves: Leaves, normed: np.ndarray) -> Routing:
     """Each row's experts, in FP32."""
     assert config.router is not None
-    made = Router(config.d_model, config.router, jnp.dtype(jnp.float32), Rngs(0))
-    names = [name for name, _ in made.weights()]
-    router = made.replaced([jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in names])
+    template = Template(
+        functools.partial(Router, config.d_model, config.router, jnp.dtype(jnp.float32))
+    )
+    router = template.merge(
+        [jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in template.names]
+    )
     experts, gates = router(jnp.asarray(normed), jnp.ones(len(normed), bool), config.experts)
     return Routing(np.asarray(experts), np.asarray(gates))
 

@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import msgspec
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
@@ -29,18 +30,7 @@ from jaxserve.model.ffn.router import Router
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.float_matrices import float_dtype
 from jaxserve.model.message import Message
-from jaxserve.model.module import (
-    BLOCK,
-    Formats,
-    Module,
-    Part,
-    Rngs,
-    Template,
-    matrix,
-    rms_norm,
-    scale,
-    weight,
-)
+from jaxserve.model.module import BLOCK, Formats, Part, Template, matrix, rms_norm, scale, weight
 from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
@@ -48,7 +38,7 @@ from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 
 
-class AttentionBlock(Module):
+class AttentionBlock(nnx.Module):
     """The attention role's part of a layer: norm, attention, residual, norm, router.
 
     Attributes:
@@ -61,7 +51,7 @@ class AttentionBlock(Module):
         kind: LayerKind,
         formats: Formats,
         dispatch: FormatName,
-        rngs: Rngs,
+        rngs: nnx.Rngs,
     ):
         self.config, self.dispatch = config, dispatch
         self.input_norm = scale(formats.dtype, d_model=config.d_model)
@@ -98,7 +88,7 @@ class AttentionBlock(Module):
         return norm_and_encode_rows(x, norm, epsilon, self.dispatch)
 
 
-class FFNBlock(Module):
+class FFNBlock(nnx.Module):
     """The ffn role's part of a layer: a dense FFN, or routed experts and the shared expert, which
     is one of `experts` where it has ranks of its own.
 
@@ -114,7 +104,7 @@ class FFNBlock(Module):
         ranks: tuple[int, int],
         exchange: ExchangeKind,
         formats: Formats,
-        rngs: Rngs,
+        rngs: nnx.Rngs,
         *,
         redundant: int = 0,
         shared_ranks: int = 0,
@@ -128,17 +118,13 @@ class FFNBlock(Module):
         shards = tensor_ranks * (instances if self.own_rows else expert_ranks)
         d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
         d_ff = -(-d_ff // shards) * shards
-        self.experts = None
-        if kind == "moe":
-            more = {"redundant": redundant, "shared_ranks": shared_ranks}
-            self.experts = Experts(config, ranks, formats, rngs, **more)
-            d_ff = 0 if shared_ranks else d_ff
+        more = {"redundant": redundant, "shared_ranks": shared_ranks}
+        self.experts = Experts(config, ranks, formats, rngs, **more) if kind == "moe" else None
         split: Literal["d_ff", "shared_d_ff", "own_d_ff"]
         split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
-        self.dense = None
-        if d_ff:
-            formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
-            self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split)
+        formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
+        here = d_ff > 0 and not (kind == "moe" and shared_ranks)
+        self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if here else None
 
     def unsummed(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
@@ -170,11 +156,11 @@ class FFNBlock(Module):
         return Unsummed(share, choices), None if choices is None else choices.order.sizes
 
 
-class Embedding(Module):
+class Embedding(nnx.Module):
     """Token embedding [vocab, d_model], columns split over tp; rows come in the activations'
     dtype."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, rngs: Rngs):
+    def __init__(self, config: ModelConfig, formats: Formats, rngs: nnx.Rngs):
         self.dtype, self.d_model = formats.dtype, config.d_model
         floats = formats.floats or formats.dtype
         self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
@@ -183,10 +169,10 @@ class Embedding(Module):
         return all_columns(self.table[...][token_ids], self.d_model).astype(self.dtype)
 
 
-class Head(Module):
+class Head(nnx.Module):
     """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
 
-    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: Rngs):
+    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
         self.norm = scale(formats.dtype, d_model=config.d_model)

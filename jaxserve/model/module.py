@@ -1,21 +1,19 @@
 """Building blocks of both roles' modules: weights with named dimensions, linear maps, RMSNorm.
 
-Modules are Python objects that hold global (unsharded) shapes; a program gets the sharded leaves
-and puts them in their places inside `shard_map`, where every module sees its device's slices
-(`Template`). That is all that serving needs of a neural-network library, and importing one (flax)
-takes a worker as long as importing JAX: a third of the time in which a lost one is back. Sits below
-`attention/` and `ffn/` and knows neither.
+Modules are flax's (`nnx`) and have global (unsharded) shapes; a program gets the sharded leaves and
+puts them in their places inside `shard_map`, where every module sees its device's slices
+(`Template`). Sits below `attention/` and `ffn/` and knows neither.
 """
 
-import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -63,73 +61,37 @@ class Formats:
     floats: jnp.dtype | None = None
 
 
-class Weight:
+class Weight(nnx.Param[Any]):
     """A parameter.
 
-    Attributes:
-      value: the whole array or one device's slice; in a template its shape and dtype.
-      dimensions: names of its axes for the sharding rules.
+    Its value is the whole array or one device's slice; in a template its shape and dtype.
+
+    Args:
+      dimensions: names of the axes for the sharding rules.
       input_major: whether it is a matrix or a stack of matrices in the layout of `InputMajor`.
     """
 
     def __init__(
         self, value: Any, dimensions: tuple[str | None, ...] = (), *, input_major: bool = False
     ):
-        self.value, self.dimensions, self.input_major = value, dimensions, input_major
+        super().__init__(value, dimensions=dimensions, input_major=input_major)
 
-    def __getitem__(self, key: EllipsisType) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         """Returns the array in the form that products take, for `[...]`."""
-        if self.input_major and not isinstance(self.value, InputMajor):
-            return InputMajor(self.value)
-        return self.value
+        value = self.get_raw_value()
+        if self.input_major and not isinstance(value, InputMajor):
+            return InputMajor(value)
+        return value
 
     def by_inputs(self, shards: Mapping[str, int]) -> "Weight":
         """Returns the matrix or stack in the layout of `InputMajor`; no tile spans two devices."""
         *outer, d_out, d_in = self.dimensions
         width = width_of(self.shape[-2] // shards.get(d_out or "", 1))
-        return Weight(in_tiles(self.value, width), (*outer, d_out, d_in, None), input_major=True)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
+        tiles = in_tiles(self.get_raw_value(), width)
+        return Weight(tiles, (*outer, d_out, d_in, None), input_major=True)
 
 
-class Module:
-    """An object with weights, and modules with weights, as attributes."""
-
-    def weights(self) -> Iterator[tuple[str, Weight]]:
-        """Yields all weights by dotted path, attributes in alphabetical order."""
-        for name, value in sorted(vars(self).items()):
-            if isinstance(value, Weight):
-                yield name, value
-            elif isinstance(value, Module):
-                yield from ((f"{name}.{path}", weight) for path, weight in value.weights())
-
-    def replaced(self, values: Iterable[Any]) -> Self:
-        """Returns the module with other values for its weights, in the order of `weights`."""
-        rest, made = iter(values), copy.copy(self)
-        for name, value in sorted(vars(self).items()):
-            if isinstance(value, Weight):
-                kept = value.input_major
-                setattr(made, name, Weight(next(rest), value.dimensions, input_major=kept))
-            elif isinstance(value, Module):
-                setattr(made, name, value.replaced(rest))
-        return made
-
-
-class Rngs:
-    """A sequence of random keys."""
-
-    def __init__(self, seed: int):
-        self._key, self._count = jax.random.key(seed), 0
-
-    def params(self) -> Array:
-        """The next key."""
-        self._count += 1
-        return jax.random.fold_in(self._key, self._count - 1)
-
-
-class QuantWeight(Module):
+class QuantWeight(nnx.Module):
     """An 8-bit or INT4 matrix, or a stack of them, with its scales.
 
     Attributes:
@@ -164,7 +126,7 @@ class QuantWeight(Module):
         return QuantArray(self.values[...], self.scales[...], self.block, zeros)
 
 
-def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
+def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """Makes a weight with normally distributed values of standard deviation 1/√(last axis). The
     keywords name the axes, in order.
 
@@ -175,7 +137,7 @@ def weight(rngs: Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
-def matrix(rngs: Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
+def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
     """Makes a matrix [..., d_out, d_in] of a linear map in the role's format.
 
     The contracted axis comes last, as in checkpoints (loading is then a plain read) and as tensor
@@ -185,7 +147,7 @@ def matrix(rngs: Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWei
 
 
 def side_by_side(
-    rngs: Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
+    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
 ) -> Weight | QuantWeight:
     """Makes the matrices of several linear maps, concatenated along d_out.
 
@@ -277,8 +239,8 @@ class TemplateLeaf(jax.ShapeDtypeStruct):
       input_major: whether it lies tile by tile and input by input (`InputMajor`).
     """
 
-    def __init__(self, name: str, weight: Weight, shape: jax.ShapeDtypeStruct):
-        super().__init__(shape.shape, shape.dtype)
+    def __init__(self, name: str, weight: Weight):
+        super().__init__(weight.shape, weight.dtype)
         self.name, self.dimensions = name, weight.dimensions
         self.input_major = weight.input_major
 
@@ -304,31 +266,25 @@ class Template:
 
     def __init__(
         self,
-        build: Callable[[Rngs], Module],
+        build: Callable[[nnx.Rngs], nnx.Module],
         entries: Mapping[str, tuple[int, ...]] | None = None,
         parts: Mapping[str, Part] | None = None,
     ):
         self._build = build
         self.entries, self.parts = entries or {}, parts or {}
-        made: list[Module] = []
-
-        def values() -> list[Array]:
-            made.append(build(Rngs(0)))
-            return [weight.value for _, weight in made[-1].weights()]
-
-        shapes = jax.eval_shape(values)
+        self._structure, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self._tree = jax.tree.structure(state)
         self.leaves = tuple(
-            TemplateLeaf(name, weight, shape)
-            for (name, weight), shape in zip(made[-1].weights(), shapes, strict=True)
+            TemplateLeaf(".".join(map(str, path)), weight)
+            for path, weight in nnx.to_flat_state(state)
         )
         self.names = tuple(leaf.name for leaf in self.leaves)
-        self._module = made[-1].replaced(self.leaves)
 
     def merge(self, leaves: Sequence[Array | InputMajor]) -> Any:
         """Rebuilds the module with these leaves, global arrays or one device's slices."""
         if len(leaves) != len(self.leaves):
             raise ValueError(f"{len(leaves)} leaves for a module of {len(self.leaves)}")
-        return self._module.replaced(leaves)
+        return nnx.merge(self._structure, jax.tree.unflatten(self._tree, leaves))
 
     def specs(self, rules: Rules) -> tuple[PartitionSpec, ...]:
         """Returns the partition spec of every leaf."""
@@ -351,8 +307,9 @@ class Template:
         """Makes random leaves for benchmarks and tests without a checkpoint. Entries that hold the
         same entry of the checkpoint's array are equal."""
         leaves = []
-        for _, made in self._build(Rngs(seed)).weights():
-            own = self.entries.get(made.dimensions[0] or "") if self.parts else None
+        made = jax.tree.leaves(nnx.state(self._build(nnx.Rngs(seed))))
+        for leaf, value in zip(self.leaves, made, strict=True):
+            own = self.entries.get(leaf.dimensions[0] or "") if self.parts else None
             same = own and jnp.array([own.index(entry) for entry in own])
-            leaves.append(made.value if same is None else made.value[same])
+            leaves.append(value if same is None else value[same])
         return leaves

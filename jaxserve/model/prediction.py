@@ -6,17 +6,18 @@ and head are the model's.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import ModelConfig
-from jaxserve.model.module import Module, Rngs, rms_norm, scale, weight
+from jaxserve.model.module import rms_norm, scale, weight
 from jaxserve.model.quant.matmul import matmul
 
 
-class Prediction(Module):
+class Prediction(nnx.Module):
     """Before the layer, a hidden state and the token after it become one row; behind it, a norm."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         d_model = config.d_model
         self.token_norm = scale(dtype, d_model=d_model)

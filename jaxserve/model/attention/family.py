@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxserve.config.model import GQA, MFA, MLA, LayerKind, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.rope import rotation
-from jaxserve.model.module import Formats, Rngs
+from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
 
 
 def attention_module(
-    config: ModelConfig, kind: LayerKind, formats: Formats, rngs: Rngs
+    config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
 ) -> mfa.MFA | gqa.GQA | mla.MLA:
     """The attention module of a layer: normed tokens, pages and batch in; this device's share of
     the output, and the pages, out.

@@ -7,6 +7,7 @@ query heads read.
 """
 
 import jax
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import GQA as Sizes
@@ -14,10 +15,10 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
-from jaxserve.model.module import Formats, Module, Rngs, add_once, linear, matrix, scale, zeros
+from jaxserve.model.module import Formats, add_once, linear, matrix, scale, zeros
 
 
-class GQA(Module):
+class GQA(nnx.Module):
     """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
 
     Attributes:
@@ -29,7 +30,7 @@ class GQA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
     ):
         self.sizes, self.kind = sizes, kind
         self.rope, self.epsilon = config.rope, config.norm_epsilon

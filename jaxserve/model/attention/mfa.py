@@ -6,6 +6,7 @@ One of the attention families; `model.py` composes it with norms, router and res
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MFA as Sizes
@@ -13,19 +14,10 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
-from jaxserve.model.module import (
-    Formats,
-    Module,
-    Rngs,
-    linear,
-    matrix,
-    rms_norm,
-    scale,
-    side_by_side,
-)
+from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
 
 
-class MFA(Module):
+class MFA(nnx.Module):
     """q = RoPE(RMSNorm(x·W_down)·W_up) per head; k, v = x·W_kv, shared by all query heads.
 
     Attributes:
@@ -36,7 +28,7 @@ class MFA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
     ):
         self.sizes, self.kind = sizes, kind
         self.rope, self.epsilon = config.rope, config.norm_epsilon

@@ -17,6 +17,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.config.model import MLA as Sizes
@@ -27,8 +28,6 @@ from jaxserve.model.attention.kv_cache import LatentNorms, Pages, attend_latent,
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
-    Module,
-    Rngs,
     add_once,
     linear,
     matrix,
@@ -41,7 +40,7 @@ from pallas_kernels.attention.api import chunk_attention, merge
 from pallas_kernels.rotate_and_write import rotate
 
 
-class MLA(Module):
+class MLA(nnx.Module):
     """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
 
     Attributes:
@@ -57,7 +56,7 @@ class MLA(Module):
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: Rngs
+        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
     ):
         if kind.window:
             raise ConfigError("latent attention with a sliding window is not supported")

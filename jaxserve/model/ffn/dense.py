@@ -5,15 +5,16 @@ shares."""
 from collections.abc import Callable
 from typing import Any, Literal
 
+from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.module import Formats, Module, Rngs, matrix
+from jaxserve.model.module import Formats, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
 from pallas_kernels.quantize import QuantArray
 
 
-class DenseFFN(Module):
+class DenseFFN(nnx.Module):
     """down(silu(x·gate) · (x·up)).
 
     Attributes:
@@ -26,7 +27,7 @@ class DenseFFN(Module):
         d_model: int,
         d_ff: int,
         formats: Formats,
-        rngs: Rngs,
+        rngs: nnx.Rngs,
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",
     ):

@@ -6,11 +6,12 @@ per slot is data. Choices of slots elsewhere, and padding tokens, contribute not
 slot holds is not known here; on ranks of the shared expert it is a part of that one.
 """
 
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import Formats, Module, Rngs, matrix
+from jaxserve.model.module import Formats, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
@@ -29,7 +30,7 @@ def slot_sizes(
     return SlotSizes(config.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
 
 
-class Experts(Module):
+class Experts(nnx.Module):
     """Stacked expert weights.
 
     Attributes:
@@ -47,7 +48,7 @@ class Experts(Module):
         config: ModelConfig,
         ranks: tuple[int, int],
         formats: Formats,
-        rngs: Rngs,
+        rngs: nnx.Rngs,
         *,
         redundant: int = 0,
         shared_ranks: int = 0,

@@ -5,14 +5,15 @@ Runs on the attention role, because the dispatch message carries its result.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config.model import Router as Rule
-from jaxserve.model.module import Module, Rngs, linear, weight, zeros
+from jaxserve.model.module import linear, weight, zeros
 from jaxserve.model.quant.matmul import matmul
 
 
-class Router(Module):
+class Router(nnx.Module):
     """FP32 scores of all experts, then the top_k (Step-3 §2, DeepSeek-V3 §2.1.2, Qwen3).
 
     Attributes:
@@ -21,7 +22,7 @@ class Router(Module):
         weights; None: the model has none.
     """
 
-    def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: Rngs):
+    def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.rule = rule
         self.gate = weight(rngs, dtype, router_experts=rule.experts, d_model=d_model)
         fp32 = jnp.dtype(jnp.float32)

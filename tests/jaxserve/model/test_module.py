@@ -1,13 +1,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxserve.model.module import (
     Formats,
-    Module,
     QuantWeight,
-    Rngs,
     Template,
     Weight,
     linear,
@@ -20,8 +19,8 @@ from jaxserve.model.module import (
 from pallas_kernels import input_major
 
 
-class Block(Module):
-    def __init__(self, rngs: Rngs):
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
         self.norm = scale(jnp.dtype(jnp.float32), d_model=4)
         self.square = weight(rngs, jnp.dtype(jnp.bfloat16), d_model=4, d_model_=4)
         self.experts = weight(rngs, jnp.dtype(jnp.float32), experts=6, d_model=4, d_ff=8)
@@ -85,8 +84,8 @@ def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
     """What `matrix` makes in a format, or `side_by_side` of several parts."""
     formats = Formats(jnp.dtype(dtype), weights, shards or {})
     if parts:
-        return side_by_side(Rngs(0), formats, parts, **dimensions)
-    return matrix(Rngs(0), formats, **dimensions)
+        return side_by_side(nnx.Rngs(0), formats, parts, **dimensions)
+    return matrix(nnx.Rngs(0), formats, **dimensions)
 
 
 class TestMatrix:
@@ -153,8 +152,8 @@ class TestMatrix:
             assert np.abs(product - plain.T).max() <= error * np.abs(plain).max()
 
 
-class Quantised(Module):
-    def __init__(self, weights: str, rngs: Rngs):
+class Quantised(nnx.Module):
+    def __init__(self, weights: str, rngs: nnx.Rngs):
         formats = Formats(FLOAT32, weights, {"q_heads": 2})
         self.up = matrix(rngs, formats, q_heads=64, d_model=128)
         self.down = matrix(rngs, formats, d_model=128, q_heads=64)

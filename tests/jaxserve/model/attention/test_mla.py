@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve.checkpoint.deepseek import deepseek_config
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.module import Formats, Rngs
+from jaxserve.model.module import Formats
 from tests.jaxserve.model.attention.layers import (
     EXACT,
     MIXED_STEPS,
@@ -85,4 +86,6 @@ class TestMLA(BiasesSuite):
     def test_a_window_is_refused(self):
         config = deepseek_config(SIZES.config())
         with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-            attention_module(config, LayerKind("dense", 8), Formats(np.dtype("float32")), Rngs(0))
+            attention_module(
+                config, LayerKind("dense", 8), Formats(np.dtype("float32")), nnx.Rngs(0)
+            )

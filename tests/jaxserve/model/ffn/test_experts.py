@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve.checkpoint.step3 import step3_config
 from jaxserve.model.ffn.experts import Experts
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import Formats, Rngs
+from jaxserve.model.module import Formats
 from pallas_kernels.grouped_matmul import grouped_swiglu, routed
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -29,14 +30,14 @@ def weights(seed=0):
 def device_share(values, ranks, rank, tensor_rank) -> Experts:
     """What one device holds: its experts and its part of their d_ff, zeros behind the last."""
     expert_ranks, tensor_ranks = ranks
-    module = Experts(CONFIG, ranks, Formats(jnp.dtype(jnp.float32)), Rngs(0))
+    module = Experts(CONFIG, ranks, Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     for name, value in values.items():
         parameter = getattr(module, name)
         padded = np.zeros(parameter[...].shape, np.float32)
         padded[tuple(slice(size) for size in value.shape)] = value
         padded = np.split(padded, expert_ranks)[rank]
         axis = 2 if name == "down" else 1
-        parameter.value = jnp.asarray(np.split(padded, tensor_ranks, axis)[tensor_rank])
+        parameter.set_value(jnp.asarray(np.split(padded, tensor_ranks, axis)[tensor_rank]))
     return module
 
 
@@ -46,10 +47,12 @@ def share_of(module, *arguments):
 
 
 def run(module, x, experts, gates, rank):
-    def call(values, *arguments):
-        return share_of(module.replaced(values), *arguments)
+    structure, state = nnx.split(module)
 
-    return jax.jit(call)([weight[...] for _, weight in module.weights()], x, experts, gates, rank)
+    def call(state, *arguments):
+        return share_of(nnx.merge(structure, state), *arguments)
+
+    return jax.jit(call)(state, x, experts, gates, rank)
 
 
 def plain(x, experts, gates, values):
@@ -100,7 +103,7 @@ def test_kernels_are_told_how_many_rows_an_expert_has(monkeypatch):
 
 
 def test_shapes_are_padded_to_the_mesh():
-    module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), Rngs(0))
+    module = Experts(CONFIG, (2, 4), Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     assert module.gate[...].shape == module.up[...].shape == (8, 12, D_MODEL)
     assert module.down[...].shape == (8, D_MODEL, 12)
 
@@ -132,7 +135,7 @@ def test_experts_of_several_layers_in_one_row(layer, rank):
     together = layers[0]
     for name in ("gate", "up", "down"):
         stacked = jnp.concatenate([getattr(share, name)[...] for share in layers])
-        getattr(together, name).value = stacked
+        getattr(together, name).set_value(stacked)
     found = share_of(together, *rows, jnp.int32(rank), jnp.int32(layer))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(alone))
     assert np.any(np.asarray(alone))
@@ -146,7 +149,7 @@ def test_format_of_rows(weights, row_format):
 
     def layer(expert_rows):
         formats = Formats(jnp.dtype(jnp.float32), weights, expert_rows=expert_rows)
-        return Experts(CONFIG, (1, 1), formats, Rngs(0))
+        return Experts(CONFIG, (1, 1), formats, nnx.Rngs(0))
 
     module = layer(row_format)
     output = np.asarray(share_of(module, x, experts, gates, 0))

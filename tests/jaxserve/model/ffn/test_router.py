@@ -1,10 +1,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve.config.model import Router as Rule
 from jaxserve.model.ffn.router import Router
-from jaxserve.model.module import Rngs
 from tests.reference.decoder_numpy import DeepseekNumpy
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
@@ -14,12 +14,12 @@ def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **r
     """A router with `weights` [experts, d_model], as a checkpoint has them."""
     experts, d_model = weights.shape
     asked = Rule(experts=experts, top_k=top_k, bias=bias is not None, **rule)
-    module = Router(d_model, asked, jnp.dtype(dtype), Rngs(0))
+    module = Router(d_model, asked, jnp.dtype(dtype), nnx.Rngs(0))
     assert module.gate[...].shape == (experts, d_model)
-    module.gate.value = jnp.asarray(weights, dtype)
+    module.gate.set_value(jnp.asarray(weights, dtype))
     if bias is not None:
         assert (module.bias[...].shape, module.bias[...].dtype) == ((experts,), jnp.float32)
-        module.bias.value = jnp.asarray(bias, jnp.float32)
+        module.bias.set_value(jnp.asarray(bias, jnp.float32))
     return module
 
 
