@@ -4,7 +4,7 @@ They are protocols, so that fleet/, text/ and server/ depend on nothing else of 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
@@ -24,6 +24,7 @@ class StepLoop(Protocol):
         """Seconds of `time.monotonic` of the step loop's last iteration, idle or not."""
 
 
+@runtime_checkable
 class TokenEngine(StepLoop, Protocol):
     """What the faces use of an engine; implemented by `jaxserve.engine.engine.Engine`."""
 

@@ -124,7 +124,7 @@ class Metrics:
 
     def watch_loop(self, step_loop: StepLoop) -> None:
         """Adds the numbers of a process that serves no clients, and the engine's if it has one."""
-        if hasattr(step_loop, "pipeline"):
+        if isinstance(step_loop, TokenEngine):
             self.watch(step_loop)
         else:
             ProcessCollector(registry=self._engine)
