@@ -214,7 +214,8 @@ def _ports(deployment: Deployment, work: Workload, leads: bool) -> list[Tree]:
 def _resources(work: Workload, options: Options) -> Tree:
     memory = f"{work.host_gib}Gi"
     if work.hardware is None:
-        return {"requests": {"cpu": "2", "memory": memory}, "limits": {"memory": memory}}
+        most = f"{2 * work.host_gib}Gi"
+        return {"requests": {"cpu": "2", "memory": memory}, "limits": {"memory": most}}
     kind = "google.com/tpu" if work.tpu else "nvidia.com/gpu"
     devices = {kind: str(work.accelerators)}
     if _locks_memory(work, options):
