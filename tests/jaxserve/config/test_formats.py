@@ -1,26 +1,22 @@
 """The table of number formats, and how many files know a format of the KV cache by name."""
 
-import ast
-from pathlib import Path
-
 import jax.numpy as jnp
 import msgspec
-import pytest
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.formats import FORMATS, NumberFormat, choices, scaled
 from jaxserve.config.load import load_deployment
 from jaxserve.model.attention.kv_cache import page_arrays
 from jaxserve.model.ffn.traffic import row_bytes
+from tests.jaxserve.config.test_topology import ROOT, compared
 from tests.jaxserve.model.attention.test_kv_cache import GROUPED
 from tests.jaxserve.planner.making import calculator
 
-ROOT = Path(__file__).resolve().parents[3] / "jaxserve"
 KNOW_A_CACHE_FORMAT = 1
 """Files that compare `cache.format` with a format's name; only ever falls."""
 
 
-def test_what_each_use_offers() -> None:
+def test_what_each_use_offers():
     assert choices("weights") == ["float32", "bfloat16", "fp8", "int8", "int4"]
     assert choices("dispatch") == choices("cache") == ["float32", "bfloat16", "fp8", "int8"]
     assert choices("stored") == ["fp8", "fp8_block", "int8", "int4"]
@@ -28,28 +24,23 @@ def test_what_each_use_offers() -> None:
     assert all(jnp.dtype(one.dtype).name == one.dtype for one in FORMATS.values())
 
 
-def test_a_format_of_the_cache_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_of_the_cache_is_one_entry(monkeypatch):
     """A toy format with 8 bits and a scale a token: pages, page size, wire and plans follow."""
     toy = NumberFormat(8, "float8_e5m2", "bfloat16", {"cache": "token", "dispatch": "row"})
     monkeypatch.setitem(FORMATS, "toy", toy)
     deployment = load_deployment("demo")
-    cache = msgspec.structs.replace(deployment.cache, format="toy")  # type: ignore[arg-type]
+    cache = msgspec.structs.replace(deployment.cache, format="toy")
     arrays = page_arrays(GROUPED, msgspec.structs.replace(deployment, cache=cache))
     assert [array.dtype for array in arrays] == [jnp.uint8, jnp.uint8, jnp.float32, jnp.float32]
     assert page_tokens("tpu", "toy") == page_tokens("tpu", "int8") == 256
     assert row_bytes(256, 0, "toy", "float32") == row_bytes(256, 0, "int8", "float32")
     rows = [calculator(cache=name) for name in ("toy", "int8")]
     assert len({one.cache_row(one.model.attention[0], 1) for one in rows}) == 1
-    assert choices("cache")[-1] == "toy"
 
 
-def test_files_that_compare_a_format_of_the_cache() -> None:
-    """A new format of the KV cache is no edit in a file that asks the table."""
-    found = set()
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare):
-                words = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
-                if "cache" in ast.unparse(node) and words & set(choices("cache")):
-                    found.add(path.relative_to(ROOT).as_posix())
+def test_a_format_of_the_cache_is_no_edit_in_files_that_ask():
+    subjects, names = ("cache", "format", "cache_format"), set(choices("cache"))
+    assert compared('a.cache.format == "int8"\nx.cache == "auto"', subjects, names) == [1]
+    files = (ROOT / "jaxserve").rglob("*.py")
+    found = [str(path) for path in files if compared(path.read_text(), subjects, names)]
     assert len(found) <= KNOW_A_CACHE_FORMAT, found

@@ -146,17 +146,12 @@ class TestBuckets:
 
 
 class TestDerived:
-    def test_formats_of_messages(self):
-        def format_of(dtype, dispatch):
-            overrides = {"dtype": dtype, "link.dispatch": dispatch}
-            return load_deployment(HERE, overrides).dispatch_format
-
-        assert format_of("bfloat16", "auto") == "bfloat16"
-        assert format_of("float32", "auto") == "float32"
-        assert format_of("float32", "fp8") == "fp8"
-        dtype = {"dtype": "float32"}
-        assert load_deployment(HERE, dtype).combine_format == "float32"
-        assert load_deployment(HERE, dtype | {"link.combine": "int8"}).combine_format == "int8"
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_formats_of_messages(self, dtype):
+        made = load_deployment(HERE, {"dtype": dtype})
+        assert made.dispatch_format == made.combine_format == made.cache_format == dtype
+        made = load_deployment(HERE, ["link.dispatch=fp8", "link.combine=int8", f"dtype={dtype}"])
+        assert (made.dispatch_format, made.combine_format) == ("fp8", "int8")
 
     def test_devices(self):
         layout = {"attention.dp": 3, "attention.tp": 2, "ffn.ep": 5, "ffn.tp": 7}

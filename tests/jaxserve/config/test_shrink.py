@@ -7,16 +7,8 @@ from jaxserve.config.shrink import shrunk
 from jaxserve.errors import ConfigError
 from tests.conftest import REPOSITORY
 
-PULL = {
-    "attention.runtime": "a",
-    "ffn.runtime": "f",
-    "link.transport": "pull",
-    "link.addresses": ["h:1"],
-    "attention.dp": 4,
-    "attention.tp": 2,
-    "ffn.ep": 8,
-    "ffn.tp": 4,
-}
+PULL = {"attention.dp": 4, "attention.tp": 2, "ffn.ep": 8, "ffn.tp": 4, "ffn.runtime": "f"}
+PULL |= {"attention.runtime": "a", "link.transport": "pull", "link.addresses": ["h:1"]}
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,12 @@ from jaxserve.config.load import load_deployment
 from jaxserve.engine.load import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
+from jaxserve.fleet import routing_actions as orders
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Job, Routed, Worker
-from jaxserve.fleet.routing_actions import (
-    End,
-    SendCancel,
-    SendPrefill,
-    SendRelease,
-    SendRenew,
-    SendSubmit,
-    SendWithdraw,
-)
 from jaxserve.fleet.worker_frames import State, WorkerRole
 from jaxserve.link.pages import PagesSource
 from tests.conftest import REPOSITORY
@@ -104,13 +96,13 @@ class World:
         for action in actions:
             self.sent.append(action)
             match action:
-                case End(request=request, reason=reason):
+                case orders.End(request=request, reason=reason):
                     self._end(request.job.request_id, reason)
-                case SendPrefill(worker=worker, attempt=attempt, request=request):
+                case orders.SendPrefill(worker=worker, attempt=attempt, request=request):
                     assert workers[worker].facts.weights == request.weights
                     length = len(request.tokens)
                     self.prompts[attempt] = worker, request, length
-                case SendSubmit(worker=worker, attempt=attempt, request=request):
+                case orders.SendSubmit(worker=worker, attempt=attempt, request=request):
                     assert workers[worker].facts.weights == request.weights
                     began = self.begun.setdefault(request.job.request_id, request.weights)
                     if request.emitted and self.deployment.fleet.replay == "same_weights":
@@ -124,17 +116,17 @@ class World:
                         assert workers[holder].facts.weights == request.weights
                         assert request.source.tokens == len(request.tokens) // PAGE * PAGE
                     self.running[attempt] = worker, request
-                case SendRelease(worker=worker, attempt=attempt):
+                case orders.SendRelease(worker=worker, attempt=attempt):
                     assert worker in workers
                     self.prompts.pop(attempt, None)
                     self.held.pop(attempt, None)
-                case SendCancel(worker=worker, attempt=attempt):
+                case orders.SendCancel(worker=worker, attempt=attempt):
                     assert worker in workers
                     self.running.pop(attempt, None)
-                case SendWithdraw(worker=worker, attempt=attempt):
+                case orders.SendWithdraw(worker=worker, attempt=attempt):
                     assert self.running[attempt][0] == worker
                     self.withdrawn.add(attempt)
-                case SendRenew(hand_off=hand_off):
+                case orders.SendRenew(hand_off=hand_off):
                     assert hand_off in self.held
 
     def computed(self, attempt: str) -> None:
@@ -456,7 +448,7 @@ class TestChoices:
         world.submit("a", 0, prompt=list(range(320)))
         world.computed(next(iter(world.prompts)))
         world.submit("b", 0, prompt=[7] * 320)
-        assert [a.worker for a in world.sent if isinstance(a, SendPrefill)] == ["p0", "p0"]
+        assert [a.worker for a in world.sent if isinstance(a, orders.SendPrefill)] == ["p0", "p0"]
         world.submit("c", 0, prompt=[*range(320), *[5] * 64])
         assert world.sent[-1].worker == "p0"
         request = world.coordinator.requests["c"]
@@ -471,7 +463,7 @@ class TestChoices:
         world.speeds(p0=3000.0, p1=1000.0)
         for n in range(1, 9):
             world.submit(f"r{n}", 100)
-        chosen = [a.worker for a in world.sent if isinstance(a, SendPrefill)]
+        chosen = [a.worker for a in world.sent if isinstance(a, orders.SendPrefill)]
         assert (chosen.count("p0"), chosen.count("p1")) == (6, 2)
 
     def test_long_prompts_are_due_later(self):
@@ -488,7 +480,7 @@ class TestChoices:
         where = world.sent[-1].worker
         world.emit(next(iter(world.running)))
         world.submit("a2", 0, prompt=[*range(64), 1, 2, 3], max_tokens=1)
-        assert isinstance(world.sent[-1], SendSubmit)
+        assert isinstance(world.sent[-1], orders.SendSubmit)
         assert world.sent[-1].worker == where
 
     @pytest.mark.parametrize(
@@ -567,7 +559,7 @@ class TestServiceLevel:
         world = World.of("p0", "p1", "d0", fleet__ttft_seconds=0.001)
         world.speeds(p0=1.0)
         world.submit("a1", 1500)
-        assert isinstance(world.sent[-1], SendPrefill)
+        assert isinstance(world.sent[-1], orders.SendPrefill)
 
 
 def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
@@ -683,7 +675,7 @@ class TestOtherWeights:
         if state:
             self.why(world, "p0")
         world.submit("a", 100)
-        assert [(type(one), one.worker) for one in world.sent] == [(SendSubmit, "d0")]
+        assert [(type(one), one.worker) for one in world.sent] == [(orders.SendSubmit, "d0")]
 
     def test_where_it_may_not_they_wait_and_are_told(self):
         world = self.world(pages__on_failure="fail")

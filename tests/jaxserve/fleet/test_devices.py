@@ -128,17 +128,11 @@ def test_processes_of_one_role_compile_without_tuning(monkeypatch, processes, se
     assert asked == [several]
 
 
-@pytest.mark.parametrize(
-    ("several", "flags"),
-    [
-        (False, "--xla_gpu_shard_autotuning=false"),
-        (
-            True,
-            "--xla_gpu_shard_autotuning=false --xla_gpu_autotune_level=0 "
-            "--xla_gpu_enable_triton_gemm=false",
-        ),
-    ],
-)
+APART = "--xla_gpu_shard_autotuning=false"
+UNTUNED = f"{APART} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+
+@pytest.mark.parametrize(("several", "flags"), [(False, APART), (True, UNTUNED)])
 def test_no_process_waits_for_the_autotuning_of_another(environment, several, flags) -> None:
     """Nor tunes where others play its role, whatever compiles afterwards: XLA reads its flags at
     the first program."""

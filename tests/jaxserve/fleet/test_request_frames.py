@@ -2,23 +2,16 @@
 
 import pytest
 
-from jaxserve.errors import (
-    CheckpointError,
-    ConfigError,
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from jaxserve import errors
 from jaxserve.fleet.request_frames import Refusal
 
 ERRORS = [
-    InvalidRequestError("top_p", "must be at most 1"),
-    OverloadedError("the queue is full", retry_after_s=2.5),
-    CheckpointError("no index"),
-    ConfigError("lanes: 9"),
-    DrainingError("the engine drains"),
-    EngineFailedError("process 1 is gone"),
+    errors.InvalidRequestError("top_p", "must be at most 1"),
+    errors.OverloadedError("the queue is full", retry_after_s=2.5),
+    errors.CheckpointError("no index"),
+    errors.ConfigError("lanes: 9"),
+    errors.DrainingError("the engine drains"),
+    errors.EngineFailedError("process 1 is gone"),
 ]
 
 

@@ -10,21 +10,12 @@ from multiprocessing.connection import answer_challenge
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.channel import (
-    Channel,
-    accept,
-    dial,
-    framed,
-    join_address,
-    listen,
-    split_address,
-    take_frames,
-)
+from jaxserve.link import channel as channels
 
 
 @pytest.fixture
 def listener():
-    with listen("127.0.0.1:0", "secret") as sock:
+    with channels.listen("127.0.0.1:0", "secret") as sock:
         yield sock
 
 
@@ -33,16 +24,16 @@ def accept_one(listener):
     """Accepts a connection in a thread: a future of the channel."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda seconds=5.0: pool.submit(
-            lambda: accept(listener.accept()[0], "secret", seconds)
+            lambda: channels.accept(listener.accept()[0], "secret", seconds)
         )
 
 
 def address(listener: socket.socket) -> str:
-    return join_address(*listener.getsockname())
+    return channels.join_address(*listener.getsockname())
 
 
-def dial_with(listener: socket.socket, token: str) -> Channel:
-    channel = dial(address(listener), 5.0)
+def dial_with(listener: socket.socket, token: str) -> channels.Channel:
+    channel = channels.dial(address(listener), 5.0)
     try:
         channel.authenticate(token, accepted=False)
     except AuthenticationError:
@@ -78,10 +69,10 @@ def test_frames_keep_their_bounds_and_order(ends) -> None:
 
 
 def test_a_detached_socket_has_the_same_frames(ends) -> None:
-    assert framed(b"body") == b"\x00\x00\x00\x04body"
+    assert channels.framed(b"body") == b"\x00\x00\x00\x04body"
     client, server = ends
     with client.detach() as sock:
-        sock.sendall(framed(b"one") + framed(b""))
+        sock.sendall(channels.framed(b"one") + channels.framed(b""))
         assert [server.receive() for _ in range(2)] == [b"one", b""]
         server.send(b"three")
         server.close()
@@ -90,11 +81,11 @@ def test_a_detached_socket_has_the_same_frames(ends) -> None:
 
 def test_frames_are_taken_once_they_are_whole() -> None:
     received = bytearray(b"\0\0\0\x02ab\0\0\0\0\0\0\0\x03xy")
-    assert take_frames(received, 3) == [b"ab", b""]
+    assert channels.take_frames(received, 3) == [b"ab", b""]
     assert received == b"\0\0\0\x03xy"
-    assert take_frames(received, 3) == []
+    assert channels.take_frames(received, 3) == []
     received += b"z\0\0"
-    assert take_frames(received, 3) == [b"xyz"]
+    assert channels.take_frames(received, 3) == [b"xyz"]
     assert received == b"\0\0"
 
 
@@ -103,7 +94,7 @@ def test_frames_are_taken_once_they_are_whole() -> None:
 )
 def test_a_length_beyond_the_cap_is_refused_before_its_bytes(head: bytes, length: int) -> None:
     with pytest.raises(EOFError, match=f"a frame of {length} bytes where 3 are the most"):
-        take_frames(bytearray(head), 3)
+        channels.take_frames(bytearray(head), 3)
 
 
 def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
@@ -138,7 +129,7 @@ def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
 
 def test_a_listener_that_welcomes_everybody_has_to_prove_itself_too(listener) -> None:
     def welcome() -> None:
-        impostor = Channel(listener.accept()[0])
+        impostor = channels.Channel(listener.accept()[0])
         impostor.send(b"#CHALLENGE#{sha256}" + bytes(32))
         impostor.receive()
         impostor.send(b"#WELCOME#")
@@ -162,23 +153,23 @@ def test_address_that_others_reach_needs_a_token() -> None:
     with pytest.raises(
         ConfigError, match=r"0\.0\.0\.0:0: other hosts reach it, so it needs a token"
     ):
-        listen("0.0.0.0:0", "")
-    listen("127.0.0.1:0", "").close()
-    listen("localhost:0", "").close()
+        channels.listen("0.0.0.0:0", "")
+    channels.listen("127.0.0.1:0", "").close()
+    channels.listen("localhost:0", "").close()
 
 
 def test_taken_port_is_named(listener) -> None:
     with pytest.raises(ConfigError, match="already in use"):
-        listen(address(listener), "secret")
+        channels.listen(address(listener), "secret")
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:70000"])
 def test_bad_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected host:port"):
-        split_address(text)
+        channels.split_address(text)
 
 
 def test_addresses_of_both_families() -> None:
-    assert split_address("[::1]:80") == ("::1", 80)
-    assert join_address("::1", 80) == "[::1]:80"
-    assert join_address(*split_address("a.example:80")) == "a.example:80"
+    assert channels.split_address("[::1]:80") == ("::1", 80)
+    assert channels.join_address("::1", 80) == "[::1]:80"
+    assert channels.join_address(*channels.split_address("a.example:80")) == "a.example:80"

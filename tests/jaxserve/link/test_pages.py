@@ -22,12 +22,8 @@ def test_a_source_crosses_the_router():
 def test_the_digest_is_of_tokens_number_model_and_format():
     known = pages_digest([1, 2, 3], "m", "fp8")
     assert known == pages_digest((1, 2, 3), "m", "fp8")
-    others = [
-        pages_digest([1, 2, 4], "m", "fp8"),
-        pages_digest([1, 2], "m", "fp8"),
-        pages_digest([1, 2, 3], "n", "fp8"),
-        pages_digest([1, 2, 3], "m", "int8"),
-    ]
+    others = [pages_digest(ids, "m", "fp8") for ids in ([1, 2, 4], [1, 2])]
+    others += [pages_digest([1, 2, 3], *other) for other in (("n", "fp8"), ("m", "int8"))]
     assert len({known, *others}) == 5
     assert len(known) == 16
 

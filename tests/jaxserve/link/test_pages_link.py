@@ -22,26 +22,17 @@ from jaxserve.link.pages_ends import FetchedPiece, FetchJob
 from jaxserve.link.pages_frames import Release, decode_from_decode, encode
 from jaxserve.ports import free_port
 from tests.conftest import REPOSITORY
-from tests.jaxserve.link.toy_holder import (
-    DEADLINES,
-    FACTS,
-    SECRET,
-    TOKEN_BYTES,
-    ToyHolder,
-    ToyLanding,
-    toy_server,
-    toy_source,
-)
+from tests.jaxserve.link import toy_holder as toy
 from tests.jaxserve.waiting import until
 
 
 @contextlib.contextmanager
 def client(**options) -> Iterator[PagesClient]:
-    arguments = {"lease_seconds": 0.6, "deadlines": DEADLINES} | options
+    arguments = {"lease_seconds": 0.6, "deadlines": toy.DEADLINES} | options
     opened = PagesClient(
-        make_hello("decode", arguments.pop("facts", FACTS)),
-        arguments.pop("token", SECRET),
-        landing=ToyLanding(),
+        make_hello("decode", arguments.pop("facts", toy.FACTS)),
+        arguments.pop("token", toy.SECRET),
+        landing=toy.ToyLanding(),
         **arguments,
     )
     try:
@@ -52,8 +43,8 @@ def client(**options) -> Iterator[PagesClient]:
 
 @contextlib.contextmanager
 def serving(**options) -> Iterator[tuple]:
-    holder = ToyHolder()
-    server = toy_server(holder, **options)
+    holder = toy.ToyHolder()
+    server = toy.toy_server(holder, **options)
     try:
         yield server, holder
     finally:
@@ -87,7 +78,7 @@ class Taker:
 
 
 def ask(link: PagesClient, server, hand_off: str = "a", start=0, stop=50, tokens=50, **changes):
-    source = toy_source(
+    source = toy.toy_source(
         changes.get("address", server.address), changes.get("epoch", server.epoch), hand_off, tokens
     )
     taker = Taker(start, stop)
@@ -123,29 +114,29 @@ class TestFetches:
             until(lambda: link.counters.transfers == 4)  # counted after the last piece
             assert link.counters.bytes == server.counters.bytes
             padding = 64 - 16  # of the numbers of a piece of four tokens, of which there are four
-            assert link.counters.bytes == (52 + 4 + 32 + 200) * TOKEN_BYTES + 4 * padding
+            assert link.counters.bytes == (52 + 4 + 32 + 200) * toy.TOKEN_BYTES + 4 * padding
 
     def test_many_at_once_within_the_bound(self):
         """A piece of 16 tokens is all that may be registered."""
-        with serving(registered_bytes=16 * TOKEN_BYTES) as (server, _), client() as link:
+        with serving(registered_bytes=16 * toy.TOKEN_BYTES) as (server, _), client() as link:
             takers = [ask(link, server, f"{n}")[0] for n in range(30)]
             most = 0
             while not all(taker.ended for taker in takers):
                 most = max(most, server.room.taken)
                 time.sleep(0.001)
             assert [taker.failure for taker in takers] == [None] * 30
-            assert most <= 16 * TOKEN_BYTES
+            assert most <= 16 * toy.TOKEN_BYTES
 
     @pytest.mark.parametrize("end", ["release", "leave"])
     def test_leases_are_renewed_until_they_are_released_or_left(self, end):
         """All over one connection, however long it is open."""
         with serving() as (server, holder), client(lease_seconds=0.3) as link:
-            source = toy_source(server.address, server.epoch, "a", 50)
+            source = toy.toy_source(server.address, server.epoch, "a", 50)
             link.keep(source)
             until(lambda: holder.renewed)
             (peer,) = link._peers.values()
             (connection,) = peer._connections
-            until(lambda: len(holder.renewed) >= 1.2 * DEADLINES.down / (2 * 0.1))
+            until(lambda: len(holder.renewed) >= 1.2 * toy.DEADLINES.down / (2 * 0.1))
             assert connection.failure is None
             getattr(link, end)(source)
             until(lambda: holder.released == ["a"] * (end == "release"))
@@ -314,7 +305,7 @@ class Remote:
 
 def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):
     monkeypatch.setattr("jaxserve.link.breaker.OPEN_SECONDS", 3.0)
-    deadlines = msgspec.structs.replace(DEADLINES, suspect=0.2, answer=0.4)
+    deadlines = msgspec.structs.replace(toy.DEADLINES, suspect=0.2, answer=0.4)
     with serving() as (server, holder), client(deadlines=deadlines) as link:
         slow, _ = ask(link, server, "slow")
         until(lambda: slow.ended)
@@ -329,7 +320,7 @@ def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):
 
 def test_a_saturated_worker_is_told_from_a_dead_link(caplog):
     """It answers echoes while pages have to wait."""
-    deadlines = msgspec.structs.replace(DEADLINES, suspect=0.3)
+    deadlines = msgspec.structs.replace(toy.DEADLINES, suspect=0.3)
     with serving() as (server, holder), client(deadlines=deadlines) as link:
         slow, _ = ask(link, server, "slow")
         until(lambda: "is suspect: saturated: it answers, but pages have not come" in caplog.text)
@@ -344,7 +335,7 @@ def test_a_saturated_worker_is_told_from_a_dead_link(caplog):
 def test_a_prefill_worker_that_dies_or_stops(how):
     """In the middle of a fetch, then before one: told in time, and nothing is left."""
     threads = threading.active_count()
-    deadlines = msgspec.structs.replace(DEADLINES, handshake=4.0)  # nobody's, who is stopped
+    deadlines = msgspec.structs.replace(toy.DEADLINES, handshake=4.0)  # nobody's, who is stopped
     with process() as remote, client(deadlines=deadlines) as link:
         assert ended(link, remote).failure is None
         slow, _ = ask(link, remote, "slow")

@@ -22,28 +22,14 @@ from jaxserve.link.hello import make_hello
 from jaxserve.link.peer import PeerState
 from jaxserve.link.pull import LinkCounters, PullClient
 from jaxserve.link.transfers import Transfers
-from tests.jaxserve.link.toy_server import (
-    DEADLINES,
-    FACTS,
-    REFUSED_LAYER,
-    ROWS,
-    UNFIT_ROWS,
-    UNKNOWN_ROWS,
-    WORD,
-    WORDS,
-    Nursery,
-    ToyClient,
-    ToyServer,
-    in_use,
-    kind_of,
-    nursery,
-)
+from tests.jaxserve.link import toy_server as toy
+from tests.jaxserve.link.toy_server import Nursery, nursery
 from tests.jaxserve.waiting import until
 
 pytestmark = pytest.mark.multihost
 
 LANES = 3
-KIND = kind_of(4, WORDS)
+KIND = toy.kind_of(4, toy.WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +39,7 @@ def toys() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def server(toys: Nursery) -> Iterator[ToyServer]:
+def server(toys: Nursery) -> Iterator[toy.ToyServer]:
     """One for the tests that leave it alive."""
     with toys.servers({}) as [server]:
         yield server
@@ -65,21 +51,21 @@ def attention_mesh(devices: int = 4) -> Mesh:
 
 @contextlib.contextmanager
 def client(
-    *running: ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
+    *running: toy.ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
 ) -> Iterator[PullClient]:
     mesh = attention_mesh(devices)
     sharding = NamedSharding(mesh, PartitionSpec(("dp", "tp")))
     link = PullClient(
         options.get("addresses", [server.address for server in running]),
-        make_hello("attention", options.get("facts", FACTS)),
+        make_hello("attention", options.get("facts", toy.FACTS)),
         options.get("token", "secret"),
         domain=domain,
         mesh=mesh,
         answer_shape=lambda kind, rows: jax.ShapeDtypeStruct(
-            (rows * devices, int(kind.split("x")[1])), WORD, sharding=sharding
+            (rows * devices, int(kind.split("x")[1])), toy.WORD, sharding=sharding
         ),
-        rows=options.get("rows", [ROWS]),
-        deadlines=Deadlines(**{**DEADLINES, **options.get("deadlines", {})}),
+        rows=options.get("rows", [toy.ROWS]),
+        deadlines=Deadlines(**{**toy.DEADLINES, **options.get("deadlines", {})}),
     )
     try:
         if connect:
@@ -89,10 +75,10 @@ def client(
         link.close()
 
 
-def values(number: int, devices: int = 4, words: int = WORDS) -> np.ndarray:
+def values(number: int, devices: int = 4, words: int = toy.WORDS) -> np.ndarray:
     """A message, different for every number."""
-    size = ROWS * devices * words
-    return (np.arange(size, dtype=WORD) * 7 + number).reshape(-1, words)
+    size = toy.ROWS * devices * words
+    return (np.arange(size, dtype=toy.WORD) * 7 + number).reshape(-1, words)
 
 
 def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
@@ -102,7 +88,7 @@ def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
 
 def exchange(link: PullClient, number: int, lane: int = 0) -> None:
     """One message and its answer."""
-    link.send(lane, KIND, number % 4, ROWS, on_mesh(values(number)))
+    link.send(lane, KIND, number % 4, toy.ROWS, on_mesh(values(number)))
     check(link, number, lane)
 
 
@@ -114,14 +100,14 @@ def check(link: PullClient, number: int, lane: int = 0) -> None:
 def rounds(link: PullClient, first: int, count: int) -> None:
     """`count` rounds over all lanes, every lane's message on its way while others are answered."""
     for lane in range(LANES):
-        link.send(lane, KIND, first % 4, ROWS, on_mesh(values(first + lane)))
+        link.send(lane, KIND, first % 4, toy.ROWS, on_mesh(values(first + lane)))
     for number in range(first, first + count):
         for lane in range(LANES):
             answer = link.receive(lane)
             np.testing.assert_array_equal(answer, 2 * values(number + lane) + number % 4)
             if number + 1 < first + count:
                 following = on_mesh(values(number + 1 + lane))
-                link.send(lane, KIND, (number + 1) % 4, ROWS, following)
+                link.send(lane, KIND, (number + 1) % 4, toy.ROWS, following)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
@@ -129,7 +115,7 @@ def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
     with client(server, devices=pieces) as link:
         for number in range(3):
             packed = on_mesh(values(number, pieces, 8), pieces)
-            link.send(0, kind_of(pieces, 8), 2, ROWS, packed)
+            link.send(0, toy.kind_of(pieces, 8), 2, toy.ROWS, packed)
             answer = link.receive(0)
             assert [shard.device for shard in answer.addressable_shards] == jax.devices()[:pieces]
             np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
@@ -147,7 +133,7 @@ def test_two_domains_at_once_get_their_own_answers(server) -> None:
         numbered = [(one, 0), (other, 100)]
         for number in range(10):
             for link, first in numbered:
-                link.send(0, KIND, number % 4, ROWS, on_mesh(values(first + number)))
+                link.send(0, KIND, number % 4, toy.ROWS, on_mesh(values(first + number)))
             for link, first in reversed(numbered):
                 expected = 2 * values(first + number) + number % 4
                 np.testing.assert_array_equal(link.receive(0), expected)
@@ -159,7 +145,7 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
     try:
         with client(server) as link:
             message = on_mesh(values(3))
-            link.send(0, KIND, 1, ROWS, message)
+            link.send(0, KIND, 1, toy.ROWS, message)
             answer = link.receive(0)
             references = [weakref.ref(message), weakref.ref(answer)]
             del message, answer
@@ -179,9 +165,11 @@ def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served
         answered = threading.Event()
 
         def join() -> None:
-            with client(server, domain="wide", rows=[UNKNOWN_ROWS], deadlines=deadlines) as wide:
-                packed = np.ones((4 * UNKNOWN_ROWS, WORDS), WORD)
-                wide.send(0, KIND, 1, UNKNOWN_ROWS, on_mesh(packed))
+            with client(
+                server, domain="wide", rows=[toy.UNKNOWN_ROWS], deadlines=deadlines
+            ) as wide:
+                packed = np.ones((4 * toy.UNKNOWN_ROWS, toy.WORDS), toy.WORD)
+                wide.send(0, KIND, 1, toy.UNKNOWN_ROWS, on_mesh(packed))
                 np.testing.assert_array_equal(wide.receive(0), 2 * packed + 1)
                 assert wide.counters.failures == 0
                 answered.set()
@@ -199,9 +187,12 @@ def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": [UNFIT_ROWS]}, "no programs for messages of 4 pieces of 6 rows: ValueError: 6 "),
+        (
+            {"rows": [toy.UNFIT_ROWS]},
+            "no programs for messages of 4 pieces of 6 rows: ValueError: 6 ",
+        ),
         ({"rows": []}, r"messages of 4 pieces of \[\] rows"),
-        ({"facts": {**FACTS, "layers": "5"}}, "layers = 5, here 4"),
+        ({"facts": {**toy.FACTS, "layers": "5"}}, "layers = 5, here 4"),
         ({"token": "guess"}, "token"),
     ],
 )
@@ -225,7 +216,7 @@ def test_message_that_is_still_computed_is_announced_and_not_late(server) -> Non
     with client(server, devices=1, deadlines={"answer": 0.3}) as link:
         shape = jax.ShapeDtypeStruct(ready.shape, ready.dtype, sharding=ready.sharding)
         (packed,) = sink.pull(1, [shape])
-        link.send(0, kind_of(1, WORDS), 1, ROWS, packed)
+        link.send(0, toy.kind_of(1, toy.WORDS), 1, toy.ROWS, packed)
         threading.Timer(1.0, source.register, (1, [ready])).start()
         np.testing.assert_array_equal(link.receive(0), 2 * values(5, 1) + 1)
         assert link.counters == LinkCounters(messages=1)
@@ -235,7 +226,7 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
     with toys.servers({}) as [server], client(server) as link:
         rounds(link, 0, 5)
         for lane in range(LANES):
-            link.send(lane, KIND, lane, ROWS, on_mesh(values(lane)))
+            link.send(lane, KIND, lane, toy.ROWS, on_mesh(values(lane)))
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         server.start()
         for lane in range(LANES):
@@ -248,12 +239,12 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
 def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
     with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-        started.sort(key=lambda server: server.address != in_use(link))
+        started.sort(key=lambda server: server.address != toy.in_use(link))
         first, second = started
         begin = time.monotonic()
         first.send_signal(signal.SIGTERM)
         for number in itertools.count():  # at least one round after the other has taken over
-            taken = in_use(link) == second.address
+            taken = toy.in_use(link) == second.address
             rounds(link, number, 1)
             if taken:
                 break
@@ -272,7 +263,7 @@ def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on
         return server.report()[0] == ["d0"] and server.report()[1] < 1 << 16
 
     with toys.servers({}) as [server], client(server) as link:
-        doomed = ToyClient(toys, server)
+        doomed = toy.ToyClient(toys, server)
         try:
             until(joined)
             doomed.send_signal(signal.SIGSTOP)
@@ -293,11 +284,11 @@ def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> 
     options = {"stuck_layer": 1}, {}
     with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-        if in_use(link) != started[0].address:
+        if toy.in_use(link) != started[0].address:
             link.peers[1].connection.fail("moved by the test")
         for number in (1, 2, 5):
             exchange(link, number)
-        assert in_use(link) == started[1].address
+        assert toy.in_use(link) == started[1].address
         assert (
             link.counters.last_failure
             == "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
@@ -308,7 +299,7 @@ def test_closed_link_lets_nobody_wait(server) -> None:
     with client(server) as link:
         server.send_signal(signal.SIGSTOP)
         try:
-            link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
+            link.send(0, KIND, 1, toy.ROWS, on_mesh(values(1)))
             threading.Timer(0.2, link.close).start()
             with pytest.raises(EngineFailedError, match="was closed"):
                 link.receive(0)
@@ -326,15 +317,15 @@ def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
 def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
     with toys.servers({}, {}) as started, client(*started) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
-        started.sort(key=lambda server: server.address != in_use(link))
+        started.sort(key=lambda server: server.address != toy.in_use(link))
         first, second = started
         for lane in range(LANES):
-            link.send(lane, KIND, lane, ROWS, on_mesh(values(lane)))
+            link.send(lane, KIND, lane, toy.ROWS, on_mesh(values(lane)))
         first.end(signal.SIGKILL)
         for lane in range(LANES):
             check(link, lane, lane)
         rounds(link, 100, 2)
-        assert in_use(link) == second.address
+        assert toy.in_use(link) == second.address
         assert link.counters.failures == 1
         assert link.counters.reconnects == 0
         first.start()
@@ -342,7 +333,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         # The one in use stops, and is given up as soon as it is suspected.
         second.send_signal(signal.SIGSTOP)
         rounds(link, 200, 2)
-        assert in_use(link) == first.address
+        assert toy.in_use(link) == first.address
         assert link.counters.failures == 2
         assert link.counters.resends >= LANES
 
@@ -351,7 +342,7 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
     with client(server) as link:
         exchange(link, 0)
         server.send_signal(signal.SIGSTOP)
-        link.send(0, KIND, 1, ROWS, on_mesh(values(1)))
+        link.send(0, KIND, 1, toy.ROWS, on_mesh(values(1)))
         until(lambda: link.peers[0].state is not PeerState.UP)
         assert link.problems[0].startswith("ffn worker 0: silent for ")
         until(lambda: link.peers[0].state is not PeerState.SUSPECT)
@@ -375,6 +366,6 @@ def test_work_that_the_server_refuses_is_an_error(server, monkeypatch, late) -> 
     monkeypatch.setattr(pull_connection.frames, "decode_from_ffn", slowly)
     with client(server) as link:
         exchange(link, 2)
-        link.send(0, KIND, REFUSED_LAYER, ROWS, on_mesh(values(0)))
+        link.send(0, KIND, toy.REFUSED_LAYER, toy.ROWS, on_mesh(values(0)))
         with pytest.raises(EngineFailedError, match="3 times: ValueError: no layer 9 here"):
             link.receive(0)

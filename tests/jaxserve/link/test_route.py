@@ -48,13 +48,9 @@ def test_a_leg_reaches_a_device_once_and_there_are_as_few_as_can_be(attention, f
 def test_two_instances_get_every_piece():
     """Devices 0 and 1 are one, 2 and 3 the other; a piece comes to its device, then to the same one
     of the other."""
-    route = Route(attention=4, ffn=4, instances=2)
-    assert route.slots == 2
-    assert route.legs == (
-        Leg(0, 0, (0, 1, 2, 3), (0, 1, 2, 3)),
-        Leg(1, 1, (0, 1, 2, 3), (2, 3, 0, 1)),
-    )
-    assert route.filled == (0, 1, 2, 3)
+    route, pieces = Route(attention=4, ffn=4, instances=2), (0, 1, 2, 3)
+    assert route.legs == (Leg(0, 0, pieces, pieces), Leg(1, 1, pieces, (2, 3, 0, 1)))
+    assert (route.slots, route.filled) == (2, pieces)
 
 
 def test_two_instances_of_a_device_with_two_pieces_each():

@@ -59,10 +59,8 @@ def test_the_queue_is_short_where_domains_share(shared, waited):
     results = [Mock(), Mock(), Mock()]
     for result in results:
         turns.enqueued(result)
-    assert [result.block_until_ready.call_count for result in results] == [
-        *[1] * waited,
-        *[0] * (3 - waited),
-    ]
+    counts = [result.block_until_ready.call_count for result in results]
+    assert counts == [1] * waited + [0] * (3 - waited)
 
 
 def test_a_result_in_error_is_its_domain_s_affair():
