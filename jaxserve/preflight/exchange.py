@@ -97,7 +97,9 @@ def exchange(deployment: Deployment, options: argparse.Namespace) -> tuple[str, 
 def narrow(
     deployment: Deployment, config: ModelConfig, names: CheckpointNames
 ) -> tuple[ModelConfig, CheckpointNames]:
-    """The layer with narrow experts, which are quickly made at random."""
+    """The model with narrow experts, which are quickly made at random."""
+    if not config.experts:
+        return config, names
     tp = (deployment.ffn if deployment.topology.has("ffn") else deployment.attention).tp
     width = min(config.expert_d_ff, WIDTH * tp)
     shared = config.shared_d_ff // config.expert_d_ff * width or min(config.shared_d_ff, width)

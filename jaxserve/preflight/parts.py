@@ -31,8 +31,9 @@ from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.link.transport import Transport
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.observe.recorder import Recorder
-from jaxserve.preflight.exchange import exchange
+from jaxserve.preflight.exchange import exchange, narrow
 from jaxserve.preflight.layers import first_of_each_kind, only_layers
+from jaxserve.preflight.leaves import DeviceLeaves, open_on_devices
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB, role_bytes, token_sizes
 from jaxserve.roles.host_memory import check_memory
@@ -255,7 +256,7 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
     """Compares the tokens of one layer of each kind, as deployed, with one device that has all."""
     if deployment.topology.has("colocated"):
         raise Skipped("mode colocated has one layout: nothing to compare")
-    config, names = first_of_each_kind(*read_model(deployment))
+    config, names = narrow(deployment, *first_of_each_kind(*read_model(deployment)))
     limits = deployment.scheduler
     deployment = msgspec.structs.replace(
         deployment,
@@ -347,7 +348,7 @@ def steps(deployment: Deployment, options: argparse.Namespace) -> Found:
         config, names = only_layers(config, names, range(options.layers))
         deployment = msgspec.structs.replace(deployment, speculative=type(deployment.speculative)())
     begun = time.monotonic()
-    runtime = build_runtime(deployment, config=config, names=names, open_source=open_random)
+    runtime = build_runtime(deployment, config=config, names=names, open_source=open_on_devices)
     warm_up(runtime)
     built = time.monotonic() - begun
     return measured_steps(runtime, built)
@@ -399,7 +400,7 @@ def attention_steps(deployment: Deployment, options: argparse.Namespace) -> Foun
     begun = time.monotonic()
     role = open_role(deployment, "attention")
     token = from_arguments(options).token
-    cell, client = attention_cell(role, deployment, RandomLeaves(), token)
+    cell, client = attention_cell(role, deployment, DeviceLeaves(), token)
     try:
         runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
         warm_up(runtime)
@@ -415,7 +416,7 @@ def ffn_steps(deployment: Deployment, options: argparse.Namespace) -> Found:
 
     role = open_role(deployment, "ffn")
     address, token = deployment.link.addresses[0], from_arguments(options).token
-    server, _ = message_server(role, deployment, RandomLeaves(), token, address)
+    server, _ = message_server(role, deployment, DeviceLeaves(), token, address)
     listening = server.start()
     outcome = Outcome("ffn-steps", "passed", listening)
     Path(options.result).write_bytes(msgspec.json.encode(outcome))
@@ -433,4 +434,4 @@ PARTS: Mapping[str, Callable[[Deployment, argparse.Namespace], Found]] = {
     "attention-steps": attention_steps,
     "ffn-steps": ffn_steps,
 }
-"""By the name of the check."""
+"""Functions by the names of checks."""

@@ -1,14 +1,17 @@
 """The checks' own behaviour, on real processes and sockets."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from jaxserve.config.load import load_deployment
-from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
 from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
 from jaxserve.ports import free_port
@@ -196,3 +199,25 @@ def test_the_whole_of_it_and_the_planner_reads_the_times(config, tmp_path, capsy
         words = ["--config", config, "--hardware", "cpu", "--timeline", str(file)]
         assert plan(["verify", *words, "--calibration", str(file)]) == 0
         assert "loads that were not calibrated with: 0 of" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+@pytest.mark.multihost
+@pytest.mark.parametrize("config", ["demo", "demo-fleet-afd"])
+def test_two_hosts_run_the_same_command(config, tmp_path):
+    coordinator, control = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    words = ["--config", config, "--processes", "2", "--json", str(tmp_path / "found.json")]
+    words += ["--coordinator", coordinator, "--control", control]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxserve", "preflight", *words, "--process-id", str(number)],
+            env={**os.environ, TOKEN_VARIABLE: TOKEN, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    tables = [host.communicate(timeout=500)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], tables
+    assert all("2 processes are here" in text and " 0 failed" in text for text in tables)
+    assert json.loads((tmp_path / "found.json").read_text())["measurements"]
