@@ -1,8 +1,8 @@
 """The cores of a process that shares its host with others of its deployment.
 
-Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm,
-which are rendered with `--cpu-bind=none`. Without it the threads of all processes wander over all
-sockets. Cores that the process may not use, by cgroups or `taskset`, stay out.
+Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm.
+Without it the threads of all processes wander over all sockets. Cores that the process may not use,
+by cgroups or `taskset`, stay out.
 """
 
 import os
@@ -22,9 +22,13 @@ def bind(pid: int, number: int, count: int) -> None:
 
 
 def bind_task(environment: Mapping[str, str] = os.environ) -> None:
-    """Binds this process, if Slurm has started several tasks on the host."""
+    """Binds this process, if Slurm has started several tasks on the host without binding them.
+
+    `launch` renders `--cpu-bind=cores`, which a site's plugins may ignore.
+    """
     number, tasks = (environment.get(f"SLURM_{name}", "") for name in ("LOCALID", "TASKS_PER_NODE"))
-    if number and (count := re.match(r"\d+", tasks)):
+    everywhere = len(os.sched_getaffinity(0)) == os.cpu_count()
+    if number and everywhere and (count := re.match(r"\d+", tasks)):
         bind(0, int(number), int(count[0]))
 
 

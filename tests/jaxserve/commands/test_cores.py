@@ -18,6 +18,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "core_id").write_text(f"{core % 4}\n")
     monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
 
 
 @pytest.mark.usefixtures("host")
@@ -30,6 +31,8 @@ def test_a_process_has_whole_cores_of_one_socket(monkeypatch: pytest.MonkeyPatch
     cores.bind_task({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x4)"})
     cores.bind_task({"SLURM_LOCALID": "3", "SLURM_TASKS_PER_NODE": "8"})
     cores.bind_task({})
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)  # the 16 are those that Slurm gave the task
+    cores.bind_task({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2"})
     assert bound == [(0, [4, 12, 5, 13, 6, 14, 7, 15])]
 
 
