@@ -22,6 +22,13 @@ WITH_ATTENTION: tuple[Backend, ...] = (*EVERY_KERNEL, "triton_gpu")
 """Backends that have a kernel of paged attention; `triton_gpu` has no other one."""
 
 
+LEFT_TO_COLLECTIVES = 12
+"""Multiprocessors of a GPU on which attention does not run, and products neither but for four of
+them (`mosaic_gpu.py`). NCCL's kernels share no
+multiprocessor with ours: where all 132 of an H200 are taken, a collective waits until a whole
+kernel has ended."""
+
+
 class Target(NamedTuple):
     """A backend and the device that it compiles for.
 
@@ -29,11 +36,13 @@ class Target(NamedTuple):
       backend: `reference` is plain XLA, which every platform has.
       device_kind: as JAX names it, for instance "cpu", "TPU v6 lite", "NVIDIA H200".
       interpret: run the kernels of the backend on the CPU, as tests do: far too slow to serve.
+      left: multiprocessors of a GPU that kernels leave to collectives beside them.
     """
 
     backend: Backend
     device_kind: str
     interpret: bool = False
+    left: int = LEFT_TO_COLLECTIVES
 
 
 _forced: ContextVar[Target | None] = ContextVar("pallas_kernels target", default=None)
@@ -51,14 +60,20 @@ def target_of(platform: str, device_kind: str) -> Target:
 
 
 def current_target() -> Target:
-    """The target of the op that is being traced."""
+    """Returns the target of the op that is being traced.
+
+    A GPU that is the only device of its runtime has no collectives: its kernels take all of it.
+    """
     if (forced := _forced.get()) is not None:
         return forced
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return target_of(device.platform, device.device_kind)
-    default = jax.devices()[0]
-    return target_of(default.platform, default.device_kind)
+    if device is None:
+        device = jax.devices()[0]
+    target = target_of(device.platform, device.device_kind)
+    if target.backend not in ("mosaic_gpu", "triton_gpu"):
+        return target
+    alone = jax.device_count() == 1 and jax.devices()[0].device_kind == target.device_kind
+    return target._replace(left=0) if alone else target
 
 
 @contextlib.contextmanager

@@ -146,18 +146,19 @@ INTERPRETED_BLOCKS = 2
 
 
 def gpu_blocks(target: Target) -> int:
-    """Blocks of threads among which the pages of a batch are divided: one a multiprocessor."""
+    """Returns how many blocks of threads share the pages of a batch: one for each multiprocessor
+    that is not left to collectives."""
     if target.interpret:
         return INTERPRETED_BLOCKS
     for part, count in GPU_MULTIPROCESSORS.items():
         if part in target.device_kind and "H200" not in target.device_kind:
-            return count
-    return 132
+            return count - target.left
+    return 132 - target.left
 
 
 def multiprocessors(target: Target) -> int:
-    """Returns the multiprocessors of a GPU before Hopper."""
+    """Returns the multiprocessors of a GPU before Hopper that are not left to collectives."""
     if target.interpret:
         return INTERPRETED_BLOCKS // 2
     kinds = MULTIPROCESSORS_BEFORE_HOPPER.items()
-    return next(count for part, count in kinds if part in target.device_kind)
+    return next(count for part, count in kinds if part in target.device_kind) - target.left

@@ -16,15 +16,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import aot, bundles, gpu_resources
 from pallas_kernels.attention.gpu_cases import FORMATS, KV_LENGTH, SEQUENCES
+from pallas_kernels.attention.mosaic_gpu_plan import TERMS
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.shapes import SHAPES
+from pallas_kernels.attention.tiles import gpu_blocks
 from pallas_kernels.estimate import sass
-from pallas_kernels.estimate.assumptions import LATENCIES, assumed
+from pallas_kernels.estimate.assumptions import LATENCIES
 from pallas_kernels.estimate.sass import Cost
 from pallas_kernels.grouped_matmul.gpu_cases import SHARED_ROWS
 from pallas_kernels.grouped_matmul.mosaic_gpu import kind_of
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import pick_tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import CLUSTER
+from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.target import Target
 
 ATTENTION = tuple(
@@ -120,12 +123,13 @@ def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict
     rows = BLOCK * max(1, -(-heads // BLOCK))
     width = shape.head_dim + (0 if shape.shared else shape.v_width)
     # What a turn's wgmmas compute says how many rows it has, and so how many turns there are.
-    of_step = 2 * rows * BLOCK * (shape.head_dim + shape.v_width)
-    turns = steps * of_step / sum(one.flops for one in costs) / assumed("h200.multiprocessors")
+    terms = TERMS if form == "fp8" and not shape.shared else 1
+    of_step = 2 * rows * BLOCK * (terms * shape.head_dim + shape.v_width)
+    turns = steps * of_step / sum(one.flops for one in costs) / gpu_blocks(H200)
     scales = (1 if shape.shared else 2) * 4 if size == 1 else 0
     cached = SEQUENCES * KV_LENGTH * shape.kv_heads * (width * size + scales)
     flops = 2 * SEQUENCES * shape.q_heads * KV_LENGTH * (shape.head_dim + shape.v_width)
-    return _kernel(costs, turns, cached, cached, flops, 1.0)
+    return _kernel(costs, turns, cached, cached, flops, 1.0, gpu_blocks(H200))
 
 
 def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
         row_tiles = groups * expected_tiles(count / groups, tiles.listed_rows)
     places = row_tiles * -(-d_out // tiles.listed_out)
     blocks = CLUSTER if tiles.shared else 1
-    waves = math.ceil(places * blocks / assumed("h200.multiprocessors"))
+    waves = math.ceil(places * blocks / processors(H200))
     turns = waves * (d_in // tiles.inner)
     parts = {
         "rows": tiles.rows * d_in * in_bytes,
@@ -163,7 +167,7 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
         parts[tiles.shared] /= CLUSTER
     reads = places * blocks * sum(parts.values())
     consumers, rate = costs[:1] * tiles.consumers, 2.0 if in_bytes == 1 else 1.0
-    return _kernel(consumers, turns, held + moved, reads, flops, rate)
+    return _kernel(consumers, turns, held + moved, reads, flops, rate, processors(H200))
 
 
 def expected_tiles(mean: float, tile: int) -> float:
@@ -184,7 +188,13 @@ def _work(op: str, case: gpu_resources.Case) -> int:
 
 
 def _kernel(
-    costs: Sequence[Cost], turns: float, size: float, l2_bytes: float, flops: float, rate: float
+    costs: Sequence[Cost],
+    turns: float,
+    size: float,
+    l2_bytes: float,
+    flops: float,
+    rate: float,
+    multiprocessors: int,
 ) -> dict[str, Any]:
     return {
         "loops": [one._asdict() for one in costs],
@@ -194,6 +204,7 @@ def _kernel(
         "l2_bytes": l2_bytes,
         "flops": flops,
         "rate": rate,
+        "multiprocessors": multiprocessors,
     }
 
 

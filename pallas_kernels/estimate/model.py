@@ -64,7 +64,7 @@ def hopper_seconds(op: str, kernel: dict[str, Any]) -> dict[str, float]:
     Attention is never faster than published kernels: the count of a loop's instructions leaves out
     what keeps real kernels below it.
     """
-    hertz, units = assumed("h200.hertz"), assumed("h200.multiprocessors")
+    hertz, units = assumed("h200.hertz"), kernel["multiprocessors"]
     cycles, what = turn(costs(kernel))
     published = kernel["flops"] / assumed("h200.attention") if op == "attention" else 0.0
     return {
@@ -83,12 +83,12 @@ def beyond_memory(one: dict[str, Any]) -> list[float]:
 
 
 def estimate_hopper(one: dict[str, Any]) -> Estimate:
-    """Estimates one call on an H200: its kernels run one after another on all multiprocessors.
+    """Estimates one call on an H200: its kernels run one after another.
 
     Args:
-      one: op, case, and kernels: loops side by side (`Cost`), `turns` of them on the busiest
-        multiprocessor, `overhead` cycles beside them, bytes from memory and through the L2 cache,
-        and FLOPs without padding.
+      one: op, case, and kernels: loops side by side (`Cost`), `turns` of them on the busiest of the
+        `multiprocessors` that a kernel takes, `overhead` cycles beside them, bytes from memory and
+        through the L2 cache, and FLOPs without padding.
     """
     hertz, units = assumed("h200.hertz"), assumed("h200.multiprocessors")
     total, floor = 0.0, 0.0

@@ -242,7 +242,7 @@ def test_kernels_of_the_shared_expert():
     """Half of its width for 256 rows of a device was counted, and for 384. Of all of it, with one
     instance, nothing was; other rows are refused."""
     assert sum(shared_kernels(128).values()) == pytest.approx(17e-6, abs=1e-6)
-    assert sum(shared_kernels(192).values()) == pytest.approx(23e-6, abs=1e-6)
+    assert sum(shared_kernels(192).values()) == pytest.approx(25e-6, abs=1e-6)
     assert shared_kernels(128, ["ffn.instances=1"]) == {}
     with pytest.raises(ConfigError, match="no counts of 'step3_half_shared fp8_block_rows 128'"):
         shared_kernels(64)
