@@ -23,6 +23,9 @@ from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
 
+LARGEST_FP8 = 448.0
+SMALLEST_QUERY = 1e-30
+"""A row without a larger magnitude is zeros."""
 MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
 
@@ -76,8 +79,14 @@ def paged_attention(
     if cache.v_pages is not None:
         cache = cache._replace(v_pages=from_bits(cache.v_pages))
     interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
-    rows = rows_of_units(queries.astype(compute_dtype(cache.k_pages.dtype)), places, cut)
-    parts = attend(rows, cache, page_table, work, plan, out_dtype=out_dtype, interpret=interpret)
+    query_scales = None
+    if plan.fp8_keys:
+        rows, query_scales = in_two_terms(rows_of_units(queries, places, cut))
+    else:
+        rows = rows_of_units(queries.astype(compute_dtype(cache.k_pages.dtype)), places, cut)[None]
+    parts = attend(
+        rows, query_scales, cache, page_table, work, plan, out_dtype=out_dtype, interpret=interpret
+    )
     output, lse = combine(*parts, work.start, ranges=plan.ranges, interpret=interpret)
     return results_of_units(output, lse, places, cut, kv_heads, position)
 
@@ -137,6 +146,7 @@ def _plan(
         warpgroups=warpgroups,
         split_values=split_values,
         own_ranges=False,
+        fp8_keys=False,
         one_buffer=False,
         ranges=1 if target is None else max(1, gpu_blocks(target) // lanes),
         lanes=lanes,
@@ -148,11 +158,31 @@ def _plan(
     )
     if split_values or cache.k_pages.dtype.itemsize == 2:
         return plan
-    both = plan._replace(warpgroups=2, own_ranges=True, ranges=2 * plan.ranges)
+    fp8_keys = cache.k_pages.dtype != jnp.int8 and cache.v_pages is not None
+    both = plan._replace(warpgroups=2, own_ranges=True, fp8_keys=fp8_keys, ranges=2 * plan.ranges)
     if stages(cache, both) > 1:
         return both
-    both = both._replace(one_buffer=cache.v_pages is not None)
+    if fp8_keys and stages(cache, both):
+        return both
+    both = both._replace(fp8_keys=False, one_buffer=cache.v_pages is not None)
     return both if stages(cache, both) else plan
+
+
+def in_two_terms(
+    rows: Float[Array, "*places head_dim"],
+) -> tuple[Float[Array, "2 *places head_dim"], Float32[Array, "*places"]]:
+    """Returns two FP8 arrays whose sum, times a scale of every row, is the rows.
+
+    The second array has the rest that the first one leaves. Elements are exact to a 256th of
+    themselves, or to 2e-6 of their row's largest.
+    """
+    wide = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1)
+    scales = jnp.where(largest < SMALLEST_QUERY, 1.0, largest / LARGEST_FP8)
+    wide = wide / scales[..., None]
+    first = wide.astype(jnp.float8_e4m3fn)
+    second = (wide - first.astype(jnp.float32)).astype(jnp.float8_e4m3fn)
+    return jnp.stack([first, second]), scales
 
 
 def _cut_by(plan: Sizes, cache: Cache, target: Target, given: Fields) -> Sizes:

@@ -8,10 +8,13 @@ steps ahead; of two, the first one issues them, and the other signals when it ha
 warpgroups own 64 rows each, or (`split_values`, for values too wide for one warpgroup's registers)
 share 64 rows: each then computes half of a step's positions of S, and half of the columns of V.
 
-Pages in 8 bits are dequantised in shared memory (`mosaic_gpu_pages.py`), which takes longer than
-wgmma and leaves the tensor cores idle. So two warpgroups walk two ranges (`own_ranges`), with
-copies, queries and sums of their own: while one dequantises the other one multiplies, and neither
-ever waits for the other. A slot is copied into anew as soon as it has been dequantised.
+Keys in FP8 are multiplied as they are (`fp8_keys`), by queries of two FP8 terms, which have the
+precision of BF16; their scales multiply scores. Values lie across the sum, along which alone wgmma
+takes 8 bits. They, and the keys of other calls in 8 bits, are dequantised in shared memory
+(`mosaic_gpu_pages.py`), which takes longer than wgmma and leaves the tensor cores idle. So two
+warpgroups walk two ranges (`own_ranges`), with copies, queries and sums of their own: while one
+dequantises the other one multiplies, and neither ever waits for the other. A slot is copied into
+anew as soon as it has been dequantised or multiplied.
 """
 
 import functools
@@ -24,13 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.mosaic_gpu_pages import Pages, Unit, along, iota, zero
 from pallas_kernels.attention.mosaic_gpu_plan import (
     ROWS,
     Sizes,
     arrays_of,
+    compute_dtype,
     scratch_types,
 )
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk
@@ -53,7 +57,8 @@ class _State(NamedTuple):
 
 
 def attend(
-    queries: Float[Array, "units lanes rows head_dim"],
+    queries: Float[Array, "terms units lanes rows head_dim"],
+    query_scales: Float32[Array, "units lanes rows"] | None,
     cache: Cache,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     work: Work,
@@ -62,7 +67,10 @@ def attend(
     out_dtype: Any,
     interpret: Any,
 ) -> tuple[Array, Array, Array, Array]:
-    """Run the kernel.
+    """Runs the kernel.
+
+    Args:
+      queries: one term, or with `fp8_keys` two, whose sum times `query_scales` is a query.
 
     Returns:
       for units that lie in one range, the output [units, lanes, rows, v_width] and the log of the
@@ -70,10 +78,12 @@ def attend(
       both, [pieces, lanes, rows, ...], where `piece_of` says: outputs in the 16 bits that weights
       and values are multiplied in, where the output itself has no more, and sums in FP32.
     """
-    units, lanes, rows, _ = queries.shape
+    units, lanes, rows, _ = queries.shape[1:]
     arrays = arrays_of(cache)
     count = pieces(units, plan.ranges)
-    pieces_dtype = queries.dtype if jnp.dtype(out_dtype).itemsize == 2 else jnp.float32
+    in_16_bits = jnp.dtype(out_dtype).itemsize == 2
+    pieces_dtype = compute_dtype(cache.k_pages.dtype) if in_16_bits else jnp.float32
+    scales = () if query_scales is None else (query_scales,)
     kernel = plgpu.kernel(
         functools.partial(_body, plan=plan, names=tuple(arrays)),
         kernel_name="paged_attention",
@@ -92,7 +102,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
-    return tuple(kernel(queries, page_table, *arrays.values(), *work))
+    return tuple(kernel(queries, page_table, *arrays.values(), *work, *scales))
 
 
 def _body(
@@ -100,7 +110,8 @@ def _body(
 ) -> None:
     """What every warpgroup of every block does."""
     sources, refs = refs[: len(names)], refs[len(names) :]
-    outputs = refs[len(Work._fields) :]
+    after = refs[len(Work._fields) :]
+    query_scales, outputs = (after[0], after[1:]) if plan.fp8_keys else (None, after)
     smem = SimpleNamespace(**scratch)
     here = lax.axis_index("warpgroup")
 
@@ -122,7 +133,7 @@ def _body(
     # Each has code of its own, in which all of its places are constants: that saves registers.
     for index in range(plan.warpgroups + plan.has_copier):
         walk = walks[min(index, plan.walkers - 1)]
-        warpgroup = _Warpgroup(index, plan, walk, queries, outputs, smem)
+        warpgroup = _Warpgroup(index, plan, walk, (queries, query_scales), outputs, smem)
         pl.when((walk.begin < walk.finish) & (here == index))(warpgroup.run)
 
 
@@ -134,7 +145,7 @@ class _Warpgroup(Pages):
     ) -> None:
         """Only where things are; `run` does it."""
         super().__init__(me, plan, walk, smem)
-        self.queries, self.outputs = queries, outputs
+        (self.queries, self.query_scales), self.outputs = queries, outputs
         self.lane: Any = lax.axis_index("lane") if plan.lanes > 1 else jnp.int32(0)
         self.row_group = 0 if plan.own_ranges else me // (plan.warpgroups // plan.row_groups)
         self.rows = pl.ds(self.row_group * ROWS, ROWS)
@@ -197,16 +208,18 @@ class _Warpgroup(Pages):
             work.last[item],
             (self.lane * plan.row_groups + self.row_group) * ROWS,
             work.first_block[item] - work.start[index],
+            self._load_query_scales(index),
         )
         self._meet()  # All have read the queries of the unit before.
         q_loaded = smem.q_loaded.at[self.buffer]
 
         def load_queries() -> None:
-            plgpu.copy_gmem_to_smem(
-                self.queries.at[index, self.lane, self.rows],
-                smem.q_smem.at[self.buffer],
-                q_loaded,
-            )
+            for term in range(plan.terms):
+                plgpu.copy_gmem_to_smem(
+                    self.queries.at[term, index, self.lane, self.rows],
+                    smem.q_smem.at[self.buffer * plan.terms + term],
+                    q_loaded,
+                )
 
         pl.when(self.leads)(load_queries) if plan.split_values else load_queries()
         plgpu.barrier_wait(q_loaded)
@@ -230,8 +243,13 @@ class _Warpgroup(Pages):
             self._copy_beside(step, cursor)
         self._wait_until_loaded(slot)
         first = (step + unit.block_shift) * BLOCK  # position
-        scores, cursor = self._scores(unit, slot, first, cursor)
-        scores = self._masked(scores * (self.plan.scale * LOG2_E / self.factor), unit, first)
+        factor = self.plan.scale * LOG2_E
+        if self.plan.fp8_keys:
+            scores = self._scores_of_fp8(unit, slot, first, cursor)
+        else:
+            scores, cursor = self._scores(unit, slot, first, cursor)
+            factor /= self.factor
+        scores = self._masked(scores * factor, unit, first)
         if isinstance(cursor, Cursor) and self.looks_up_late:
             cursor = walk.after(cursor)
         largest = jnp.maximum(state.largest, scores.max(axis=1))
@@ -243,7 +261,7 @@ class _Warpgroup(Pages):
         if self.converts and not own_ranges:
             plgpu.barrier_arrive(smem.released.at[slot])
         mixed = state.mixed * along(shrink, state.mixed, 0)
-        mixed = self._mix(mixed, weights.astype(smem.q_smem.dtype), slot)
+        mixed = self._mix(mixed, weights.astype(self.dtype), slot)
         if not self.converts:
             plgpu.barrier_arrive(smem.released.at[slot])
         return _State(cursor, largest, total, mixed)
@@ -285,6 +303,38 @@ class _Warpgroup(Pages):
             self._clear_unseen(unit, slot, first)
             self._meet_others()
         return scores, later
+
+    def _load_query_scales(self, unit: Any) -> Any:
+        if self.query_scales is None:
+            return None
+        scales = self.query_scales.at[unit, self.lane, self.rows]
+        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def _scores_of_fp8(self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None) -> Any:
+        """As `_scores`, for keys that are multiplied where they were copied to.
+
+        The next keys are copied there as soon as these have been multiplied.
+        """
+        smem = self.smem
+
+        def multiply(acc: Any) -> Any:
+            keys = smem.k_smem.at[slot]
+            for term in range(self.plan.terms):
+                query = smem.q_smem.at[self.buffer * self.plan.terms + term + zero(slot)]
+                plgpu.wgmma(acc, query, keys.T)
+            self._convert_values(slot, cursor)  # While the tensor cores are at work.
+            return acc[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
+        key_scales = plgpu.load(
+            smem.k_scales_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        scores = scores * along(key_scales, scores, 1) * along(unit.query_scales, scores, 0)
+        plgpu.commit_smem()  # All threads have read the scales.
+        if isinstance(cursor, Cursor):
+            self.walk.start(cursor, self.leads, ("k", "k_scales"))
+        self._clear_unseen(unit, slot, first)
+        return scores
 
     def _masked(self, scores: Any, unit: Unit, first: Any) -> Any:
         """-inf where a row does not see a position; most steps lie where all see all."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes
+from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk
 from pallas_kernels.mosaic_gpu import store
 
@@ -35,6 +35,7 @@ class Unit(NamedTuple):
     last: Any
     first_row: Any  # of this warpgroup, among the rows of the unit
     block_shift: Any  # block of positions - step
+    query_scales: Any  # [64], of queries in FP8; else None
 
 
 class Pages:
@@ -45,9 +46,10 @@ class Pages:
         self.me, self.plan, self.walk, self.smem = me, plan, walk, smem
         self.leads = jnp.bool_(True if plan.own_ranges else me == 0)
         self.walker = me if plan.own_ranges else 0
-        self.converts = hasattr(smem, "k_converted") or plan.one_buffer
+        self.converts = hasattr(smem, "k_converted") or plan.one_buffer or plan.fp8_keys
         self.shared = not hasattr(smem, "v_smem")
-        self.factor = FLOAT16_FACTOR if self.converts and smem.q_smem.dtype == jnp.float16 else 1
+        self.dtype = compute_dtype(next(iter(walk.parts.values())).source.dtype)
+        self.factor = FLOAT16_FACTOR if self.converts and self.dtype == jnp.float16 else 1
 
     def _wait_until_loaded(self, slot: Any, name: str = "k") -> None:
         """Wait until what of the step goes into this slot has arrived: all, or keys, or values."""

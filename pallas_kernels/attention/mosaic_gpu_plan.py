@@ -17,6 +17,8 @@ from pallas_kernels.mosaic_gpu import SHARED_MEMORY
 
 ROWS = 64
 """Query rows of a warpgroup: M of a wgmma."""
+TERMS = 2
+"""FP8 numbers that stand for a query: the second one is what the first one leaves of it."""
 OTHER_SHARED_MEMORY = 512
 """Bytes for barriers."""
 ALIGNMENT = 1024
@@ -32,6 +34,7 @@ class Sizes(NamedTuple):
       warpgroups: that compute.
       split_values: they share their rows.
       own_ranges: each walks a range of its own, and shares nothing with the other.
+      fp8_keys: keys in FP8 are multiplied as they are, by queries in two FP8 terms each.
       one_buffer: values are converted to where the keys were, which have been multiplied by then.
       ranges, lanes: blocks of threads.
       scale: of the scores.
@@ -45,6 +48,7 @@ class Sizes(NamedTuple):
     warpgroups: int
     split_values: bool
     own_ranges: bool
+    fp8_keys: bool
     one_buffer: bool
     ranges: int
     lanes: int
@@ -76,6 +80,11 @@ class Sizes(NamedTuple):
         return 1 if self.own_ranges else 2
 
     @property
+    def terms(self) -> int:
+        """Numbers that a query is the sum of."""
+        return TERMS if self.fp8_keys else 1
+
+    @property
     def columns(self) -> int:
         """Of the values, of one warpgroup."""
         return self.v_width // self.warpgroups if self.split_values else self.v_width
@@ -101,6 +110,7 @@ def stages(cache: Cache, plan: Sizes) -> int:
     room = SHARED_MEMORY - OTHER_SHARED_MEMORY - rows * head_dim * 2
     if dtype.itemsize == 1:
         converted = max(head_dim, plan.v_width) if plan.one_buffer else width
+        converted = plan.v_width if plan.fp8_keys else converted
         room -= plan.walkers * BLOCK * converted * 2
     if plan.split_values or not plan.p_in_registers:
         room -= rows * BLOCK * 2
@@ -135,8 +145,8 @@ def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, An
         for name, array in arrays.items()
     }
     scratch |= {
-        "q_smem": plgpu.SMEM((buffers, ROWS, head_dim), queries_dtype),
-        "q_loaded": plgpu.Barrier(num_barriers=buffers),
+        "q_smem": plgpu.SMEM((buffers * plan.terms, ROWS, head_dim), queries_dtype),
+        "q_loaded": plgpu.Barrier(num_barriers=buffers, num_arrivals=plan.terms),
         "met": plgpu.Barrier(num_barriers=walkers, num_arrivals=plan.warpgroups // walkers),
     }
     arrivals = len(arrays) * copies(page_size)
@@ -149,15 +159,17 @@ def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, An
     else:
         scratch["loaded"] = plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals)
         scratch["released"] = plgpu.Barrier(num_barriers=slots, num_arrivals=plan.warpgroups)
+    dtype_of_products = compute_dtype(dtype)
     if plan.one_buffer:
         widest = max(head_dim, plan.v_width)
-        scratch["converted"] = plgpu.SMEM((walkers, BLOCK, widest), queries_dtype)
+        scratch["converted"] = plgpu.SMEM((walkers, BLOCK, widest), dtype_of_products)
     elif dtype.itemsize == 1:
-        scratch["k_converted"] = plgpu.SMEM((walkers, BLOCK, head_dim), queries_dtype)
+        if not plan.fp8_keys:
+            scratch["k_converted"] = plgpu.SMEM((walkers, BLOCK, head_dim), dtype_of_products)
         if "v" in arrays:
-            scratch["v_converted"] = plgpu.SMEM((walkers, BLOCK, plan.v_width), queries_dtype)
+            scratch["v_converted"] = plgpu.SMEM((walkers, BLOCK, plan.v_width), dtype_of_products)
     if plan.split_values or not plan.p_in_registers:
-        scratch["p_smem"] = plgpu.SMEM((buffers * ROWS, BLOCK), queries_dtype)
+        scratch["p_smem"] = plgpu.SMEM((buffers * ROWS, BLOCK), dtype_of_products)
     if plan.split_values:
         scratch["exchange"] = plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)
     return scratch
