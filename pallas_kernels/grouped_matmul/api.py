@@ -102,7 +102,9 @@ def grouped_matmul(
             )
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        return mosaic_gpu.grouped_matmul(rows, weights, group_sizes, target, row_format, tiles)
+        return mosaic_gpu.grouped_matmul(
+            rows, weights, group_sizes, target, row_format, narrow, tiles
+        )
 
     narrow = _in_format(narrow, weights)
     product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow)
@@ -140,8 +142,8 @@ def grouped_swiglu(
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
       narrow: `rows` in 8 bits, one scale a row, if they came so. A kernel multiplies these values,
         and neither `rows` nor values rounded again, by weights of the same 8 bits: on TPUs without
-        a `row_format`, INT8, and on v7x FP8; on a Hopper GPU with one, where rows are picked. Its
-        values may be the first columns of a wider array, which such a kernel then reads as it is.
+        a `row_format`, INT8, and on v7x FP8; on a Hopper GPU with one. Its values may be the first
+        columns of a wider array, which such a kernel then reads as it is.
       zero_padding: False: results past the groups' rows may be anything, and cost no memory
         traffic.
       average: how many rows a group has on average, where that is not all rows over all groups:

@@ -8,10 +8,12 @@ counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): XLA 1.3 for FP8 and 
 blocks, partly XLA's own estimate; the kernel 0.6 and 0.9, so that it is limited by memory.
 
 On a GPU kernels are used for block scales only, which XLA multiplies in 127 rounds of six launches.
-Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. For other
-FP8 weights XLA converts while loading and splits likewise; rows that came in FP8 it multiplies by
-them as both are, and INT8 weights by rows in INT8. A whole SwiGLU network of FP8 weights and such
-rows is two launches of the kernel (`swiglu_steps_of_fp8`), for who asks for steps.
+Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. FP8
+weights multiply rows in FP8, at twice the rate of 16 bits: rows with a scale for every 128 columns
+where weights have blocks, as DeepSeek-V3's format says, and with one scale for weights with scales
+of channels, which XLA multiplies as both are. Rows that came in FP8 are multiplied as they came.
+INT8 weights multiply rows in INT8. A whole SwiGLU network of FP8 weights and rows that came in FP8
+is two launches of the kernel (`swiglu_steps_of_fp8`), where a caller asks for steps.
 """
 
 import functools
@@ -27,7 +29,7 @@ from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
-from pallas_kernels.quantize import QuantArray, from_bits
+from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
 from pallas_kernels.quantize.product import (
     product_of_rows,
     quant_product,
@@ -35,10 +37,12 @@ from pallas_kernels.quantize.product import (
 )
 from pallas_kernels.target import EVERY_KERNEL, current_target
 
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
 TILE = 64, 128
 """Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may have them."""
-MOST_TILES = 132
-"""Of its first step: what a Hopper GPU's multiprocessors take at once. By machine code Step-3's
+MOST_TILES = 124
+"""Of its first step: what a Hopper GPU's multiprocessors take at once, beside those left to
+collectives. By machine code Step-3's
 shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width 31 for
 256 rows (14), as many; in two turns, or in 40 tiles of twice the rows, some 50."""
 
@@ -87,15 +91,21 @@ def dense_matmul(
       narrow: see `grouped_swiglu`; only kernels use it.
 
     Returns:
-      FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products.
+      FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products. On a Hopper
+      GPU rows of 16 bits are quantised for FP8 weights.
     """
     if isinstance(weights, InputMajor):
         return input_major_product(rows, weights)
     if rows.shape[-2] == 1 and current_target().device_kind == "cpu":
         return dense_matmul(_two_rows(rows), weights)[..., :1, :]
     if covers(rows, weights):
-        group = _one_group(rows)
-        return grouped_matmul(rows, _stack(weights), group, narrow=narrow).astype(jnp.float32)
+        group, stack = _one_group(rows), _stack(weights)
+        row_format = fastest_row_format(rows, (stack,))
+        found = grouped_matmul(rows, stack, group, row_format=row_format, narrow=narrow)
+        return found.astype(jnp.float32)
+    if isinstance(weights, QuantArray) and _multiplies_fp8(rows, weights):
+        values, scales = quantize_rows(rows, "fp8")
+        return quant_product_of_floats(from_bits(values), weights) * scales[:, None]
     if isinstance(weights, QuantArray):
         product = quant_product
         for _ in rows.shape[:-2]:
@@ -138,10 +148,13 @@ def swiglu_steps(
     gives the result. A kernel makes all of it at once."""
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights):
-        gate, up, down = map(_stack, weights)
+        stacks = gate, up, down = tuple(map(_stack, weights))
+        row_format = fastest_row_format(rows, stacks)
         return (
             lambda given: grouped_swiglu(
-                given[0], gate, up, down, _one_group(given[0]), narrow=given[1]
+                *(given[0], gate, up, down, _one_group(given[0])),
+                row_format=row_format,
+                narrow=given[1],
             ),
         )
 
@@ -203,6 +216,8 @@ def _dense_product(
     """`dense_matmul` of rows that may have come in 8 bits."""
     if narrow is None or not _takes_narrow(rows, weights):
         return dense_matmul(rows, weights, narrow)
+    if covers(rows, weights):
+        return dense_matmul(rows, weights, narrow)
     values = from_bits(narrow.values)
     if (
         weights.dtype == values.dtype
@@ -218,6 +233,12 @@ def _takes_narrow(rows: Array, weights: Array | QuantArray | InputMajor) -> bool
     rows)."""
     is_gpu, wide = current_target().backend == "mosaic_gpu", rows.dtype.itemsize == 2
     return is_gpu and wide and weights.dtype != jnp.int8
+
+
+def _multiplies_fp8(rows: Array, weights: QuantArray) -> bool:
+    """Whether a GPU multiplies these rows in FP8, each with one scale."""
+    fits = rows.ndim == 2 and rows.dtype.itemsize == 2 and from_bits(weights.values).dtype == FP8
+    return fits and not _in_blocks(weights) and current_target().backend == "mosaic_gpu"
 
 
 def _two_rows(row: Array) -> Array:

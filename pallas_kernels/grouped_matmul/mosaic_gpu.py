@@ -68,12 +68,13 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     target: Target,
     row_format: str | None = None,
+    narrow: QuantArray | None = None,
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """Multiply every row by the weights of its group; for what `gap` leaves."""
+    """Multiplies every row by the weights of its group, where there is no `gap`."""
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
-    operand, _ = _whole_blocks(rows, row_format)
+    operand, _ = _whole_blocks(rows, row_format, narrow=narrow)
     as_floats = row_format == "float"
     found = _product(
         operand,
@@ -178,7 +179,7 @@ def _whole_blocks(
     picked.
 
     Args:
-      narrow: rows in the format, if they came in it and are picked; there may be more columns.
+      narrow: rows in the format, if they came in it; there may be more columns.
     """
     if picked is not None:
         missing = -picked.source.shape[0] % BLOCK_ROWS
@@ -188,9 +189,10 @@ def _whole_blocks(
     if row_format in (None, "float"):
         return rows, picked
     blocks = rows.shape[1] // ROW_BLOCK
-    if narrow is not None and picked is not None:
-        spread = jnp.broadcast_to(narrow.scales, (rows.shape[0], blocks))
-        quantised = QuantArray(narrow.values, spread, (1, ROW_BLOCK))
+    if narrow is not None:
+        filling = ((0, rows.shape[0] - narrow.values.shape[0]), (0, 0))
+        spread = jnp.broadcast_to(jnp.pad(narrow.scales, filling), (rows.shape[0], blocks))
+        quantised = QuantArray(jnp.pad(narrow.values, filling), spread, (1, ROW_BLOCK))
     else:
         quantised = quantize_weight(rows, "int8" if row_format == "int8" else "fp8", (1, ROW_BLOCK))
     values, scales = _rows_of(quantised.values, picked, rows.shape[1]), quantised.scales

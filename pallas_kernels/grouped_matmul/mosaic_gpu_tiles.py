@@ -39,7 +39,7 @@ BYTES: tuple[Kind, ...] = (
 )
 """Kinds of operands whose rows are in 8 bits."""
 
-SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks")
+SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks", "rows in blocks")
 """Kinds of which a long d_in may be split: their sums are added up in FP32 anyway."""
 
 PRODUCTS = 32  # of a row and a column in a cycle, of 128 values of 8 bits each
@@ -95,7 +95,10 @@ def pick_tiles(
     row_bytes = 1 if kind in BYTES else 2
     forms: list[Tiles] = []
     at_once = rows if one_group else average + 2 * math.isqrt(average) + BLOCK_ROWS // 2
-    if kind == "rows in blocks" and (many or one_group) and not {"rows", "out"} & given.keys():
+    is_split = one_group and kind in SPLIT and not quantises
+    is_split = is_split and _splits(-(-d_out // entry.out), d_in // inner_of(first)) > 1
+    in_blocks = kind == "rows in blocks" and not is_split
+    if in_blocks and (many or one_group) and not {"rows", "out"} & given.keys():
         _check_given(given, entry, find(kind), quantises)
         found = _forms(find, weights, quantises, given, one_group=one_group)
         forms = [tiles for tiles in found if one_group or tiles.listed_rows >= at_once]
@@ -103,7 +106,7 @@ def pick_tiles(
         filled = min(groups, max(1, rows // average))
         tiles = _quickest(forms, weights, at_once, filled, processors(target))
     else:
-        rows_first = kind == "rows in blocks" and many and _has_whole_parts(first)
+        rows_first = in_blocks and many and _has_whole_parts(first)
         if rows_first:
             kind = "many rows in blocks"
             entry = find(kind, given=given)
@@ -115,9 +118,8 @@ def pick_tiles(
         inner = inner_of(first)
         out = ROW_BLOCK if quantises else entry.out
         tiles = Tiles(row_tile, out, inner, 1, entry.consumers, entry.band, rows_first)
-        splits = _splits(-(-d_out // out), d_in // inner)
-        if one_group and kind in SPLIT and splits > 1:
-            tiles = tiles._replace(splits=splits)
+        if is_split:
+            tiles = tiles._replace(splits=_splits(-(-d_out // out), d_in // inner))
         elif entry.cluster > 1:
             of_weights = out * len(weights) * first.dtype.itemsize
             most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"

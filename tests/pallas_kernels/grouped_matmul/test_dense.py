@@ -1,6 +1,8 @@
 """One weight for all rows: kernels, interpreted or replayed, against NumPy; what is not theirs."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from pallas_kernels.grouped_matmul.dense import (
 )
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near
+from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, rounded_numpy
 from tests.pallas_kernels.hopper_replay import replay
 from tests.pallas_kernels.nightly import nightly
 
@@ -35,12 +37,16 @@ def dense_weight(rng, d_out, d_in, format):
     return weight, jax.tree.map(lambda array: array[0], weight.jax)
 
 
-def products_numpy(rows, gate, up, down):
-    """With the gate, and through the network."""
-    gated, upper = (np.stack([w.product(row, 0) for row in rows]) for w in (gate, up))
+def products_numpy(rows, gate, up, down, row_format=None, scales_of_hidden=0):
+    """Products with the gate, and through the network: `row_format` is that of both rows in blocks;
+    `scales_of_hidden`: columns of a scale of hidden rows in FP8, from BF16."""
+    gated, upper = (np.stack([w.product(row, 0, row_format) for row in rows]) for w in (gate, up))
     with np.errstate(over="ignore"):
-        hidden = (gated / (1 + np.exp(-gated)) * upper).astype(jnp.bfloat16)
-    return gated, np.stack([down.product(row, 0) for row in hidden])
+        hidden = gated / (1 + np.exp(-gated)) * upper
+    hidden = hidden if row_format else hidden.astype(jnp.bfloat16)
+    if scales_of_hidden:
+        hidden = [rounded_numpy(row, "fp8", scales_of_hidden) for row in hidden]
+    return gated, np.stack([down.product(row, 0, row_format) for row in hidden])
 
 
 def rows_of(rng):
@@ -65,7 +71,8 @@ def test_as_numpy(target, format):
         product, network = (
             replay(both, *arguments) if target == "gpu" else jax.jit(both)(*arguments)
         )
-    gated, expected = products_numpy(rows, gate, up, down)
+    rounded = "fp8" if target == "gpu" else None
+    gated, expected = products_numpy(rows, gate, up, down, rounded)
     np.testing.assert_allclose(
         np.asarray(product, np.float64), gated, 1e-2, 1e-2 * np.abs(gated).max() / 30
     )
@@ -109,8 +116,51 @@ def test_rows_that_came_in_8_bits(target, taken):
     given = jnp.full_like(rows, jnp.nan) if taken else jnp.asarray(rows)
     with use_target(TARGETS.get(target, Target("reference", "cpu"))):
         found = dense_swiglu(given, *arrays, narrow)
-    _, expected = products_numpy(rows, *weights)
+    _, expected = products_numpy(rows, *weights, scales_of_hidden=24 if taken else 0)
     assert_near(found, expected, 8e-3)
+
+
+@pytest.mark.parametrize(
+    ("format", "d_in"), [("fp8", D_IN), ("fp8_block", D_IN), ("fp8_block", 2048)]
+)
+def test_a_gpu_multiplies_rows_in_fp8(format, d_in):
+    """Rows have a scale for each block of the weights, or one; the products are of FP8 alone. Of a
+    long row parts are summed up apart."""
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(ROWS, d_in)) / 16).astype(jnp.bfloat16)
+    weight, array = dense_weight(rng, D_OUT, d_in, format)
+    with use_target(TARGETS["gpu"]):
+        traced = str(jax.make_jaxpr(functools.partial(dense_matmul))(jnp.asarray(rows), array))
+        found = replay(dense_matmul, jnp.asarray(rows), array)
+    columns = 128 if format == "fp8_block" else d_in
+    rounded = [rounded_numpy(row, "fp8", columns) for row in rows]
+    expected = np.stack([weight.product(row, 0) for row in rounded])
+    assert_near(found, expected, 4e-3)
+    wide = np.stack([weight.product(row, 0) for row in rows])
+    assert 5e-3 < np.abs(found - wide).max() / np.abs(wide).max() < 5e-2
+    assert "f16" not in "".join(re.findall(r"dot_general.*", traced)).replace("bf16", "")
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_block"])
+def test_rows_that_came_in_fp8_are_not_rounded_again(format):
+    """The rows, here NaN, are not looked at."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(ROWS, D_IN)).astype(jnp.float8_e4m3fn)
+    narrow = QuantArray(jnp.asarray(values), jnp.full((ROWS, 1), 0.25), (1, 0))
+    (gate, gate_array), (up, up_array) = (dense_weight(rng, D_FF, D_IN, format) for _ in range(2))
+    down, down_array = dense_weight(rng, D_OUT, D_FF, format)
+    arrays = gate_array, up_array, down_array
+    with use_target(TARGETS["gpu"]):
+        found = replay(
+            lambda rows, narrow: dense_swiglu(rows, *arrays, narrow),
+            jnp.full((ROWS, D_IN), jnp.nan, jnp.bfloat16),
+            narrow,
+        )
+    came = values.astype(np.float32) / 4
+    _, expected = products_numpy(
+        came, gate, up, down, scales_of_hidden=128 if "_" in format else D_FF
+    )
+    assert_near(found, expected, 3e-2)
 
 
 @pytest.mark.parametrize("target", TARGETS)
