@@ -27,8 +27,9 @@ def bind_task(environment: Mapping[str, str] = os.environ) -> None:
     `launch` renders `--cpu-bind=cores`, which a site's plugins may ignore.
     """
     number, tasks = (environment.get(f"SLURM_{name}", "") for name in ("LOCALID", "TASKS_PER_NODE"))
-    everywhere = len(os.sched_getaffinity(0)) == os.cpu_count()
-    if number and everywhere and (count := re.match(r"\d+", tasks)):
+    if not number or not (count := re.match(r"\d+", tasks)):
+        return
+    if len(os.sched_getaffinity(0)) == os.cpu_count():
         bind(0, int(number), int(count[0]))
 
 
