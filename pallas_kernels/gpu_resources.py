@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,15 +199,41 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1))
 
 
+def _compile_before_hopper(name: str) -> None:
+    """Compiles the batches of attention for a GPU before Hopper, and prints the name of each.
+
+    Raises:
+      RuntimeError: registers spill, or no kernel was compiled.
+    """
+    from pallas_kernels.attention import gpu_cases
+
+    prepare()
+    warnings.simplefilter("ignore", DeprecationWarning)  # Pallas' Triton backend is deprecated.
+    for batch in gpu_cases.BEFORE_HOPPER:
+        case = gpu_cases.batch(*batch)
+        compiled = compile_function(case.function, case.arguments, name, REFUSE_SPILLS)
+        if "paged_attention" not in str(compiled.as_text()):
+            raise RuntimeError(f"{case.name}: no kernel was compiled")
+        print(case.name, flush=True)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gpu_resources")
     parser.add_argument("--op", action="append", choices=OPS)
     parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--json", action="store_true", help="a line for every kernel")
+    parser.add_argument(
+        "--before-hopper",
+        choices=[name for name in DESCRIPTIONS if name != "h200"],
+        help="compile attention by Triton for this GPU, and fail where registers spill",
+    )
     arguments = parser.parse_args()
     if plugin() is None:
         sys.exit('there is no CUDA plugin: pip install "jax[cuda13]"')
+    if arguments.before_hopper:
+        _compile_before_hopper(arguments.before_hopper)
+        return
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
         if not arguments.json:

@@ -68,7 +68,11 @@ def processors(target: Target) -> int:
     """Returns the multiprocessors of the device that matrix products take."""
     if target.interpret:
         return INTERPRETED_PROCESSORS
+    return multiprocessors_of(target.device_kind) - min(target.left, LEFT_BY_PRODUCTS)
+
+
+def multiprocessors_of(device_kind: str) -> int:
+    """Returns all multiprocessors of a Hopper GPU."""
     names = HOPPER_PROCESSORS.items()
     # A space, so that names that end can be told from longer ones.
-    matches = (count for name, count in names if f"{target.device_kind} ".startswith(name))
-    return next(matches, 132) - min(target.left, LEFT_BY_PRODUCTS)
+    return next((count for name, count in names if f"{device_kind} ".startswith(name)), 132)

@@ -127,8 +127,6 @@ class GpuTiles(NamedTuple):
     stages: int = 8
 
 
-GPU_MULTIPROCESSORS = {"H20": 78, "H100 PCIe": 114}
-"""Multiprocessors by a part of the device kind; H100 SXM, H200, H800 and GH200 have 132."""
 MULTIPROCESSORS_BEFORE_HOPPER = {
     "A100": 108,
     "A800": 108,
@@ -141,7 +139,7 @@ MULTIPROCESSORS_BEFORE_HOPPER = {
     "L4": 58,
     "RTX 4090": 128,
 }
-"""The same of earlier GPUs; the first part that fits counts."""
+"""Multiprocessors of GPUs before Hopper by a part of the device kind; the first match counts."""
 INTERPRETED_BLOCKS = 2
 
 
@@ -150,10 +148,9 @@ def gpu_blocks(target: Target) -> int:
     that is not left to collectives."""
     if target.interpret:
         return INTERPRETED_BLOCKS
-    for part, count in GPU_MULTIPROCESSORS.items():
-        if part in target.device_kind and "H200" not in target.device_kind:
-            return count - target.left
-    return 132 - target.left
+    from pallas_kernels.mosaic_gpu import multiprocessors_of
+
+    return multiprocessors_of(target.device_kind) - target.left
 
 
 def multiprocessors(target: Target) -> int:

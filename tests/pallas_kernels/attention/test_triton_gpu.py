@@ -1,14 +1,9 @@
 """The suite for the Triton kernels, interpreted; the bytes that they read; that they compile."""
 
-import json
-import sys
-import warnings
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import gpu_resources
 from pallas_kernels.attention import triton_gpu_kernel
 from pallas_kernels.attention.gpu_cases import BEFORE_HOPPER, batch
 from pallas_kernels.target import Target, target_of
@@ -37,10 +32,6 @@ class TestTritonGpu(PagedAttentionSuite):
         super().check(case, tolerance)
 
     test_bfloat16 = None  # as all tests here
-
-    @pytest.mark.nightly
-    def test_chunk_that_sees_what_was_before_it(self):
-        super().test_chunk_that_sees_what_was_before_it()
 
     @pytest.mark.parametrize(
         "sizes",
@@ -86,21 +77,5 @@ def test_devices(kind, backend):
 @pytest.mark.timeout(gpu_aot.SECONDS)
 @pytest.mark.parametrize("device", ["a100", "l40"])
 def test_models_compile_without_spills(device):
-    assert gpu_aot.printed_by(__name__, device) == list(map(list, BEFORE_HOPPER))
-
-
-def main() -> None:
-    """Compiles every case for the device named, and prints their names."""
-    gpu_resources.prepare()
-    warnings.simplefilter("ignore", DeprecationWarning)
-    for case in BEFORE_HOPPER:
-        one = batch(*case)
-        found = gpu_resources.compile_function(
-            one.function, one.arguments, sys.argv[1], gpu_resources.REFUSE_SPILLS
-        )
-        assert "paged_attention" in found.as_text()
-    print(json.dumps(BEFORE_HOPPER))
-
-
-if __name__ == "__main__":
-    main()
+    lines = gpu_aot.lines_of("pallas_kernels.gpu_resources", "--before-hopper", device)
+    assert lines == [batch(*case).name for case in BEFORE_HOPPER]
