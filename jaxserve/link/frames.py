@@ -25,22 +25,22 @@ class Join(Greeting, frozen=True, tag="join"):
 
     domain: str
     transfer_address: str
-    """Of the transfer server that serves its messages on this connection."""
+    """Address of the transfer server that serves the worker's messages on this connection."""
     pieces: int = 1
-    """Of each of its messages."""
+    """Pieces of each message."""
     rows: tuple[int, ...] = ()
-    """Of a piece: every number that there will be."""
+    """All numbers of rows that a piece may have."""
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """The ffn worker takes the attention worker in."""
 
     transfer_address: str
-    """Of the transfer server that serves the answers on this connection."""
+    """Address of the transfer server that serves the answers on this connection."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The ffn worker does not, and closes the connection."""
+    """The ffn worker refuses the attention worker and closes the connection."""
 
     reason: str
 
@@ -77,7 +77,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe", array_like=True):
 
 
 class Echo(msgspec.Struct, frozen=True, tag="echo", array_like=True):
-    """Sent by the attention worker, and back by the ffn worker: it lives."""
+    """Sign of life: sent by the attention worker, and returned by the ffn worker."""
 
     number: int
 
@@ -90,19 +90,19 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
-    """To the runtime behind the link, which alone knows what it means."""
+    """Question to the runtime behind the link, which alone knows its meaning."""
 
     number: int
     data: bytes
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
-    """To the question of that number."""
+    """Answer to the question with this number."""
 
     number: int
     data: bytes = b""
     failed: str = ""
-    """Why there is none."""
+    """Reason for the lack of an answer; empty: `data` is the answer."""
 
 
 FromAttention = Join | Note | Probe | Echo | Question

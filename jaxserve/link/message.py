@@ -122,7 +122,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the array."""
+        """Dtype of the array."""
         return storage(self.rows)
 
     @property

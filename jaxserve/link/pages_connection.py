@@ -64,7 +64,7 @@ class CorruptPiece(OSError):
 
 
 class Landing(Protocol):
-    """Where pieces arrive; known to whoever holds the pages."""
+    """Landing of pieces on the devices; implemented by the owner of the pages."""
 
     @property
     def pieces(self) -> Sequence[int]:
@@ -121,7 +121,7 @@ class Connection:
         self._model = ""
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
-        """By the owner; the answers come in this order and take them away."""
+        """Pieces that the owner has asked for. Answers arrive in this order and remove them."""
         self._answers: queue.SimpleQueue[tuple[int, _Received | frames.Failed] | None]
         self._answers = queue.SimpleQueue()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
@@ -363,7 +363,7 @@ class _Received(NamedTuple):
 
     buffer: np.ndarray
     checksum: int | None
-    """That they should have; None: it was not taken."""
+    """Checksum that the bytes should have; None: none was taken."""
 
 
 class _Range(NamedTuple):

@@ -29,7 +29,7 @@ class Welcome(Greeting, frozen=True, tag="welcome"):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
-    """Wants the tokens from `start` on as a piece, which may be padded behind `stop`."""
+    """Asks for the tokens from `start` on as a piece, which may be padded behind `stop`."""
 
     number: int
     """Names the fetch on this connection."""
@@ -49,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     size: int
     """Size of the piece in bytes."""
     checksum: int | None
-    """Of its bytes and the fetch; None: none was taken (`pages.checksums`)."""
+    """Checksum of the piece and the fetch; None: none was taken (`pages.checksums`)."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
@@ -58,17 +58,17 @@ class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
     number: int
     text: str
     mismatch: bool
-    """Whether what is held is something else than what was asked for."""
+    """True if the prefill worker holds other tokens than the fetch asks for."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
-    """These leases are still wanted."""
+    """Asks to keep these leases."""
 
     hand_offs: list[str]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
-    """This lease is not."""
+    """Gives this lease up."""
 
     hand_off: str
 

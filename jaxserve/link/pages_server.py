@@ -45,7 +45,7 @@ READ_AHEAD = 1
 
 
 class Holder(Protocol):
-    """Who holds the pages: the engine. Called by any thread; none of these waits."""
+    """Holder of the pages: the engine. Any thread may call it; no call waits."""
 
     def export(self, fetch: frames.Fetch, reply: "Future[Piece]") -> None:
         """Reads a piece; the future gets it, computed or not, or an ExportError."""

@@ -55,7 +55,7 @@ class Posting:
 
 @dataclasses.dataclass(eq=False)
 class Message:
-    """What a lane has sent and has no answer to.
+    """Message of a lane that has no answer yet.
 
     Attributes:
       packed: the message on the attention mesh; kept to be sent again.
@@ -85,7 +85,7 @@ class NotYet(Exception):
 
 
 class Introduction(NamedTuple):
-    """What an attention worker says of itself when it joins."""
+    """Introduction of an attention worker that joins."""
 
     hello: Hello
     domain: str

@@ -16,7 +16,7 @@ import msgspec
 from jaxserve.link.frames import Greeting, Refused
 
 MAX_FRAME_BYTES = 64 << 20
-"""Of a welcome, which names every array of a model."""
+"""Largest frame: a welcome names every array of a model."""
 
 Ranges = tuple[tuple[int, int], ...]
 """(start, stop) along every axis."""
@@ -37,7 +37,7 @@ class HeldArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 Held = dict[str, dict[str, HeldArray]]
-"""By block and leaf."""
+"""Arrays by block and leaf."""
 
 
 class Join(Greeting, frozen=True, tag="join"):
@@ -51,7 +51,7 @@ class Welcome(Greeting, frozen=True, tag="welcome"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read", array_like=True):
-    """Wants a part of an array."""
+    """Asks for a part of an array."""
 
     number: int
     """Names the read on this connection."""
@@ -65,11 +65,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
     number: int
     size: int
-    """In bytes."""
+    """Size of the part in bytes."""
 
 
 class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
-    """It does not come."""
+    """The part does not come."""
 
     number: int
     text: str

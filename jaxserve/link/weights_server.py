@@ -34,7 +34,7 @@ IDLE_SECONDS = 60.0
 
 
 class HoldsWeights(Protocol):
-    """Who has the weights. Called by any thread."""
+    """Holder of the weights. Any thread may call it."""
 
     def held(self) -> frames.Held:
         """The arrays that are here whole."""

@@ -29,13 +29,13 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: FormatName = "fp8"
     group: int = 128
-    """Of INT4 weights: how many share a scale."""
+    """Number of INT4 weights that share a scale."""
     zero_points: bool = False
-    """Of INT4 weights: whether they share a zero point, too."""
+    """Whether a group of INT4 weights shares a zero point, too."""
     cache: FormatName = "fp8"
     dispatch: FormatName = "fp8"
     rope: Literal["auto", "bfloat16"] = "auto"
-    """Of the rotated part of latents that are in 8 bits; `auto`: as `cache`."""
+    """Format of the rotated part of 8-bit latents; `auto`: as `cache`."""
     compute: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     """Format of matrix products. `auto`: as in the engine, INT8 for INT8 weights and BF16 for all
     others and for attention (FP32, where that is the dtype), but for routed experts, see `experts`.
@@ -48,10 +48,10 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`: of rows, routers and the per-head maps of latent attention."""
     held: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of embedding and head: on CPUs as the checkpoint has them; `auto`: as `rows`."""
+    """Format of embedding and head: on CPUs that of the checkpoint; `auto`: as `rows`."""
 
     combine: Literal["auto", "int8"] = "auto"
-    """Of the FFN's results on their way back; `auto`: as `rows`."""
+    """Format of the FFN's results on their way back; `auto`: as `rows`."""
 
     @property
     def weight_bytes(self) -> float:
@@ -64,7 +64,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table(self) -> Literal["bfloat16", "float32"]:
-        """In which embedding and head are held."""
+        """Format of embedding and head."""
         return self.rows if self.held == "auto" else self.held
 
     @property
@@ -94,7 +94,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         return self.rows if chosen == "auto" else chosen
 
     def of(self, stage: MeasuredStage) -> str:
-        """What matters to a stage, as the name of a fit."""
+        """Names the fit of a stage by the formats that matter to it."""
         match stage:
             case "attend" | "enter":
                 return f"{self.weights}, cache {self.cache}, products {self.attention}"

@@ -17,7 +17,7 @@ from jaxserve.planner.models import CostModel
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
 """Numbers of hosts to try for a role."""
 REDUNDANT_SLOTS = (0, 1, 2)
-"""Of a rank, to try where experts are unevenly popular."""
+"""Redundant slots of a rank to try where experts are unevenly popular."""
 SPARE = 0.25
 """Part of the experts that there may be more slots for, where the ranks do not divide them."""
 
@@ -34,13 +34,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     ffn_tp: int
     lanes: int
     drafts: int = 0
-    """Of a sequence in a step, by a multi-token-prediction module."""
+    """Drafts of a sequence and step, made by a multi-token-prediction module."""
     redundant_slots: int = 0
-    """Of every ep rank, for replicas of experts."""
+    """Slots of every ep rank for replicas of experts."""
     shared_ranks: int = 0
-    """Of the ep ranks, those that have the shared expert for themselves."""
+    """Number of ep ranks that hold the shared expert alone."""
     whole_shared: bool = False
-    """As the deployment's `ffn.whole_shared`; a search does not try it."""
+    """The deployment's `ffn.whole_shared`; a search does not try it."""
 
     @property
     def topology(self) -> Topology:
@@ -64,7 +64,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks, self.whole_shared)
 
     def slots(self, experts: int) -> SlotSizes:
-        """Of the routed experts, on a rank each."""
+        """Returns the slots of the routed experts on each rank."""
         return SlotSizes(experts, self.ep - self.shared_ranks, self.redundant_slots)
 
     @property
@@ -73,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.attention_devices + self.ffn_devices
 
     def overlapped(self, assumed: Assumptions) -> bool:
-        """Whether two batches of a colocated deployment hide each other's messages."""
+        """Returns whether two batches of a colocated deployment hide each other's messages."""
         halves = self.topology.has("colocated") and self.lanes == 2
         return assumed.overlapped and halves and self.topology.splits_experts
 
@@ -192,7 +192,7 @@ class Layouts:
                     )
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
-        """By query heads, within the fast link."""
+        """Lists the numbers of devices that query heads divide over within the fast link."""
         heads = min(group.q_heads for group in self._model.attention)
         most = min(devices, hardware.link_devices, hardware.devices_per_host)
         return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
@@ -206,7 +206,7 @@ class Layouts:
         ]
 
     def _divides(self, ep: int) -> bool:
-        """Whether `ep` ranks have not many more slots than there are experts."""
+        """Returns whether `ep` ranks have few more slots than experts."""
         moe = self._model.moe
         return moe is None or -(-moe.experts // ep) * ep <= (1 + SPARE) * moe.experts
 
@@ -219,7 +219,7 @@ def _device_counts(hardware: Hardware, most: int) -> list[int]:
 
 
 def _rented(a: Hardware, a_devices: int, f: Hardware, f_devices: int, *, one_kind: bool) -> bool:
-    """Whether the devices of both roles are to be had: as one slice where they are of one kind."""
+    """Returns whether the devices of both roles can be rented, as one slice if of one kind."""
     if one_kind:
         return a.slice_of(a_devices + f_devices)
     return a.slice_of(a_devices) and f.slice_of(f_devices)

@@ -18,7 +18,7 @@ def pipeline_of(
     disturb: Disturb = undisturbed,
     note: Note | None = None,
 ) -> Disaggregated | Colocated:
-    """What runs the lanes of a deployment; the arguments are those of the classes."""
+    """Makes the pipeline that runs the lanes of a deployment; the classes explain the arguments."""
     if topology.has("ffn"):
         return Disaggregated(
             layers=times.layers,

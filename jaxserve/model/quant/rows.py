@@ -43,7 +43,7 @@ def cached_dtype(cache_format: FormatName) -> jnp.dtype:
 
 
 def has_scales(row_format: FormatName) -> TypeGuard[Format]:
-    """Whether rows of this format have a scale each."""
+    """Returns whether each row of this format has a scale."""
     return scaled(row_format)
 
 
