@@ -239,15 +239,25 @@ class PagedAttentionSuite:
         return make_case(sizes, chunks, page_size=self.page_size, **options)
 
     def test_decode_at_the_edges_of_pages_and_blocks(self):
+        """Also one position less than several blocks, before a sequence of whole ones."""
         page = self.page_size
-        lengths = [1, page - 1, page, page + 1, 9 * page + 3, 2 * page, 2 * page + 1, 10 * page]
-        lengths += [self.block - 1]
+        lengths = [1, page - 1, page, page + 1, 9 * page + 3, 2 * page, 2 * page + 1]
+        lengths += [self.block - 1, 10 * page - 1, 10 * page]
         self.check(self.case(Sizes(), [(length, 1) for length in lengths]))
 
     def test_chunks_beside_decode_and_padding(self):
-        """Chunks of less and more than an item has, one that starts a sequence; two heads."""
+        """Chunks of less and more than an item has, one that starts a sequence; two heads. The
+        first token of the first one does not see the last position of a block."""
         page = self.page_size
-        chunks = [(9 * page + 3, 5), PADDING, (2 * page, 1), (11, 11), PADDING, (page + 2, 3)]
+        chunks = [
+            (8 * page + 2, 4),
+            (9 * page + 3, 5),
+            PADDING,
+            (2 * page, 1),
+            (11, 11),
+            PADDING,
+            (page + 2, 3),
+        ]
         self.check(self.case(Sizes(kv_heads=2, v_width=24), chunks))
 
     def test_latent(self):
@@ -259,9 +269,11 @@ class PagedAttentionSuite:
     @pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunk"])
     def test_window(self, sizes, decode):
         """The first position that the last token sees is the last of a block, the first, or beside
-        it. Blocks that all tokens see whole lie within the window."""
+        it. Blocks that all tokens see whole lie within the window. The first two windows begin at
+        a page's second position, and at the first of a page for the first token alone."""
         window, tokens = self.block + 40, 1 if decode else self.item_tokens
-        chunks = [(self.block + window + beside, tokens) for beside in (-1, 0, 1)]
+        chunks = [(4 * self.block + 9, tokens), (4 * self.block + 11, tokens)]
+        chunks += [(self.block + window + beside, tokens) for beside in (-1, 0, 1)]
         self.page_size = self.block // 2
         sizes = sizes._replace(window=window)
         self.check(self.case(sizes, [*chunks, (2, 1)], edges=True), self.edge_tolerance)
