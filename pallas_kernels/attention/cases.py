@@ -60,10 +60,13 @@ def cases(generation: str) -> list[Case]:
             )
         ]
         + [
-            _attend(name, kv_format, generation, kind)
+            case
             for name in MANY_KV_HEADS
             for kv_format in formats(generation)
-            for kind in ("", " chunk")
+            for case in (
+                *(_attend(name, kv_format, generation, kind) for kind in ("", " chunk")),
+                *_in_int8(name, kv_format, generation),
+            )
         ]
     )
 

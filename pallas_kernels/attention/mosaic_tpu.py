@@ -106,6 +106,7 @@ def paged_attention(
     plan = Sizes(
         kv_heads=kv_heads,
         group=group,
+        compact=sizes.compact,
         head_dim=head_dim,
         rope_dim=0 if rope_pages is None else rope_pages.shape[3],
         v_width=v_width,
@@ -118,6 +119,7 @@ def paged_attention(
         window=window,
         scale=scale * math.log2(math.e),
         dtype=dtype,
+        query_dtype=queries.dtype,
         int8_products=int8_products,
     )
     if places is None:
@@ -130,10 +132,14 @@ def paged_attention(
             f"page_table {page_table.shape} and {tokens} tokens take {smem} bytes of scalar "
             f"memory, at most {SMEM_BYTES} fit: use larger pages (page_size is {page_size})"
         )
-    # [tokens, kv_heads, group, head_dim]
-    grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
-    padding = group - grouped.shape[2]
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    if sizes.compact:
+        # Mosaic loads every n-th row of 32 bits only.
+        grouped = queries.astype(jnp.float32)  # [tokens, q_heads, head_dim]
+    else:
+        # [tokens, kv_heads, group, head_dim]
+        grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+        padding = group - grouped.shape[2]
+        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = [array for array in every_scale if array is not None]
     swapped = [is_swapped(array) for array in arrays]
     stored = [
@@ -142,6 +148,9 @@ def paged_attention(
     ]
     call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
     output, *lse = call(*items, grouped, *stored, *scales)
+    if sizes.compact:
+        output = output.astype(queries.dtype)
+        return output, lse[0].reshape(tokens, q_heads) if with_lse else None
     each = q_heads // kv_heads
     output = output[:, :, :each].reshape(tokens, q_heads, v_width)
     if not with_lse:
@@ -257,9 +266,11 @@ def _call(
     tiles, rows = plan.item_tokens // plan.tile, plan.tile * group
     scaled = [array is not None for array in scales]
     tokens = queries.shape[0]
-    out_shapes = [jax.ShapeDtypeStruct((tokens, heads, group, plan.v_width), queries.dtype)]
+    shape = queries.shape[:-1]
+    out_shapes = [jax.ShapeDtypeStruct((*shape, plan.v_width), queries.dtype)]
     if with_lse:
-        out_shapes.append(jax.ShapeDtypeStruct((tokens, heads, group), jnp.float32))
+        shape = (tokens, 1, shape[1]) if plan.compact else shape
+        out_shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     vmem = pltpu.VMEM
     scratch: list[Any] = [vmem((BUFFERS, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
     for array, swap in zip(pages, swapped, strict=True):
@@ -270,6 +281,8 @@ def _call(
     scratch += [vmem((2, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
     widths = State(block, 1, 1, 1, plan.v_width)
     scratch += [vmem((tiles, heads, rows, width), jnp.float32) for width in widths]
+    if plan.compact:
+        scratch.append(vmem((tiles, heads, rows, plan.head_dim), plan.query_dtype))
     scratch += [pltpu.SemaphoreType.DMA((count,)) for count in (BUFFERS, BUFFERS, 2)]
 
     def kernel(*refs: Any) -> None:
@@ -288,6 +301,7 @@ def _call(
         ]
         output_buffers = [next(at) for _ in out_shapes]
         state = State(*(next(at) for _ in State._fields))
+        ordered = next(at) if plan.compact else None
         Kernel(
             plan,
             items,
@@ -298,6 +312,7 @@ def _call(
             pools,
             [Copied(*pair) for pair in zip(outputs, output_buffers, strict=True)],
             state,
+            ordered,
             *at,
         ).run()
 

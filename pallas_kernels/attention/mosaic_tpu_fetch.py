@@ -25,7 +25,9 @@ class Sizes(NamedTuple):
 
     kv_heads: int
     group: int
-    """Query heads per KV head, padded to the height of a register tile."""
+    """Query heads per KV head, padded to the height of a register tile unless `compact`."""
+    compact: bool
+    """Rows of a tile are ordered by heads, then by tokens (`mosaic_tpu_memory.py`)."""
     head_dim: int
     """Of a query: of all of a key."""
     rope_dim: int
@@ -45,6 +47,7 @@ class Sizes(NamedTuple):
     """Scale of the scores times log2(e), since exponentials are powers of two."""
     dtype: Any
     """Dtype of the products' operands."""
+    query_dtype: Any
     int8_products: bool
     """Of those, INT8 where the pages are."""
 
@@ -67,8 +70,8 @@ class Pool(NamedTuple):
 class Copied(NamedTuple):
     """A token-major array in HBM, and the VMEM buffer through which it is copied."""
 
-    outside: Any  # [tokens, kv_heads, group, ...]
-    buffer: Any  # [slots, item_tokens, kv_heads, group, ...]
+    outside: Any  # [tokens, kv_heads, group, ...]; compact: [tokens, q_heads, ...]
+    buffer: Any  # [slots, item_tokens, and as outside]
 
 
 class Items(NamedTuple):

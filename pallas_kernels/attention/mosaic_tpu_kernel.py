@@ -70,6 +70,7 @@ class Kernel:
         pools: list[Pool],
         outputs: list[Copied],
         state: State,
+        ordered: Any,  # [tiles, kv_heads, rows, head_dim] queries of the item, if rows are compact
         arrived: Any,
         query_arrived: Any,
         written: Any,
@@ -77,7 +78,7 @@ class Kernel:
         self.fetcher = Fetcher(plan, items, total, table, queries, pools, arrived, query_arrived)
         self.plan, self.items, self.total, self.padding = plan, items, total, padding
         self.queries, self.pools, self.outputs, self.state = queries, pools, outputs, state
-        self.written = written
+        self.ordered, self.written = ordered, written
         # The pools that make a key, with the columns of a query that meet them.
         self.keys = [(pools[0], slice(None))]
         if plan.rope_dim:
@@ -102,6 +103,8 @@ class Kernel:
         """One item: one round for each of its blocks, and a last one to mix."""
         plan, items, state = self.plan, self.items, self.state
         self.fetcher.await_queries(item)
+        if plan.compact:
+            self.each_tile(item, functools.partial(self.order, item))
         state.largest[...] = jnp.full_like(state.largest, LOWEST)
         state.total[...] = jnp.zeros_like(state.total)
         state.mixed[...] = jnp.zeros_like(state.mixed)
@@ -184,13 +187,26 @@ class Kernel:
         pl.when(count == 1)(one)
         pl.when(count > 1)(several)
 
+    def order(self, item: Any, tile: Any, tokens: int) -> None:
+        """Stores a tile's queries by heads, then by tokens."""
+        plan, slot = self.plan, item & (BUFFERS - 1)
+        which = pl.ds(tile * plan.tile, tokens)
+        for head in range(plan.kv_heads):
+            for index in range(plan.group):
+                queries = self.queries.buffer[slot, which, head * plan.group + index]
+                rows = slice(index * tokens, (index + 1) * tokens)
+                self.ordered[tile, head, rows] = queries.astype(plan.query_dtype)
+
     def score(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
         """Scores of a tile against the block in a slot, and the row maxima."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
         item_slot = item & (BUFFERS - 1)
         for head in range(plan.kv_heads):
-            which = pl.ds(tile * plan.tile, tokens)
-            queries = self.queries.buffer[item_slot, which, head].reshape(rows, plan.head_dim)
+            if plan.compact:
+                queries = self.ordered[tile, head, :rows]
+            else:
+                which = pl.ds(tile * plan.tile, tokens)
+                queries = self.queries.buffer[item_slot, which, head].reshape(rows, plan.head_dim)
             scores: Any = None  # [rows, block]
             for pool, columns in self.keys:
                 part, keys = queries[:, columns], pool.buffer[slot, head]
@@ -286,7 +302,11 @@ class Kernel:
         """Which query sees which position of a block, [rows, block]."""
         items, shape = self.items, (rows, self.plan.block)
         place = mask.base + lax.broadcasted_iota(jnp.int32, shape, 1)
-        token = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), self.plan.group)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        if self.plan.compact:
+            token = lax.rem(row, rows // self.plan.group)
+        else:
+            token = lax.div(row, self.plan.group)
         after = items.count[mask.item] - 1 - tile * self.plan.tile - token
         own = items.length[mask.item] - 1 - after * items.stride[mask.item]
         visible = place <= own
@@ -339,6 +359,9 @@ class Kernel:
         """Stores a tile's results in the buffer from which they are copied to HBM."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
         which = pl.ds(tile * plan.tile, tokens)
+        if plan.compact:
+            self.finish_compact(item, tile, tokens)
+            return
         for head in range(plan.kv_heads):
             total = state.total[tile, head, :rows]
             nothing = total == 0.0
@@ -355,6 +378,29 @@ class Kernel:
                 diagonal = own == lax.broadcasted_iota(jnp.int32, shape, 1)
                 square = jnp.where(diagonal, lse, 0.0).reshape(tokens, plan.group, plan.group)
                 self.outputs[1].buffer[item & 1, which, head] = jnp.sum(square, axis=1)
+
+    def finish_compact(self, item: Any, tile: Any, tokens: int) -> None:
+        """`finish` where rows are ordered by heads, then by tokens."""
+        plan, state, rows = self.plan, self.state, tokens * self.plan.group
+        which = pl.ds(tile * plan.tile, tokens)
+        # [tokens, q_heads]
+        lane = lax.broadcasted_iota(jnp.int32, (tokens, plan.kv_heads * plan.group), 1)
+        every_lse = jnp.zeros(lane.shape, jnp.float32)
+        for head in range(plan.kv_heads):
+            total = state.total[tile, head, :rows]
+            nothing = total == 0.0
+            output = state.mixed[tile, head, :rows] / jnp.where(nothing, 1.0, total)
+            lse = (state.largest[tile, head, :rows] + jnp.log2(total)) * math.log(2)
+            lse = jnp.where(nothing, -jnp.inf, lse)
+            for index in range(plan.group):
+                part, q_head = (
+                    slice(index * tokens, (index + 1) * tokens),
+                    head * plan.group + index,
+                )
+                self.outputs[0].buffer[item & 1, which, q_head] = output[part]
+                every_lse = jnp.where(lane == q_head, lse[part], every_lse)
+        if len(self.outputs) > 1:
+            self.outputs[1].buffer[item & 1, which, 0] = every_lse
 
     def await_written(self, item: Any) -> None:
         """Waits until an item's results are written."""

@@ -53,13 +53,27 @@ TPU_CHOICES: dict[str, tuple[Any, ...]] = {
 """Sizes that a search tries. A decode step has the first field only: its items have one token."""
 
 
-def smaller_tiles(device_kind: str, *, decode: bool) -> Iterator[TpuTiles]:
+COMPACT_TILES = 2
+"""Tiles of an item whose KV heads have few query heads each. By count, items of 512 rows of each KV
+head read keys and values for about as long as v6e multiplies them."""
+
+
+def smaller_tiles(device_kind: str, *, decode: bool, compact_heads: int = 0) -> Iterator[TpuTiles]:
     """Yields the default tiles of a kind of device, then smaller ones in the order of preference.
 
     Blocks shrink first: with many KV heads a short block still keeps the memory busy, while every
     item of fewer rows reads the same keys and values again.
+
+    Args:
+      compact_heads: KV heads of a call whose rows are compact (`mosaic_tpu_memory.py`); else 0.
     """
     tiles = TPU.get(device_kind, TPU_DEFAULT)
+    for count in range(COMPACT_TILES if compact_heads else 0, 0, -1):
+        larger = tiles._replace(item_rows=count * tiles.tile_rows * compact_heads)
+        block = tiles.block_tokens
+        while block >= 2 * LEAST_BLOCK:
+            yield larger._replace(block_tokens=block)
+            block //= 2
     while True:
         block = tiles.block_tokens
         yield tiles

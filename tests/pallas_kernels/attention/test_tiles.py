@@ -58,23 +58,35 @@ def test_measured_shapes_have_the_measured_tiles(kind):
     ("name", "dtype", "decode", "tiles"),
     [
         ("qwen3-8b", jnp.bfloat16, True, (2048, 256, 1024)),
-        ("qwen3-8b", jnp.bfloat16, False, (1024, 256, 1024)),
-        ("qwen3-8b", jnp.int8, False, (2048, 256, 1024)),
-        ("qwen3-32b", jnp.bfloat16, False, (1024, 256, 1024)),
+        ("qwen3-8b", jnp.bfloat16, False, (512, 256, 4096)),
+        ("qwen3-8b", jnp.int8, False, (1024, 256, 4096)),
+        ("qwen3-32b", jnp.bfloat16, False, (512, 256, 4096)),
         ("qwen3-32b", jnp.float32, True, (1024, 256, 1024)),
         ("16 heads x 128", jnp.bfloat16, True, (1024, 256, 1024)),
-        ("16 heads x 128", jnp.bfloat16, False, (512, 256, 1024)),
-        ("16 heads x 128", jnp.uint8, False, (512, 256, 1024)),
+        ("16 heads x 128", jnp.bfloat16, False, (512, 256, 4096)),
+        ("16 heads x 128", jnp.uint8, False, (512, 256, 4096)),
         ("16 heads x 64", jnp.bfloat16, True, (2048, 256, 1024)),
-        ("16 heads x 64", jnp.bfloat16, False, (1024, 256, 1024)),
+        ("16 heads x 64", jnp.bfloat16, False, (512, 256, 4096)),
         (AttentionShape(64, 64, 128, 128), jnp.bfloat16, True, (256, 256, 1024)),
-        (AttentionShape(64, 64, 128, 128), jnp.bfloat16, False, (128, 128, 512)),
-        (AttentionShape(64, 64, 256, 256), jnp.int8, False, (128, 64, 256)),
+        (AttentionShape(64, 64, 128, 128), jnp.bfloat16, False, (128, 64, 256)),
+        (AttentionShape(64, 64, 256, 256), jnp.int8, False, (128, 32, 128)),
     ],
 )
 def test_tiles_of_many_kv_heads(name, dtype, decode, tiles):
     sizes = MANY_KV_HEADS.get(name, name)
     assert call(sizes, dtype, decode=decode).tiles("TPU v6 lite") == TpuTiles(*tiles)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "tokens"),
+    [("qwen3-8b", 4, 128), ("qwen3-32b", 8, 64), ("16 heads x 128", 1, 256)],
+)
+def test_a_chunk_multiplies_no_padding_and_reads_keys_once_for_many_tokens(name, rows, tokens):
+    """Rows of a token and KV head, and tokens that share a read of the cache."""
+    one = call(MANY_KV_HEADS[name], jnp.bfloat16)
+    cut = one.cut(one.tiles("TPU v6 lite"))
+    assert (one.group, cut.item_tokens) == (rows, tokens)
+    assert cut.tile * one.group == 256
 
 
 def test_the_estimate_never_exceeds_the_memory():
@@ -91,12 +103,12 @@ def test_the_estimate_never_exceeds_the_memory():
             assert one.need(tiles).total() <= VMEM_BYTES
     # From these numbers of KV heads on, one page of 128 tokens is too large.
     assert refused == {
-        (192, "float32"): 61,
-        (256, "float32"): 48,
-        (576, "bfloat16"): 42,
-        (576, "float32"): 22,
-        (576, "int8"): 53,
-        (576, "uint8"): 53,
+        (192, "float32"): 59,
+        (256, "float32"): 47,
+        (576, "bfloat16"): 37,
+        (576, "float32"): 21,
+        (576, "int8"): 46,
+        (576, "uint8"): 46,
     }
 
 
@@ -170,13 +182,13 @@ def test_places_are_cut_by_the_tiles_of_the_kernel(decode, monkeypatch):
         kernel, of_places = largest[-2:]
         assert kernel == of_places
     assert len(largest) == 2 * len(SHAPES_OF_ALL_KINDS) * len(DTYPES)
-    assert set(largest) == ({1} if decode else {4, 8, 16, 32, 64})
+    assert set(largest) == ({1} if decode else {8, 16, 32, 64, 128, 256})
 
 
 def test_heads_that_do_not_fit_are_named_with_their_bytes():
     message = (
         "paged_attention with 64 query heads and 64 KV heads, widths 576 and 576, bfloat16 pages "
-        "of 128 tokens takes 90267648 bytes of VMEM with its smallest tiles, at most 58720256 fit: "
+        "of 128 tokens takes 99508224 bytes of VMEM with its smallest tiles, at most 58720256 fit: "
         "use smaller pages, or divide the heads among more devices"
     )
     attend = functools.partial(paged_attention, scale=1.0)
@@ -198,7 +210,7 @@ def test_tuned_tiles_that_do_not_fit_are_an_error():
     one = call(MANY_KV_HEADS["qwen3-8b"], jnp.bfloat16)
     name = "paged_attention chunk heads 32/8 widths 128/128 bfloat16"
     with use_tiles({name: {"tile_rows": 128}}):
-        assert one.tiles("TPU v6 lite") == TpuTiles(1024, 128, 1024)
-    message = "block_tokens 4096 takes 67108864 bytes of VMEM, item_rows 1024 takes"
+        assert one.tiles("TPU v6 lite") == TpuTiles(512, 128, 4096)
+    message = "block_tokens 4096 takes 67108864 bytes of VMEM, item_rows 4096 takes"
     with use_tiles({name: {"block_tokens": 4096}}), pytest.raises(ValueError, match=message):
         one.tiles("TPU v6 lite")
