@@ -2,15 +2,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.source import matrix
-from jaxserve.model.module import Formats, Module, Template, scale
+from jaxserve.model.module import Formats, Template, scale
 from jaxserve.model.module import matrix as linear_map
 from jaxserve.preflight.leaves import DeviceLeaves
 
 
-class Block(Module):
+class Block(nnx.Module):
     def __init__(self, rngs, weights):
         formats = Formats(jnp.dtype(jnp.float32), weights)
         self.map = linear_map(rngs, formats, d_ff=64, d_model=256)
