@@ -19,21 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-HOSTS, NETWORK, HTTP_PORT = 4, "10.99.0", 8000
+HOSTS, NETWORK, URL = 4, "10.99.0", "http://127.0.0.1:8000"
 NAMES = [f"rehearsal{number}" for number in range(HOSTS)]
 SWITCH = "rehearsal-switch"
 START_SECONDS = 240.0
 """Time from the first process to `ready`, on a busy machine."""
-SETTINGS = (
-    *("attention.dp=4", "ffn.ep=4", "cluster.heartbeat_seconds=2", "cluster.ports=9110-9199"),
-    *("lanes=1", "scheduler.slots=4", "scheduler.token_buckets=[16,64]"),
-    *("scheduler.max_length=256", "scheduler.page_buckets=[16]", "cache.pages=64"),
-    *(f"server.http_port={HTTP_PORT}", f"server.follower_http_port={HTTP_PORT}"),
-)
-REPOSITORY = Path(__file__).resolve().parent.parent
+SETTINGS = """attention.dp=4 ffn.ep=4 cluster.heartbeat_seconds=2 cluster.ports=9110-9199 lanes=1
+scheduler.slots=4 scheduler.token_buckets=[16,64] scheduler.max_length=256 cache.pages=64
+scheduler.page_buckets=[16] server.http_port=8000 server.follower_http_port=8000"""
+ADDRESSES = {"JAXSERVE_COORDINATOR": f"{NETWORK}.1:9001", "JAXSERVE_CONTROL": f"{NETWORK}.1:9002"}
+SHARED = {"JAXSERVE_PROCESSES": f"{HOSTS}", "JAXSERVE_CLUSTER_TOKEN": "of this rehearsal"}
 FIRST = re.compile(r"waiting for|WARNING|ERROR|CRITICAL|^jaxserve:|^ready")
 
 
@@ -48,8 +46,7 @@ def inside(host: int, *words: str) -> list[str]:
 
 
 def on(host: int, *words: str) -> str:
-    ran = subprocess.run(inside(host, *words), check=True, capture_output=True, text=True)
-    return ran.stdout
+    return subprocess.run(inside(host, *words), check=True, capture_output=True, text=True).stdout
 
 
 @contextlib.contextmanager
@@ -81,97 +78,79 @@ def network() -> Iterator[None]:
 class Cluster:
     """The processes of one case, with what they print."""
 
-    def __init__(self, folder: Path, start_seconds: float):
-        self._folder, self._settings = folder, [*SETTINGS, f"cluster.start_seconds={start_seconds}"]
+    def __init__(self, folder: Path, start_seconds: int):
+        self._logs = [folder / f"host{host}.log" for host in range(HOSTS)]
+        settings = [*SETTINGS.split(), f"cluster.start_seconds={start_seconds}"]
+        self._settings = [word for setting in settings for word in ("--set", setting)]
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "JAX_PLATFORMS": "cpu"}
+        self._environment = {**os.environ, **ADDRESSES, **SHARED, **cache}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *hosts: int) -> None:
-        leader = f"{NETWORK}.1"
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self._folder.parent / "cache"),
-            "JAXSERVE_CLUSTER_TOKEN": "of this rehearsal",
-            "JAXSERVE_PROCESSES": f"{HOSTS}",
-            "JAXSERVE_COORDINATOR": f"{leader}:9001",
-            "JAXSERVE_CONTROL": f"{leader}:9002",
-        }
+        words = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", "demo", *self._settings]
         for host in hosts:
-            words = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", "demo"]
-            words += [word for setting in self._settings for word in ("--set", setting)]
-            with (self._folder / f"host{host}.log").open("wb") as log:
+            own = self._environment | {"JAXSERVE_PROCESS_ID": f"{host}"}
+            with self._logs[host].open("wb") as log:
                 self.processes[host] = subprocess.Popen(
-                    inside(host, *words),
-                    env=environment | {"JAXSERVE_PROCESS_ID": f"{host}"},
-                    cwd=REPOSITORY,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+                    inside(host, *words), env=own, stdout=log, stderr=subprocess.STDOUT
                 )
 
-    def said(self, host: int) -> str:
-        return (self._folder / f"host{host}.log").read_text(errors="replace")
+    def ready(self) -> None:
+        self.expect(0, r"^ready .*", START_SECONDS)
 
     def expect(self, host: int, pattern: str, seconds: float) -> None:
         """Waits until a process has said something."""
         print(f"  expected of host {host} within {seconds:g} s: {pattern}", flush=True)
-        end = time.monotonic() + seconds
-        while True:
-            over = time.monotonic() > end or self.processes[host].poll() is not None
-            if found := re.search(pattern, self.said(host), re.MULTILINE):
-                break
+        end, over = time.monotonic() + seconds, False
+        while not (found := re.search(pattern, self._said(host), re.MULTILINE)):
             if over:
                 raise AssertionError(f"host {host} did not say {pattern!r}")
             time.sleep(0.2)
+            over = time.monotonic() > end or self.processes[host].poll() is not None
         print(f"  printed: {found[0]}", flush=True)
 
-    def ended(self, seconds: float) -> dict[int, int]:
-        """Waits until all have ended; returns their exit codes."""
+    def end(self, code: int, seconds: float = 60.0) -> None:
+        """Waits until all have ended with this exit code."""
         end = time.monotonic() + seconds
-        for host, process in self.processes.items():
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"host {host} has not ended after {seconds:g} s") from None
-        return {host: process.returncode for host, process in self.processes.items()}
+        while None in (codes := [each.poll() for each in self.processes.values()]):
+            assert time.monotonic() < end, f"after {seconds:g} s the exit codes are {codes}"
+            time.sleep(0.2)
+        assert {*codes} == {code}, f"exit codes {codes}, expected {code}"
 
-    def complete(self) -> float:
-        """Has a completion made; returns its seconds."""
+    def complete(self) -> None:
+        """Has a completion made."""
         body = json.dumps({"prompt": "The first day", "max_tokens": 8, "temperature": 0})
-        began = time.monotonic()
-        url = f"http://127.0.0.1:{HTTP_PORT}/v1/completions"
-        answer = on(
-            0, "curl", "-sS", "-m", "60", "-H", "content-type: application/json", "-d", body, url
-        )
+        began, header = time.monotonic(), "content-type: application/json"
+        answer = on(0, "curl", "-sSm60", "-H", header, "-d", body, f"{URL}/v1/completions")
         assert json.loads(answer)["usage"]["completion_tokens"] == 8, answer
-        return time.monotonic() - began
+        print(f"  a completion took {time.monotonic() - began:.2f} s")
 
     def leave(self) -> None:
         """Ends all in order."""
         self.processes[0].send_signal(signal.SIGTERM)
-        assert set(self.ended(60).values()) == {0}, "all end with 0 after SIGTERM"
+        self.end(0)
 
-    def show_first(self) -> None:
-        """Prints what a user would see first, and the last line of each process."""
-        for host in self.processes:
-            lines = [line for line in self.said(host).splitlines() if FIRST.search(line)]
+    def close(self) -> None:
+        """Kills what is left, and prints what a user sees first, and the last line."""
+        print("  what a user sees first, and last:")
+        for host, process in self.processes.items():
+            process.kill()
+            process.wait()
+            lines = [line for line in self._said(host).splitlines() if FIRST.search(line)]
             for line in [*lines[:2], *lines[2:][-1:]]:
                 print(f"    host {host}: {line[:240]}")
 
-    def kill(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    def _said(self, host: int) -> str:
+        return self._logs[host].read_text(errors="replace")
 
 
 def well(cluster: Cluster) -> None:
     cluster.start(*range(HOSTS))
-    cluster.expect(0, r"^ready .*", START_SECONDS)
+    cluster.ready()
     for host in range(1, HOSTS):
-        cluster.expect(host, r"process \d .*: ready.*", 30)
-    print(f"  a completion took {cluster.complete():.2f} s")
-    for host in range(1, HOSTS):
-        assert "jaxserve:" in on(host, "curl", "-sS", f"http://127.0.0.1:{HTTP_PORT}/metrics")
+        cluster.expect(host, r"process \d .*: ready", 30)
+        assert "jaxserve:process_ready" in on(host, "curl", "-sS", f"{URL}/metrics")
+    cluster.complete()
     cluster.leave()
 
 
@@ -180,75 +159,62 @@ def late(cluster: Cluster) -> None:
     cluster.expect(0, r"waiting for process 3 \(ffn\) to register, \d+ s", 60)
     time.sleep(30)
     cluster.start(3)
-    cluster.expect(0, r"^ready .*", START_SECONDS)
+    cluster.ready()
     cluster.leave()
 
 
 def missing(cluster: Cluster) -> None:
     cluster.start(0, 1, 2)
-    error = r"process 3 \(ffn\): did not register within 30 s of the last progress"
+    error = r"CRITICAL.*process 3 \(ffn\): did not register within 30 s of the last progress"
     for host in range(3):
-        cluster.expect(host, rf"CRITICAL.*{error}", 90)
-    assert set(cluster.ended(30).values()) == {1}
+        cluster.expect(host, error, 90)
+    cluster.end(1)
 
 
 def cut_off(cluster: Cluster) -> None:
     cluster.start(*range(HOSTS))
-    cluster.expect(0, r"^ready .*", START_SECONDS)
+    cluster.ready()
     ip("-n", SWITCH, "link", "set", "port2", "down")
     try:
         cluster.expect(0, r"process 2 \(ffn, host host2, pid \d+\): no heartbeat for \d+\.\d s", 20)
         cluster.expect(2, r"the leader .*: no heartbeat for \d+\.\d s", 20)
-        assert set(cluster.ended(60).values()) == {1}
+        cluster.end(1)
     finally:
         ip("-n", SWITCH, "link", "set", "port2", "up")
 
 
-@contextlib.contextmanager
-def firewall(host: int, ports: str, towards: int) -> Iterator[None]:
-    """Drops what a host answers another one from these ports. (Rules of routing do that in every
-    kernel; nftables may be absent.)"""
-    rule = f"ipproto tcp sport {ports} to {NETWORK}.{towards + 1} blackhole".split()
-    ip("-n", NAMES[host], "rule", "add", *rule)
-    try:
-        yield
-    finally:
-        ip("-n", NAMES[host], "rule", "del", *rule)
-
-
 def firewalled(ports: str, port: str) -> Callable[[Cluster], None]:
+    """Host 0's answers to host 1 from these ports are dropped. (Rules of routing do that in every
+    kernel; nftables may be absent.)"""
+
     def case(cluster: Cluster) -> None:
-        with firewall(0, ports, towards=1):
+        rule = f"ipproto tcp sport {ports} to {NETWORK}.2 blackhole".split()
+        ip("-n", NAMES[0], "rule", "add", *rule)
+        try:
             cluster.start(*range(HOSTS))
-            error = rf"registered but cannot reach {NETWORK}\.1:{port}"
-            cluster.expect(1, rf"CRITICAL.*{error}.*", 120)
-            cluster.expect(0, rf"CRITICAL.*process 1 \(attention, host host1, .*\): {error}.*", 20)
-            assert set(cluster.ended(30).values()) == {1}
+            error = rf"registered but cannot reach {NETWORK}\.1:{port}.*"
+            cluster.expect(1, rf"CRITICAL.*{error}", 120)
+            cluster.expect(0, rf"CRITICAL.*process 1 \(attention, host host1, .*\): {error}", 20)
+            cluster.end(1)
+        finally:
+            ip("-n", NAMES[0], "rule", "del", *rule)
 
     return case
 
 
 def slow(cluster: Cluster) -> None:
-    on(
-        1,
-        "tc",
-        "qdisc",
-        "add",
-        "dev",
-        "eth0",
-        "root",
-        *["tbf", "rate", "8mbit", "burst", "64kb", "limit", "1mb"],
-    )
+    rate = ["tbf", "rate", "8mbit", "burst", "64kb", "limit", "1mb"]  # netem may be absent
+    on(1, "tc", "qdisc", "add", "dev", "eth0", "root", *rate)
     try:
         cluster.start(*range(HOSTS))
-        cluster.expect(0, r"^ready .*", START_SECONDS)
-        print(f"  a completion took {cluster.complete():.2f} s")
+        cluster.ready()
+        cluster.complete()
         cluster.leave()
     finally:
         on(1, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
-CASES: dict[str, tuple[Callable[[Cluster], None], float]] = {
+CASES: dict[str, tuple[Callable[[Cluster], None], int]] = {
     "well": (well, 1800),
     "late": (late, 1800),
     "missing": (missing, 30),
@@ -260,29 +226,30 @@ CASES: dict[str, tuple[Callable[[Cluster], None], float]] = {
 """Name → the case, and `cluster.start_seconds` in it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
     parser.add_argument("--only", default=",".join(CASES), help="cases (%(default)s)")
     parser.add_argument("--keep-logs", type=Path, help="folder for what the processes printed")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch, network():
-        folder = options.keep_logs or Path(scratch)
         for name in options.only.split(","):
+            folder = (options.keep_logs or Path(scratch)) / name
+            folder.mkdir(parents=True, exist_ok=True)
             case, start_seconds = CASES[name]
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            cluster, began = Cluster(folder / name, start_seconds), time.monotonic()
+            cluster, began, verdict = (
+                Cluster(folder, start_seconds),
+                time.monotonic(),
+                "as expected",
+            )
             print(f"{name}:", flush=True)
             try:
                 case(cluster)
-                verdict = "as expected"
             except (AssertionError, subprocess.CalledProcessError) as error:
                 verdict = f"NOT AS EXPECTED: {error}"
                 failed.append(name)
             finally:
-                cluster.kill()
-            print("  what a user sees first, and last:")
-            cluster.show_first()
+                cluster.close()
             print(f"  {verdict}, {time.monotonic() - began:.0f} s", flush=True)
     print(f"not as expected: {', '.join(failed)}" if failed else "all as expected")
     return 1 if failed else 0

@@ -427,14 +427,8 @@ class TestChoices:
 
     def test_a_domain_that_leaves_the_prefill_worker_alone_comes_last(self):
         world = World.of("p0", "d0", "d1")
-        late = EngineLoad.of(
-            [],
-            queued=0,
-            page_size=PAGE,
-            pages=1,
-            compilations=0,
-            hand_offs=PagesLoad(timed_out={"a": "silent for 5.0 s"}),
-        )
+        sizes = dict.fromkeys(("queued", "page_size", "pages", "compilations"), 0)
+        late = EngineLoad.of([], hand_offs=PagesLoad(timed_out={"a": "silent for 5.0 s"}), **sizes)
         assert late.problems == ["pages of a: silent for 5.0 s"]
         for where, domains in (("d1", ("d0",)), ("d0", ("d0", "d1"))):
             for name in domains:

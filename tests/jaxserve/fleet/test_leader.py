@@ -94,14 +94,11 @@ def test_the_meeting_waits_while_processes_come(
         cluster = msgspec.structs.replace(SHORT, start_seconds=0.8)
         leader = ends.leader(3, cluster, roles=("attention", "ffn", "ffn"))
         followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
-        gathered = []
         for follower, seconds in zip(followers, (0.6, 1.2), strict=True):  # the second after 0.8
             threading.Timer(seconds, follower.register).start()
         leader.wait_registered()
         for follower in followers:
             follower.wait_registered()
-            gathered.append(follower.identity.process_id)
-        assert gathered == [1, 2]
     assert "waiting for process 1 (ffn), process 2 (ffn) to register, 0 s" in caplog.text
     assert "waiting for process 2 (ffn) to register, 1 s" in caplog.text
 
