@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
-from jaxserve.model.attention.rope import rotation
+from jaxserve.model.attention.rope import paired, rotation
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Template, rms_norm
 from pallas_kernels.rotate_and_write import rotate
@@ -106,11 +106,12 @@ def _gqa(
 
     def heads(name: str) -> Array:
         made = _linear(x, leaves[name], leaves.get(f"{name}_bias"))
-        made = made.reshape(tokens, -1, sizes.head_dim)
         norm = leaves.get(f"{name}_norm")
-        return made if norm is None else rms_norm(made, norm, config.norm_epsilon)
+        if norm is not None:  # of a head, or of all heads together
+            made = rms_norm(made.reshape(tokens, -1, norm.size), norm, config.norm_epsilon)
+        return made.reshape(tokens, -1, sizes.head_dim)
 
-    query, key = rotate(heads("query"), *turn), rotate(heads("key"), *turn)
+    query, key = (rotate(paired(heads(name), config.rope), *turn) for name in ("query", "key"))
     mixed = _mixed(query, key, heads("value"), sizes.head_dim**-0.5, window)
     return mixed, {"query": x}
 

@@ -1,72 +1,56 @@
-"""DeepSeek-V3 and R1, and Kimi K2, which is of the same architecture (`model_type` deepseek_v3 and
-kimi_k2): their config.json and their tensors."""
+"""DeepSeek-V3 and R1, and Kimi K2 and K2.5, which have the same architecture (`model_type`
+deepseek_v3, kimi_k2 and kimi_k25): their config.json and their tensors."""
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
-from jaxserve.checkpoint.quantization_config import stored_format
 from jaxserve.checkpoint.source import (
-    CheckpointNames,
     Source,
     Sources,
     View,
-    decoder_names,
-    layer_prefixes,
     matrix,
-    mtp_prefixes,
-    per_expert,
-    swiglu,
     vector,
 )
-from jaxserve.config.model import MLA, FFNKind, ModelConfig, Rope, Router
+from jaxserve.config.model import MLA, ModelConfig, Rope, Router
 
 
-def deepseek_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:
-    """DeepSeek-V3's config.json.
-
-    Raises:
-      CheckpointError: with every entry that is missing, of a wrong type, or not supported.
-    """
-    entries = Entries(tree, ignored)
+def deepseek_config(entries: Entries) -> ModelConfig:
+    """DeepSeek-V3's config.json."""
     decoder = entries.decoder()
-    layers = decoder["layers"]
-    first, every = (
-        entries.size("first_k_dense_replace", least=0, default=0),
-        entries.size("moe_layer_freq", default=1),
-    )
-    experts = entries.size("n_routed_experts", "num_local_experts", least=0, default=0)
-    expert_d_ff = entries.size("moe_intermediate_size", least=0, default=0 if not experts else None)
-    moe_layers = {layer for layer in range(first, layers) if layer % every == 0 and experts}
-    mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
     rope_dim = entries.size("qk_rope_head_dim")
     rope = entries.rope(
         "qk_rope_head_dim", rope_dim, interleaved=entries.flag("rope_interleave", default=True)
     )
-    router = _router(entries, experts)
-    config = ModelConfig(
-        **decoder,
-        attention=_attention(entries, rope, rope_dim),
-        rope=rope,
-        moe_layers=frozenset(moe_layers),
-        router=router if moe_layers or mtp_layers else None,
-        expert_d_ff=expert_d_ff,
-        shared_d_ff=expert_d_ff * entries.size("n_shared_experts", least=0, default=0),
-        max_positions=entries.size("max_position_embeddings"),
-        stored=stored_format(entries),
-        mtp_layers=mtp_layers,
-    )
-    entries.raise_problems()
-    if moe_layers or mtp_layers:
-        entries.router(router, "n_routed_experts", "num_experts_per_tok")
-    entries.only("hidden_act", "silu")
-    entries.only("topk_method", "noaux_tc")
-    entries.only("mlp_bias", False)
     # Implied by the other attention entries.
     entries.meaningless("num_key_value_heads", "head_dim", "qk_head_dim")
-    entries.refuse_unread()
-    entries.raise_problems()
-    return config
+    return ModelConfig(
+        **decoder,
+        **experts(entries, decoder["layers"]),
+        attention=_attention(entries, rope, rope_dim),
+        rope=rope,
+    )
+
+
+def experts(entries: Entries, layers: int) -> dict[str, Any]:
+    """Reads routed experts, shared expert and prediction modules, as fields of `ModelConfig`."""
+    first, every = (
+        entries.size("first_k_dense_replace", least=0, default=0),
+        entries.size("moe_layer_freq", default=1),
+    )
+    count = entries.size("n_routed_experts", "num_local_experts", least=0, default=0)
+    expert_d_ff = entries.size("moe_intermediate_size", least=0, default=0 if not count else None)
+    moe_layers = {layer for layer in range(first, layers) if layer % every == 0 and count}
+    mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
+    rule = _router(entries, count)
+    entries.only("topk_method", "noaux_tc")
+    entries.only("mlp_bias", False)
+    return {
+        "moe_layers": frozenset(moe_layers),
+        "router": rule if moe_layers or mtp_layers else None,
+        "expert_d_ff": expert_d_ff,
+        "shared_d_ff": expert_d_ff * entries.size("n_shared_experts", least=0, default=0),
+        "mtp_layers": mtp_layers,
+    }
 
 
 def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
@@ -88,12 +72,12 @@ def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
     )
 
 
-def _router(entries: Entries, experts: int) -> Router:
+def _router(entries: Entries, count: int) -> Router:
     entries.only("scoring_func", "sigmoid")
     # Required for models with experts: tools disagree on its default, and no tensor shape tells.
-    none, one = (None, None) if experts else (0, 1)
+    none, one = (None, None) if count else (0, 1)
     return Router(
-        experts=experts,
+        experts=count,
         top_k=entries.size("num_experts_per_tok", least=0, default=none),
         score="sigmoid",
         float32_logits=True,
@@ -105,23 +89,10 @@ def _router(entries: Entries, experts: int) -> Router:
     )
 
 
-def deepseek_names(config: ModelConfig) -> CheckpointNames:
-    """DeepSeek-V3's tensors."""
-    # Older tools saved the RoPE frequencies, which follow from the configuration.
-    frequencies = {
-        f"{layer}self_attn.rotary_emb.inv_freq": (_mla(config).rope_dim // 2,)
-        for layer in [*layer_prefixes(config), *mtp_prefixes(config)]
-    }
-    return decoder_names(config, _attention_sources, _ffn_sources, optional=frequencies)
-
-
-def _mla(config: ModelConfig) -> MLA:
-    assert isinstance(config.attention, MLA)
-    return config.attention
-
-
-def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
-    d, sizes, name = config.d_model, _mla(config), f"{layer}self_attn."
+def latent_attention(config: ModelConfig, name: str) -> Sources:
+    """The leaves of latent attention; `name` is the prefix of its tensors."""
+    d, sizes = config.d_model, config.attention
+    assert isinstance(sizes, MLA)
     heads, latent = sizes.q_heads, sizes.kv_latent
     queries, down = heads * (sizes.nope_dim + sizes.rope_dim), latent + sizes.rope_dim
     both = sizes.nope_dim + sizes.v_dim
@@ -129,7 +100,6 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
     downs = (*("q_a_proj" for _ in low), "kv_a_proj_with_mqa")
     kv_b = (f"{name}kv_b_proj.weight",), ((heads * both, latent),)
     sources = {
-        "input_norm": vector(f"{layer}input_layernorm.weight", d),
         "attention.down": Source(
             tuple(f"{name}{each}.weight" for each in downs),
             tuple((rows, d) for rows in (*low, down)),
@@ -142,7 +112,6 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
             *kv_b, view=View((heads, both, latent), axis=1, start=sizes.nope_dim, stop=both)
         ),
         "attention.out": matrix(f"{name}o_proj.weight", d, heads * sizes.v_dim),
-        "post_norm": vector(f"{layer}post_attention_layernorm.weight", d),
     }
     if sizes.q_latent:
         sources |= {
@@ -159,19 +128,4 @@ def _attention_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Source
             ),
             "attention.out_bias": vector(f"{name}o_proj.bias", d),
         }
-    if kind == "moe":
-        sources |= {
-            "router.gate": matrix(f"{layer}mlp.gate.weight", config.experts, d),
-            "router.bias": vector(f"{layer}mlp.gate.e_score_correction_bias", config.experts),
-        }
-    return sources
-
-
-def _ffn_sources(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
-    if kind == "dense":
-        return swiglu("dense", f"{layer}mlp.", config.d_model, config.d_ff)
-    sources = per_expert(config, f"{layer}mlp.experts.")
-    if config.shared_d_ff:
-        shared = f"{layer}mlp.shared_experts."
-        sources |= swiglu("dense", shared, config.d_model, config.shared_d_ff)
     return sources

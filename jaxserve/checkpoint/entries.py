@@ -108,23 +108,28 @@ class Entries:
         """Marks entries as irrelevant in this family."""
         self._unread -= set(names)
 
-    def rope(self, name: str, dimensions: int, *, interleaved: bool = False) -> Rope:
+    def rope(
+        self, name: str, dimensions: int, *, interleaved: bool = False, share: float | None = None
+    ) -> Rope:
         """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
         Args:
-          name, dimensions: the entry that gives the number of rotated dimensions, and its value.
+          name, dimensions: the entry that gives the number of dimensions, and its value.
+          share: share of the dimensions that are rotated, unless a section says otherwise; None:
+            the family rotates all of them.
         """
         parameters, scaling = self.section("rope_parameters"), self.section("rope_scaling")
         section = "rope_scaling" if scaling else "rope_parameters"
         inner = Entries({**parameters, **scaling}, self._ignored, section)
-        if "rope_theta" in parameters:
-            theta = inner.number("rope_theta")
-            self.meaningless("rope_theta")
-        else:
-            theta = self.number("rope_theta")
+        theta = (inner if "rope_theta" in parameters else self).number("rope_theta")
+        self.meaningless("rope_theta")
         kind = inner.any("rope_type") or inner.any("type") or "default"
         inner.meaningless("type", "rope_type")
-        inner.only("partial_rotary_factor", 1.0, 1)
+        columns = dimensions
+        if share is None:
+            inner.only("partial_rotary_factor", 1.0, 1)
+        else:
+            columns = int(dimensions * inner.number("partial_rotary_factor", default=share))
         yarn = inner.yarn() if kind == "yarn" else None
         if kind not in ("default", "yarn"):
             given = scaling or {"rope_type": kind}
@@ -133,9 +138,11 @@ class Entries:
         else:
             inner.refuse_unread()
         self.problems += inner.problems
-        if dimensions % 2:
-            self.problems.append(f"{name} = {dimensions} is odd, and RoPE turns pairs")
-        return Rope(theta=theta, yarn=yarn, interleaved=interleaved)
+        if dimensions % 2 or columns % 2 or not 0 < columns <= dimensions:
+            said = f"{name} = {dimensions}: RoPE cannot turn {columns} columns of it in pairs"
+            self.problems.append(said)
+        part = columns % dimensions
+        return Rope(theta=theta, yarn=yarn, interleaved=interleaved, columns=part)
 
     def yarn(self) -> Yarn:
         """The entries of a `rope_scaling` of type yarn."""
@@ -161,14 +168,30 @@ class Entries:
             "layers": self.size("num_hidden_layers"),
             "d_ff": self.size("intermediate_size"),
             "norm_epsilon": self.number("rms_norm_eps"),
+            "max_positions": self.size(
+                "max_position_embeddings", "max_position_embedding", "max_seq_len"
+            ),
             "tied_head": self.flag("tie_word_embeddings"),
+        }
+
+    def heads(self, d_model: int, head_dim: int = 0) -> dict[str, Any]:
+        """Reads the sizes of grouped-query attention, as fields of `GQA`.
+
+        Args:
+          head_dim: where the file does not say it; 0: d_model, divided by the query heads.
+        """
+        heads = self.size("num_attention_heads")
+        return {
+            "q_heads": heads,
+            "kv_heads": self.size("num_key_value_heads", default=heads),
+            "head_dim": self.size("head_dim", least=2, default=head_dim or d_model // heads),
         }
 
     def _mscale(self, name: str) -> float:
         value = self.any(name)
         return 0.0 if value in (None, 0) else self.number(name)
 
-    def router(self, rule: Router, experts: str, top_k: str) -> Router:
+    def router(self, rule: Router, experts: str, top_k: str) -> None:
         """Checks that a router's sizes are consistent; `experts` and `top_k` are the entries'
         names."""
         if not 1 <= rule.top_k <= rule.experts:
@@ -184,7 +207,6 @@ class Entries:
                 f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts "
                 f"cannot hold {rule.top_k} experts a token"
             )
-        return rule
 
     def multiple(self, name: str, size: int, of: str, part: int) -> None:
         """Reports a problem unless the first entry's size is a multiple of the second one's."""

@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
 from jaxserve.checkpoint.quantization_config import (
@@ -18,6 +18,7 @@ from jaxserve.checkpoint.quantization_config import (
     SECTION,
     int4_of,
     packing_of,
+    text_part,
 )
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
@@ -57,13 +58,13 @@ def read_config(
         raise CheckpointError(
             f"{path}: model_type {model_type!r} is not known; known: {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[model_type]
-    if not tree.get(SECTION):
+    family, text = FAMILIES[model_type], text_part(tree)
+    if not text[SECTION]:
         for name in OLDER_SECTIONS:  # of AutoGPTQ and llm-awq
             if (path.parent / name).is_file():
                 raise CheckpointError(f"{path} has no {SECTION}, and there is {name}: put it there")
     try:
-        config = family.config(tree, ignored)
+        config = architecture(tree, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     if modules > config.mtp_layers:
@@ -94,7 +95,7 @@ def read_config(
             plain_parts=_plain_parts(tensors, names, config.stored, packing),
         )
     made: frozenset[str] = frozenset()  # leaves whose floats are dequantised where none are stored
-    if tree.get(SECTION):
+    if text[SECTION]:
         parts = get_args(MatrixPart) if config.stored == "plain" else config.plain_parts
         made = frozenset(("table", "weight", *parts))
     return msgspec.structs.replace(config, floats=_floats(tensors, names, made)), names

@@ -13,6 +13,7 @@ from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.packed import GPTQ_BITS, Packing
 from jaxserve.config.formats import StoredFormat
 from jaxserve.config.model import Int4
+from jaxserve.errors import CheckpointError
 
 SECTION = "quantization_config"
 OLDER_SECTIONS = ("quantize_config.json", "quant_config.json")
@@ -21,7 +22,7 @@ METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
 
 
 GROUPS = (32, 64, 128)
-"""Of 4-bit columns, that may share a scale in memory."""
+"""Numbers of 4-bit columns that may share a scale in memory."""
 
 
 class Quantisation(NamedTuple):
@@ -34,6 +35,19 @@ class Quantisation(NamedTuple):
     """None: as plain tensors, or FP8 blocks in DeepSeek's naming."""
 
 
+def text_part(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of the text model in a whole config.json: its `text_config`, where it has one.
+    The section of number formats stands within that, or beside it.
+
+    Raises:
+      CheckpointError: `text_config` is no object.
+    """
+    text = tree if tree.get("text_config") is None else tree["text_config"]
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config = {text!r} is not an object")
+    return {SECTION: tree.get(SECTION), **text}
+
+
 def stored_format(entries: Entries) -> StoredFormat:
     """Reads the section of a whole config.json, and puts what is wrong with it to its problems."""
     section = entries.section(SECTION)
@@ -41,8 +55,8 @@ def stored_format(entries: Entries) -> StoredFormat:
 
 
 def packing_of(tree: Mapping[str, Any]) -> Packing | None:
-    """Of a config.json whose entries have been checked."""
-    section = tree.get(SECTION)
+    """How matrices are packed, by a config.json whose entries have been checked."""
+    section = text_part(tree)[SECTION]
     return quantisation(section, Entries({})).packing if isinstance(section, Mapping) else None
 
 
@@ -52,7 +66,7 @@ def int4_of(packing: Packing) -> Int4:
 
 
 def _kept(packing: Packing) -> Quantisation:
-    """As INT4 where they can be, else as floats."""
+    """Keeps matrices as INT4 where the kernels know their groups, else as floats."""
     kept = packing.bits == 4 and packing.group in GROUPS and packing.in_order
     return Quantisation("int4" if kept else "plain", packing)
 
@@ -86,7 +100,7 @@ def _blocks(inner: Entries) -> Quantisation:
     if inner.any("weight_block_size") is None:
         inner.problems.append(f"{SECTION}.weight_block_size is missing")
     inner.only("weight_block_size", [128, 128])
-    inner.only("fmt", "e4m3")
+    inner.only("fmt", "e4m3", "float8_e4m3fn")
     # Activations are not quantised, whatever scheme the file states: more exact.
     # Scales are read in whatever dtype the file has.
     inner.meaningless("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
@@ -240,7 +254,7 @@ def _group(inner: Entries) -> int:
 
 
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-"""Of compressed-tensors."""
+"""Layouts of compressed-tensors."""
 
 
 def _compressed_tensors(inner: Entries) -> Quantisation:

@@ -6,11 +6,10 @@ d_out or stacked along a new first axis (`stacked`). Further entries of that axi
 other tensors (`more`).
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.config.model import FFNKind, ModelConfig
+from jaxserve.config.model import GQA, FFNKind, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -35,16 +34,16 @@ class Source(NamedTuple):
     view: View | None = None
     """Which part of each tensor it is; None: all of it."""
     more: tuple["Source", ...] = ()
-    """Of the entries that the leaf's first axis has behind those of the tensors, one each."""
+    """Sources of further entries of the leaf's first axis, one each, behind the tensors'."""
 
     @property
     def entries(self) -> int:
-        """Of the first axis, those of the tensors."""
+        """Entries of the first axis that come from the tensors."""
         return len(self.names) if self.stacked else self.shapes[0][0]
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Of all tensors, those of `more` included."""
+        """Names of all tensors, those of `more` included."""
         names = (*self.names, *(name for source in self.more for name in source.names))
         return tuple(dict.fromkeys(names))
 
@@ -62,6 +61,8 @@ class Source(NamedTuple):
 
 Sources = dict[str, Source]
 
+COPIED = ("embed_tokens", "shared_head.head")
+
 
 class CheckpointNames(NamedTuple):
     """Every tensor of a model, by block and leaf name."""
@@ -72,7 +73,7 @@ class CheckpointNames(NamedTuple):
     """One entry per layer, those of loaded multi-token-prediction modules included, as in `ffn`."""
     ffn: list[Sources]
     predictions: list[Sources]
-    """What a module that is loaded has beside its layer."""
+    """Leaves of each loaded module beside its layer."""
     unloaded: dict[str, Shape]
     """Tensors of the modules that are not loaded."""
     unloaded_layers: range
@@ -102,21 +103,58 @@ def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
     }
 
 
-def per_expert(config: ModelConfig, prefix: str) -> Sources:
-    """The leaves of the routed experts, one tensor per expert."""
-    shapes = {
-        "gate": (config.expert_d_ff, config.d_model),
-        "up": (config.expert_d_ff, config.d_model),
-        "down": (config.d_model, config.expert_d_ff),
-    }
+def per_expert(
+    config: ModelConfig,
+    prefix: str,
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Sources:
+    """The leaves of the routed experts, one tensor per expert. `matrices` are the names of gate, up
+    and down."""
+    d_ff, d_model = config.expert_d_ff, config.d_model
+    shapes = (d_ff, d_model), (d_ff, d_model), (d_model, d_ff)
     return {
         f"experts.{leaf}": Source(
-            tuple(f"{prefix}{expert}.{leaf}_proj.weight" for expert in range(config.experts)),
+            tuple(f"{prefix}{expert}.{name}.weight" for expert in range(config.experts)),
             (shape,) * config.experts,
             stacked=True,
         )
-        for leaf, shape in shapes.items()
+        for leaf, name, shape in zip(("gate", "up", "down"), matrices, shapes, strict=True)
     }
+
+
+def feed_forward(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    """The leaves of a layer's dense FFN, or of its routed experts and shared expert."""
+    d_model, mlp = config.d_model, f"{layer}mlp."
+    if kind == "dense":
+        return swiglu("dense", mlp, d_model, config.d_ff)
+    sources = per_expert(config, f"{mlp}experts.")
+    if config.shared_d_ff:
+        sources |= swiglu("dense", f"{mlp}shared_experts.", d_model, config.shared_d_ff)
+    return sources
+
+
+def grouped_query(config: ModelConfig, name: str) -> Sources:
+    """The leaves of grouped-query attention; `name` is the prefix of its tensors."""
+    d, sizes = config.d_model, config.attention
+    assert isinstance(sizes, GQA)
+    heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    sources = {
+        "attention.query": matrix(f"{name}q_proj.weight", heads, d),
+        "attention.key": matrix(f"{name}k_proj.weight", kv, d),
+        "attention.value": matrix(f"{name}v_proj.weight", kv, d),
+        "attention.out": matrix(f"{name}o_proj.weight", d, heads),
+    }
+    if sizes.qk_norm != "none":
+        whole = sizes.qk_norm == "columns"
+        for leaf, columns in (("query", heads), ("key", kv)):
+            norm = vector(f"{name}{leaf[0]}_norm.weight", columns if whole else sizes.head_dim)
+            sources[f"attention.{leaf}_norm"] = norm
+    if sizes.qkv_bias:
+        for leaf, columns in (("query", heads), ("key", kv), ("value", kv)):
+            sources[f"attention.{leaf}_bias"] = vector(f"{name}{leaf[0]}_proj.bias", columns)
+    if sizes.out_bias:
+        sources["attention.out_bias"] = vector(f"{name}o_proj.bias", d)
+    return sources
 
 
 def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source:
@@ -127,50 +165,64 @@ def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source
     return source._replace(more=tuple(matrix._replace(view=cut) for cut in cuts))
 
 
-Block = Callable[[ModelConfig, str, FFNKind], Sources]
-"""(config, prefix of the layer's tensors, kind) → the sources of one role's block."""
-
-
 def decoder_names(
     config: ModelConfig,
-    attention: Block,
-    ffn: Block,
+    attention: Callable[[ModelConfig, str], Sources] = grouped_query,
+    ffn: Callable[[ModelConfig, str, FFNKind], Sources] = feed_forward,
     *,
-    optional: Mapping[str, Shape] = MappingProxyType({}),
+    gate: str = "mlp.gate",
+    bias: str = "mlp.gate.e_score_correction_bias",
+    outer: str = "",
     ignored: tuple[str, ...] = (),
 ) -> CheckpointNames:
-    """The tensors of a decoder whose embedding, norm and head have Hugging Face's usual names.
+    """The tensors of a decoder whose embedding, norms and head have Hugging Face's usual names.
 
     Args:
-      optional, ignored: as in `CheckpointNames`.
+      attention: makes the sources of a layer's attention by the prefix of the layer's tensors.
+      ffn: makes the sources of a layer's FFN by that prefix and the kind of the layer.
+      gate, bias: names of a layer's router matrix, and of its bias where the model has one.
+      outer: prefix of all tensors of a decoder that is a part of a larger model.
+      ignored: as in `CheckpointNames`.
     """
-    d, table = config.d_model, "model.embed_tokens.weight"
-    prefixes = layer_prefixes(config) + mtp_prefixes(config)[: config.modules]
-    kinds = [config.kind(layer).ffn for layer in range(config.all_layers)]
+    d, end = config.d_model, config.all_layers
+    table, head = (f"{outer}{name}.weight" for name in ("model.embed_tokens", "lm_head"))
+    matrix_shape = config.vocab, d
+    # Multi-token-prediction modules are numbered after the layers.
+    every = range(config.layers + config.mtp_layers)
+    prefixes = [f"{outer}model.layers.{layer}." for layer in every]
+    attentions, ffns = [], []
+    for layer, prefix in enumerate(prefixes):
+        kind = config.kind(layer).ffn
+        sources = attention(config, f"{prefix}self_attn.") | {
+            "input_norm": vector(f"{prefix}input_layernorm.weight", d),
+            "post_norm": vector(f"{prefix}post_attention_layernorm.weight", d),
+        }
+        if kind == "moe":
+            sources["router.gate"] = matrix(f"{prefix}{gate}.weight", config.experts, d)
+            if config.router and config.router.bias:
+                sources["router.bias"] = vector(f"{prefix}{bias}", config.experts)
+        attentions.append(sources)
+        ffns.append(ffn(config, prefix, kind))
+    modules = prefixes[config.layers :]
+    predictions = [prediction(config, prefix) for prefix in modules]
+    unloaded = (*attentions[end:], *ffns[end:], *predictions[config.modules :])
+    # Some checkpoints repeat embedding and head in each module, and a tied head.
+    copies = [f"{prefix}{name}.weight" for prefix in modules for name in COPIED]
+    copies += [head] if config.tied_head else []
     return CheckpointNames(
-        embedding={"table": Source((table,), ((config.vocab, d),))},
+        embedding={"table": matrix(table, *matrix_shape)},
         head={
-            "norm": vector("model.norm.weight", d),
-            "weight": matrix(table if config.tied_head else "lm_head.weight", config.vocab, d),
+            "norm": vector(f"{outer}model.norm.weight", d),
+            "weight": matrix(table if config.tied_head else head, *matrix_shape),
         },
-        attention=[attention(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
-        ffn=[ffn(config, *layer) for layer in zip(prefixes, kinds, strict=True)],
-        predictions=[prediction(config, layer) for layer in prefixes[config.layers :]],
-        unloaded=_unloaded(config, attention, ffn),
-        unloaded_layers=range(config.all_layers, config.layers + config.mtp_layers),
-        optional={**mtp_copies(config), **optional},
+        attention=attentions[:end],
+        ffn=ffns[:end],
+        predictions=predictions[: config.modules],
+        unloaded={k: v for part in unloaded for s in part.values() for k, v in s.tensors.items()},
+        unloaded_layers=every[end:],
+        optional=dict.fromkeys(copies, matrix_shape),
         ignored=ignored,
     )
-
-
-def layer_prefixes(config: ModelConfig) -> list[str]:
-    """The prefix of each layer's tensor names."""
-    return [f"model.layers.{layer}." for layer in range(config.layers)]
-
-
-def mtp_prefixes(config: ModelConfig) -> list[str]:
-    """The prefixes of the multi-token-prediction modules, numbered after the layers."""
-    return [f"model.layers.{config.layers + index}." for index in range(config.mtp_layers)]
 
 
 def prediction(config: ModelConfig, layer: str) -> Sources:
@@ -182,21 +234,3 @@ def prediction(config: ModelConfig, layer: str) -> Sources:
         "projection": matrix(f"{layer}eh_proj.weight", d, 2 * d),
         "norm": vector(f"{layer}shared_head.norm.weight", d),
     }
-
-
-def _unloaded(config: ModelConfig, attention: Block, ffn: Block) -> dict[str, Shape]:
-    """The tensors of the modules that are not loaded; each has a MoE layer."""
-    tensors: dict[str, Shape] = {}
-    for layer in mtp_prefixes(config)[config.modules :]:
-        blocks = attention(config, layer, "moe"), ffn(config, layer, "moe")
-        for sources in (prediction(config, layer), *blocks):
-            for source in sources.values():
-                tensors |= source.tensors
-    return tensors
-
-
-def mtp_copies(config: ModelConfig) -> dict[str, Shape]:
-    """The copies of embedding and head that some checkpoints store with each module."""
-    shape = (config.vocab, config.d_model)
-    names = ("embed_tokens.weight", "shared_head.head.weight")
-    return {f"{layer}{name}": shape for layer in mtp_prefixes(config) for name in names}

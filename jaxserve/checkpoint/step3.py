@@ -1,10 +1,6 @@
 """Step-3: its config.json and its tensors (`model_type` step3_vl and step3_text)."""
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.checkpoint.quantization_config import stored_format
 from jaxserve.checkpoint.source import (
     CheckpointNames,
     Source,
@@ -15,21 +11,10 @@ from jaxserve.checkpoint.source import (
     vector,
 )
 from jaxserve.config.model import MFA, FFNKind, ModelConfig, Router
-from jaxserve.errors import CheckpointError
 
 
-def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:
-    """Step-3's config.json: `step3_vl` with a `text_config`, or the text model alone.
-
-    Raises:
-      CheckpointError: with every entry that is missing, of a wrong type, or not supported.
-    """
-    text = tree if tree.get("text_config") is None else tree["text_config"]
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"config.json: text_config = {text!r} is not an object")
-    # `quantization_config` is an entry of the whole model, not of its text_config.
-    outer = {name: tree[name] for name in ("quantization_config",) if name in tree}
-    entries = Entries({**outer, **text}, ignored)
+def step3_config(entries: Entries) -> ModelConfig:
+    """Step-3's config.json: the `text_config` of `step3_vl`, or the text model alone."""
     decoder = entries.decoder()
     layers = decoder["layers"]
     mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
@@ -56,54 +41,35 @@ def step3_config(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
         router=router if moe_layers or mtp_layers else None,
         expert_d_ff=entries.size("moe_intermediate_size", least=0, default=none),
         shared_d_ff=entries.size("share_expert_dim", least=0, default=none),
-        max_positions=entries.size(
-            "max_position_embeddings", "max_position_embedding", "max_seq_len"
-        ),
-        stored=stored_format(entries),
         mtp_layers=mtp_layers,
     )
-    entries.raise_problems()
-    if moe_layers or mtp_layers:
-        entries.router(router, "moe_num_experts", "moe_top_k")
-    entries.only("hidden_act", "silu")
     entries.only("attention_bias", False)
     entries.meaningless("text_config", "vision_config", "image_token_id")
-    # Synonyms of entries read above.
-    entries.meaningless("max_position_embedding", "max_seq_len")
-    names = "num_attention_heads", "num_attention_groups"
-    entries.multiple(names[0], attention.q_heads, names[1], attention.kv_heads)
     if beyond := sorted(layer for layer in moe_layers if not 0 <= layer < layers):
         entries.problems.append(f"moe_layers_enum names {beyond} of {layers} layers")
-    entries.refuse_unread()
-    entries.raise_problems()
     return config
 
 
 def step3_names(config: ModelConfig) -> CheckpointNames:
     """Step-3's tensors."""
     towers = ("vision_model.", "vit_")
-    return decoder_names(config, _step3_attention, _step3_ffn, ignored=towers)
+    return decoder_names(config, _step3_attention, _step3_ffn, gate="moe.gate", ignored=towers)
 
 
-def _step3_attention(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
-    d, attention, sizes = config.d_model, f"{layer}self_attn.", config.attention
+def _step3_attention(config: ModelConfig, name: str) -> Sources:
+    d, sizes = config.d_model, config.attention
     assert isinstance(sizes, MFA)
     heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     down = ("q_proj", "k_proj", "v_proj")
-    sources = {
-        "input_norm": vector(f"{layer}input_layernorm.weight", d),
+    return {
         "attention.down": Source(
-            tuple(f"{attention}{name}.weight" for name in down),
+            tuple(f"{name}{each}.weight" for each in down),
             ((sizes.latent, d), (kv, d), (kv, d)),
         ),
-        "attention.inter_norm": vector(f"{attention}inter_norm.weight", sizes.latent),
-        "attention.up": matrix(f"{attention}wq.weight", heads, sizes.latent),
-        "attention.out": matrix(f"{attention}o_proj.weight", d, heads),
-        "post_norm": vector(f"{layer}post_attention_layernorm.weight", d),
+        "attention.inter_norm": vector(f"{name}inter_norm.weight", sizes.latent),
+        "attention.up": matrix(f"{name}wq.weight", heads, sizes.latent),
+        "attention.out": matrix(f"{name}o_proj.weight", d, heads),
     }
-    if kind == "moe":
-        sources["router.gate"] = matrix(f"{layer}moe.gate.weight", config.experts, d)
-    return sources
 
 
 def _step3_ffn(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:

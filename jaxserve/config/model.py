@@ -69,6 +69,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     yarn: Yarn | None = None
     interleaved: bool = False
     """Whether pairs are neighbours, (0, 1), (2, 3), … instead of halves, (0, d/2), …"""
+    columns: int = 0
+    """Number of a head's columns that are rotated, from the first on; 0: all."""
 
 
 class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa"):
@@ -87,8 +89,9 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
     q_heads: int
     kv_heads: int
     head_dim: int
-    qk_norm: bool = False
-    """Whether every head of q and k is normalised before RoPE (Qwen3)."""
+    qk_norm: Literal["none", "heads", "columns"] = "none"
+    """RMSNorms of q and k before RoPE: `heads` norms every head with the same weights; `columns`
+    norms all heads of a token together, with a weight for every column."""
     qkv_bias: bool = False
     out_bias: bool = False
 

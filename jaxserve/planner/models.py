@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.config.model import MFA, MLA, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
@@ -116,7 +116,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def linear_parameters(self) -> int:
-        """Of all linear maps before and after attention."""
+        """Parameters of all linear maps before and after attention."""
         return sum(
             group.layers * sum(group.split_parameters(self.d_model)) for group in self.attention
         )
@@ -176,7 +176,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def cost_model(config: ModelConfig) -> CostModel:
-    """Of a model that the engine runs."""
+    """Describes the costs of a model that the engine runs."""
     kinds = map(config.kind, range(config.layers))
     counts = Counter((kind.window, kind.int8_products) for kind in kinds)
     attention = [
@@ -255,7 +255,7 @@ def model_folder(name: str, folder: Path = CONFIGS) -> Path:
 
 
 def model_config(path: Path) -> ModelConfig | None:
-    """What the engine would run from this folder; None: it cannot.
+    """Reads the architecture that the engine would run from this folder; None: it cannot.
 
     Raises:
       ConfigError: config.json is wrong.
@@ -265,12 +265,11 @@ def model_config(path: Path) -> ModelConfig | None:
         return None
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        family = FAMILIES.get(tree.get("model_type", ""))
-        if family is None:
+        if tree.get("model_type") not in FAMILIES:
             raise ConfigError(
                 f"{file}: model_type {tree.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
             )
-        return family.config(tree, ())
+        return architecture(tree)
     except (OSError, ValueError, AttributeError, CheckpointError) as error:
         raise ConfigError(f"{file}: {error}") from None
 

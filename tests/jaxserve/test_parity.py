@@ -61,6 +61,8 @@ AFD: dict[str, dict[str, Any]] = {
     "deepseek_v3_biases": {"attention.tp": 2, "ffn.tp": 2},
     "qwen3_moe_biases": {"attention.tp": 2, "ffn.ep": 2},
     "qwen3_window": {"attention.dp": 2, "ffn.tp": 2},
+    "glm4_moe": {"attention.tp": 2, "ffn.ep": 2},
+    "minimax_m2": {"attention.tp": 2, "ffn.ep": 2},
 }
 """2A2F for every family; those with biases on devices that must not add them twice."""
 IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
@@ -74,8 +76,10 @@ SHOWN_BY_ANOTHER = {
     "deepseek_v3_one_group",  # kimi_k2
     "deepseek_v3_tied",  # qwen3_tied
     "deepseek_v3_two_dense",  # every_other
-    "deepseek_v3_yarn_plain",  # qwen3_yarn
+    "deepseek_v3_yarn_plain",  # glm4_moe_air
+    "glm4_moe",  # glm4_moe_air, qwen3, and the two meshes
     "kimi_k2_thinking",  # kimi_k2, deepseek_v3_epsilon
+    "minimax_m2_transformers5",  # minimax_m2, glm4_moe_air
     "qwen3_biases",  # qwen3_moe_biases
     "qwen3_four_queries_a_key",  # qwen3_moe_four_queries_a_key
     "qwen3_moe_biases",  # the two meshes
@@ -83,6 +87,7 @@ SHOWN_BY_ANOTHER = {
     "qwen3_moe_tied",  # qwen3_tied
     "qwen3_moe_window",  # qwen3_window, qwen3_moe
     "qwen3_window_transformers5",  # qwen3_window, qwen3_transformers5
+    "qwen3_yarn",  # glm4_moe_air
 }
 """Models with nothing that the models named beside them have not: they cost a compilation each, so
 only `pytest -m nightly` looks at them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
+from tests.reference.tiny_sizes import TinyDeepseek, TinyGlm4, TinyMinimax, TinyQwen3, Yarn
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
@@ -107,6 +107,14 @@ def _entries() -> list[TinyModel]:
         ),
         dense("window_unused", use_sliding_window=False, sliding_window=4, max_window_layers=0),
         dense("yarn", yarn=Yarn()),
+        TinyModel("glm4_moe", TinyGlm4(num_nextn_predict_layers=1)),
+        TinyModel(
+            "glm4_moe_air",
+            TinyGlm4(use_qk_norm=False, routed_scaling_factor=1.0, yarn=Yarn()),
+            spelling="transformers 5",
+        ),
+        TinyModel("minimax_m2", TinyMinimax()),
+        TinyModel("minimax_m2_transformers5", TinyMinimax(), spelling="transformers 5"),
     ]
 
 

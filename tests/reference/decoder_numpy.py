@@ -161,8 +161,9 @@ class DecoderNumpy:
             tensors |= read_safetensors(file)
         if config.get("quantization_config"):
             tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
-        deepseek = config["model_type"] in ("deepseek_v3", "kimi_k2")
-        return (DeepseekNumpy if deepseek else Qwen3Numpy)(config, tensors)
+        kinds = {"deepseek_v3": DeepseekNumpy, "kimi_k2": DeepseekNumpy}
+        kinds |= {"glm4_moe": Glm4Numpy, "minimax_m2": MinimaxNumpy}
+        return kinds.get(config["model_type"], Qwen3Numpy)(config, tensors)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """After every token of one sequence, [tokens, vocab]."""
@@ -283,21 +284,33 @@ class Qwen3Numpy(DecoderNumpy):
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
         config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
-        dim, rope = config["head_dim"], RopeNumpy(config, config["head_dim"])
+        dim, columns = config["head_dim"], self.rotated()
+        rope = RopeNumpy(config, columns)
 
         def heads(kind: str) -> np.ndarray:
-            return self.linear(f"{name}{kind}_proj", x).reshape(tokens, -1, dim)
+            made, norm = self.linear(f"{name}{kind}_proj", x), f"{name}{kind}_norm"
+            if f"{norm}.weight" in self.tensors:
+                width = self.tensors[f"{norm}.weight"].size  # of a head, or of all
+                made = self.norm(norm, made.reshape(tokens, -1, width))
+            return made.reshape(tokens, -1, dim)
 
-        query, key = (
-            rope.turn(self.norm(f"{name}{kind}_norm", heads(kind)), interleaved=False)
-            for kind in ("q", "k")
-        )
-        output = attend(query, key, heads("v"), dim**-0.5, self.window(layer))
+        def turned(kind: str) -> np.ndarray:
+            turn, keep = np.split(heads(kind), [columns], axis=-1)
+            return np.concatenate([rope.turn(turn, interleaved=False), keep], axis=-1)
+
+        scale = dim**-0.5
+        output = attend(turned("q"), turned("k"), heads("v"), scale, self.window(layer))
         return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
+
+    def rotated(self) -> int:
+        """Columns of a head that RoPE turns."""
+        config, dim = self.config, self.config["head_dim"]
+        share = config.get("rope_parameters", config).get("partial_rotary_factor", 1)
+        return config.get("rotary_dim") or int(dim * share)
 
     def window(self, layer: int) -> int:
         config = self.config
-        if not config["use_sliding_window"]:
+        if not config.get("use_sliding_window"):
             return 0
         dense = config["model_type"] == "qwen3"
         return 0 if dense and layer < config["max_window_layers"] else config["sliding_window"]
@@ -317,3 +330,20 @@ class Qwen3Numpy(DecoderNumpy):
         if self.config["norm_topk_prob"]:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         return weights
+
+
+class Glm4Numpy(Qwen3Numpy):
+    """Grouped-query attention, and DeepSeek's experts."""
+
+    is_moe, route = DeepseekNumpy.is_moe, DeepseekNumpy.route
+
+
+class MinimaxNumpy(Glm4Numpy):
+    """The same under other names, with experts in every layer."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, np.ndarray]):
+        names = {"block_sparse_moe": "mlp", "mlp.e_score": "mlp.gate.e_score"}
+        for old, new in (names | {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}).items():
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        fixed = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        super().__init__(config | fixed | {"routed_scaling_factor": 1.0}, tensors)

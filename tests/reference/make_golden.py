@@ -34,7 +34,7 @@ from safetensors.numpy import save_file
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.catalogue import GOLDEN as GOLDEN
 from tests.reference.tiny_models import TinyModel, prompts
-from tests.reference.tiny_sizes import TinyDeepseek
+from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
 
 OUTPUT_TOKENS = 24
 CLOSE_LOGITS = 1e-3
@@ -82,13 +82,16 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    config_class, model_class = {
-        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-        # The same architecture under another name.
-        "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    name = {
+        "deepseek_v3": "DeepseekV3",
+        "kimi_k2": "DeepseekV3",  # the same architecture under another name
+        "qwen3": "Qwen3",
+        "qwen3_moe": "Qwen3Moe",
+        "glm4_moe": "Glm4Moe",
+        "minimax_m2": "MiniMaxM2",
     }[model.sizes.model_type]
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     entries = json.loads((folder / "config.json").read_text())
     entries["model_type"] = config_class.model_type
     config = config_class.from_dict(entries)
@@ -160,8 +163,9 @@ def _router_margins(network: Any, model: TinyModel, margins: list[float]) -> Ite
     for layer, block in enumerate(network.model.layers):
         if model.sizes.is_moe(layer):
 
-            def note(gate: Any, _: Any, output: Any) -> None:
-                bias = getattr(gate, "e_score_correction_bias", None)
+            def note(gate: Any, _: Any, output: Any, block: Any = block.mlp) -> None:
+                own = getattr(block, "e_score_correction_bias", None)
+                bias = getattr(gate, "e_score_correction_bias", own)
                 shift = None if bias is None else bias.double().numpy()
                 margins.append(router_margin(model, output[0].double().numpy(), shift))
 
@@ -176,8 +180,9 @@ def _router_margins(network: Any, model: TinyModel, margins: list[float]) -> Ite
 def router_margin(model: TinyModel, logits: np.ndarray, bias: np.ndarray | None) -> float:
     """The closest choice of a router, [tokens, experts]: by biased score, or by logit."""
     sizes = model.sizes
-    if not isinstance(sizes, TinyDeepseek):
+    if bias is None:
         return _gap(logits, sizes.num_experts_per_tok)
+    assert not isinstance(sizes, TinyQwen3)
     scores = 1 / (1 + np.exp(-logits)) + bias
     groups = scores.reshape(len(scores), sizes.n_group, -1)
     best_two = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek-V3, Kimi K2 and Qwen3 checkpoints, in the layout of the released files.
+"""Tiny random checkpoints of all families but Step-3, in the layout of the released files.
 
 `catalogue.py` lists the models, `make_golden.py` runs transformers on them, and
 `tests/jaxserve/test_parity.py` jaxserve. Knows NumPy and safetensors only. Step-3, for which
@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference.block_fp8 import BLOCK, block_quantise
-from tests.reference.tiny_sizes import BOS, EOS, VOCAB, Spelling, TinyDeepseek, TinyQwen3
+from tests.reference.tiny_sizes import BOS, EOS, VOCAB, Sizes, Spelling
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TinyModel:
     """One entry of the catalogue."""
 
     name: str
-    sizes: TinyDeepseek | TinyQwen3
+    sizes: Sizes
     seed: int = 0
     """Seed of the weights, with which no choice of the reference is a close one."""
     spelling: Spelling = "released"

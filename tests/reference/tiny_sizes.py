@@ -146,10 +146,14 @@ class TinyDeepseek:
             }
             if self.q_lora_rank is not None:
                 shapes["self_attn.q_a_proj.bias"] = (self.q_lora_rank,)
+        return shapes | self._ffn_shapes(moe=moe)
+
+    def _ffn_shapes(self, *, moe: bool) -> Shapes:
+        hidden = self.hidden_size
         if not moe:
-            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+            return _mlp_shapes("mlp.", hidden, self.intermediate_size)
         width, experts = self.moe_intermediate_size, self.n_routed_experts
-        shapes |= {
+        shapes: Shapes = {
             "mlp.gate.weight": (experts, hidden),
             "mlp.gate.e_score_correction_bias": (experts,),
         }
@@ -235,19 +239,8 @@ class TinyQwen3:
         query, keys = (
             heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads)
         )
-        shapes: Shapes = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (query, hidden),
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.o_proj.weight": (hidden, query),
-            "self_attn.q_norm.weight": (self.head_dim,),
-            "self_attn.k_norm.weight": (self.head_dim,),
-        }
-        if self.attention_bias:
-            for name, size in (("q", query), ("k", keys), ("v", keys), ("o", hidden)):
-                shapes[f"self_attn.{name}_proj.bias"] = (size,)
+        biased = "qkvo" if self.attention_bias else ""
+        shapes = _grouped(hidden, query, keys, (self.head_dim, self.head_dim), biased)
         if not moe:
             return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
         shapes["mlp.gate.weight"] = (self.num_experts, hidden)
@@ -255,6 +248,97 @@ class TinyQwen3:
             shapes |= _mlp_shapes(f"mlp.experts.{expert}.", hidden, self.moe_intermediate_size)
         return shapes
 
+
+@dataclass(frozen=True)
+class TinyGlm4:
+    """The sizes of a tiny GLM-4.5, named as in config.json."""
+
+    model_type: str = "glm4_moe"
+    hidden_size: int = 48
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    attention_bias: bool = True
+    use_qk_norm: bool = True
+    partial_rotary_factor: float = 0.5
+    intermediate_size: int = 56
+    moe_intermediate_size: int = 24
+    n_routed_experts: int = 8
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 3
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 1
+    num_nextn_predict_layers: int = 0
+    rope_theta: float = 1e6
+    yarn: Yarn | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+
+    moe_layer_freq = 1
+    is_moe, shapes = TinyDeepseek.is_moe, TinyDeepseek.shapes
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        entries = {key: value for key, value in vars(self).items() if key not in _ROPE}
+        entries |= _common("CausalLM")
+        if spelling == "released":
+            scaling = self.yarn and {"rope_type": "yarn", **self.yarn.entries()}
+            return entries | {"rope_theta": self.rope_theta, "rope_scaling": scaling}
+        share = {"partial_rotary_factor": entries.pop("partial_rotary_factor")}
+        return entries | {"rope_parameters": _rope_parameters(self.rope_theta, self.yarn) | share}
+
+    def _layer_shapes(self, *, moe: bool) -> Shapes:
+        query, keys = (
+            heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads)
+        )
+        norms = (self.head_dim, self.head_dim) if self.use_qk_norm else None
+        norms = (query, keys) if self.model_type == "minimax_m2" else norms
+        biased = "qkv" if self.attention_bias else ""
+        shapes = _grouped(self.hidden_size, query, keys, norms, biased)
+        return shapes | TinyDeepseek._ffn_shapes(self, moe=moe)
+
+
+@dataclass(frozen=True)
+class TinyMinimax(TinyGlm4):
+    """A tiny MiniMax-M2: the fields of GLM-4.5 that it has, which its files name otherwise."""
+
+    model_type: str = "minimax_m2"
+    attention_bias: bool = False
+    partial_rotary_factor: float = 0.25
+    first_k_dense_replace: int = 0
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        entries = super().config(spelling)
+        for name in (
+            *("attention_bias", "n_shared_experts", "n_group", "topk_group", "norm_topk_prob"),
+            *("routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers"),
+        ):
+            del entries[name]
+        entries["num_local_experts"] = entries.pop("n_routed_experts")
+        entries["intermediate_size"] = entries.pop("moe_intermediate_size")
+        if spelling == "released":
+            entries["rotary_dim"] = int(self.head_dim * entries.pop("partial_rotary_factor"))
+            entries |= {"qk_norm_type": "per_layer", "num_mtp_modules": 3, "use_mtp": True}
+        return entries
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        shapes = {n: s for n, s in super().shapes().items() if "shared_experts" not in n}
+        for old, new in MINIMAX.items():
+            shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+        return shapes
+
+
+MINIMAX = {"mlp.gate.e_score": "mlp.e_score", ".mlp.": ".block_sparse_moe."}
+MINIMAX |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Parts of the names of tensors: GLM-4.5's -> MiniMax-M2's."""
+
+Sizes = TinyDeepseek | TinyQwen3 | TinyGlm4
 
 _ROPE = ("rope_theta", "yarn")
 _ONLY_MOE = (
@@ -285,6 +369,19 @@ def _common(architecture: str) -> dict[str, Any]:
 def _rope_parameters(theta: float, yarn: Yarn | None) -> dict[str, Any]:
     kind = {"rope_type": "yarn", **yarn.entries()} if yarn else {"rope_type": "default"}
     return {"rope_theta": theta, **kind}
+
+
+def _grouped(
+    hidden: int, query: int, keys: int, norms: tuple[int, int] | None, biased: str
+) -> Shapes:
+    """Norms and grouped-query attention of a layer."""
+    attn, sizes = "self_attn.", {"q": query, "k": keys, "v": keys}
+    shapes: Shapes = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= {f"{attn}{name}_proj.weight": (sizes[name], hidden) for name in "qkv"}
+    shapes[f"{attn}o_proj.weight"] = (hidden, query)
+    if norms:
+        shapes |= {f"{attn}q_norm.weight": norms[:1], f"{attn}k_norm.weight": norms[1:]}
+    return shapes | {f"{attn}{name}_proj.bias": (sizes.get(name, hidden),) for name in biased}
 
 
 def _outer_shapes(hidden: int, *, tied: bool) -> Shapes:

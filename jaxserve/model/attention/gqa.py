@@ -1,4 +1,4 @@
-"""Grouped-query attention (Qwen3): norms of q and k per head, sliding window, optional biases.
+"""Grouped-query attention: optional norms of q and k, sliding window, optional biases.
 
 One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
 `shard_map` on the attention mesh: query heads and K and V heads are split over `tp`. Where there
@@ -14,7 +14,8 @@ from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
-from jaxserve.model.attention.rope import batch_rotation
+from jaxserve.model.attention.rope import batch_rotation, paired
+from jaxserve.model.columns import norm_columns
 from jaxserve.model.module import Formats, add_once, linear, matrix, scale, zeros
 
 
@@ -25,7 +26,8 @@ class GQA(nnx.Module):
       query: [q_heads·head_dim, d_model].
       key, value: [kv_heads·head_dim, d_model].
       out: [d_model, q_heads·head_dim].
-      query_norm, key_norm: [head_dim], of every head.
+      query_norm, key_norm: [head_dim] of every head, or a weight for each column of all heads;
+        None: the model has none.
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
     """
 
@@ -42,8 +44,10 @@ class GQA(nnx.Module):
         self.key = matrix(rngs, formats, **kv, d_model=d_model)
         self.value = matrix(rngs, formats, **kv, d_model=d_model)
         self.out = matrix(rngs, formats, d_model=d_model, **heads)
-        self.query_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
-        self.key_norm = scale(dtype, head_dim=sizes.head_dim) if sizes.qk_norm else None
+        one = {"head_dim": sizes.head_dim}
+        query, key = (heads, kv) if sizes.qk_norm == "columns" else (one, one)
+        self.query_norm = None if sizes.qk_norm == "none" else scale(dtype, **query)
+        self.key_norm = None if sizes.qk_norm == "none" else scale(dtype, **key)
         self.query_bias = zeros(dtype, **heads) if sizes.qkv_bias else None
         self.key_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
         self.value_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
@@ -52,16 +56,22 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
-        """As `MFA.__call__`."""
-        head_dim, tokens = self.sizes.head_dim, x.shape[0]
-        query = linear(x, self.query, self.query_bias).reshape(tokens, -1, head_dim)
-        key = linear(x, self.key, self.key_bias).reshape(tokens, -1, head_dim)
+        """Attention of normed tokens, as `MFA.__call__` describes it."""
+        head_dim, tokens, norms = self.sizes.head_dim, x.shape[0], self._norms()
+        query, key = linear(x, self.query, self.query_bias), linear(x, self.key, self.key_bias)
+        if norms and self.sizes.qk_norm == "columns":
+            query = norm_columns(query, norms.query, self.epsilon, self.sizes.q_heads * head_dim)
+            key = norm_columns(key, norms.key, self.epsilon, self.sizes.kv_heads * head_dim)
+            norms = None
+        query, key = (
+            paired(heads.reshape(tokens, -1, head_dim), self.rope) for heads in (query, key)
+        )
         value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
         if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
         turn = batch_rotation(batch, head_dim, self.rope)
         with jax.named_scope("write_pages"):
-            query, pages = rotate_and_write(pages, query, key, value, turn, batch, self._norms())
+            query, pages = rotate_and_write(pages, query, key, value, turn, batch, norms)
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
             mixed = attend(query, pages, batch, scale=scale, kind=self.kind, dtype=x.dtype)
@@ -77,4 +87,7 @@ class GQA(nnx.Module):
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:
             return None
-        return HeadNorms(self.query_norm[...], self.key_norm[...], self.epsilon)
+        norms = self.query_norm[...], self.key_norm[...]
+        if self.sizes.qk_norm == "heads":
+            norms = paired(norms[0], self.rope), paired(norms[1], self.rope)
+        return HeadNorms(*norms, self.epsilon)

@@ -1,5 +1,5 @@
 """Angles of rotary position embedding, with YaRN for long contexts. Called by the attention
-families; what rotates by them is `pallas_kernels/rotate_and_write`."""
+families; `pallas_kernels/rotate_and_write` rotates by these angles."""
 
 import math
 
@@ -12,13 +12,26 @@ from jaxserve.model.attention.batch import RaggedBatch
 
 
 def frequencies(rope: Rope, dimensions: int) -> np.ndarray:
-    """Angular frequency of each of the dimensions / 2 pairs, in radians per position, FP32."""
-    frequency = rope.theta ** (-np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
+    """Angular frequency of each of the dimensions / 2 pairs, in radians per position, FP32; 0 for
+    pairs beyond `rope.columns`, which are not rotated."""
+    columns = rope.columns or dimensions
+    frequency = rope.theta ** (-np.arange(0, columns, 2, dtype=np.float64) / columns)
     if rope.yarn is not None:
         # Pairs that turn less than once within the training context are interpolated.
-        share = _interpolated(rope.yarn, rope.theta, dimensions)
+        share = _interpolated(rope.yarn, rope.theta, columns)
         frequency = frequency / rope.yarn.factor * share + frequency * (1 - share)
-    return frequency.astype(np.float32)
+    return np.pad(frequency.astype(np.float32), (0, (dimensions - columns) // 2))
+
+
+def paired(x: Float[Array, "*batch width"], rope: Rope) -> Float[Array, "*batch width"]:
+    """Orders the columns of a head so that the pairs (i, i + width/2) are those that `rope`
+    rotates, followed by pairs that stay. Queries and keys are ordered alike, so that their products
+    do not change."""
+    if not rope.columns:
+        return x
+    middle = (x.shape[-1] + rope.columns) // 2
+    low, high, *rest = jnp.split(x, [rope.columns // 2, rope.columns, middle], axis=-1)
+    return jnp.concatenate([low, rest[0], high, rest[1]], axis=-1)
 
 
 def _interpolated(yarn: Yarn, theta: float, dimensions: int) -> np.ndarray:
@@ -44,8 +57,9 @@ def rotation(
     position: Int[Array, " tokens"], dimensions: int, rope: Rope
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
     """Cosine and sine of each token's angles, FP32, times YaRN's magnitude."""
-    angle = position.astype(jnp.float32)[:, None] * frequencies(rope, dimensions)
-    magnitude = rope.yarn.magnitude if rope.yarn else 1.0
+    frequency = frequencies(rope, dimensions)
+    angle = position.astype(jnp.float32)[:, None] * frequency
+    magnitude = np.where(frequency, np.float32(rope.yarn.magnitude if rope.yarn else 1), 1)
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 

@@ -2,28 +2,34 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.entries import HARMLESS
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
 from tests import golden
-from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
+from tests.reference.catalogue import CATALOGUE
+from tests.reference.tiny_sizes import Sizes, TinyDeepseek, TinyGlm4, TinyMinimax, TinyQwen3, Yarn
 from tests.reference.tiny_step3 import TinyStep3
 
-TINY = [TinyDeepseek(), TinyQwen3(), TinyQwen3(model_type="qwen3_moe"), TinyStep3()]
+TINY = [TinyDeepseek(), TinyQwen3(), TinyQwen3(model_type="qwen3_moe")]
+TINY += [TinyGlm4(), TinyMinimax(), TinyStep3()]
 NAMES = [tiny.config()["model_type"] for tiny in TINY]
 
 
 def read(tree: dict[str, Any], *ignored: str) -> ModelConfig:
-    return FAMILIES[tree["model_type"]].config(tree, ignored)
+    return architecture(tree, ignored)
 
 
 def names_of(tree: dict[str, Any]) -> CheckpointNames:
@@ -48,6 +54,8 @@ def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
         ("qwen3-30b-a3b", 30.5),
         ("qwen3-32b", 32.8),
         ("step3", 316.3),
+        ("glm-4.5-air", 106.9),
+        ("minimax-m2", 228.7),
     ],
 )
 def test_released(name: str, billions: float):
@@ -77,8 +85,8 @@ def test_entries_of_released_files_that_change_nothing():
 
 
 @pytest.mark.parametrize("yarn", [None, Yarn()], ids=["plain", "yarn"])
-@pytest.mark.parametrize("tiny", TINY[:3], ids=NAMES[:3])
-def test_transformers_5_spells_the_same(tiny: TinyDeepseek | TinyQwen3, yarn: Yarn | None):
+@pytest.mark.parametrize("tiny", TINY[:5], ids=NAMES[:5])
+def test_transformers_5_spells_the_same(tiny: Sizes, yarn: Yarn | None):
     tiny = type(tiny)(**vars(tiny) | {"yarn": yarn})
     assert read(tiny.config("transformers 5")) == read(tiny.config())
 
@@ -166,6 +174,11 @@ SIZES = {
     "qwen3 moe biases": TinyQwen3(
         model_type="qwen3_moe", attention_bias=True, num_key_value_heads=1
     ),
+    "glm": TinyGlm4(),
+    "glm mtp without norms and biases": TinyGlm4(
+        num_nextn_predict_layers=1, use_qk_norm=False, attention_bias=False
+    ),
+    "minimax": TinyMinimax(),
     "step3": TinyStep3(),
     "step3 mtp": TinyStep3(mtp=True),
     "step3 mtp copies": TinyStep3(mtp=True, mtp_repeats_head=True),
@@ -182,22 +195,19 @@ def test_tensors_are_those_of_the_file(sizes: Any):
     assert shapes_of(names) | copies == there
 
 
-FREQUENCIES = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (4,) for i in range(4)}
-
-
 @pytest.mark.parametrize(
-    ("sizes", "module", "embedding", "others"),
+    ("sizes", "module", "embedding"),
     [
-        (TinyDeepseek(num_nextn_predict_layers=1), 3, (97, 48), FREQUENCIES),
-        (TinyStep3(mtp=True), 4, (160, 64), {}),
+        (TinyDeepseek(num_nextn_predict_layers=1), 3, (97, 48)),
+        (TinyStep3(mtp=True), 4, (160, 64)),
     ],
 )
 def test_copies_in_a_prediction_module_may_be_there(
-    sizes: Any, module: int, embedding: tuple[int, int], others: dict[str, Any]
+    sizes: Any, module: int, embedding: tuple[int, int]
 ):
     copies = ("embed_tokens", "shared_head.head")
     expected = {f"model.layers.{module}.{copy}.weight": embedding for copy in copies}
-    assert names_of(sizes.config()).optional == expected | others
+    assert names_of(sizes.config()).optional == expected
 
 
 @pytest.mark.parametrize("tiny", TINY, ids=NAMES)
@@ -206,3 +216,21 @@ def test_a_tied_head_is_the_embedding(tiny: Any):
     assert names.head["weight"].names == ("model.embed_tokens.weight",)
     repeated = {"lm_head.weight": (97, 48)} if isinstance(tiny, TinyQwen3) else {}
     assert names.optional.items() >= repeated.items()
+
+
+def test_the_text_model_of_a_model_with_images(tmp_path: Path):
+    """Kimi K2.5 is Kimi K2 with a prefix, beside tensors for images that are passed over."""
+    flat, whole = CATALOGUE["kimi_k2"].write(tmp_path / "text"), tmp_path / "whole"
+    text = json.loads((flat / "config.json").read_text())
+    tree = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"patch_size": 14}}
+    tensors = load_file(flat / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(tree))
+    save_file(named | {"vision_tower.x": np.ones(1)}, whole / "model.safetensors")
+    config, names = read_config(whole)
+    assert config == read_config(flat)[0]
+    assert HFCheckpoint(whole, names).kind("language_model.lm_head.weight") == "F32"
+    tree["text_config"] = text | {"quantization_config": {"quant_method": "x"}}
+    with pytest.raises(CheckpointError, match=r"quantization_config.quant_method = 'x' is not"):
+        read(tree)

@@ -16,7 +16,8 @@ from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests import golden
 from tests.jaxserve.checkpoint.opened import Opened, edit_config
 from tests.reference.block_fp8 import block_quantise
-from tests.reference.tiny_models import TinyDeepseek, TinyModel
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import TinyDeepseek
 
 pytestmark = pytest.mark.unoptimised
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config, step3_names
+from jaxserve.checkpoint.families import architecture
+from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.errors import CheckpointError
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -22,8 +23,8 @@ def test_entries_of_the_vision_model_are_passed_over():
         *("patch_token_len", "projector_bias", "understand_projector_stride"),
         *("use_im_start_end", "vision_select_layer"),
     }
-    assert step3_config(VISION | dict.fromkeys(images, 7)) == step3_config(CONFIG)
-    assert step3_config(CONFIG | {"text_config": None}) == step3_config(CONFIG)
+    assert architecture(VISION | dict.fromkeys(images, 7)) == architecture(CONFIG)
+    assert architecture(CONFIG | {"text_config": None}) == architecture(CONFIG)
 
 
 @pytest.mark.parametrize("place", ["outside", "inside"])
@@ -32,16 +33,16 @@ def test_quantisation_is_said_outside_or_inside(place):
     tree = VISION | said
     if place == "inside":
         tree = VISION | {"text_config": VISION["text_config"] | said}
-    assert step3_config(tree).stored == "fp8_block"
+    assert architecture(tree).stored == "fp8_block"
 
 
 def test_the_text_models_entries_are_read_strictly():
     tree = VISION | {"text_config": VISION["text_config"] | {"sliding_window": 512}}
     with pytest.raises(CheckpointError, match="sliding_window = 512 is not known"):
-        step3_config(tree)
-    assert step3_config(tree, ["sliding_window"]) == step3_config(VISION)
+        architecture(tree)
+    assert architecture(tree, ["sliding_window"]) == architecture(VISION)
 
 
 def test_no_shared_expert():
-    names = step3_names(step3_config(changed(share_expert_dim=0)))
+    names = step3_names(architecture(changed(share_expert_dim=0)))
     assert set(names.ffn[1]) == {"experts.gate", "experts.up", "experts.down"}

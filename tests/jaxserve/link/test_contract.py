@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.link.contract import Contract
 from jaxserve.link.message import message_formats
 from jaxserve.model.ffn.traffic import deployment_row_bytes
@@ -14,13 +14,13 @@ def contract(tmp_path, **overrides):
     deployment = layouts.deployment(
         tmp_path, {k.replace("__", "."): v for k, v in overrides.items()}
     )
-    return Contract.of(step3_config(layouts.SIZES.config()), deployment)
+    return Contract.of(architecture(layouts.SIZES.config()), deployment)
 
 
 @pytest.mark.parametrize("dispatch", ["float32", "fp8", "int8"])
 def test_rows_have_the_bytes_that_capacity_counts(dispatch, tmp_path):
     deployment = layouts.deployment(tmp_path, {"link.dispatch": dispatch})
-    config = step3_config(layouts.SIZES.config())
+    config = architecture(layouts.SIZES.config())
     formats = message_formats(Contract.of(config, deployment))
     assert list(formats) == ["dense", "moe"]
     counted = deployment_row_bytes(config, deployment).packed

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, LayerKind
 from jaxserve.engine.build_runtime import build_runtime
@@ -123,7 +123,7 @@ class TestLayoutsThatDoNotFit:
     SIZES = TinyStep3(hidden_size=48, num_attention_heads=6, share_expert_dim=96)
 
     def check(self, overrides, **sizes):
-        config = step3_config(dataclasses.replace(self.SIZES, **sizes).config())
+        config = architecture(dataclasses.replace(self.SIZES, **sizes).config())
         check_layout(config, load_deployment(REPOSITORY, overrides))
 
     @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ class TestLayoutsThatDoNotFit:
         [("fp8", "fp8"), ("int8", "int8"), ("int4", "int8"), ("auto", None), ("bfloat16", None)],
     )
     def test_formats_of_the_rows_of_experts_need_quantised_weights(self, weights, rows):
-        config = step3_config(self.SIZES.config())
+        config = architecture(self.SIZES.config())
         for wanted, expected in (("blocks", rows), ("float", rows and "float")):
             overrides = {"ffn.expert_rows": wanted, "ffn.weights": weights}
             deployment = load_deployment(REPOSITORY, overrides)
@@ -173,7 +173,7 @@ class TestLayoutsThatDoNotFit:
         ],
     )
     def test_rows_in_blocks_need_whole_blocks(self, overrides, d_ff, field):
-        config = step3_config(self.SIZES.config() | {"moe_intermediate_size": d_ff})
+        config = architecture(self.SIZES.config() | {"moe_intermediate_size": d_ff})
         config = msgspec.structs.replace(config, stored="fp8_block")
         deployment = load_deployment(REPOSITORY, {"ffn.expert_rows": "blocks", **overrides})
         if field is None:
@@ -183,7 +183,7 @@ class TestLayoutsThatDoNotFit:
             expert_rows(deployment, config)
 
     def test_rows_in_blocks_need_int4_groups_that_divide_them(self):
-        config = msgspec.structs.replace(step3_config(self.SIZES.config()), int4=Int4(group=48))
+        config = msgspec.structs.replace(architecture(self.SIZES.config()), int4=Int4(group=48))
         overrides = {"ffn.expert_rows": "blocks", "ffn.weights": "int4"}
         with pytest.raises(ConfigError, match=r"groups that divide 128 columns.* have 48"):
             expert_rows(load_deployment(REPOSITORY, overrides), config)
@@ -192,7 +192,7 @@ class TestLayoutsThatDoNotFit:
 def test_templates_of_a_model_without_dense_layers():
     sizes = TinyStep3(num_hidden_layers=2, moe_layers=(0, 1))
     deployment = load_deployment(REPOSITORY)
-    templates = ModelTemplates(step3_config(sizes.config()), deployment, Submeshes(deployment))
+    templates = ModelTemplates(architecture(sizes.config()), deployment, Submeshes(deployment))
     assert list(templates.attention) == [LayerKind("moe")]
     assert list(templates.ffn) == ["moe"]
     assert "router.gate" in templates.attention[LayerKind("moe")].names

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Submeshes
@@ -10,7 +10,7 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.ffn_programs import FFNPrograms
 from tests.jaxserve import layouts
 
-CONFIG = step3_config(layouts.SIZES.config())
+CONFIG = architecture(layouts.SIZES.config())
 
 
 def programs_of(

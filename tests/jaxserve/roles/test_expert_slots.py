@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.step3 import step3_config, step3_names
+from jaxserve.checkpoint.families import architecture
+from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES
@@ -120,7 +121,7 @@ def test_every_slot_holds_what_its_placement_says(overrides, expected_pieces, tm
 def test_the_shared_expert_stays_where_it_is(source, tmp_path):
     sizes = dataclasses.replace(layouts.SIZES, share_expert_dim=66)
     folder = write_tiny_step3(tmp_path, sizes)
-    config = step3_config(sizes.config())
+    config = architecture(sizes.config())
     checkpoint = open_checkpoint(str(folder), step3_names(config))
     overrides = {"ffn.ep": 4, "ffn.redundant_slots": 1, "ffn.shared_ranks": 1}
     slots, _, pieces = make(folder, overrides, checkpoint, config)

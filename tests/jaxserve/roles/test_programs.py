@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.config.model import LayerKind
 from jaxserve.model.quant import rows as quant_rows
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -21,7 +21,7 @@ def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
     overrides = {key.replace("__", "."): value for key, value in overrides.items()}
     if cls is ColocatedPrograms:
         overrides |= layouts.COLOCATED
-    return programs_of(cls, layouts.deployment(tmp_path, overrides), step3_config(sizes.config()))
+    return programs_of(cls, layouts.deployment(tmp_path, overrides), architecture(sizes.config()))
 
 
 def test_padding_has_the_id_past_the_experts_whatever_the_ffn_mesh(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.checkpoint.source import Source
 from jaxserve.config.load import load_deployment
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
@@ -23,7 +23,7 @@ from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
-from tests.reference.decoder_numpy import DeepseekNumpy, Qwen3Numpy
+from tests.reference.decoder_numpy import DeepseekNumpy, Glm4Numpy, MinimaxNumpy, Qwen3Numpy
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_step3 import TinyStep3
@@ -52,6 +52,7 @@ def numpy_attention(model: Model) -> list[np.ndarray]:
     tree = model.config()
     rows = [x.astype(np.float64) for x in inputs(tree["hidden_size"])]
     references = {"step3_text": Step3Numpy, "deepseek_v3": DeepseekNumpy, "qwen3": Qwen3Numpy}
+    references |= {"glm4_moe": Glm4Numpy, "minimax_m2": MinimaxNumpy}
     reference = references[tree["model_type"]](tree, tensors)
     return [reference.attention(0, x) for x in rows]
 
@@ -78,7 +79,7 @@ class Layer:
     def __init__(self, model: Model, options: Options = Options()):  # noqa: B008
         tree = model.config()
         family = FAMILIES[tree["model_type"]]
-        config = family.config(tree, ())
+        config = architecture(tree)
         deployment = load_deployment(
             Path(__file__).parent,
             {

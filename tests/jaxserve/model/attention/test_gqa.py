@@ -14,7 +14,7 @@ from tests.jaxserve.model.attention.layers import (
     whole,
 )
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import TinyQwen3, Yarn
+from tests.reference.tiny_sizes import TinyGlm4, TinyMinimax, TinyQwen3, Yarn
 
 pytestmark = pytest.mark.unoptimised
 
@@ -29,6 +29,8 @@ VARIANTS = {
     "window": WINDOW,
     "window of one": replace(WINDOW, sliding_window=1),
     "yarn": replace(SIZES, yarn=Yarn()),
+    "partial": TinyGlm4(num_hidden_layers=1, yarn=Yarn()),
+    "columns": TinyMinimax(num_hidden_layers=1, num_attention_heads=8),
 }
 
 
@@ -50,6 +52,9 @@ class TestGQA(BiasesSuite):
         ("name", "tp"),
         [
             ("biases", 2),
+            ("partial", 2),
+            ("columns", 2),
+            ("columns", 4),  # every device has all columns of keys
             ("biases", 4),  # two K heads on four devices
             ("one key head", 4),
             ("as many key heads", 4),

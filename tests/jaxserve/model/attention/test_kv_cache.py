@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.deepseek import deepseek_config
-from jaxserve.checkpoint.qwen3 import qwen3_config
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
@@ -27,7 +25,7 @@ from tests.reference.tiny_step3 import TinyStep3
 def test_every_dp_group_has_its_pages():
     overrides = {"attention.dp": 3, "attention.tp": 2, "cache.pages": 100, "cache.page_size": 4}
     deployment = load_deployment(Path(__file__).parent, {**overrides, "scheduler.max_length": 64})
-    keys, values = page_arrays(step3_config(TinyStep3().config()), deployment)
+    keys, values = page_arrays(architecture(TinyStep3().config()), deployment)
     # One head, and two devices that have a copy of it each.
     assert keys.shape == values.shape == (300, 2, 4, 32)
     assert keys.dtype == values.dtype == jnp.bfloat16
@@ -40,8 +38,8 @@ def arrays(config, overrides):
     return [(array.shape, array.dtype.name) for array in page_arrays(config, deployment)]
 
 
-LATENT = deepseek_config(TinyDeepseek(kv_lora_rank=32, qk_rope_head_dim=8).config())
-GROUPED = qwen3_config(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
+LATENT = architecture(TinyDeepseek(kv_lora_rank=32, qk_rope_head_dim=8).config())
+GROUPED = architecture(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.checkpoint.deepseek import deepseek_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
@@ -84,7 +84,7 @@ class TestMLA(BiasesSuite):
         check(in_pieces(layer, self.x, MIXED_STEPS), self.expected(), 0.05)
 
     def test_a_window_is_refused(self):
-        config = deepseek_config(SIZES.config())
+        config = architecture(SIZES.config())
         with pytest.raises(ConfigError, match="latent attention with a sliding window"):
             attention_module(
                 config, LayerKind("dense", 8), Formats(np.dtype("float32")), nnx.Rngs(0)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.link.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock, shared_parts
@@ -37,8 +37,8 @@ TOP_K, EXPERTS, D_MODEL, ROWS = 3, 13, 16, 4
 SIZES = TinyStep3(
     hidden_size=D_MODEL, moe_intermediate_size=10, share_expert_dim=12, moe_num_experts=EXPERTS
 )
-CONFIG = step3_config(SIZES.config())
-WIDER = step3_config(dataclasses.replace(SIZES, share_expert_dim=20).config())
+CONFIG = architecture(SIZES.config())
+WIDER = architecture(dataclasses.replace(SIZES, share_expert_dim=20).config())
 """A model whose shared expert takes two slots on ranks of its own."""
 FORMAT = MessageFormat(D_MODEL, TOP_K, "float32")
 FLOAT = jnp.dtype(jnp.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.checkpoint.step3 import step3_config
+from jaxserve.checkpoint.families import architecture
 from jaxserve.model.ffn.experts import Experts
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats
@@ -15,7 +15,7 @@ from tests.reference.tiny_step3 import TinyStep3
 
 D_MODEL, D_FF, EXPERTS = 16, 10, 7
 SIZES = TinyStep3(hidden_size=D_MODEL, moe_intermediate_size=D_FF, moe_num_experts=EXPERTS)
-CONFIG = step3_config(SIZES.config())
+CONFIG = architecture(SIZES.config())
 
 
 def weights(seed=0):

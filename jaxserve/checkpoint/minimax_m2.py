@@ -1,0 +1,56 @@
+"""MiniMax-M2, M2.1 and M2.5 (`model_type` minimax_m2): their config.json and their tensors."""
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.source import (
+    CheckpointNames,
+    Sources,
+    decoder_names,
+    per_expert,
+)
+from jaxserve.config.model import GQA, FFNKind, ModelConfig, Router
+
+
+def minimax_m2_config(entries: Entries) -> ModelConfig:
+    """MiniMax-M2's config.json."""
+    decoder = entries.decoder()
+    heads = entries.heads(decoder["d_model"], 128)
+    columns = entries.size("rotary_dim", default=heads["head_dim"])
+    layers, expert_d_ff = decoder["layers"], decoder.pop("d_ff")
+    entries.only("scoring_func", "sigmoid")
+    entries.only("qk_norm_type", "per_layer")
+    entries.only("shared_intermediate_size", 0)
+    entries.only("attn_type_list", [1] * layers)
+    for name in ("use_routing_bias", "use_qk_norm"):
+        entries.only(name, True)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        entries.only(f"layernorm_{part}_beta", 1.0, 1)
+    # Sizes of a shared expert and dense layers, which the model does not have, and of prediction
+    # modules, which the released files do not have.
+    entries.meaningless("shared_moe_mode", "mlp_intermediate_size", "use_mtp")
+    entries.meaningless("num_mtp_modules", "mtp_transformer_layers")
+    rule = Router(
+        experts=entries.size("num_local_experts"),
+        top_k=entries.size("num_experts_per_tok"),
+        score="sigmoid",
+        float32_logits=True,
+        renormalise=True,
+        bias=True,
+    )
+    return ModelConfig(
+        **decoder,
+        attention=GQA(**heads, qk_norm="columns"),
+        rope=entries.rope("head_dim", heads["head_dim"], share=columns / heads["head_dim"]),
+        moe_layers=frozenset(range(layers)),
+        router=rule,
+        expert_d_ff=expert_d_ff,
+    )
+
+
+def minimax_m2_names(config: ModelConfig) -> CheckpointNames:
+    """MiniMax-M2's tensors."""
+    gate, bias = (f"block_sparse_moe.{name}" for name in ("gate", "e_score_correction_bias"))
+    return decoder_names(config, ffn=_experts, gate=gate, bias=bias)
+
+
+def _experts(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+    return per_expert(config, f"{layer}block_sparse_moe.experts.", ("w1", "w3", "w2"))
