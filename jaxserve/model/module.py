@@ -116,9 +116,8 @@ class QuantWeight(nnx.Module):
         self.values = Weight(quantised.values, dimensions=dimensions)
         of_blocks = (*outer, d_out, d_in if block[1] else None)
         self.scales = Weight(quantised.scales, dimensions=of_blocks)
-        self.zeros: Weight | None = None
-        if zero_points:
-            self.zeros = Weight(jnp.zeros(quantised.scales.shape, jnp.int8), dimensions=of_blocks)
+        points = jnp.zeros(quantised.scales.shape, jnp.int8)
+        self.zeros = Weight(points, dimensions=of_blocks) if zero_points else None
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
         """Returns the matrix in the form that products take, for `[...]`."""
