@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference.block_fp8 import BLOCK, block_quantise
-from tests.reference.tiny_sizes import BOS, EOS, VOCAB, Sizes, Spelling
+from tests.reference.tiny_sizes import BOS, EOS, VOCAB, Spelling, TinyDeepseek, TinyQwen3
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TinyModel:
     """One entry of the catalogue."""
 
     name: str
-    sizes: Sizes
+    sizes: TinyDeepseek | TinyQwen3
     seed: int = 0
     """Seed of the weights, with which no choice of the reference is a close one."""
     spelling: Spelling = "released"

@@ -250,40 +250,24 @@ class TinyQwen3:
 
 
 @dataclass(frozen=True)
-class TinyGlm4:
-    """The sizes of a tiny GLM-4.5, named as in config.json."""
+class TinyGlm4(TinyDeepseek):
+    """A tiny GLM-4.5: DeepSeek-V3's fields, but grouped-query attention."""
 
-    model_type: str = "glm4_moe"
-    hidden_size: int = 48
-    num_hidden_layers: int = 3
+    model_type: Any = "glm4_moe"
     num_attention_heads: int = 6
     num_key_value_heads: int = 2
     head_dim: int = 16
     attention_bias: bool = True
     use_qk_norm: bool = True
     partial_rotary_factor: float = 0.5
-    intermediate_size: int = 56
-    moe_intermediate_size: int = 24
-    n_routed_experts: int = 8
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 3
     n_group: int = 1
     topk_group: int = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
-    first_k_dense_replace: int = 1
-    num_nextn_predict_layers: int = 0
     rope_theta: float = 1e6
-    yarn: Yarn | None = None
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-
-    moe_layer_freq = 1
-    is_moe, shapes = TinyDeepseek.is_moe, TinyDeepseek.shapes
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
-        entries = {key: value for key, value in vars(self).items() if key not in _ROPE}
+        entries = {key: value for key, value in vars(self).items() if key not in (*_ROPE, *_LATENT)}
         entries |= _common("CausalLM")
         if spelling == "released":
             scaling = self.yarn and {"rope_type": "yarn", **self.yarn.entries()}
@@ -298,15 +282,14 @@ class TinyGlm4:
         norms = (self.head_dim, self.head_dim) if self.use_qk_norm else None
         norms = (query, keys) if self.model_type == "minimax_m2" else norms
         biased = "qkv" if self.attention_bias else ""
-        shapes = _grouped(self.hidden_size, query, keys, norms, biased)
-        return shapes | TinyDeepseek._ffn_shapes(self, moe=moe)
+        return _grouped(self.hidden_size, query, keys, norms, biased) | self._ffn_shapes(moe=moe)
 
 
 @dataclass(frozen=True)
 class TinyMinimax(TinyGlm4):
     """A tiny MiniMax-M2: the fields of GLM-4.5 that it has, which its files name otherwise."""
 
-    model_type: str = "minimax_m2"
+    model_type: Any = "minimax_m2"
     attention_bias: bool = False
     partial_rotary_factor: float = 0.25
     first_k_dense_replace: int = 0
@@ -338,9 +321,9 @@ MINIMAX = {"mlp.gate.e_score": "mlp.e_score", ".mlp.": ".block_sparse_moe."}
 MINIMAX |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Parts of the names of tensors: GLM-4.5's -> MiniMax-M2's."""
 
-Sizes = TinyDeepseek | TinyQwen3 | TinyGlm4
-
 _ROPE = ("rope_theta", "yarn")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT += ("moe_layer_freq",)
 _ONLY_MOE = (
     "moe_intermediate_size",
     "num_experts",
