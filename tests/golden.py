@@ -13,6 +13,7 @@ from textwrap import indent
 from typing import Any
 
 import pytest
+import yaml
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 WRITE = "WRITE_GOLDEN"
@@ -43,6 +44,12 @@ def check_each(name: str, said: Callable[[str], str]) -> None:
     assert len(mistakes) > 1, f"{name} lists no mistakes"
     entries = [f"{each}\n{indent(said(each).rstrip(), '    ')}\n" for each in mistakes]
     check(name, "\n".join(entries))
+
+
+def table(name: str) -> pytest.MarkDecorator:
+    """Gives a test the rows of `tests/golden/NAME`, whose first row names its parameters."""
+    parameters, *rows = yaml.safe_load((FOLDER / name).read_text())
+    return pytest.mark.parametrize(parameters, rows)
 
 
 def check_refused(

@@ -11,6 +11,7 @@ from jaxserve.link import runtime_link
 from jaxserve.model.ffn import exchange
 from jaxserve.preflight import parts
 from jaxserve.preflight.outcomes import Failed
+from tests import golden
 
 SIZES = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
 POISON = """
@@ -31,15 +32,7 @@ def on_gpus(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize(
-    ("work", "chosen", "said"),
-    [
-        ("", "alltoall", None),
-        ("raise SystemExit(1)", "gather", "exit status 1."),
-        ("import os; os.abort()", "gather", "SIGABRT"),
-        ("import time; time.sleep(99)", "gather", "timed out after"),
-    ],
-)
+@golden.table("commands/fallbacks.yaml")
 def test_a_failure_a_crash_and_a_hang_fall_back_with_one_warning(
     on_gpus, caplog, work, chosen, said
 ):

@@ -5,29 +5,18 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import ConfigError
+from tests import golden
 from tests.conftest import REPOSITORY
 
 PULL = {"attention.dp": 4, "attention.tp": 2, "ffn.ep": 8, "ffn.tp": 4, "ffn.runtime": "f"}
 PULL |= {"attention.runtime": "a", "link.transport": "pull", "link.addresses": ["h:1"]}
 
 
-@pytest.mark.parametrize(
-    ("role", "devices", "sizes"),
-    [
-        ("ffn", 40, (8, 4)),
-        ("ffn", 32, (8, 4)),
-        ("ffn", 31, (7, 4)),
-        ("ffn", 7, (1, 4)),
-        ("ffn", 3, (1, 2)),
-        ("ffn", 1, (1, 1)),
-        ("attention", 7, (3, 2)),
-        ("attention", 1, (1, 1)),
-    ],
-)
+@golden.table("config/shrunk.yaml")
 def test_rows_of_a_mesh_are_given_up_first(role, devices, sizes):
     changed = shrunk(load_deployment(REPOSITORY, PULL), role, devices)
     found = (changed.ffn.ep, changed.ffn.tp), (changed.attention.dp, changed.attention.tp)
-    assert found == ((sizes, (4, 2)) if role == "ffn" else ((8, 4), sizes))
+    assert found == (((*sizes,), (4, 2)) if role == "ffn" else ((8, 4), (*sizes,)))
 
 
 def test_what_cannot_shrink():

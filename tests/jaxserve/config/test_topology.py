@@ -3,29 +3,19 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 from jaxserve.config.topology import TRANSPORTS, topology_of
+from tests import golden
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {"afd", "colocated", "ep", "tp", *TRANSPORTS} - {"auto"}
 BOTH, ONE = ["attention", "ffn"], ["colocated"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "transport", "workers", "crosses", "separates", "splits"),
-    [
-        ("afd", "ppermute", BOTH, False, False, True),
-        ("afd", "pull", BOTH, True, True, True),
-        ("colocated", "pull", ONE, False, True, True),
-        ("ep", "device_put", ONE, False, True, True),
-        ("tp", "device_put", ONE, False, True, False),
-    ],
-)
+@golden.table("config/topologies.yaml")
 def test_questions(mode, transport, workers, crosses, separates, splits):
     one = topology_of(mode, transport)
     assert [role for role in (*BOTH, *ONE) if one.has(role)] == workers
-    assert one.roles == (("attention", "ffn") if workers == BOTH else ("attention",))
+    assert one.roles == (("attention", "ffn") if "ffn" in workers else ("attention",))
     questions = one.crosses_runtimes, one.separates_domains, one.splits_experts
     assert questions == (crosses, separates, splits)
 

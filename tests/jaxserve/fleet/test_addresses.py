@@ -5,6 +5,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import addresses
 from jaxserve.fleet.control_address import listening_address
+from tests import golden
 
 
 def test_loopback() -> None:
@@ -24,19 +25,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch, **hosts: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:7", "127.0.0.1:7"),
-        ("localhost:7", "localhost:7"),
-        ("10.0.0.7:7", "10.0.0.7:7"),
-        ("[fd00::7]:7", "[fd00::7]:7"),
-        ("public:7", "public:7"),
-        # Nobody else could connect to these:
-        ("debian:7", "[::]:7"),
-        ("unpublished:7", "[::]:7"),
-    ],
-)
+@golden.table("fleet/listening.yaml")
 def test_listening_where_others_reach_it(
     monkeypatch: pytest.MonkeyPatch, address: str, expected: str
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments, add_arguments, from_arguments
+from tests import golden
 
 TOKEN = "a long s3cret here"
 SECRET = {"JAXSERVE_CLUSTER_TOKEN": TOKEN}
@@ -41,23 +42,7 @@ def test_the_token_is_not_shown() -> None:
     assert repr(arguments) == "ProcessArguments(processes=2, token='…')"
 
 
-TWO = "--processes 2 --process-id 0"
-
-
-@pytest.mark.parametrize(
-    ("flags", "environment", "expected"),
-    [
-        ("--processes 2", SECRET, "2 processes need --process-id (or JAXSERVE_PROCESS_ID)"),
-        (f"{TWO} --control a:1", SECRET, "need --coordinator (or JAXSERVE_COORDINATOR)"),
-        (f"{TWO} --coordinator a:1", SECRET, "2 processes need --control (or JAXSERVE_CONTROL)"),
-        (f"{TWO} --coordinator a:1 --control a:2", {}, "2 processes need JAXSERVE_CLUSTER_TOKEN"),
-        ("", {"JAXSERVE_CLUSTER_TOKEN": "short"}, "5 characters, at least 16 needed"),
-        (f"{TWO} --coordinator a --control a:2", SECRET, "--coordinator 'a': expected host:port"),
-        (f"{TWO} --coordinator a:1 --control a:99999", SECRET, "--control 'a:99999': expected"),
-        ("--processes 2 --process-id 2", {}, "--process-id 2 of --processes 2: expected 0 to 1"),
-        ("", {"JAXSERVE_PROCESSES": "two"}, "JAXSERVE_PROCESSES] = 'two': expected a whole number"),
-    ],
-)
+@golden.table("fleet/missing_options.yaml")
 def test_what_is_missing_is_named(flags: str, environment: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         parse(*flags.split(), **environment)
@@ -113,15 +98,7 @@ def test_a_process_of_a_slice_counts_within_it() -> None:
     assert parse(*flags.split(), **SECRET).process_id == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--slices 4 --processes 6", "--slices 4 do not divide --processes 6"),
-        ("--slices 2 --slice 2 --processes 6", "--slice 2 of --slices 2, --process-id 0: expected"),
-        ("--slices 2 --process-id 3 --processes 6", "slices 0 to 1 with processes 0 to 2 each"),
-        ("--slices 0", "--slices 0 do not divide"),
-    ],
-)
+@golden.table("fleet/wrong_slices.yaml")
 def test_a_slice_that_is_not_there_is_refused(flags: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         parse(*flags.split(), **SECRET)

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.fleet import broadcast
 from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
 from jaxserve.link.channel import Channel, accept
+from tests import golden
 
 TOKEN = "a secret"
 
@@ -33,19 +34,7 @@ def _first(received: Iterator[bytes | None], count: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("host", "followers", "expected"),
-    [
-        ("a", [], None),  # the leader's own
-        ("a", ["a", "b"], None),
-        ("b", ["a"], None),  # the first of another host
-        ("b", ["a", "b", "c"], 1),
-        ("c", ["a", "b", "c", "b", "c"], 2),
-        ("x", ["b", "c", "d", "e", "f", "g", "h"], None),  # the eighth of other hosts
-        ("x", ["a", "b", "c", "d", "e", "f", "g", "h", "b", "i"], 1),  # the ninth is below b
-        ("x", [*"bcdefghijklmnopq"], 1),  # the seventeenth is below c
-    ],
-)
+@golden.table("fleet/parents.yaml")
 def test_parents(host: str, followers: list[str], expected: int | None) -> None:
     assert parent_of(host, "a", followers) == expected
 

@@ -4,6 +4,7 @@ import pytest
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
 from jaxserve.fleet.control import Heartbeat, refusal
+from tests import golden
 from tests.jaxserve.fleet.ends import boundary, identity
 
 
@@ -36,23 +37,7 @@ def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
     assert len(digests) == 2 + len(others)
 
 
-FACTS = {"lanes": "2", "attention.dp": "3", "new": "x"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, ""),
-        ({"process_id": 0}, "process id 0 is not among the followers of 2 processes: 1 to 1"),
-        ({"process_id": 2}, "process id 2 is not among the followers of 2 processes: 1 to 1"),
-        ({"processes": 3}, "--processes 3 on process 1, 2 on the leader"),
-        ({"protocol": 99}, "control protocol 99 on process 1, 10 on the leader"),
-        ({"versions": {"jax": "0.11.2"}}, "jax = 0.11.2 on process 1, 0.12 on the leader"),
-        ({"digest": "d2", "facts": FACTS}, "digest d2 on process 1, d1 on the leader: attention"),
-        ({"digest": "d2", "facts": FACTS}, "attention.dp = 3 on process 1, 1 on the leader; new"),
-        ({"digest": "d2", "facts": FACTS}, "new = x on process 1, absent on the leader"),
-    ],
-)
+@golden.table("fleet/refusals.yaml")
 def test_refusal_names_both_values(changes: dict[str, object], expected: str) -> None:
     said = refusal(identity(0), identity(**{"process_id": 1} | changes))
     assert (expected in said) if expected else not said

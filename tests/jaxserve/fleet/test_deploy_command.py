@@ -88,14 +88,7 @@ def test_what_is_wrong_is_named(capsys):
     golden.check_each("commands/deploy_arguments.txt", said)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tpot", "p95=1ms"], "no layout reaches 1 ms a token"),
-        (["--hardware", "l4", "--max-devices", "1"], "nothing fits on up to 1 devices"),
-        (["--prefill-devices", "3"], "no prefill worker: the weights do not fit on 3 devices"),
-    ],
-)
+@golden.table("fleet/cannot_be_met.yaml")
 def test_what_cannot_be_met_is_said(capsys, more, message):
     assert main([*DEPLOY, "--modes", "tp", *more]) == 1
     assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.membership import ProcessShare
+from tests import golden
 from tests.jaxserve.fleet.launched import python
 
 ABORT = "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"
@@ -81,17 +82,7 @@ def deployment(attention: float, ffn: float, mode: str = "afd") -> Deployment:
     return Deployment(model=".", mode=mode, attention=roles[0], ffn=roles[1])
 
 
-@pytest.mark.parametrize(
-    ("share", "sizes", "fraction"),
-    [
-        ((1, 0), (76.0, 40.0), "0.8848"),  # of the smaller card, 85.9 GB
-        ((0, 1), (76.0, 40.0), "0.4657"),
-        ((1, 1), (76.0, 40.0), "0.8848"),
-        ((1, 0), (85.0, 40.0), "0.9500"),  # CUDA needs some
-        ((1, 1), (76.0, 0.0), None),
-        ((1, 0), (0.0, 40.0), None),
-    ],
-)
+@golden.table("fleet/pools.yaml")
 def test_the_pool_of_a_card_is_what_the_role_may_use(environment, share, sizes, fraction) -> None:
     devices._set_gpu_options(ProcessShare(*share), deployment(*sizes), False)
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == fraction

@@ -6,11 +6,8 @@ import pytest
 
 from jaxserve.fleet import hardware
 from jaxserve.fleet.hardware import detect_platform
+from tests import golden
 from tests.jaxserve.fleet.launched import python
-
-EVERYTHING = ("libtpu", "jax_cuda13_plugin")
-NVIDIA_ON_PCI = ("0x10de", "0x030200")
-GOOGLE_NIC, GOOGLE_DISK, TPU = (("0x1ae0", kind) for kind in ("0x020000", "0x010802", "0xff0000"))
 
 
 def host(root: Path, devices: Sequence[str] = (), pci: Sequence[tuple[str, str]] = ()) -> Path:
@@ -27,28 +24,7 @@ def host(root: Path, devices: Sequence[str] = (), pci: Sequence[tuple[str, str]]
     return root
 
 
-@pytest.mark.parametrize(
-    ("devices", "pci", "environment", "installed", "expected"),
-    [
-        # Plugins without hardware are not hardware.
-        ([], [], {}, EVERYTHING, "cpu"),
-        ([], [GOOGLE_NIC, GOOGLE_DISK], {}, EVERYTHING, "cpu"),
-        (["accel/accel0", "vfio/vfio"], [], {}, EVERYTHING, "cpu"),
-        ([], [NVIDIA_ON_PCI], {}, EVERYTHING, "cpu"),  # no driver
-        # Hardware
-        (["accel0"], [], {}, EVERYTHING, "tpu"),
-        (["vfio/0"], [GOOGLE_NIC, TPU], {}, EVERYTHING, "tpu"),
-        ([], [], {"TPU_WORKER_ID": "0"}, EVERYTHING, "tpu"),
-        (["nvidia0", "nvidiactl"], [NVIDIA_ON_PCI], {}, EVERYTHING, "cuda"),
-        (["nvidia0"], [], {}, ["jax_cuda12_plugin"], "cuda"),
-        (["dxg"], [], {}, EVERYTHING, "cuda"),
-        # Hidden hardware, or hardware without its plugin
-        (["nvidia0"], [], {"CUDA_VISIBLE_DEVICES": ""}, EVERYTHING, "cpu"),
-        (["nvidia0"], [], {"CUDA_VISIBLE_DEVICES": "0"}, EVERYTHING, "cuda"),
-        (["accel0"], [], {}, ["jax_cuda13_plugin"], "cpu"),
-        (["nvidia0"], [], {}, ["libtpu"], "cpu"),
-    ],
-)
+@golden.table("fleet/platforms.yaml")
 def test_detect_platform(
     tmp_path: Path,
     devices: list[str],

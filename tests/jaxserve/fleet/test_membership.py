@@ -15,6 +15,7 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import ProcessShare, deployment_facts, process_shares
 from jaxserve.ports import free_port
+from tests import golden
 from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3
 
@@ -26,19 +27,7 @@ def deployment(
     return Deployment(**({"model": "model"} | roles | more))
 
 
-@pytest.mark.parametrize(
-    ("layout", "processes", "expected"),
-    [
-        ((1, 1, 1, 1), 1, [(1, 1)]),
-        ((3, 1, 2, 1), 1, [(3, 2)]),
-        ((3, 1, 2, 1), 2, [(3, 0), (0, 2)]),
-        ((2, 2, 4, 2), 2, [(4, 0), (0, 8)]),
-        ((2, 1, 1, 1), 3, [(1, 0), (1, 0), (0, 1)]),
-        ((3, 1, 2, 1), 5, [(1, 0), (1, 0), (1, 0), (0, 1), (0, 1)]),
-        ((4, 2, 4, 1), 3, [(4, 0), (4, 0), (0, 4)]),
-        ((4, 1, 4, 1), 4, [(2, 0), (2, 0), (0, 2), (0, 2)]),
-    ],
-)
+@golden.table("fleet/shares.yaml")
 def test_shares(
     layout: tuple[int, int, int, int], processes: int, expected: list[tuple[int, int]]
 ) -> None:

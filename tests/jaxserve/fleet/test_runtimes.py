@@ -10,6 +10,7 @@ import time
 import pytest
 
 from jaxserve.engine.make_engine import make_engine
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched, started
 from tests.jaxserve.layouts import Reference
@@ -67,13 +68,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 2, run.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "say which one this is: --role attention or --role ffn (now none)"),
-        (["--role", "ffn", "--listen", "0.0.0.0:0"], "other hosts reach it, so it needs a token"),
-    ],
-)
+@golden.table("fleet/missing_runtimes.yaml")
 def test_what_is_missing_is_named(arguments, message):
     settings = ["attention.runtime=a", "ffn.runtime=f", "server.grpc_port=0", "server.http_port=-1"]
     settings += ["link.transport=pull", "link.addresses=['127.0.0.1:1']"]

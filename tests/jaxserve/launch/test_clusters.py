@@ -5,8 +5,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests import golden
 from tests.jaxserve.launch.rendered import files_of, objects, write
 from tests.jaxserve.launch.schemas import needs_schemas, problems
@@ -42,14 +40,7 @@ def test_each_cluster_has_its_roles_and_one_deployment_file() -> None:
     assert trees["decode.yaml"].keys() >= set(workers)
 
 
-@pytest.mark.parametrize(
-    ("says", "kept", "code"),
-    [
-        ("Wireguard [cilium_wg0]", "a secret of before", 0),
-        ("Wireguard", "", 0),
-        ("Disabled", "", 1),
-    ],
-)
+@golden.table("launch/encryption.yaml")
 def test_both_get_one_secret_where_the_network_encrypts(
     says: str, kept: str, code: int, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.launch import packages
 from jaxserve.launch.packages import Locked, locked, sbom
+from tests import golden
 from tests.jaxserve.launch.schemas import sbom_problems
 
 BASE = f"python:3.12-slim@sha256:{'0a' * 32}"
@@ -54,18 +55,7 @@ def test_what_is_known_of_a_package(small: None, monkeypatch: pytest.MonkeyPatch
     assert own["dependsOn"] == ["pkg:pypi/h11@0.16.0", "pkg:pypi/msgspec@0.1"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ([("License-Expression", "MIT OR 0BSD")], [{"expression": "MIT OR 0BSD"}]),
-        ([("License", "MIT License")], [{"license": {"name": "MIT License"}}]),
-        (
-            [("License", "Copyright\n all of it"), ("Classifier", "License :: OSI :: BSD License")],
-            [{"license": {"name": "BSD License"}}],
-        ),
-        ([("License", "Copyright\n all of it"), ("Classifier", "Typing :: Typed")], []),
-    ],
-)
+@golden.table("launch/licences.yaml")
 def test_licences(fields: list[tuple[str, str]], expected: list[Any]) -> None:
     metadata = Message()
     for name, text in fields:

@@ -1,7 +1,5 @@
 import math
 
-import pytest
-
 from jaxserve.planner.fabric import (
     alltoall_bandwidth,
     gather_bandwidth,
@@ -10,23 +8,13 @@ from jaxserve.planner.fabric import (
     shape,
 )
 from jaxserve.planner.hardware import load_hardware
+from tests import golden
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "chips", "far"),
-    [
-        ("v6e", 1, (1, 1), 0),
-        ("v6e", 4, (2, 2), 2),
-        ("v6e", 64, (8, 8), 14),
-        ("v6e", 256, (16, 16), 16),  # rings
-        ("v5p", 8, (2, 2, 2), 3),
-        ("v5p", 64, (4, 4, 4), 6),  # rings
-        ("v7x", 32, (2, 2, 4), 5),  # 16 chips
-    ],
-)
+@golden.table("planner/slices.yaml")
 def test_slices(name, devices, chips, far):
     hardware = load_hardware(name)
-    assert shape(hardware, devices) == chips
+    assert shape(hardware, devices) == tuple(chips)
     assert hops(hardware, devices) == far
 
 

@@ -9,23 +9,10 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.models import cost_model, load_model, model_config
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.capacity import role_bytes
+from tests import golden
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "activated"),
-    [  # published, in 10^9
-        ("step3", 316, 38),
-        ("deepseek-v3", 671, 37),
-        ("kimi-k2", 1026, 32),
-        ("qwen3-235b-a22b", 235, 22),
-        ("qwen3-30b-a3b", 30.5, 3),
-        ("qwen3-32b", 32.8, 32),
-        ("llama-4-maverick", 400, 16.1),
-        ("minimax-m1", 456, 47.2),
-        ("ernie-4.5", 299.5, 47),
-        ("pangu-pro-moe", 72, 15.7),
-    ],
-)
+@golden.table("planner/parameters.yaml")
 def test_parameters(name, parameters, activated):
     model = load_model(name)
     assert model.parameters / 1e9 == pytest.approx(parameters, rel=0.002)
@@ -49,16 +36,7 @@ def test_parameters_by_tensor_parallelism():
     assert whole == 7168 * (1536 + 576)
 
 
-@pytest.mark.parametrize(
-    ("name", "number_format", "dp", "tp", "ep", "ffn_tp", "whole"),
-    [
-        ("step3", "fp8", 16, 1, 16, 1, False),
-        ("step3", "fp8", 16, 1, 2, 8, True),
-        ("deepseek-v3", "bfloat16", 8, 2, 16, 1, False),
-        ("kimi-k2", "int8", 4, 4, 8, 2, False),
-        ("qwen3-32b", "int8", 2, 4, 1, 8, False),
-    ],
-)
+@golden.table("planner/device_bytes.yaml")
 def test_bytes_of_a_device_are_those_of_the_engines_templates(
     name, number_format, dp, tp, ep, ffn_tp, whole
 ):

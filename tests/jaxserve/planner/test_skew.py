@@ -6,6 +6,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.skew import Skew, mean_busiest, rank_shares, read_skew
+from tests import golden
 
 
 def popularity(skew, layers=3, experts=4):
@@ -22,14 +23,7 @@ def test_synthetic():
     assert (many.std(axis=1) / many.mean(axis=1)).mean() == pytest.approx(0.5, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"1": [6, 2, 0, 0], "3": [1, 1, 1, 1], "4": [0, 0, 0, 0]},
-        {"measured": {"expert_tokens": {"1": [6, 2, 0, 0], "3": [1, 1, 1, 1]}}},
-        {"experts": {"expert_tokens": {"1": [6, 2, 0, 0], "3": [1, 1, 1, 1]}}, "measured": None},
-    ],
-)
+@golden.table("planner/counts_of_a_server.yaml")
 def test_counts_of_a_server(tree, tmp_path):
     """A layer that was not counted has the counts of one that was."""
     file = tmp_path / "counts.json"

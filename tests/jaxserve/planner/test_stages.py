@@ -14,6 +14,7 @@ from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.quantities import PAPER
 from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
+from tests import golden
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H100, H800
 from tests.jaxserve.planner.paper_systems import upcycled
@@ -297,25 +298,7 @@ def test_blocks_of_rows_of_an_expert(tokens, share):
     assert blocks_met(tokens, share) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "formats", "products"),
-    [
-        ("h200", {"weights": "fp8"}, "fp8"),
-        ("h20", {"weights": "fp8"}, "fp8"),
-        ("h200", {"weights": "fp8", "rows": "float32"}, "float32"),
-        ("h200", {"weights": "fp8", "expert_rows": "float"}, "bfloat16"),
-        ("h200", {"weights": "fp8", "compute": "bfloat16"}, "bfloat16"),
-        ("h200", {"weights": "bfloat16"}, "bfloat16"),
-        ("h200", {"weights": "int8"}, "int8"),
-        ("h200", {"weights": "int4"}, "bfloat16"),
-        ("v6e", {"weights": "int4", "expert_rows": "blocks"}, "int8"),
-        ("a800", {"weights": "fp8"}, "bfloat16"),
-        ("b200", {"weights": "fp8"}, "bfloat16"),
-        ("v7x", {"weights": "fp8"}, "bfloat16"),
-        ("v7x", {"weights": "fp8", "expert_rows": "blocks"}, "fp8"),
-        ("v6e", {"weights": "int8", "expert_rows": "float"}, "bfloat16"),
-    ],
-)
+@golden.table("planner/expert_products.yaml")
 def test_products_of_experts(hardware, formats, products):
     assert Formats(**formats).experts(load_hardware(hardware)) == products
 

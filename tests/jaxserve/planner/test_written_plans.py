@@ -8,6 +8,7 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.serve import main as serve
+from tests import golden
 from tests.jaxserve.planner.test_aot import compile_for, slice_of
 
 MODELS = ["qwen3-30b-a3b", "qwen3-32b", "qwen3-235b-a22b", "step3", "deepseek-v3", "kimi-k2"]
@@ -62,17 +63,7 @@ def test_models_by_hardware_by_formats(tmp_path, capsys, model, hardware, mode, 
 @pytest.mark.nightly
 @pytest.mark.tpu_aot
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("model", "hardware", "mode"),
-    [
-        ("qwen3-30b-a3b", "v7x", "colocated"),
-        ("qwen3-32b", "v6e", "colocated"),
-        ("qwen3-235b-a22b", "v6e", "afd"),
-        ("step3", "v6e", "colocated"),
-        ("deepseek-v3", "v7x", "afd"),
-        ("kimi-k2", "v7x", "colocated"),
-    ],
-)
+@golden.table("planner/plans_for_tpus.yaml")
 def test_plans_for_tpus_compile(tmp_path, model, hardware, mode):
     """One plan of each model, since shipped files do not have every family on TPUs."""
     path = tmp_path / "plan.yaml"

@@ -15,6 +15,7 @@ from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from tests import golden
 from tests.jaxserve.server import certificates
 from tests.jaxserve.server.faces import ALICE, BOB, SECONDS, Faces, rpc_error
 from tests.jaxserve.waiting import until
@@ -74,16 +75,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tls_key": "server.key"}, "one is set without the other"),
-        ({"tls_certificate": "server.pem"}, "one is set without the other"),
-        ({"tls_client_ca": "ca.pem"}, "needs server.tls_certificate"),
-        ({"tls_certificate": "nowhere", "tls_key": "server.key"}, "No such file"),
-        ({"tls_certificate": "server.pem", "tls_key": "client.key"}, "(?i)mismatch"),
-    ],
-)
+@golden.table("server/wrong_certificates.yaml")
 def test_certificates_that_do_not_fit(files: Path, fields: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Access.from_config(Server(**{key: str(files / name) for key, name in fields.items()}))
