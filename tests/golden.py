@@ -19,19 +19,24 @@ FOLDER = Path(__file__).resolve().parent / "golden"
 WRITE = "WRITE_GOLDEN"
 
 
+def text(name: str) -> str:
+    """Returns the content of `tests/golden/NAME`, which a test reads and does not write."""
+    return (FOLDER / name).read_text()
+
+
 def check(name: str, found: Any) -> None:
     """Compares a text, or a value that JSON can hold, with `tests/golden/NAME`.
 
     Raises:
         AssertionError: they differ, or the file is not there; `make golden` writes it.
     """
-    text = found if isinstance(found, str) else json.dumps(found, indent=1, sort_keys=True) + "\n"
+    new = found if isinstance(found, str) else json.dumps(found, indent=1, sort_keys=True) + "\n"
     path = FOLDER / name
     if os.environ.get(WRITE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(new)
     assert path.exists(), f"{path} is not there: make golden"
-    assert text == path.read_text(), f"{path} differs: make golden, then review the diff"
+    assert new == path.read_text(), f"{path} differs: make golden, then review the diff"
 
 
 def check_each(name: str, said: Callable[[str], str]) -> None:
@@ -40,7 +45,7 @@ def check_each(name: str, said: Callable[[str], str]) -> None:
     The file lists the mistakes, each with the answer behind it, indented. A new mistake is a new
     line without an answer, which `make golden` writes.
     """
-    mistakes = re.findall(r"^\S.*(?:\n\S.*)*", (FOLDER / name).read_text(), re.MULTILINE)
+    mistakes = re.findall(r"^\S.*(?:\n\S.*)*", text(name), re.MULTILINE)
     assert len(mistakes) > 1, f"{name} lists no mistakes"
     entries = [f"{each}\n{indent(said(each).rstrip(), '    ')}\n" for each in mistakes]
     check(name, "\n".join(entries))
@@ -77,9 +82,21 @@ def check_arguments(
     Args:
       names: what the arguments may use; the `globals()` of the test.
     """
+    check_refused(name, error, _evaluated(call, names))
+
+
+def check_values(name: str, call: Callable[..., object], names: dict[str, Any]) -> None:
+    """Compares the values of a call, as Python, in the same way. Arguments may have comments."""
+    evaluated = _evaluated(call, names)
+    check_each(name, lambda arguments: repr(evaluated(arguments)))
+
+
+def _evaluated(call: Callable[..., object], names: dict[str, Any]) -> Callable[[str], object]:
+    """The call as a function of a text with its arguments."""
 
     def evaluated(arguments: str) -> object:
-        places, fields = eval(f"(lambda *places, **fields: (places, fields))({arguments})", names)
+        made = f"(lambda *places, **fields: (places, fields))({arguments}\n)"
+        places, fields = eval(made, names)
         return call(*places, **fields)
 
-    check_refused(name, error, evaluated)
+    return evaluated

@@ -3,28 +3,9 @@
 import pytest
 
 from pallas_kernels.llo import Round, parse, shortest_round
+from tests import golden
 
-PROGRAM = """
-= control target key start
-LB: loop body
-= control target key end
-
-     0   :  { %s1 = smov.u32 0 }
-   0x1 LB: > { %v1 = vld [vmem:[%s1]] } /* Start region 7 */
-   0x2   : > { %9 = sbr.rel (%p1) target = $region3 }
-   0x3   :  {}
-   0x4   : > { %8 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s1 } /* Start region 2 */
-   0x5   : > { %8 = dma.general [thread:$0] ;; %7 = dma.hbm_to_vmem [thread:$0] } /* End region 2 */
-   0x6 PF: > { %p3 = scmp.gt.s32 %s1, 0 } /* Start/End empty region 3 :: Start region 4 */
-   0x7   : > { %9 = sbr.rel (%p2) target = $region5 }
-   0x8   :  {}
-   0x9   : > { %v2 = vmatmul.bf16.mxu0 %v1 ;; %v3 = vmatmul.bf16.mxu1 %v1 }
-   0xa   : > { %v2 = vmatmul.bf16.mxu0 %v1 } /* End region 4 */
-   0xb PF: > { %v4 = vadd.f32 %v2, %v3 } /* Start/End empty region 5 */
-   0xc   : > { %9 = sbr.rel (!%p3) target = $region7 }
-   0xd   :  {}
-   0xe   :  { %10 = dma.done.wait [#allocation1], 592 }
-"""
+PROGRAM = golden.text("pallas_kernels/programs/loop.llo")
 
 
 def test_bundles():

@@ -4,27 +4,10 @@ import pytest
 
 from pallas_kernels import aot, gpu_resources
 from pallas_kernels.small_ops import Traffic, instructions, small_ops, traffic
+from tests import golden
 from tests.pallas_kernels import gpu_aot
 
-PROGRAM = """HloModule jit_f
-
-%fused_computation (a: bf16[8,4]) -> f32[8] {
-  %a = bf16[8,4]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %r = f32[8]{0:T(128)} reduce(%a), to_apply=%add
-}
-
-ENTRY %main.1 (x.1: bf16[8,4], w.1: bf16[4]) -> (s8[8,4], f32[8]) {
-  %x.1 = bf16[8,4]{1,0:T(8,128)(2,1)} parameter(0), sharding={replicated}
-  %w.1 = bf16[4]{0:T(1024)(128)(2,1)} parameter(1)
-  %copy-start = (bf16[8,4]{1,0:T(8,128)S(1)}, bf16[8,4]{1,0}, u32[]{:S(2)}) copy-start(%x.1)
-  %fusion = f32[8]{0:T(128)S(1)} fusion(%x.1), kind=kLoop, calls=%fused_computation
-  %copy-done = bf16[8,4]{1,0:T(8,128)S(1)} copy-done(%copy-start)
-  %two = (s8[8,4]{1,0:T(32,128)}, f32[8]{0:T(128)}) fusion(%copy-done, %fusion, %w.1)
-  %values = s8[8,4]{1,0:T(32,128)(4,1)} get-tuple-element(%two), index=0
-  %scales = f32[8]{0:T(128)} get-tuple-element(%two), index=1
-  ROOT %tuple = (s8[8,4]{1,0:T(32,128)(4,1)}, f32[8]{0:T(128)}) tuple(%values, %scales)
-}
-"""
+PROGRAM = golden.text("pallas_kernels/programs/tpu_vmem.hlo")
 
 
 def test_what_lies_in_vmem_is_not_moved():
@@ -32,18 +15,7 @@ def test_what_lies_in_vmem_is_not_moved():
     assert traffic(PROGRAM) == Traffic(instructions=3, bytes=64 + 64 + 8 + 32 + 32)
 
 
-GPU_PROGRAM = """HloModule jit_f
-
-ENTRY %main.1 (x.1: bf16[8,4], w.1: bf16[4]) -> (s8[8,4], f32[8]) {
-  %x.1 = bf16[8,4]{1,0} parameter(0), sharding={replicated}
-  %w.1 = bf16[4]{0} parameter(1)
-  %fusion = f32[8]{0} fusion(%x.1), kind=kCustom, calls=%fused_computation
-  %mpmd_map.1 = (s8[8,4]{1,0}, f32[8]{0}) custom-call(%x.1, %fusion, %w.1)
-  %values = s8[8,4]{1,0} get-tuple-element(%mpmd_map.1), index=0
-  %bits = u8[8,4]{1,0} bitcast(%values)
-  ROOT %tuple = (u8[8,4]{1,0}, f32[8]{0}) tuple(%bits, %fusion)
-}
-"""
+GPU_PROGRAM = golden.text("pallas_kernels/programs/gpu.hlo")
 
 
 def test_everything_is_moved_on_a_gpu():
@@ -51,22 +23,7 @@ def test_everything_is_moved_on_a_gpu():
     assert traffic(GPU_PROGRAM) == Traffic(instructions=2, bytes=2 * 64 + 8 + 3 * 32 + 32)
 
 
-COLLECTIVE_PROGRAM = """HloModule jit_f
-
-%wrapped_slice_computation (param_0: u8[8,8]) -> u8[8,2] {
-  %param_0 = u8[8,8]{1,0} parameter(0)
-  ROOT %slice.1 = u8[8,2]{1,0} slice(%param_0), slice={[0:8], [2:4]}
-}
-
-ENTRY %main.1 (x.1: u8[4,8], place.1: s32[6]) -> bf16[6,8] {
-  %x.1 = u8[4,8]{1,0} parameter(0)
-  %place.1 = s32[6]{0} parameter(1)
-  %all_gather.1 = u8[8,8]{1,0} all-gather(%x.1), dimensions={0}
-  %wrapped_slice = u8[8,2]{1,0} fusion(%all_gather.1), kind=kLoop, calls=%wrapped_slice_computation
-  %bits = s8[8,8]{1,0} bitcast(%all_gather.1)
-  ROOT %rows = bf16[6,8]{1,0} custom-call(%bits, %all_gather.1, %place.1)
-}
-"""
+COLLECTIVE_PROGRAM = golden.text("pallas_kernels/programs/collectives.hlo")
 
 
 def test_collectives_slices_and_rows_of_choices():
@@ -77,17 +34,7 @@ def test_collectives_slices_and_rows_of_choices():
     assert traffic(COLLECTIVE_PROGRAM, there={6: 1 / 3}) == expected
 
 
-RAGGED_PROGRAM = """HloModule jit_f
-
-ENTRY %main.1 (x.1: u8[4,8], sizes.1: s64[2]) -> u8[8,8] {
-  %x.1 = u8[4,8]{1,0} parameter(0)
-  %sizes.1 = s64[2]{0} parameter(1)
-  %empty.1 = u8[8,8]{1,0:S(7)} custom-call(), custom_call_target="AllocateBuffer"
-  %rows.1 = u8[8,8]{1,0:S(7)} ragged-all-to-all(%x.1, %empty.1, %sizes.1), replica_groups={{0,1}}
-  %fused = u8[8,8]{1,0} fusion(%rows.1), kind=kLoop, calls=%fused_computation
-  ROOT %kept = u8[8,8]{1,0} custom-call(%fused), custom_call_target="mosaic_gpu_v2"
-}
-"""
+RAGGED_PROGRAM = golden.text("pallas_kernels/programs/ragged.hlo")
 
 
 def test_memory_that_others_write_to():

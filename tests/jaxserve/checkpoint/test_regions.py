@@ -12,6 +12,7 @@ from jaxserve.checkpoint.regions import scale_block, scale_leaf, source_regions
 from jaxserve.checkpoint.source import Source, View
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
+from tests import golden
 
 
 def whole(source, values):
@@ -153,20 +154,8 @@ def test_dequantised(source, tmp_path):
     np.testing.assert_array_equal(part, leaf[tuple(slice(*r) for r in ranges)])
 
 
-@pytest.mark.parametrize(
-    ("d", "count", "size"),
-    [
-        (7168, 56, 128),
-        (576, 5, 128),
-        (64, 1, 64),
-        (100, 1, 128),
-        (256, 8, 32),
-        (48, 48, 1),
-        (1, 1, 1),
-    ],
-)
-def test_block_sizes_follow_from_the_number_of_scales(d, count, size):
-    assert scale_block(d, count) == size
+def test_block_sizes_follow_from_the_number_of_scales():
+    golden.check_values("checkpoint/scale_blocks.txt", scale_block, globals())
 
 
 @pytest.mark.parametrize(("d", "count"), [(7168, 1), (130, 1), (256, 3), (4, 8)])

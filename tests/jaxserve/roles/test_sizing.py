@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import Sizing, named_machine
 from jaxserve.roles.capacity import check_capacity, role_bytes
 from jaxserve.roles.sizing import Machine
+from tests import golden
 
 GB = 10**9
 HOST = Machine("cpu", 1, 8 * GB)
@@ -118,28 +119,15 @@ def test_what_is_written_stays(overrides, expected):
         assert (tree[section] if section else tree)[name] == value, key
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "slots", "budget", "token_buckets"),
-    [
-        (GPUS, {"token_budget": 128}, 64, 128, [64, 128]),
-        (GPUS, {"token_budget": 1}, 1, 1, [1]),
-        (HOST, {"token_budget": 128}, 32, 128, [1, 8, 32, 128]),
-        (HOST, {"token_budget": 16}, 8, 16, [1, 8, 16]),
-        (GPUS, {"token_buckets": [32, 128]}, 32, 128, [32, 128]),
-        (GPUS, {"token_buckets": [128]}, 64, 128, [128]),
-        (HOST, {"token_buckets": [32, 128]}, 32, 128, [32, 128]),
-        (GPUS, {"token_buckets": [32, 128], "slots": 100}, 100, 128, [32, 128]),
-    ],
-    ids=str,
-)
-def test_open_sizes_fit_a_written_budget_or_written_buckets(
-    machine, overrides, slots, budget, token_buckets
-):
+def test_open_sizes_fit_a_written_budget_or_written_buckets():
     """Half of the budget is left for prompts."""
-    written = {f"scheduler__{key}": value for key, value in overrides.items()}
-    limits = sized("qwen3-32b", machine, **written).scheduler
-    assert (limits.slots, limits.token_budget) == (slots, budget)
-    assert limits.token_buckets == token_buckets
+
+    def call(machine, overrides):
+        written = {f"scheduler__{key}": value for key, value in overrides.items()}
+        limits = sized("qwen3-32b", machine, **written).scheduler
+        return limits.slots, limits.token_budget, limits.token_buckets
+
+    golden.check_values("roles/sizing_budgets.txt", call, globals())
 
 
 @pytest.mark.parametrize(("budget", "reason"), [(64, "beyond, a CPU gains"), (63, "prompts have")])
@@ -157,24 +145,15 @@ def test_drafts_of_all_slots_fit_a_written_budget():
     assert (limits.slots, limits.token_buckets) == (8, [8, 64, 128])
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "length", "page_size"),
-    [
-        (GPUS, {}, 512, 64),
-        (HOST, {}, 128, 16),
-        (GPUS, {"cache__page_size": 32}, 256, 32),
-        (GPUS, {"cache__pages": 100}, 512, 64),
-        (GPUS, {"scheduler__max_length": 500}, 500, 64),
-        (HOST, {"scheduler__max_length": 500}, 500, 64),
-        (HOST, {"scheduler__max_length": 512}, 512, 64),
-    ],
-    ids=str,
-)
-def test_the_longest_sequence_fits_written_page_buckets(machine, overrides, length, page_size):
-    """A written length is fitted by pages of a multiple of the usual size, where there is one."""
-    deployment = sized("qwen3-32b", machine, scheduler__page_buckets=[8], **overrides)
-    assert deployment.scheduler.page_buckets == [8]
-    assert (deployment.scheduler.max_length, deployment.cache.page_size) == (length, page_size)
+def test_the_longest_sequence_fits_written_page_buckets():
+    """A written length is fitted by pages of a multiple of the usual size, where possible."""
+
+    def call(machine, overrides):
+        deployment = sized("qwen3-32b", machine, scheduler__page_buckets=[8], **overrides)
+        assert deployment.scheduler.page_buckets == [8]
+        return deployment.scheduler.max_length, deployment.cache.page_size
+
+    golden.check_values("roles/sizing_lengths.txt", call, globals())
 
 
 def test_more_drafts_take_a_larger_budget_and_no_small_steps():

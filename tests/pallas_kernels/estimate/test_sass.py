@@ -6,23 +6,12 @@ import pytest
 
 from pallas_kernels.estimate import sass
 from pallas_kernels.estimate.assumptions import LATENCIES
+from tests import golden
 
 REAL = Path(__file__).with_name("grouped_bf16.sass")
 """A grouped product in BF16, 256 rows a tile (jax 0.12.0.1, ptxas of CUDA 13.5)."""
 
-PROGRAM = """
-   -:-:-:Y:01        /*0000*/                   MOV R1, c[0x0][0x28]
-.L_x_1:
-   -:-:0:Y:02        /*0010*/                   LDS R4, [R2]
-   0:-:-:Y:04        /*0020*/                   FADD R5, R4, R5
-   -:-:-:Y:05        /*0030*/              @!P1 BRA `(.L_x_2)
-   -:-:-:-:09        /*0040*/                   IADD3 R2, R2, 0x4, RZ
-.L_x_2:
-   1&0:-:-:Y:01      /*0050*/           HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0
-   -:-:-:Y:02        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0
-   -:-:-:Y:05        /*0070*/               @P0 BRA `(.L_x_1)
-   -:-:-:Y:05        /*0080*/                   BRA `(.L_x_2)
-"""
+PROGRAM = golden.text("pallas_kernels/programs/loop.sass")
 
 
 def test_instructions():

@@ -12,6 +12,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import plan_call
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
+from tests import golden
 from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, swiglu_numpy
 from tests.pallas_kernels.nightly import nightly
 from tests.pallas_kernels.tpu_races import check_wait, no_race  # noqa: F401
@@ -109,28 +110,16 @@ def test_a_dropped_wait_is_noticed(monkeypatch):
     check_wait(monkeypatch, run, mosaic_tpu, mosaic_tpu_fetch, "wait_for_rows")
 
 
-@pytest.mark.parametrize(
-    ("device_kind", "rows", "dtype", "picked", "d_ff", "given", "tile_rows"),
-    [
-        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, None, 512),
-        ("TPU v6 lite", (1024, 7168), jnp.bfloat16, 3072, 640, None, 464),
-        ("TPU7x", (2048, 7168), jnp.float8_e4m3fn, 6144, 640, None, 256),
-        ("TPU7x", (2048, 7168), jnp.float8_e4m3fn, 16384, 2048, None, 256),
-        ("TPU v6 lite", (2048, 7168), jnp.int8, 16384, 2048, None, None),  # twice
-        ("TPU v6 lite", (1020, 7168), jnp.int8, 3060, 640, None, None),  # no whole words
-        ("TPU v6 lite", (1024, 7104), jnp.int8, 3072, 640, None, None),
-        ("TPU v6 lite", (2**16, 7168), jnp.int8, 2**17, 640, None, None),  # too many indices
-        ("TPU7x", (2048, 32768), jnp.float8_e4m3fn, 6144, 128, None, None),  # tiles of few rows
-        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, {"tile_rows": 256}, 256),
-        ("TPU v6 lite", (1024, 7168), jnp.int8, 3072, 640, {"tile_rows": 1024}, None),
-    ],
-)
-def test_where_rows_are_fetched(device_kind, rows, dtype, picked, d_ff, given, tile_rows):
+def test_where_rows_are_fetched():
     """Where every tile of columns would fetch them again, XLA sorts them once; and where tiles
     would not be those that a caller asks for."""
-    tiles, size = TPU[device_kind]._replace(**(given or {})), jnp.dtype(dtype).itemsize
-    column_bytes = 2 * rows[1] * size
-    sizes = (picked, rows[1]), size, d_ff, column_bytes, 2
-    otherwise = plan_call(tiles, tiles.steps, *sizes, given)
-    found = mosaic_tpu_fetch.plan(device_kind, rows[0], otherwise, tiles, tiles.steps, sizes, given)
-    assert (found and found.tile_rows) == tile_rows
+
+    def call(device_kind, rows, dtype, picked, d_ff, given):
+        tiles, size = TPU[device_kind]._replace(**(given or {})), jnp.dtype(dtype).itemsize
+        sizes = (picked, rows[1]), size, d_ff, 2 * rows[1] * size, 2
+        steps = tiles.steps
+        otherwise = plan_call(tiles, steps, *sizes, given)
+        found = mosaic_tpu_fetch.plan(device_kind, rows[0], otherwise, tiles, steps, sizes, given)
+        return found and found.tile_rows
+
+    golden.check_values("pallas_kernels/tpu_fetches.txt", call, globals())

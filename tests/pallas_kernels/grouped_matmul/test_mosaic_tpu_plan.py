@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import plan_call, plan_visits
 from pallas_kernels.grouped_matmul.tiles import TpuTiles
+from tests import golden
 
 
 def visits_python(sizes, rows, tile_rows):
@@ -52,44 +53,28 @@ class TestPlan:
     TILES = TpuTiles(512, (), (), (), 256, 8 * 2**20, 19 * 2**20, 60 * 2**20)
     STEPS = (256, 64)
 
-    @pytest.mark.parametrize(
-        ("rows", "d_in", "row_bytes", "d_out", "weight_bytes", "expected"),
-        [
-            # tile_rows, steps, tile_columns
-            (3072, 7168, 2, 1280, 2, (512, (256, 64), 1280)),
-            (3072, 7168, 2, 640, 4, (512, (256, 64), 640)),
-            (3072, 7168, 1, 5120, 1, (512, (256, 64), 1280)),
-            # The output of 512 rows counts too: 7168 columns of it are 7 MiB.
-            (3072, 640, 2, 7168, 2, (512, (256, 64), 7168)),
-            (3072, 2048, 2, 7168, 2, (512, (256, 64), 3584)),
-            (3, 16384, 2, 640, 4, (16, (16,), 128)),
-            (3, 7168, 1, 640, 2, (32, (32,), 640)),
-            (70, 7168, 2, 640, 2, (80, (64,), 640)),
-            (512, 65536, 2, 100, 1, (64, (64,), 100)),
-            (9, 6, 4, 5, 4, (16, (16,), 5)),
-        ],
-    )
-    def test_sizes(self, rows, d_in, row_bytes, d_out, weight_bytes, expected):
-        plan = plan_call(
-            self.TILES, self.STEPS, (rows, d_in), row_bytes, d_out, d_in * weight_bytes, out_bytes=2
-        )
-        assert (plan.tile_rows, plan.steps, plan.tile_columns) == expected
-        assert plan.alignment == (32 if row_bytes == 1 else 16)
+    def test_sizes(self):
+        def call(rows, d_in, row_bytes, d_out, weight_bytes):
+            plan = plan_call(
+                self.TILES,
+                self.STEPS,
+                (rows, d_in),
+                row_bytes,
+                d_out,
+                d_in * weight_bytes,
+                out_bytes=2,
+            )
+            assert plan.alignment == (32 if row_bytes == 1 else 16)
+            return plan.tile_rows, plan.steps, plan.tile_columns
 
-    @pytest.mark.parametrize(
-        ("d_out", "expected"),
-        [
-            (5, [(0, 1, 0, 5)]),
-            (128, [(0, 1, 0, 128)]),
-            (512, [(0, 2, 0, 256)]),
-            (640, [(0, 2, 0, 256), (2, 1, 512, 128)]),
-        ],
-    )
-    def test_pieces(self, d_out, expected):
-        assert (
-            list(plan_call(self.TILES, self.STEPS, (9, 6), 2, d_out, 12, out_bytes=2).pieces)
-            == expected
-        )
+        golden.check_values("pallas_kernels/tpu_plans.txt", call, globals())
+
+    def test_pieces(self):
+        def call(d_out):
+            plan = plan_call(self.TILES, self.STEPS, (9, 6), 2, d_out, 12, out_bytes=2)
+            return [tuple(piece) for piece in plan.pieces]
+
+        golden.check_values("pallas_kernels/tpu_pieces.txt", call, globals())
 
     def test_columns_that_do_not_fit(self):
         with pytest.raises(NotImplementedError, match="pad d_out 6000 to a multiple of 128"):

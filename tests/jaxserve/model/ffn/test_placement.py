@@ -16,35 +16,18 @@ from jaxserve.model.ffn.placement import (
     rank_loads,
     replica_table,
 )
+from tests import golden
 
 
-@pytest.mark.parametrize(
-    ("experts", "ranks", "redundant", "slots"),
-    [
-        (4, 2, 0, (0, 1, 2, 3)),
-        (4, 2, 1, (0, 1, -1, 2, 3, -1)),
-        (7, 2, 0, (0, 1, 2, 3, 4, 5, 6, -1)),
-        (5, 4, 0, (0, 1, 2, -1, 3, -1, 4, -1)),
-        (2, 3, 0, (0, 1, -1)),
-        (3, 1, 0, (0, 1, 2)),
-    ],
-)
-def test_homes_are_spread_in_order(experts, ranks, redundant, slots):
-    assert home_slots(SlotSizes(experts, ranks, redundant)) == slots
+def test_homes_are_spread_in_order():
+    golden.check_values("model/homes.txt", lambda *a: home_slots(SlotSizes(*a)), globals())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "local", "total", "spare", "width"),
-    [
-        (SlotSizes(256, 288), 1, 288, 32, 33),
-        (SlotSizes(256, 72), 4, 288, 32, 33),
-        (SlotSizes(256, 144, 1), 3, 432, 176, 64),
-        (SlotSizes(8, 4, 1), 3, 12, 4, 4),
-        (SlotSizes(8, 8), 1, 8, 0, 1),
-    ],
-)
-def test_sizes(sizes, local, total, spare, width):
-    assert (sizes.local, sizes.total, sizes.spare, sizes.width) == (local, total, spare, width)
+def test_sizes():
+    def call(sizes):
+        return sizes.local, sizes.total, sizes.spare, sizes.width
+
+    golden.check_values("model/slot_sizes.txt", call, globals())
 
 
 def test_the_shared_expert_has_slots_behind_those_of_the_placement():
