@@ -18,15 +18,7 @@ def test_every_file_reads_and_says_where_its_figures_are_from(name):
 
 
 def test_figures_in_units():
-    h800 = load_hardware("H800")
-    assert h800.flops("fp8") == 1.98e15
-    assert load_hardware("910b").flops("int8") == 2.8e14  # no figure: as fast as BF16
-    assert h800.bandwidth == 3.35e12
-    assert h800.network == 50e9  # one NIC of 400 Gbit/s a GPU
-    assert round(h800.roofline) == 591
-    assert load_hardware("a800").paper_flops == 3.12e14  # §4.1: INT8 is not computed with
-    assert h800.host_network == 400e9  # its hosts are not joined by the fast link
-    assert load_hardware("v6e").host_network == 8 * 400e9  # ICI
+    golden.check_values("planner/figures.txt", lambda value: value, globals())
 
 
 def test_figures_of_the_users(tmp_path):

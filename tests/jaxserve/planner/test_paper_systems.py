@@ -5,30 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from jaxserve.planner.models import load_model
+from tests import golden
 from tests.jaxserve.planner.paper_systems import STEP3, step3, upcycled, xdeepserve_colocated
 from tests.jaxserve.planner.published import Compared
 
-ERRORS = {
-    ("Step-3 2A2F, 4K, FP8", "tokens/s/GPU"): -0.04,
-    ("Step-3 3A2F, 4K, BF16 attention", "tokens/s/GPU"): -0.07,
-    ("Step-3 4A2F, 8K, FP8", "tokens/s/GPU"): -0.02,
-    # Not measured by the paper: it takes for granted that 3072 rows an FFN instance, one and a half
-    # times 2A2F's, still move within the instance in time.
-    ("Step-3 3A4F, upcycled to 600 B", "tokens/s/GPU"): -0.30,
-    # 69 % of them are what an instance has experts for.
-    ("Step-3 3A4F, upcycled, needed rows alone", "tokens/s/GPU"): -0.05,
-    ("xDeepServe 3 x 160 + 288", "iteration ms"): -0.01,
-    ("xDeepServe 3 x 160 + 288", "TPOT ms"): -0.01,
-    ("xDeepServe colocated EP288", "dispatch µs, mean"): 0.0,
-    ("xDeepServe colocated EP288", "combine µs, mean"): -0.03,
-    ("xDeepServe colocated EP288", "iteration ms with gap"): 0.0,
-    ("xDeepServe colocated EP288", "TPOT ms"): 0.0,
-    # With a lognormal spread alone -0.75 and -0.82: the paper's tails are from pauses.
-    ("xDeepServe colocated EP288", "dispatch µs, most"): -0.10,
-    ("xDeepServe colocated EP288", "combine µs, most"): -0.17,
-}
+ROWS = yaml.safe_load((golden.FOLDER / "planner" / "paper_errors.yaml").read_text())
+ERRORS = {(system, quantity): error for system, quantity, error in ROWS}
 
 
 def check(found: list[Compared]) -> None:

@@ -52,15 +52,7 @@ class TestAttend:
         assert qwen.sequence_bytes(8) == qwen.sequence_bytes(4)  # fewer heads than devices
 
     def test_formats_decide_the_rate(self):
-        assert Formats().linear == "bfloat16"  # FP8 weights meet BF16 activations
-        assert Formats(weights="int8").linear == "int8"
-        assert Formats(weights="int4").linear == "bfloat16"
-        assert Formats(weights="int4").weight_bytes == 0.5 + 4 / 128
-        assert Formats(weights="int4", group=32, zero_points=True).weight_bytes == 0.5 + 5 / 32
-        assert Formats(weights="int8").attention == "bfloat16"
-        assert Formats(compute="fp8").attention == "fp8"
-        own = Formats(compute="fp8", core="bfloat16")
-        assert (own.attention, own.linear) == ("bfloat16", "fp8")
+        golden.check_values("planner/formats.txt", lambda value: value, globals())
 
     def test_few_query_heads_are_padded_to_the_products_tile(self):
         """16 query heads a KV head over 4 GPUs, and 64 rows of wgmma: 4 times the FLOPs."""
