@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.chaos.proxy import Proxy
-from jaxserve.link import pages_connection, pages_server
+from jaxserve.link import breaker, pages_connection, pages_server
 from jaxserve.link.hello import make_hello
 from jaxserve.link.pages_client import PagesClient
 from jaxserve.link.pages_ends import FetchedPiece, FetchJob
@@ -252,8 +252,9 @@ class TestCorruption:
             assert mismatch is False
             assert (link.counters.corrupt, link.counters.failures) == (2, 1)
 
-    def test_a_link_that_changes_bits(self):
-        """Whatever they hit: handshakes, frames or pieces."""
+    def test_a_link_that_changes_bits(self, monkeypatch):
+        """Whatever they hit: handshakes, frames or pieces. No pause follows where one hangs."""
+        monkeypatch.setattr(breaker, "OPEN_SECONDS", 0.0)
         with serving() as (server, _), client() as link, contextlib.ExitStack() as stack:
             address = f"127.0.0.1:{free_port()}"
             proxy = Proxy(address, server.address)
