@@ -180,7 +180,9 @@ class Placement:
         usable &= self._fits(request, table)
         usable &= count < slots + self._fleet.domain_waiting
         if request.source is not None:
-            reached = usable & [w.reaches(request.source.address) for w in table.workers]
+            reached = usable & np.array(
+                [w.reaches(request.source.address) for w in table.workers], bool
+            )
             usable = reached if reached.any() else usable
         if not usable.any():
             return None

@@ -51,6 +51,7 @@ def main() -> None:
         membership.socket = SimpleNamespace(gethostname=lambda: host)
     if not options.jax:
         bootstrap.initialise = lambda *_: None
+        bootstrap.unreachable = lambda *_: ""  # nobody listens as JAX's coordinator
     if options.own_devices:
         devices._set_cpu_devices = lambda *_, **__: jax_config(
             "num_cpu_devices", options.own_devices

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxserve.link.peer import PeerState
-from tests.jaxserve.link.test_pull import KIND, LANES, ROWS, client, on_mesh, values
+from tests.jaxserve.link import toy_server as toy
+from tests.jaxserve.link.test_pull import KIND, LANES, client, on_mesh, values
 from tests.jaxserve.link.toy_server import in_use, nursery
 from tests.jaxserve.waiting import until
 
@@ -49,7 +50,7 @@ class Load:
                         expected = 2 * values(sent[lane]) + sent[lane] % 4
                         np.testing.assert_array_equal(answer, expected)
                     sent[lane] = number = number + 1
-                    self.link.send(lane, KIND, number % 4, ROWS, on_mesh(values(number)))
+                    self.link.send(lane, KIND, number % 4, toy.ROWS, on_mesh(values(number)))
         except BaseException as error:
             self.error = error
 
