@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("", 0, [f"  {name} " for name in COMMANDS]),
         ("--version", 0, ["jaxserve 0.1.0\n"]),
         ("sevre", 2, ["there is no command 'sevre'"]),
-        ("serve --config nothing --check", 2, ["by name there are deepseek-v3, demo, "]),
+        ("serve --config nothing --check", 2, [", demo, demo-fleet, "]),
     ],
 )
 def test_commands_and_what_they_are_given(arguments, code, said, capsys):
@@ -44,8 +44,8 @@ def test_completion_of_commands_options_names_and_files(tmp_path):
         "serve --mod": ["--model"],
         "serve --model de": ["demonstration"],
         "serve --config de": [
-            *("deepseek-v3", "demo", "demo-fleet", "demo-fleet-afd", "decoded.yaml"),
-            "demonstration",
+            *("deepseek-v3", "deepseek-v3-v7x", "demo", "demo-fleet", "demo-fleet-afd"),
+            *("decoded.yaml", "demonstration"),
         ],
         "launch --hardware v6": ["v6e"],
         "generate --set cache.page": ["cache.page_size=", "cache.pages="],
