@@ -53,7 +53,8 @@ def open_engine(deployment, **options):
     mode = os.environ["FAKE"]
     if mode == "slow start":
         print("starting", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal just before one long sleep would be handled after it
+            time.sleep(0.1)
     engine = FakeEngine(ids_of("x" * 40), pace=0.05)
     if mode == "stuck":
         engine.allowed = 3
