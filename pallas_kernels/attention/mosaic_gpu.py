@@ -16,9 +16,8 @@ from pallas_kernels.attention.mosaic_gpu_kernel import attend
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype, stages
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.ranges import Cut, Places, cut_batch, results_of_units, rows_of_units
-from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.reference import Cache, pages_gap
 from pallas_kernels.attention.tiles import GpuTiles, gpu_blocks
-from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
@@ -31,19 +30,13 @@ MOST_COLUMNS = 256
 
 
 def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
-    """What of a call the kernels cannot do; empty: nothing. `reference.py` can do everything."""
+    """Returns which property of a call the kernels cannot handle; empty: they can run it."""
     page_size, head_dim = cache.k_pages.shape[2:]
     dtype, width = cache.k_pages.dtype, cache.v_width
-    if cache.rope_pages is not None:
-        return f"latents in {dtype} with their rotated part in an array of its own"
-    if cache.int8_products:
-        return "products in INT8"
+    if found := pages_gap(cache):
+        return found
     plan = _plan(queries, cache, decode=False, scale=1.0, window=0, target=None)
     multiple = 64 * (2 if plan.split_values else 1)
-    if dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
-        return f"a cache in {dtype} (there are some for 16 and 8 bits)"
-    if cache.v_pages is not None and cache.v_pages.dtype != dtype:
-        return f"keys in {dtype} with values in {cache.v_pages.dtype}"
     if head_dim % 64:
         return f"head_dim {head_dim} (multiples of 64)"
     if width % multiple or width > 2 * MOST_COLUMNS:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
+from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.varying import vary_like
 
@@ -81,6 +82,20 @@ class Cache(NamedTuple):
     int8_products: bool = False
     """Whether what is in INT8 is multiplied with queries and probabilities in INT8. The sums are
     FP32 here and exact: those of 1,040 products of two numbers up to 127 are below 2^24."""
+
+
+def pages_gap(cache: Cache) -> str:
+    """Returns what kernels of GPUs cannot handle about the formats of the pages; empty: nothing."""
+    dtype = cache.k_pages.dtype
+    if cache.rope_pages is not None:
+        return f"latents in {dtype} with their rotated part in an array of its own"
+    if cache.int8_products:
+        return "products in INT8"
+    if dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
+        return f"a cache in {dtype} (there are some for 16 and 8 bits)"
+    if cache.v_pages is not None and cache.v_pages.dtype != dtype:
+        return f"keys in {dtype} with values in {cache.v_pages.dtype}"
+    return ""
 
 
 def paged_attention(

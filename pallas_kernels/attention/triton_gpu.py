@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.ranges import Cut, Places, cut_batch, results_of_units, rows_of_units
-from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.reference import Cache, pages_gap
 from pallas_kernels.attention.tiles import multiprocessors
 from pallas_kernels.attention.triton_gpu_kernel import Sizes, attend, columns_of, combine
-from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.target import Target
 
@@ -39,14 +38,8 @@ def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
     """Returns which property of a call the kernels cannot handle; empty: they can run it."""
     del queries
     head_dim, width, dtype = cache.k_pages.shape[3], cache.v_width, cache.k_pages.dtype
-    if cache.rope_pages is not None:
-        return f"latents in {dtype} with their rotated part in an array of its own"
-    if cache.int8_products:
-        return "products in INT8"
-    if dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
-        return f"a cache in {dtype} (there are some for 16 and 8 bits)"
-    if cache.v_pages is not None and cache.v_pages.dtype != dtype:
-        return f"keys in {dtype} with values in {cache.v_pages.dtype}"
+    if found := pages_gap(cache):
+        return found
     for name, size in (("head_dim", head_dim), ("values of", width)):
         if size % LEAST_COLUMNS:
             return f"{name} {size} (multiples of {LEAST_COLUMNS})"
