@@ -18,8 +18,8 @@ from pallas_kernels.tuned import Fields
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "kernel", "reference"]
-"""Of an op: `auto`: a kernel where there is one, else plain XLA; `kernel`: that, or
-NotImplementedError; `reference`: plain XLA."""
+"""How an op runs: `auto` takes a kernel if the device has one and plain XLA otherwise; `kernel`
+takes a kernel or raises NotImplementedError; `reference` takes plain XLA."""
 
 
 class Fallback(NamedTuple):

@@ -48,7 +48,7 @@ ALL, ONE = "all", "one"
 """Messages between all devices of both roles, and between the first of each."""
 DIRECTIONS = ("dispatch", "combine")
 ROWS = 512
-"""Of a piece, where it is tried whether bytes count."""
+"""Rows of a piece, where the effect of its bytes is measured."""
 LAYERS = 16
 """Messages in a row; the CPU backend allows 32 in flight on a device."""
 WIDTH = 128
@@ -135,9 +135,11 @@ def _rest(rows: list[Times]) -> float:
 
 
 def over_hosts(attention: int, ffn: int, devices: int, arguments: list[str]) -> list[Times]:
-    """What each process, of so many devices at most, spends on its own ends of a message and its
-    answer (`ALL`), and of those from the first attention device to the first ffn device (`ONE`),
-    where it has one of these."""
+    """Times that each process spends on its own ends of a message and its answer.
+
+    Processes have at most `devices` devices each. `ALL` counts every end. `ONE` counts those
+    between the first attention device and the first ffn device, in processes that own one.
+    """
     processes = -(-attention // devices) + -(-ffn // devices)
     shared = [*arguments, "--attention", str(attention), "--ffn", str(ffn)]
     shared += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]

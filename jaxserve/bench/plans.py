@@ -45,7 +45,7 @@ _CLUSTER = Cluster(start_seconds=300.0, step_seconds=120.0, heartbeat_seconds=20
 
 
 class Seen(msgspec.Struct):
-    """What a follower keeps: `time.monotonic` when each boundary was there, and CPU seconds."""
+    """Record of a follower: `time.monotonic` at the arrival of each boundary, and CPU seconds."""
 
     times: list[float]
     cpu: float

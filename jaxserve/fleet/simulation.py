@@ -41,7 +41,7 @@ SHARED = 2**30
 
 
 class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """Result of a simulated fleet.
 
     Attributes:
       seconds: simulated, from the first counted arrival to the last token.

@@ -98,7 +98,7 @@ class PagesClient:
             self.ended(job, (blocked, False))
 
     def cancel(self, key: Hashable) -> None:
-        """Nobody wants a fetch any more; nothing of it is called back after what is under way."""
+        """Drops a fetch; apart from a callback that is running, it makes no further ones."""
         with self._lock:
             job = self._jobs.pop(key, None)
         if job is not None:

@@ -85,7 +85,7 @@ class Stored(NamedTuple):
 
     attention: str = "plain"
     ffn: str = "plain"
-    """Of experts; of dense FFNs where there are none."""
+    """Format of the experts, or of dense FFNs in a model without experts."""
     int4: Int4 = Int4()
     floats: Floats = "float32"
     """Of those that are `plain`; as of `ModelConfig`."""

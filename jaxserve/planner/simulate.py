@@ -70,7 +70,7 @@ class Percentiles(NamedTuple):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it, after the warm-up."""
+    """Result of a simulation, without its warm-up."""
 
     seconds: float
     """Simulated."""

@@ -1,9 +1,9 @@
-"""Which slots hold which experts, and how one placement becomes another: plain data.
+"""Placements of experts in slots, and the moves that turn one placement into another: plain data.
 
 Slots are physical experts, `local` of them on each rank, device after device; a placement names the
-expert of every slot of one layer, `EMPTY` where there is none. Several slots may hold one expert
+expert of every slot of one layer, or `EMPTY`. Several slots may hold one expert
 (replicas). Ranks of the shared expert come behind those of the routed ones and are in no placement:
-what they hold never moves. Called by the templates, by whoever moves experts, and by the planner;
+what they hold never moves. Called by the templates, the movers of experts and the planner;
 `replicas.py` is the part that runs on devices. Knows neither weights nor JAX.
 """
 
