@@ -316,7 +316,8 @@ class ExpertBalancer:
                 new = {layer: totals[layer] - before[layer] for layer in totals}  # modulo 2^32
                 slice_ = {layer: part.astype(np.int64) for layer, part in new.items()}
                 self._show(slice_)
-                if not self._slice_ends:
+                # A rebalance may have asked for this number after `due` had chosen to look only.
+                if not (self._slice_ends or self._wanted >= number):
                     return
                 self._slices.append(slice_)
             self._totals, self._renewals = totals, counted.renewals

@@ -318,6 +318,24 @@ def test_a_failure_is_the_answer_to_its_own_question(make):
     assert answers["second"] is True
 
 
+def test_a_rebalance_that_finds_a_look_on_its_way_gets_what_it_counts(make):
+    worker = make(window_seconds=1e9)
+    worker.rebalance(dry_run=True)
+    worker.serve()
+    worker.clock.now += expert_balancer.LOOK_SECONDS
+    worker.balancer.view()
+    looks = worker.balancer.due()
+    assert len(looks) == 1
+    worker.counted[looks[0].number] = Counted(dict(enumerate(worker.total.copy())))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(worker.balancer.rebalance(dry_run=True)))
+    thread.start()
+    until(lambda: worker.balancer._wanted == looks[0].number)
+    worker.balancer.carried_out(looks)
+    thread.join(10.0)
+    assert found[0].moves > 0
+
+
 def test_counts_that_a_lost_step_took_along_begin_anew(make):
     worker = make(window_seconds=10)
     balancer = worker.balancer
