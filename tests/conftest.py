@@ -12,7 +12,7 @@ from typing import Any
 
 import hypothesis
 
-from tests import garbage
+from tests import garbage, typechecker  # noqa: F401  (jaxtyping's hook finds `typechecker`)
 
 SIMULATED_DEVICES = 8
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -78,11 +78,6 @@ _may_be_unoptimised = os.environ.get(_UNOPTIMISED) != "0"
 _exempted = pytest.StashKey[Path]()
 """The file before whose first test all was exempted from garbage collection."""
 garbage.take_over()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("jaxtyping_packages", None):
-        import tests.typechecker  # noqa: F401  (jaxtyping's import hook finds it loaded)
 
 
 def pytest_sessionstart() -> None:

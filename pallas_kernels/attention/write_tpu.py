@@ -8,6 +8,7 @@ head by head.
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -22,8 +23,11 @@ SUBLANES = 8
 """Rows of a tile of 32 bits."""
 
 
-def is_swapped(pages: Num[Array, "pages kv_heads page_size ..."]) -> bool:
-    """Whether XLA keeps these pages with the tokens last. Scales are that way in any case."""
+def is_swapped(pages: Array | jax.ShapeDtypeStruct) -> bool:
+    """Returns whether XLA keeps pages [pages, kv_heads, page_size, width] with the tokens last.
+
+    Scales [pages, kv_heads, page_size] are kept that way in any case.
+    """
     return pages.ndim == 4 and pages.shape[3] % LANES != 0
 
 
