@@ -135,7 +135,7 @@ def test_missing_peer_is_an_error_not_an_abort() -> None:
     on ports of their own, and do not find each other."""
     alone = []
     for process, coordinator, control, expected in (
-        ("0", 47111, 47112, r"CRITICAL process 1: did not register within 1 s"),
+        ("0", 47111, 47112, r"CRITICAL process 1 \(ffn\): did not register within 1 s"),
         ("1", 47113, 47114, r"CRITICAL process 1 .*: the leader .* did not answer within 1 s"),
     ):
         environment = {
