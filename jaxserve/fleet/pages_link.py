@@ -160,7 +160,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
         "weights": weights_digest(deployment.model),
         "layers": str(programs.layers),
         "kv_heads": str(programs.kv_heads),
-        "widths": str(list(programs.widths)),
+        "widths": str([entry.width for entry in programs.entries]),
         "pieces": str(list(transfer.pieces)),
     }
     versions = {

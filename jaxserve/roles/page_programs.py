@@ -7,7 +7,6 @@ and converts it if the two caches have different formats. Both run on the whole 
 DP group takes part with its pages, the others without any.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,18 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.model.quant.rows import cached_dtype, has_scales, quantize_heads, storage
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, layer_entries, row_arrays
+from jaxserve.model.quant.rows import has_scales, quantize_heads, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.quantize import as_bits, from_bits
-
-
-class WireArray(NamedTuple):
-    """One array of the wire form."""
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
 
 
 class PageKey(NamedTuple):
@@ -53,19 +45,13 @@ class PagePrograms:
         self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
         self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
-        self.kv_heads = config.attention.kv_heads
         self.format: FormatName = deployment.cache_format
         self._stacked = stacked
         self._page_arrays = programs.page_arrays
         self.shape = programs.shape
-        self.widths = tuple(
-            array.shape[3] for array in programs.page_arrays if len(array.shape) == 4
-        )
-        """Widths of the values: keys and values, or the latent, or the latent and its rotated
-        part."""
-        rotated = (False, deployment.cache.rope != "auto")
-        self._as_it_is = rotated[: len(self.widths)]
-        """Whether each of the values is in BF16 in every format."""
+        self.entries = layer_entries(config, deployment)
+        self.kv_heads = self.entries[0].heads
+        self._scaled = [entry for entry in self.entries if not entry.plain]
 
     @property
     def heads(self) -> int:
@@ -78,24 +64,15 @@ class PagePrograms:
             return rank * self.heads + index
         return rank * self.kv_heads // self.tp
 
-    def wire(self, tokens: int, cache_format: FormatName) -> tuple[WireArray, ...]:
+    def wire(self, tokens: int, cache_format: FormatName) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the arrays of one KV head."""
-        dtype = cached_dtype(cache_format)
-        wide = jnp.dtype(jnp.bfloat16)
-        values = [
-            WireArray((self.layers, tokens, width), wide if as_it_is else dtype)
-            for width, as_it_is in zip(self.widths, self._as_it_is, strict=True)
-        ]
-        if has_scales(cache_format):
-            rows = WireArray((self.layers, tokens), jnp.dtype(jnp.float32))
-            values += [rows] * self._as_it_is.count(False)
-        return tuple(values)
+        return row_arrays(self.entries, (self.layers, tokens), cache_format)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's entries on the wire, all heads together."""
         arrays = self.wire(1, self.format)
-        return self.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+        return self.kv_heads * sum(array.size * array.dtype.itemsize for array in arrays)
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the pages of all layers, as programs take them."""
@@ -103,12 +80,12 @@ class PagePrograms:
             return stacked_pages(self._page_arrays, self.layers)
         return self._page_arrays * self.layers
 
-    def everywhere(self, wire: Sequence[WireArray]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def everywhere(self, wire: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of arrays with one part for each device along the first axis."""
         devices = self.groups * self.tp
         return tuple(
-            self.shape(devices * shape[0], *shape[1:], dtype=dtype, spec=PIECES)
-            for shape, dtype in wire
+            self.shape(devices * one.shape[0], *one.shape[1:], dtype=one.dtype, spec=PIECES)
+            for one in wire
         )
 
     def gather_pages(self, tokens: int) -> int:
@@ -248,12 +225,12 @@ class PagePrograms:
 
     def _in_own_format(self, stacks: list[Array], cache_format: FormatName) -> list[Array]:
         """Converts arrays `[heads, layers, tokens, …]` from the wire's format to the cache's."""
-        kinds = self._as_it_is.count(False)
-        rows, wide = stacks[:kinds], stacks[kinds : len(self.widths)]
+        scaled, ends = len(self._scaled), len(self.entries)
+        rows, wide = stacks[:scaled], stacks[scaled:ends]
         if has_scales(cache_format):
             rows = [
                 from_bits(row).astype(jnp.float32) * scale[..., None]
-                for row, scale in zip(rows, stacks[len(self.widths) :], strict=True)
+                for row, scale in zip(rows, stacks[ends:], strict=True)
             ]
         own = self.format
         if not has_scales(own):

@@ -20,7 +20,7 @@ from jaxserve.link.copy import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
-from jaxserve.roles.page_programs import PageKey, WireArray
+from jaxserve.roles.page_programs import PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
@@ -68,9 +68,8 @@ class SpreadPages(PageTransfer):
         """Every KV head once, on this process's first device."""
         sharding = SingleDeviceSharding(self.device)
         return [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for _ in range(self.programs.kv_heads)
-            for shape, dtype in self.programs.wire(tokens, cache_format)
+            array.update(sharding=sharding)
+            for array in self.programs.wire(tokens, cache_format) * self.programs.kv_heads
         ]
 
     def scatter(
@@ -88,7 +87,7 @@ class SpreadPages(PageTransfer):
         sources = [self._source(*pair) for pair in zip(wire, given, strict=True)]
         return self._scattered(pages, run, key, self._between[key](*sources))
 
-    def _source(self, wire: WireArray, arrived: jax.Array | None) -> jax.Array:
+    def _source(self, wire: jax.ShapeDtypeStruct, arrived: jax.Array | None) -> jax.Array:
         """Zeros of every device, but what arrived on this process's first one."""
         devices = self.programs.mesh.devices.size
         whole = (devices * wire.shape[0], *wire.shape[1:])

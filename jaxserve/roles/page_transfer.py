@@ -137,13 +137,11 @@ class PageTransfer:
         """As what a piece has to arrive for `scatter`, with shardings: every KV head once, on a
         device that holds it."""
         wire = self.programs.wire(tokens, cache_format)
-        shapes = []
-        for head in range(self.programs.kv_heads):
-            sharding = SingleDeviceSharding(self._devices[group, self._place(head)[0]])
-            shapes += [
-                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in wire
-            ]
-        return shapes
+        return [
+            array.update(sharding=SingleDeviceSharding(self._devices[group, self._place(head)[0]]))
+            for head in range(self.programs.kv_heads)
+            for array in wire
+        ]
 
     def scatter(
         self,

@@ -11,7 +11,7 @@ import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.deployment import Deployment, scratch_pages
-from jaxserve.config.model import MLA, ModelConfig
+from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
 from jaxserve.roles.parameters import count_parameters
@@ -177,7 +177,7 @@ class _Sizes:
         if best is None:
             return  # building the roles says why
         (dp, tp), part = best
-        heads = _kv_heads(self._config)
+        heads = self._config.attention.kv_heads
         of_all = f"{dp * tp} of {self._machine.devices} {'cores' if self._on_cpu else 'devices'}"
         reason = (
             f"{of_all}, weights {part.weights / GB:.2f} GB on each, "
@@ -216,14 +216,14 @@ class _Sizes:
         if not parts:
             return 1
         layer = parts[0].weights * parts[0].devices // self._config.all_layers
-        return max(1, min(cores, _kv_heads(self._config), layer // CPU_LAYER_BYTES))
+        return max(1, min(cores, self._config.attention.kv_heads, layer // CPU_LAYER_BYTES))
 
     def _rank(self, layout: tuple[int, int], part: RoleBytes) -> tuple[float, ...]:
         """Smaller is better."""
         dp, tp = layout
         memory = self._memory(self._now, dp * tp)
         over = 0 if memory is None else max(0, part.total - memory)
-        copies = max(1, tp // _kv_heads(self._config))
+        copies = max(1, tp // self._config.attention.kv_heads)
         return over, -dp * tp, copies, part.weights, tp
 
     def _room(self) -> None:
@@ -335,10 +335,6 @@ def changed(deployment: Deployment, key: str, value: Any) -> Deployment:
         return msgspec.structs.replace(deployment, **{name: value})
     part = msgspec.structs.replace(getattr(deployment, section), **{name: value})
     return msgspec.structs.replace(deployment, **{section: part})
-
-
-def _kv_heads(config: ModelConfig) -> int:
-    return 1 if isinstance(config.attention, MLA) else config.attention.kv_heads
 
 
 def _halved(most: int, least: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ page ids in a page table are relative to the group. `pallas_kernels/attention` d
 inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import FormatName
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
@@ -35,36 +37,57 @@ PLAIN = LayerKind("dense")
 """All that attention asks of a kind: no window, and products in floats."""
 
 
+class Entry(NamedTuple):
+    """Declares one array of a layer's cache: a row for every token and head."""
+
+    heads: int
+    width: int
+    plain: bool = False
+    """Whether rows are BF16 without scales in every format of the cache."""
+
+
+def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, ...]:
+    """Declares what a layer keeps of every token: keys and values, or MLA's latent. With
+    `cache.rope` the rotated part of latents is an array of its own.
+
+    Raises:
+      ConfigError: `cache.rope` of a model without latent attention.
+    """
+    attention, rope = config.attention, deployment.cache.rope
+    if isinstance(attention, MLA):
+        latent, rotated = attention.kv_latent, attention.rope_dim
+        whole = (Entry(1, latent + rotated),)
+        return whole if rope == "auto" else (Entry(1, latent), Entry(1, rotated, plain=True))
+    if rope != "auto":
+        raise ConfigError(
+            f"cache.rope = {rope} is for latent attention (MLA), which keeps a rotated key beside "
+            "every latent: the model has none"
+        )
+    return (Entry(attention.kv_heads, attention.head_dim),) * 2
+
+
+def row_arrays(
+    declared: Sequence[Entry], rows: tuple[int, ...], cache_format: FormatName
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of arrays that hold these rows in a format of the cache: values, then scales."""
+    plain, scale = jnp.dtype(jnp.bfloat16), jax.ShapeDtypeStruct(rows, jnp.float32)
+    dtypes = [plain if entry.plain else cached_dtype(cache_format) for entry in declared]
+    pairs = zip(declared, dtypes, strict=True)
+    values = [jax.ShapeDtypeStruct((*rows, entry.width), dtype) for entry, dtype in pairs]
+    scaled = [entry for entry in declared if has_scales(cache_format) and not entry.plain]
+    return (*values, *[scale] * len(scaled))
+
+
 def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Global shapes and dtypes of one layer's cache.
 
     Heads are divided over tp; where there are fewer heads than devices, several devices hold a copy
     of the same head.
-
-    Raises:
-      ConfigError: `cache.rope` of a model without latent attention.
     """
-    attention, cache = config.attention, deployment.cache
-    heads = max(attention.kv_heads, deployment.attention.tp)
-    if isinstance(attention, MLA):
-        widths = [attention.kv_latent + attention.rope_dim]
-    else:
-        widths = [attention.head_dim] * 2
-    dtype = cached_dtype(deployment.cache_format)
-    rows = (deployment.attention.dp * cache.pages, heads, cache.page_size)
-    scales = jax.ShapeDtypeStruct(rows, jnp.float32)
-    if cache.rope != "auto":
-        if not isinstance(attention, MLA):
-            raise ConfigError(
-                f"cache.rope = {cache.rope} is for latent attention (MLA), which keeps a rotated "
-                "key beside every latent: the model has none"
-            )
-        latent = jax.ShapeDtypeStruct((*rows, attention.kv_latent), dtype)
-        return latent, jax.ShapeDtypeStruct((*rows, attention.rope_dim), jnp.bfloat16), scales
-    arrays = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in widths]
-    if has_scales(deployment.cache_format):
-        arrays += [scales] * len(widths)
-    return tuple(arrays)
+    cache, declared = deployment.cache, layer_entries(config, deployment)
+    heads = max(declared[0].heads, deployment.attention.tp)
+    rows = deployment.attention.dp * cache.pages, heads, cache.page_size
+    return row_arrays(declared, rows, deployment.cache_format)
 
 
 class HeadNorms(NamedTuple):
@@ -103,10 +126,10 @@ def rotate_and_write(
 
 
 class LatentNorms(NamedTuple):
-    """RMSNorms between MLA's down maps and what reads them."""
+    """RMSNorms behind MLA's down maps."""
 
     query: Float[Array, " q_latent"] | None
-    """Of the queries' latents; None: there are none."""
+    """Norm of the queries' latents; None: queries have no latents."""
     latent: Float[Array, " kv_latent"]
     epsilon: float
 
