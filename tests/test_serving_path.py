@@ -164,7 +164,7 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
 
 
 def test_a_process_does_not_reach_what_only_others_run() -> None:
-    inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated_programs"}
+    inside = {"jaxserve.link.dispatch.runtime_link", "jaxserve.roles.colocated_programs"}
     of_ffn = {"jaxserve.roles.ffn_programs", "jaxserve.model.ffn.exchange"}
     of_attention = {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"}
     engine = {"jaxserve.engine.engine", "jaxserve.engine.scheduler"}
@@ -184,7 +184,7 @@ def test_a_router_reaches_no_scheduler() -> None:
 
 
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
-    ends = {"jaxserve.link.pages_client", "jaxserve.link.pages_server"}
+    ends = {"jaxserve.link.pages.client", "jaxserve.link.pages.server"}
     programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}
     engine = {"jaxserve.engine.hand_off", "jaxserve.engine.holds"}
     for part in ("leader, colocated", "leader, attention and ffn", "attention"):

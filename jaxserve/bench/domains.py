@@ -23,11 +23,11 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
-from jaxserve.link.channel import Deadlines
-from jaxserve.link.contract import MessageSize
-from jaxserve.link.hello import make_hello
-from jaxserve.link.pull import PullClient
-from jaxserve.link.pull_server import PullServer
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.remote.client import PullClient
+from jaxserve.link.remote.server import PullServer
+from jaxserve.link.session.channel import Deadlines
+from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.layout import Bucket

@@ -37,7 +37,7 @@ from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 
 LAYERS, HEAD_DIM = 8, 1024
 TOKEN_BYTES = LAYERS * 2 * HEAD_DIM * 4

@@ -34,7 +34,7 @@ from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.config.model import MFA, ModelConfig, Rope
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 
 MODULE = "jaxserve.bench.interference"
 LIMIT = 1.3

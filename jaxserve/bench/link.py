@@ -30,11 +30,11 @@ from jaxserve.bench.workers import Worker, barrier, run_worker, run_workers, wri
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
-from jaxserve.link.copy import fast_copy, fast_first, fast_shards
-from jaxserve.link.ends import Arrays, piece_sharding
-from jaxserve.link.route import Route
-from jaxserve.link.runtime_link import TRANSPORTS
-from jaxserve.link.transport import Transport
+from jaxserve.link.dispatch.copy import fast_copy, fast_first, fast_shards
+from jaxserve.link.dispatch.ends import Arrays, piece_sharding
+from jaxserve.link.dispatch.route import Route
+from jaxserve.link.dispatch.runtime_link import TRANSPORTS
+from jaxserve.link.dispatch.transport import Transport
 from jaxserve.mesh import Submeshes
 from jaxserve.ports import free_port
 from jaxserve.roles.compilation import hot_call

@@ -27,7 +27,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import EngineFailedError
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.weights.server import WeightsServer
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.attention_weights import AttentionWeights

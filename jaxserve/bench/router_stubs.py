@@ -19,8 +19,8 @@ from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import Frame, Outputs
-from jaxserve.link.channel import accept
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.session.channel import accept
 
 MODEL = "stub"
 TOKEN = "bench"

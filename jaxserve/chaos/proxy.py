@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Literal
 
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 
 READ_BYTES = 1 << 16
 LOOK_SECONDS = 0.02

@@ -34,10 +34,10 @@ from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.link.channel import join_address, split_address
-from jaxserve.link.hello import Hello, make_hello
-from jaxserve.link.weights_client import PeerError, WeightsPeer
-from jaxserve.link.weights_frames import HeldArray
+from jaxserve.link.session.channel import join_address, split_address
+from jaxserve.link.session.hello import Hello, make_hello
+from jaxserve.link.weights.client import PeerError, WeightsPeer
+from jaxserve.link.weights.frames import HeldArray
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder
 

@@ -91,7 +91,7 @@ def _pull() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxserve.link.transfers import Transfers
+    from jaxserve.link.transports.pull import Transfers
 
     device = jax.local_devices()[0]
     sender, receiver = Transfers(device, "127.0.0.1"), Transfers(device, "127.0.0.1")

@@ -23,8 +23,8 @@ from jaxserve.fleet import attention_runtime, bootstrap, leading
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.open import open_engine
-from jaxserve.link.pull import PullClient
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.remote.client import PullClient
+from jaxserve.link.weights.server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import merge

@@ -30,7 +30,7 @@ from jaxserve.engine.results import ResultReader
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import Broadcast, Driver, Stepper
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch

@@ -15,7 +15,7 @@ from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.pages import pages_for
 from jaxserve.engine.sequence import Sequence
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
 
 

@@ -22,14 +22,14 @@ from jaxserve.engine.loop import DropFetch, ExportPages, FetchPolicy, ImportPage
 from jaxserve.engine.loop import Fetch as FetchAction
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.errors import EngineFailedError, InvalidRequestError
-from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
-from jaxserve.link.pages_ends import ExportError, FetchJob, Piece
-from jaxserve.link.pages_frames import Fetch
+from jaxserve.link.pages.ends import ExportError, FetchJob, Piece
+from jaxserve.link.pages.frames import Fetch
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
-    from jaxserve.link.pages_client import PagesClient
-    from jaxserve.link.pages_server import PagesServer
+    from jaxserve.link.pages.client import PagesClient
+    from jaxserve.link.pages.server import PagesServer
     from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)

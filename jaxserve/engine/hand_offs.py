@@ -10,7 +10,7 @@ from jaxserve.engine.load import PagesLoad
 from jaxserve.engine.loop import DropFetch, ExportPages, Fetch, ImportPages
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import InvalidRequestError, JaxserveError
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
 
 Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.errors import InvalidRequestError
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -15,7 +15,7 @@ from jaxserve.engine.logprobs import TokenLogprobs
 from jaxserve.engine.prefix_cache import PageKeys, PageNode
 from jaxserve.engine.request import Request
 from jaxserve.engine.rules import RequestRules
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.step_plan import NewSequence, RowOptions
 
 

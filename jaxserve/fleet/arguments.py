@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.config.sections import MIN_SECRET_CHARACTERS
 from jaxserve.errors import ConfigError
-from jaxserve.link.channel import join_address, split_address
+from jaxserve.link.session.channel import join_address, split_address
 
 TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"
 STAND_IN = "--stand-in"

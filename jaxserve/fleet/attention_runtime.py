@@ -16,10 +16,10 @@ from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
-from jaxserve.link.contract import Contract
-from jaxserve.link.ends import ReceiveAnswer, SendMessage, piece_sharding
-from jaxserve.link.message import answer_format
-from jaxserve.link.pull import PullClient
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage, piece_sharding
+from jaxserve.link.dispatch.message import answer_format
+from jaxserve.link.remote.client import PullClient
 from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import deployment_buckets, token_sizes
 from jaxserve.roles.cell import Cell, Workers

@@ -3,8 +3,8 @@
 `leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
 send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
 twelve times the CPU (jaxserve/planner/README.md). Handshake and frames are those of
-`link/channel.py`. No process is asked again or reconnects: a lost one is missed on its stream.
-Knows nothing of the meaning of messages.
+`link/session/channel.py`. No process is asked again or reconnects: a lost one is missed on its
+stream. Knows nothing of the meaning of messages.
 """
 
 import select
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jaxserve.fleet.listening import listening_socket
-from jaxserve.link.channel import (
+from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
     cut_off,
@@ -22,7 +22,7 @@ from jaxserve.link.channel import (
     framed,
     take_frames,
 )
-from jaxserve.link.listener import Listener, shut
+from jaxserve.link.session.listener import Listener, shut
 
 HOSTS_EACH = 8
 """To so many other hosts one process hands on."""

@@ -7,7 +7,7 @@ import logging
 import socket
 
 from jaxserve.fleet.addresses import is_ip, is_loopback
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 
 logger = logging.getLogger(__name__)
 

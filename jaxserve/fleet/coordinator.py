@@ -45,7 +45,7 @@ from jaxserve.fleet.routing_actions import (
     SendWithdraw,
 )
 from jaxserve.fleet.worker_frames import State, WorkerFacts, WorkerRole
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 
 FULL_SECONDS = 0.5
 """Pause before a worker that refused a request for want of room is asked again."""

@@ -26,7 +26,7 @@ from jaxserve.fleet.addresses import is_loopback, local_address
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.hardware import choose_platform
 from jaxserve.fleet.membership import ProcessShare, process_shares
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 from jaxserve.ports import free_port
 
 logger = logging.getLogger(__name__)

@@ -23,12 +23,12 @@ from jaxserve.fleet import expert_answers
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
-from jaxserve.link.channel import listen
-from jaxserve.link.contract import MessageSize
-from jaxserve.link.landing import Landing
-from jaxserve.link.message import message_formats
-from jaxserve.link.pull_server import PullServer
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.message import message_formats
+from jaxserve.link.remote.landing import Landing
+from jaxserve.link.remote.server import PullServer
+from jaxserve.link.session.channel import listen
+from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_steps

@@ -24,7 +24,7 @@ from jaxserve.fleet import control
 from jaxserve.fleet.broadcast import Broadcaster, Subscription
 from jaxserve.fleet.listening import everywhere
 from jaxserve.fleet.reachable import unreachable
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from jaxserve.engine.loop import FetchPolicy
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
-from jaxserve.link.channel import DEFAULT_DEADLINES, Deadlines
-from jaxserve.link.hello import Hello, make_hello
-from jaxserve.link.pages_client import PagesClient
-from jaxserve.link.pages_connection import Landing
-from jaxserve.link.pages_server import PagesServer
+from jaxserve.link.pages.client import PagesClient
+from jaxserve.link.pages.connection import Landing
+from jaxserve.link.pages.server import PagesServer
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 

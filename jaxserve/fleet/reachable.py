@@ -6,7 +6,7 @@ Called by `follower.py` and `bootstrap.py`.
 import socket
 import time
 
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1

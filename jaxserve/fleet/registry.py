@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jaxserve.config.sections import Fleet, Prefill
 from jaxserve.fleet.worker_frames import WorkerRole
-from jaxserve.link.channel import join_address, split_address
+from jaxserve.link.session.channel import join_address, split_address
 
 LOOK_UP_SECONDS = 5.0
 

@@ -16,9 +16,9 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.fleet.membership import deployment_facts
-from jaxserve.link.channel import Deadlines
-from jaxserve.link.contract import Contract
-from jaxserve.link.hello import Hello, make_hello
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.session.channel import Deadlines
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.mesh import AbstractSubmeshes, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed

@@ -16,7 +16,7 @@ from jaxserve.fleet.registry import Place, Registry
 from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet.worker_frames import DrainMode, WorkerFacts
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 
 
 class Job(NamedTuple):

@@ -29,7 +29,7 @@ from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
-from jaxserve.link.pages import NOTHING_HELD, PagesSource
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.lanes import undisturbed
 from jaxserve.planner.simulate import Percentiles, no_garbage_collection, percentiles

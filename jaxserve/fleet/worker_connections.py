@@ -1,8 +1,8 @@
 """A router's connections to its workers: one thread reads and writes all of them.
 
-A thousand workers would be two thousand threads otherwise. Frames are those of `link/channel.py`,
-whose handshake a few other threads do first; a worker that is lost is dialled again and again.
-Called by `router.py`; knows frames, and nothing of requests.
+A thousand workers would be two thousand threads otherwise. Frames are those of
+`link/session/channel.py`, whose handshake a few other threads do first; a worker that is lost is
+dialled again and again. Called by `router.py`; knows frames, and nothing of requests.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.channel import cut_off, dial, framed, take_frames
+from jaxserve.link.session.channel import cut_off, dial, framed, take_frames
 
 HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5

@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.engine.load import EngineLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.view import PipelineView
 
 WORKER_FRAME_BYTES = 1 << 28

@@ -32,9 +32,9 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
-from jaxserve.link.channel import Channel, join_address, listen
-from jaxserve.link.listener import Listener
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.session.channel import Channel, join_address, listen
+from jaxserve.link.session.listener import Listener
 
 HANDSHAKE_SECONDS = 5.0
 MOST_ROUTERS = 256

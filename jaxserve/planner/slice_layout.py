@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.link.route import Route
+from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import by_process, role_groups
 from jaxserve.model.ffn.traffic import (
     alltoall_moves,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.commands import doctor
 from jaxserve.config.deployment import Deployment
-from jaxserve.link.channel import join_address, split_address
+from jaxserve.link.session.channel import join_address, split_address
 from jaxserve.ports import listening
 from jaxserve.preflight.meeting import Meeting
 from jaxserve.preflight.outcomes import Failed, Skipped

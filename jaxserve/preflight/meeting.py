@@ -1,7 +1,7 @@
 """Meetings of the processes of a preflight: each gives a value, all get the values of all.
 
 Process 0 listens on the port behind that of `--control`, and the others dial it. Frames are
-authenticated as those of links (`link/channel.py`). Knows nothing of checks and devices.
+authenticated as those of links (`link/session/channel.py`). Knows nothing of checks and devices.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.link.channel import (
+from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
     accept,

@@ -25,10 +25,10 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.arguments import from_arguments
-from jaxserve.link.contract import Contract
-from jaxserve.link.message import answer_format, message_formats
-from jaxserve.link.runtime_link import TRANSPORTS
-from jaxserve.link.transport import Transport
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.message import answer_format, message_formats
+from jaxserve.link.dispatch.runtime_link import TRANSPORTS
+from jaxserve.link.dispatch.transport import Transport
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.observe.recorder import Recorder
 from jaxserve.preflight.exchange import exchange, narrow

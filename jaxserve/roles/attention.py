@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.link.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.link.dispatch.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
 from jaxserve.mesh import cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms

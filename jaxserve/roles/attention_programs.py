@@ -3,7 +3,7 @@
 A step runs `enter` (embedding, first layer's attention), `attend` for each further layer, and
 `leave` (last answer, head, sampling); every layer of a kind shares one `attend`. A message leaves
 as one array with a piece on each attention device, and its answer comes back likewise
-(`link/contract.py`).
+(`link/dispatch/contract.py`).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.link.contract import Contract
-from jaxserve.link.message import answer_format, message_formats
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.mesh import AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages

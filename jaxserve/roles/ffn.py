@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
-from jaxserve.link.contract import MessageSize
-from jaxserve.link.ends import Arrays, FFNEnd
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.ends import Arrays, FFNEnd
 from jaxserve.mesh import ffn_rules
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.capacity import token_sizes

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
-from jaxserve.link.contract import Contract
-from jaxserve.link.message import PackedRows, answer_format, message_formats
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxserve.link.copy import Put, fast_put
+from jaxserve.link.dispatch.copy import Put, fast_put
 from jaxserve.mesh import cached_sharding
 from jaxserve.roles.program import ROWS
 from jaxserve.roles.step_arrays import LaneState

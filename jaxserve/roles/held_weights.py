@@ -1,7 +1,7 @@
 """A worker's weights as other workers may have them: whole arrays of the checkpoint, whatever this
 worker's meshes, stacks and slots.
 
-Called by the threads of a weights server (`link/weights_server.py`) beside the steps. Leaves of
+Called by the threads of a weights server (`link/weights/server.py`) beside the steps. Leaves of
 experts are the only ones that change: a part of them is read from the slot that holds the expert at
 that moment, by a program that is enqueued while no expert moves (`ExpertSlots.changing`), so that a
 later move cannot overwrite what is read.
@@ -21,9 +21,9 @@ from jaxserve.checkpoint.peer import scales_shape, weights_hello
 from jaxserve.checkpoint.regions import leaf_shape
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.link.weights_client import pieces
-from jaxserve.link.weights_frames import Held, HeldArray, Ranges
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.weights.client import pieces
+from jaxserve.link.weights.frames import Held, HeldArray, Ranges
+from jaxserve.link.weights.server import WeightsServer
 from jaxserve.model.ffn.placement import Placement
 from jaxserve.roles.weights import HeldBlock
 

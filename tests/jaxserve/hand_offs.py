@@ -18,8 +18,8 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
-from jaxserve.link.channel import Deadlines
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.session.channel import Deadlines
 from tests.jaxserve.layouts import Collector
 from tests.jaxserve.waiting import until
 

@@ -23,7 +23,7 @@ from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import JaxserveError
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
 from tests.jaxserve.hand_offs import attach, limits

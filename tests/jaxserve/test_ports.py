@@ -6,8 +6,8 @@ import pytest
 from jaxserve import ports
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.broadcast import Broadcaster
-from jaxserve.link.channel import listen
-from jaxserve.link.transfers import Transfers
+from jaxserve.link.session.channel import listen
+from jaxserve.link.transports.pull import Transfers
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from jaxserve.bench import peers
 from jaxserve.bench.load import config_tree, write_checkpoint
 from jaxserve.checkpoint.peer import weights_hello
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.weights.server import WeightsServer
 
 
 def test_a_worker_gives_everything(tmp_path, monkeypatch):

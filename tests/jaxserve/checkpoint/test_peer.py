@@ -16,9 +16,9 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import CheckpointError
-from jaxserve.link.weights_client import PIECE_BYTES, PeerError, WeightsPeer, pieces
-from jaxserve.link.weights_frames import HeldArray
-from jaxserve.link.weights_server import WeightsServer
+from jaxserve.link.weights.client import PIECE_BYTES, PeerError, WeightsPeer, pieces
+from jaxserve.link.weights.frames import HeldArray
+from jaxserve.link.weights.server import WeightsServer
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.held_weights import HeldWeights
 from pallas_kernels import input_major

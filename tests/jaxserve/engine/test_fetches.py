@@ -19,7 +19,7 @@ from jaxserve.engine.loop import (
 )
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
 
 SIZE = 4

@@ -20,8 +20,8 @@ from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.attention_runtime import open_attention
 from jaxserve.fleet.ffn_runtime import open_ffn
-from jaxserve.link import pages_server
-from jaxserve.link.pages import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.link.pages import server as pages_server
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.layout import NO_TOKEN
 from tests.jaxserve import layouts

@@ -16,7 +16,7 @@ from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.fleet.worker_port import WorkerPort
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.view import PipelineView
 
 VOCAB = 1000

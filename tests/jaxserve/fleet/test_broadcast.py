@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.fleet import broadcast
 from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
-from jaxserve.link.channel import Channel, accept
+from jaxserve.link.session.channel import Channel, accept
 from tests import golden
 
 TOKEN = "a secret"

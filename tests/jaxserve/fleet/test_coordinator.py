@@ -18,7 +18,7 @@ from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.worker_frames import State, WorkerRole
-from jaxserve.link.pages import PagesSource
+from jaxserve.link.pages.source import PagesSource
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import worker_facts
 

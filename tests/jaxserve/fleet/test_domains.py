@@ -25,7 +25,7 @@ from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
-from jaxserve.link.pull import PullClient
+from jaxserve.link.remote.client import PullClient
 from jaxserve.mesh import role_mesh
 from jaxserve.model.ffn.placement import EMPTY, aligned
 from jaxserve.roles.capacity import deployment_buckets

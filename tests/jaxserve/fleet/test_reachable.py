@@ -2,7 +2,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.fleet.reachable import unreachable
-from jaxserve.link.channel import split_address
+from jaxserve.link.session.channel import split_address
 from jaxserve.ports import free_port
 
 

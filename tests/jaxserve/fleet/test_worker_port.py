@@ -15,7 +15,7 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet import worker_port
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs
-from jaxserve.link.channel import Channel, dial, split_address
+from jaxserve.link.session.channel import Channel, dial, split_address
 from tests.jaxserve.fleet.fake_worker import TOKEN, FakeWorker
 from tests.jaxserve.fleet.test_router import SECONDS
 from tests.jaxserve.waiting import failing_once, until

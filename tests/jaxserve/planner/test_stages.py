@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.link.message import MessageFormat
+from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.blocks import blocks_met

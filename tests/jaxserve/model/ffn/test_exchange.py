@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.families import architecture
-from jaxserve.link.message import MessageFormat, PackedRows
+from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock, shared_parts
 from jaxserve.model.ffn.axes import Axes

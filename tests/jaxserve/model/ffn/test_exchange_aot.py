@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.model import MLA, ModelConfig, Rope
 from jaxserve.config.model import Router as Rule
-from jaxserve.link.message import MessageFormat, PackedRows
+from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes

@@ -1,0 +1,1 @@
+"""Messages from attention to ffn and their answers: shapes, packing, places on the meshes."""

@@ -1,0 +1,211 @@
+"""Exactly what crosses from attention to ffn, packed into one array a message, and back.
+
+One row a token: its quantised values, its scale (8-bit formats), and in MoE layers its expert ids
+and gate weights, all as unsigned words of the values' width, side by side: a copy costs the host
+per array, not per byte. Knows nothing of attention and ffn.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, UInt, UInt32
+
+from jaxserve.config.formats import FormatName
+from jaxserve.config.model import FFNKind
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.model.message import Message
+from jaxserve.model.quant.rows import (
+    EncodedRows,
+    decode_rows,
+    encode_rows,
+    has_scales,
+    storage,
+)
+from jaxserve.model.row_width import result_words, row_words
+from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
+from pallas_kernels.target import current_target
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_ROW_MAJOR = Layout(major_to_minor=(0, 1))
+
+
+class MessageFormat(msgspec.Struct, frozen=True):
+    """The layout of a row.
+
+    Attributes:
+      d_model: values a row.
+      top_k: routed experts a row; 0 in dense layers.
+      rows: format of the values.
+    """
+
+    d_model: int
+    top_k: int
+    rows: FormatName
+
+    @property
+    def word(self) -> jnp.dtype:
+        """The unsigned dtype that a packed row is made of."""
+        return jnp.dtype(_WORDS[storage(self.rows).itemsize])
+
+    @property
+    def width(self) -> int:
+        """Words a row."""
+        size, has_scale = self.word.itemsize, has_scales(self.rows)
+        return row_words(self.d_model, self.top_k, size, has_scale=has_scale)
+
+    def pack(self, message: Message) -> UInt[Array, "tokens width"]:
+        """Quantises and packs; ids travel as int32, scales and gates as FP32."""
+        values, scales = message.encoded or encode_rows(message.tokens, self.rows)
+        assert values.dtype == storage(self.rows)
+        beside = []
+        if scales is not None:
+            beside.append(scales[:, None])
+        if self.top_k:
+            assert message.experts is not None
+            assert message.gates is not None
+            beside += [message.experts.astype(jnp.int32), message.gates.astype(jnp.float32)]
+        words = [_as(values, self.word)]
+        if beside:
+            bits = jnp.concatenate([_as(part, jnp.uint32) for part in beside], axis=1)
+            words.append(_to_words(bits, self.word))
+        padding = self.width - sum(part.shape[1] for part in words)
+        words.append(jnp.zeros((values.shape[0], padding), self.word))
+        return jnp.concatenate(words, axis=1)
+
+    def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> Message:
+        """The inverse; tokens dequantised to `dtype`.
+
+        Rows stay rows: XLA would transpose a message that it has gathered from other devices, and
+        what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
+        """
+        packed = with_layout_constraint(packed, _ROW_MAJOR)
+        values = _as(packed[:, : self.d_model], storage(self.rows))  # one a word
+        # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
+        beside = has_scales(self.rows) + 2 * self.top_k
+        if not beside:
+            return Message(decode_rows(values, None, dtype), None, None)
+        used = self.d_model + beside * 4 // self.word.itemsize
+        bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
+        scales = _as(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
+        tokens = decode_rows(values, scales, dtype)
+        encoded = wide = None
+        if scales is not None:
+            wide = EncodedRows(_as(packed, values.dtype), scales)
+            # On TPUs XLA cuts and converts in a pass of its own, and all kernels read what came.
+            on_tpu = current_target().backend == "mosaic_tpu"
+            encoded = wide if on_tpu else EncodedRows(values, scales)
+        if not self.top_k:
+            return Message(tokens, None, None, encoded, wide)
+        experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
+        experts, gates = _as(experts, jnp.int32), _as(gates, jnp.float32)
+        return Message(tokens, experts, gates, encoded, wide)
+
+
+class AnswerFormat(msgspec.Struct, frozen=True):
+    """The layout of a row of an answer: its values, quantised ones with their scale behind them.
+
+    Attributes:
+      d_model: values a row.
+      rows: format of the values.
+    """
+
+    d_model: int
+    rows: FormatName
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the array."""
+        return storage(self.rows)
+
+    @property
+    def width(self) -> int:
+        """Columns of the array."""
+        return result_words(self.d_model) if has_scales(self.rows) else self.d_model
+
+    def pack(self, results: Sums) -> Array:
+        """Rows as they cross the link, [rows, width]."""
+        if has_scales(self.rows):
+            return results.packed(self.width)
+        return results.total(self.dtype)
+
+    def pieces(self, results: Sums, count: int) -> tuple[Array, ...]:
+        """The same in so many equal parts of the rows."""
+        if has_scales(self.rows):
+            return results.pieces(self.width, count)
+        return tuple(jnp.split(self.pack(results), count))
+
+    def total(self, answers: Sequence[Array], dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
+        """Returns the sum of packed answers in `dtype`, made in FP32."""
+        rows = unpack_all(answers, self.d_model) if has_scales(self.rows) else list(answers)
+        total = functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows])
+        return total.astype(dtype)
+
+
+class PackedRows(NamedTuple):
+    """Rows of a message as the exchange handles them (`model.ffn.exchange.Packing`)."""
+
+    format: MessageFormat
+    dtype: jnp.dtype
+    """The dtype that rows are dequantised to."""
+
+    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
+        """Unpacks the rows."""
+        return self.format.unpack(packed, self.dtype)
+
+    def addressed(
+        self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
+    ) -> UInt[Array, "rows words"]:
+        """Replaces the expert ids of packed rows."""
+        form = self.format
+        first = form.d_model + has_scales(form.rows) * 4 // form.word.itemsize
+        return jax.lax.dynamic_update_slice_in_dim(
+            packed, _to_words(_as(slots, jnp.uint32), form.word), first, axis=1
+        )
+
+
+def _as(x: Array, dtype: DTypeLike) -> Array:
+    """Reinterprets the bits as another dtype."""
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
+    """The lowest bits first, as a bit-cast has them, which XLA does not fuse with what makes the
+    numbers: a launch less on GPUs."""
+    size = 8 * word.itemsize
+    shift = np.arange(0, 32, size, dtype=np.uint32)
+    return (bits[:, :, None] >> shift).astype(word).reshape(bits.shape[0], -1)
+
+
+def _from_words(words: Array, dtype: jnp.dtype) -> Array:
+    ratio = dtype.itemsize // words.dtype.itemsize
+    if ratio > 1 and current_target().backend == "mosaic_gpu":
+        # As above: XLA does not fuse a bit-cast with what takes the numbers.
+        size = 8 * words.dtype.itemsize
+        parts = [words[:, at::ratio].astype(dtype) << (size * at) for at in range(ratio)]
+        return functools.reduce(operator.or_, parts)
+    if ratio > 1:
+        words = words.reshape(words.shape[0], -1, ratio)
+    return jax.lax.bitcast_convert_type(words, dtype)
+
+
+def message_formats(contract: Contract) -> dict[FFNKind, MessageFormat]:
+    """The formats of a model's messages, by the kind of the layer's FFN."""
+    return {
+        kind: MessageFormat(
+            contract.d_model, contract.top_k if kind == "moe" else 0, contract.dispatch
+        )
+        for kind in dict.fromkeys(contract.layers)
+    }
+
+
+def answer_format(contract: Contract) -> AnswerFormat:
+    """The format of all answers."""
+    return AnswerFormat(contract.d_model, contract.combine)

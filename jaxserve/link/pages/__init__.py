@@ -1,0 +1,1 @@
+"""The KV hand-off from prefill workers to decode domains."""

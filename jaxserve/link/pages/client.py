@@ -1,0 +1,372 @@
+"""The decode worker's end of a pages link: fetches held pages from prefill workers.
+
+The engine's thread hands fetches in and gets their pieces back on threads of this module; nothing
+that it calls waits. For every prefill worker there are a few streams, each a thread with a
+connection of its own (`connection.py`), which it keeps from fetch to fetch. While a request
+waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost, or gave
+a piece with a wrong checksum, goes on once over a new one; after that its request is told. A
+prefill worker that let a fetch time out is left alone for a while (`breaker.py`).
+`server.py` is the other end. Knows nothing of requests and pages.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.pages.breaker import Breaker
+from jaxserve.link.pages.bytes import HostBuffers
+from jaxserve.link.pages.connection import Connection, CorruptPiece, FetchError, Landing
+from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
+from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
+from jaxserve.link.session.hello import Hello, Refusal
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 60.0
+"""After which a stream that nobody needs closes its connection and ends."""
+ATTEMPTS = 2
+"""Connections over which a fetch is tried."""
+
+
+class PagesClient:
+    """Fetches from any number of prefill workers.
+
+    Args:
+      hello: what this worker is; prefill workers that differ are refused.
+      token: the secret of the deployment.
+      landing: where pieces are to arrive.
+      lease_seconds: of the prefill workers; leases are renewed every third of it.
+      streams: fetches from one prefill worker at a time, a connection each.
+      deadlines: of every wait.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        token: str,
+        *,
+        landing: Landing,
+        lease_seconds: float = 30.0,
+        streams: int = 2,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        self.lease_seconds, self.landing, self.deadlines = lease_seconds, landing, deadlines
+        self.streams = streams
+        self._hello, self._token, self._buffers = hello, token, HostBuffers()
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._jobs: dict[Hashable, FetchJob] = {}
+        self._transfers = self._bytes = self._failures = self._corrupt = 0
+        self._wait_seconds = 0.0
+        self._closed = False
+
+    def keep(self, source: PagesSource) -> None:
+        """Connects to the prefill worker and renews the lease until `release`."""
+        with self._lock:
+            if not self._closed:
+                self._peer(source.address).keep(source.hand_off)
+
+    def release(self, source: PagesSource) -> None:
+        """The lease is not wanted any more."""
+        with self._lock:
+            if not self._closed:
+                self._peer(source.address).release(source.hand_off)
+
+    def leave(self, source: PagesSource) -> None:
+        """The lease is somebody else's to renew or release from now on."""
+        with self._lock:
+            peer = self._peers.get(source.address)
+        if peer is not None:
+            peer.leave(source.hand_off)
+
+    def fetch(self, job: FetchJob) -> None:
+        """Queues a fetch; one of its callbacks says how it went on."""
+        with self._lock:
+            self._jobs[job.key] = job
+            blocked = "the pages link was closed"
+            if not self._closed:
+                peer = self._peer(job.source.address)
+                if not (blocked := peer.breaker.blocked()):
+                    peer.put(job)
+        if blocked:
+            self.ended(job, (blocked, False))
+
+    def cancel(self, key: Hashable) -> None:
+        """Drops a fetch; apart from a callback that is running, it makes no further ones."""
+        with self._lock:
+            job = self._jobs.pop(key, None)
+        if job is not None:
+            job.cancelled = True
+
+    @property
+    def counters(self) -> FetchCounters:
+        """What it has done so far; from any thread."""
+        with self._lock:
+            return FetchCounters(
+                transfers=self._transfers,
+                bytes=self._bytes,
+                failures=self._failures,
+                corrupt=self._corrupt,
+                queued=len(self._jobs),
+                wait_seconds=self._wait_seconds,
+                connections=sum(peer.connections for peer in self._peers.values()),
+                timed_out={
+                    where: each.breaker.why
+                    for where, each in self._peers.items()
+                    if each.breaker.why
+                },
+            )
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections and threads; fetches under way fail."""
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
+        end = time.monotonic() + seconds
+        for peer in peers:
+            peer.join(max(0.0, end - time.monotonic()))
+
+    def connect(self, address: str, peer: "_Peer") -> Connection:
+        """A connection that is up; for streams. Raises as `Connection.open`."""
+        return Connection.open(
+            address,
+            self._hello,
+            self._token,
+            buffers=self._buffers,
+            deadlines=self.deadlines,
+            on_tick=peer.tick,
+        )
+
+    def arrived(self, size: int) -> None:
+        """Counts a piece that has arrived."""
+        with self._lock:
+            self._bytes += size
+
+    def corrupt(self, address: str, error: CorruptPiece) -> None:
+        """Counts a piece whose checksum is wrong."""
+        with self._lock:
+            self._corrupt += 1
+        logger.warning("pages of %s: %s", address, error)
+
+    def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
+        """Counts the end of a fetch and tells of a failure."""
+        with self._lock:
+            wanted = self._jobs.pop(job.key, None) is job
+            if wanted and failure is None:
+                self._transfers += 1
+                self._wait_seconds += time.monotonic() - job.queued
+            elif wanted:
+                self._failures += 1
+        if wanted and failure is not None:
+            logger.warning("pages of %s: %s", job.source.address, failure[0])
+            job.on_failure(*failure)
+
+    def _peer(self, address: str) -> "_Peer":
+        peer = self._peers.get(address)
+        if peer is None or not peer.alive:
+            peer = self._peers[address] = _Peer(self, address)
+            for known, other in list(self._peers.items()):
+                if not other.alive:
+                    del self._peers[known]
+        return peer
+
+
+class _Peer:
+    """One prefill worker: its queue, its leases and its streams."""
+
+    def __init__(self, client: PagesClient, address: str):
+        self._client, self._address = client, address
+        self.breaker = Breaker()
+        self._changed = threading.Condition()
+        self._queue: deque[FetchJob] = deque()
+        self._kept: set[str] = set()
+        self._released: dict[str, None] = {}  # in order, until it has been said
+        self._streams: list[threading.Thread] = []
+        self._connections: set[Connection] = set()
+        self._idle = 0
+        self._renewed = time.monotonic()
+        self._closing = False
+        self._last = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is in use; otherwise nothing of it is left."""
+        with self._changed:
+            used = self._queue or self._kept or self._streams
+            return bool(used) or time.monotonic() - self._last < IDLE_SECONDS
+
+    @property
+    def connections(self) -> int:
+        """Open now."""
+        return len(self._connections)
+
+    def keep(self, hand_off: str) -> None:
+        """Renews a lease from now on."""
+        with self._changed:
+            self._kept.add(hand_off)
+            self._used()
+
+    def release(self, hand_off: str) -> None:
+        """Says as soon as possible that a lease is over."""
+        with self._changed:
+            self._kept.discard(hand_off)
+            self._released[hand_off] = None
+            self._used()
+
+    def leave(self, hand_off: str) -> None:
+        """Does not renew a lease any more."""
+        with self._changed:
+            self._kept.discard(hand_off)
+
+    def put(self, job: FetchJob) -> None:
+        """Queues a fetch."""
+        with self._changed:
+            self._queue.append(job)
+            self._used()
+
+    def close(self) -> None:
+        """Closes all streams; fetches under way fail."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for connection in list(self._connections):
+            connection.fail("closed here")
+
+    def join(self, seconds: float) -> None:
+        """Joins the streams' threads."""
+        end = time.monotonic() + seconds
+        for stream in list(self._streams):
+            stream.join(max(0.0, end - time.monotonic()))
+
+    def tick(self, connection: Connection) -> None:
+        """Sends what is due over a connection; on its reader's thread."""
+        with self._changed:
+            released = [*self._released]
+            due = time.monotonic() - self._renewed > self._client.lease_seconds / 3
+            kept = sorted(self._kept) if due else []
+            if due:
+                self._renewed = time.monotonic()
+        for hand_off in released:
+            connection.release(hand_off)  # or raises, and the next connection says it
+            with self._changed:
+                self._released.pop(hand_off, None)
+        if kept:
+            connection.renew(kept)
+
+    def _used(self) -> None:
+        """Wakes a waiting stream, or starts one more, for a queued fetch."""
+        self._last = time.monotonic()
+        if not self._streams or (not self._idle and len(self._streams) < self._client.streams):
+            thread = threading.Thread(
+                target=self._stream, name=f"pages of {self._address}", daemon=True
+            )
+            self._streams.append(thread)
+            thread.start()
+        self._changed.notify()
+
+    def _stream(self) -> None:
+        """Serves fetches, one at a time, over one connection after the other."""
+        connection: Connection | None = None
+        try:
+            while self._wait():
+                connection = self._live(connection)
+        finally:
+            self._drop(connection)
+            with self._changed:
+                self._streams.remove(threading.current_thread())
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False at the end."""
+        with self._changed:
+            self._idle += 1
+            try:
+                while not self._closing:
+                    connected = any(each.failure is None for each in self._connections)
+                    if self._queue or ((self._kept or self._released) and not connected):
+                        return True
+                    if time.monotonic() - self._last > IDLE_SECONDS and not self._kept:
+                        return False
+                    self._changed.wait(1.0)
+                return bool(self._queue)
+            finally:
+                self._idle -= 1
+
+    def _live(self, connection: Connection | None) -> Connection | None:
+        """Serves the next fetch, if there is one; the connection to go on with."""
+        with self._changed:
+            job = self._queue.popleft() if self._queue else None
+            self._last = began = time.monotonic()
+        if job is not None and job.cancelled:
+            return connection
+        try:
+            if self._closing:
+                raise FetchError("the pages link was closed")
+            if connection is None or connection.failure is not None:
+                self._drop(connection)
+                connection = None
+                connection = self._client.connect(self._address, self)
+                self._connections.add(connection)
+            if job is not None:
+                self._serve(connection, job)
+                self.breaker.worked()
+                self._client.ended(job, None)
+        except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
+            self._failed(job, str(error), getattr(error, "mismatch", False))
+        except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
+            if isinstance(error, CorruptPiece):
+                self._client.corrupt(self._address, error)
+            text = str(error) or type(error).__name__
+            if connection is not None:
+                connection.fail(text)
+                text = connection.failure or text
+            if time.monotonic() - began > self._client.deadlines.suspect:
+                self.breaker.timed_out(text)
+            self._lost(job, f"{self._address}: {text}", connection is not None)
+        except Exception as error:  # A defect; but without this thread nobody would notice.
+            logger.exception("pages of %s", self._address)
+            self._failed(job, f"{type(error).__name__}: {error}", False)
+        return connection
+
+    def _serve(self, connection: Connection, job: FetchJob) -> None:
+        """Fetches what is missing of a job, piece by piece."""
+        job.attempts += 1
+        landing = self._client.landing
+        pieces = connection.fetch(
+            job.source, job.token_ids, job.start, job.stop, job.group, landing,
+            lambda: job.cancelled,
+        )  # fmt: skip
+        for first, tokens, size, nbytes, arrays, done in pieces:
+            job.start = first + tokens
+            self._client.arrived(nbytes)
+            if not job.cancelled:
+                piece = FetchedPiece(size, connection.cache_format, arrays, done)
+                job.on_piece(first, tokens, piece)
+
+    def _lost(self, job: FetchJob | None, text: str, connected: bool) -> None:
+        """The connection of a fetch was lost; it goes on over another one, once."""
+        if job is not None and connected and job.attempts < ATTEMPTS and not self._closing:
+            with self._changed:
+                self._queue.appendleft(job)
+            return
+        self._failed(job, text, False)
+
+    def _failed(self, job: FetchJob | None, text: str, mismatch: bool) -> None:
+        if job is not None:
+            self._client.ended(job, (text, mismatch))
+        else:  # It was only to connect: whoever fetches will be told.
+            with self._changed:
+                self._kept.clear()
+                self._released.clear()
+
+    def _drop(self, connection: Connection | None) -> None:
+        if connection is not None:
+            connection.close()
+            self._connections.discard(connection)

@@ -1,0 +1,390 @@
+"""One connection of a decode worker to a prefill worker's pages server.
+
+A thread reads frames and pieces, keeps the other end alive and gives the connection up when it is
+silent or late; the stream that owns it (`client.py`) fetches, one range after the other, with
+some asked for ahead. Every way in which a connection ends passes through `fail`, which wakes
+whoever waits for a piece.
+"""
+
+import functools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxserve.clock import AwakeClock
+from jaxserve.link.pages import frames
+from jaxserve.link.pages.bytes import (
+    HostBuffers,
+    checksum,
+    piece_bytes,
+    received_arrays,
+    received_views,
+)
+from jaxserve.link.pages.source import PagesSource, pages_digest
+from jaxserve.link.remote.frames import Echo, greeted
+from jaxserve.link.session.channel import (
+    LONGEST_TICK_SECONDS,
+    TICK_SECONDS,
+    Channel,
+    Deadlines,
+    cut_off,
+    dial,
+)
+from jaxserve.link.session.hello import Hello, Refusal
+
+logger = logging.getLogger(__name__)
+
+ASKED_AHEAD = 4
+"""Pieces that are asked for or wait to be written at a time: while one crosses, the prefill worker
+reads the next one and the domain writes the one before."""
+
+
+class FetchError(Exception):
+    """A fetch failed, and not because of its connection.
+
+    Args:
+      text: why.
+      mismatch: whether what is held is something else than what is wanted.
+    """
+
+    def __init__(self, text: str, *, mismatch: bool = False):
+        super().__init__(text)
+        self.mismatch = mismatch
+
+
+class CorruptPiece(OSError):
+    """Other bytes arrived than were sent; the connection is not to be used any more."""
+
+
+class Landing(Protocol):
+    """Landing of pieces on the devices; implemented by the owner of the pages."""
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """Tokens of a piece, ascending."""
+        ...
+
+    @property
+    def imports(self) -> Sequence[str]:
+        """Formats that can be taken."""
+        ...
+
+    def landing(self, group: int, tokens: int, cache_format: str) -> Sequence[jax.ShapeDtypeStruct]:
+        """The arrays of a piece, with shardings."""
+        ...
+
+
+class Arrival(NamedTuple):
+    """A piece that has arrived whole."""
+
+    first: int
+    tokens: int
+    size: int
+    """Tokens, padding included."""
+    nbytes: int
+    arrays: Sequence[jax.Array]
+    done: Callable[[], object]
+    """To be called once, when they were written: another piece is asked for then."""
+
+
+class _Asked(NamedTuple):
+    """A piece that the prefill worker has been asked for."""
+
+    fetch: frames.Fetch
+    shapes: Sequence[jax.ShapeDtypeStruct]
+
+
+class Connection:
+    """From hello to loss. The owner's thread fetches and closes; any thread may `fail` it."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        buffers: HostBuffers,
+        deadlines: Deadlines,
+        on_tick: Callable[["Connection"], None],
+    ):
+        self.failure: str | None = None
+        self.cache_format = ""
+        self._channel = channel
+        self._buffers = buffers
+        self._deadlines, self._on_tick = deadlines, on_tick
+        self._failing = threading.Lock()
+        self._model = ""
+        self._fetches = 0
+        self._asked: deque[_Asked] = deque()
+        """Pieces that the owner has asked for. Answers arrive in this order and remove them."""
+        self._answers: queue.SimpleQueue[tuple[int, _Received | frames.Failed] | None]
+        self._answers = queue.SimpleQueue()
+        self._clock = AwakeClock(LONGEST_TICK_SECONDS)
+        self._busy_since: float | None = None
+        self._doubted = False
+        self._reader = threading.Thread(target=self._read, name="pages reader", daemon=True)
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        hello: Hello,
+        token: str,
+        *,
+        buffers: HostBuffers,
+        deadlines: Deadlines,
+        on_tick: Callable[["Connection"], None],
+    ) -> "Connection":
+        """Dials, proves the token and introduces this worker.
+
+        Raises:
+          Refusal: the two ends do not fit.
+          AuthenticationError: they have different tokens.
+          OSError, EOFError, RuntimeError: nobody is there, or not in time.
+        """
+        channel = dial(address, deadlines.handshake)
+        try:
+            with cut_off(channel.shutdown, deadlines.handshake):
+                channel.authenticate(token, accepted=False)
+            connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
+            late = functools.partial(connection.fail, "the handshake took too long")
+            with cut_off(late, deadlines.handshake):
+                connection._join(hello)
+        except BaseException:
+            channel.close()
+            raise
+        connection._reader.start()
+        return connection
+
+    def _join(self, hello: Hello) -> None:
+        self._channel.send(frames.encode(frames.Join(hello)))
+        welcome = greeted(
+            frames.decode_from_prefill(self._channel.receive()), frames.Welcome, hello
+        )
+        self._model, self.cache_format = welcome.hello.digest, welcome.cache_format
+
+    def fetch(
+        self,
+        source: PagesSource,
+        token_ids: Sequence[int],
+        start: int,
+        stop: int,
+        group: int,
+        landing: Landing,
+        given_up: Callable[[], bool],
+    ) -> Iterator[Arrival]:
+        """Asks for a range of tokens and gives its pieces as they arrive, in order.
+
+        Args:
+          token_ids: all that the source says it holds.
+          given_up: whether nothing more is wanted.
+
+        Raises:
+          FetchError: the other end does not have what is wanted, or cannot give it.
+          CorruptPiece: the checksum of a piece is wrong; nothing of it was given.
+          OSError, RuntimeError: the connection was lost.
+        """
+        if self.cache_format not in landing.imports:
+            raise Refusal(
+                f"cache.format {self.cache_format} of {source.address} is none that is taken "
+                f"here: {', '.join(landing.imports)}"
+            )
+        digest = pages_digest(token_ids, self._model, self.cache_format)
+        if digest != source.digest or len(token_ids) != source.tokens:
+            raise FetchError(
+                f"digest {source.digest} of {source.tokens} held tokens is not that of the "
+                f"prompt's first {len(token_ids)}, {digest}",
+                mismatch=True,
+            )
+        room = threading.Semaphore(ASKED_AHEAD)
+        asked: deque[_Asked] = deque()
+        waiting = deque(_ranges(start, stop, landing.pieces))
+        try:
+            while (asked or waiting) and not given_up():
+                # Pieces that were not written yet hold up further ones, not those that are asked.
+                while waiting and room.acquire(timeout=0 if asked else TICK_SECONDS):
+                    wanted = waiting.popleft()
+                    shapes = landing.landing(group, wanted.size, self.cache_format)
+                    asked.append(self._ask(source, wanted, shapes))
+                if self.failure is not None:
+                    raise OSError(self.failure)
+                if not asked:
+                    self._busy_since = None
+                    continue
+                fetch, shapes = asked.popleft()
+                buffer, expected = self._answer(fetch.number)
+                self._progress()
+                views = received_views(buffer, shapes)
+                found = None if expected is None else checksum(views, frames.encode(fetch))
+                if found != expected:
+                    raise CorruptPiece(
+                        f"tokens {fetch.start} to {fetch.stop} are corrupt: checksum {found:08x}, "
+                        f"sent with {expected:08x}"
+                    )
+                arrays = received_arrays(views, shapes)
+                tokens = fetch.stop - fetch.start
+                yield Arrival(fetch.start, tokens, fetch.size, len(buffer), arrays, room.release)
+        finally:
+            self._busy_since = None
+
+    def renew(self, hand_offs: Sequence[str]) -> None:
+        """Says that leases are still wanted."""
+        self._send(frames.Renew(list(hand_offs)))
+
+    def release(self, hand_off: str) -> None:
+        """Says that a lease is not."""
+        self._send(frames.Release(hand_off))
+
+    def fail(self, reason: str) -> None:
+        """Gives the connection up; the first reason counts."""
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = reason
+        self._channel.shutdown()
+        self._answers.put(None)
+
+    def close(self) -> None:
+        """Ends it and frees the descriptors; by the owner alone."""
+        self.fail("closed here")
+        if self._reader.ident is not None:
+            self._reader.join()
+        self._channel.close()
+
+    def _ask(
+        self, source: PagesSource, wanted: "_Range", shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> _Asked:
+        fetch = frames.Fetch(
+            self._fetches,
+            source.hand_off,
+            wanted.start,
+            wanted.stop,
+            wanted.size,
+            source.digest,
+            source.epoch,
+        )
+        asked = _Asked(fetch, shapes)
+        self._fetches += 1
+        self._asked.append(asked)
+        self._progress()
+        self._send(fetch)
+        return asked
+
+    def _answer(self, number: int) -> "_Received":
+        """A piece; answers that nobody waits for any more are passed over."""
+        while (answer := self._answers.get()) is not None:
+            given, content = answer
+            if given != number:
+                continue
+            if isinstance(content, frames.Failed):
+                raise FetchError(content.text, mismatch=content.mismatch)
+            return content
+        raise OSError(self.failure)
+
+    def _progress(self) -> None:
+        self._busy_since = self._clock.now
+
+    def _send(self, frame: msgspec.Struct) -> None:
+        try:
+            self._channel.send(frames.encode(frame))
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")
+            raise
+
+    def _read(self) -> None:
+        """Reads, sends echoes and watches deadlines until the connection has failed."""
+        heard = echoed = self._clock.tick()
+        deadlines = self._deadlines
+        while self.failure is None:
+            try:
+                if self._channel.wait(TICK_SECONDS):
+                    self._take(self._channel.receive())
+                    heard = self._clock.now
+                now = self._clock.tick()
+                if now - heard > deadlines.down:
+                    self.fail(f"silent for {now - heard:.1f} s")
+                busy = self._busy_since
+                if busy is not None and now - busy > deadlines.answer:
+                    self.fail(f"no pages within {deadlines.answer:g} s")
+                if now - echoed > deadlines.probe:
+                    echoed = now
+                    self._send(Echo(0))
+                self._doubt(now - heard, 0.0 if busy is None else now - busy)
+                self._on_tick(self)
+            except (EOFError, OSError) as error:
+                self.fail(f"the connection closed ({error or 'end of file'})")
+            except (RuntimeError, msgspec.DecodeError) as error:
+                self.fail(str(error))
+
+    def _doubt(self, silent: float, waited: float) -> None:
+        """Says once what is the matter: nothing comes any more, or echoes do and pages do not."""
+        suspect = self._deadlines.suspect
+        what = ""
+        if silent > suspect:
+            what = f"silent for {silent:.1f} s"
+        elif waited > suspect:
+            what = f"saturated: it answers, but pages have not come for {waited:.1f} s"
+        if what and not self._doubted:
+            logger.warning("pages link to %s is suspect: %s", self._channel.peer, what)
+        self._doubted = bool(what)
+
+    def _take(self, data: bytes) -> None:
+        match frames.decode_from_prefill(data):
+            case Echo():
+                pass
+            case frames.Ready(number=number, size=size, checksum=expected_sum):
+                asked = self._next_asked(number)
+                expected = piece_bytes(asked.shapes)
+                if size != expected:
+                    raise OSError(f"a piece of {size} bytes, expected {expected}")
+                buffer = self._buffers.take(size)
+                self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
+                self._answers.put((number, _Received(buffer, expected_sum)))
+            case frames.Failed(number=number) as failed:
+                self._next_asked(number)
+                self._answers.put((number, failed))
+            case frame:
+                self.fail(f"unexpected {type(frame).__name__}")
+
+    def _next_asked(self, number: int) -> _Asked:
+        asked = self._asked.popleft() if self._asked else None
+        if asked is None or asked.fetch.number != number:
+            raise OSError(f"an answer to fetch {number}, expected {asked and asked.fetch.number}")
+        return asked
+
+
+class _Received(NamedTuple):
+    """The bytes of a piece."""
+
+    buffer: np.ndarray
+    checksum: int | None
+    """Checksum that the bytes should have; None: none was taken."""
+
+
+class _Range(NamedTuple):
+    """The token range that one fetch asks for."""
+
+    start: int
+    stop: int
+    size: int
+    """Tokens of the piece, padding included."""
+
+
+def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
+    """The pieces of a hand-off: the largest ones, then what covers the rest."""
+    ranges = []
+    while start < stop:
+        rest = stop - start
+        largest = max((size for size in pieces if size <= rest), default=pieces[0])
+        size = next((size for size in pieces if size >= rest), largest)
+        # Several small pieces where one large one would be padding by an eighth and more.
+        if 8 * size > 9 * -(-rest // largest) * largest:
+            size = largest
+        ranges.append(_Range(start, min(stop, start + size), size))
+        start += size
+    return ranges

@@ -1,0 +1,107 @@
+"""The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
+
+The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
+which follow it as `bytes.py` lays them out. Behind every frame stands its CRC-32, and `Ready`
+has the checksum of the piece together with the fetch that it answers: a connection on which either
+is wrong is given up.
+
+    decode → prefill   Join      (Fetch | Renew | Release | Echo)*
+    prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
+"""
+
+import zlib
+from collections.abc import Callable
+
+import msgspec
+
+from jaxserve.link.remote.frames import Echo, Greeting, Refused
+
+
+class Join(Greeting, frozen=True, tag="join"):
+    """First frame of a decode worker."""
+
+
+class Welcome(Greeting, frozen=True, tag="welcome"):
+    """The prefill worker takes the decode worker in."""
+
+    cache_format: str
+    """Format of the pieces."""
+
+
+class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
+    """Asks for the tokens from `start` on as a piece, which may be padded behind `stop`."""
+
+    number: int
+    """Names the fetch on this connection."""
+    hand_off: str
+    start: int
+    stop: int
+    size: int
+    """Tokens of the piece, padding included."""
+    digest: str
+    epoch: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The piece follows."""
+
+    number: int
+    size: int
+    """Size of the piece in bytes."""
+    checksum: int | None
+    """Checksum of the piece and the fetch; None: none was taken (`pages.checksums`)."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
+    """The piece will not come."""
+
+    number: int
+    text: str
+    mismatch: bool
+    """True if the prefill worker holds other tokens than the fetch asks for."""
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
+    """Asks to keep these leases."""
+
+    hand_offs: list[str]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
+    """Gives this lease up."""
+
+    hand_off: str
+
+
+FromDecode = Join | Fetch | Renew | Release | Echo
+FromPrefill = Welcome | Refused | Ready | Failed | Echo
+
+CHECKED = 4
+"""Bytes of the CRC-32 behind a frame, big-endian."""
+
+_encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+_decode_decoder = msgspec.msgpack.Decoder(FromDecode)
+_prefill_decoder = msgspec.msgpack.Decoder(FromPrefill)
+
+
+def encode(frame: msgspec.Struct) -> bytes:
+    """The frame and its checksum."""
+    data = _encode(frame)
+    return data + zlib.crc32(data).to_bytes(CHECKED)
+
+
+def decode_from_decode(data: bytes) -> FromDecode:
+    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
+    return _decode_decoder.decode(_checked(data))
+
+
+def decode_from_prefill(data: bytes) -> FromPrefill:
+    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
+    return _prefill_decoder.decode(_checked(data))
+
+
+def _checked(data: bytes) -> bytes:
+    frame, check = data[:-CHECKED], data[-CHECKED:]
+    if zlib.crc32(frame).to_bytes(CHECKED) != check:
+        raise msgspec.DecodeError(f"a frame of {len(frame)} bytes is not what was sent: checksum")
+    return frame

@@ -1,0 +1,282 @@
+"""The prefill worker's end of a pages link: hands out pages that its engine holds.
+
+Decode workers connect and ask for token ranges of leases, piece by piece. For each there are two
+threads: one reads frames, so that a decode worker hears an echo and renews its leases while the
+other waits for the engine and for room, and sends pieces. A piece is a copy of pages in the wire
+form; its bytes are bounded over all connections, and are free again when it is sent or the
+connection ends. `client.py` is the other end. Knows nothing of requests and pages.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from jaxserve.clock import AwakeClock
+from jaxserve.link.pages import frames
+from jaxserve.link.pages.bytes import checksum, sent_parts, sent_views
+from jaxserve.link.pages.ends import ExportCounters, ExportError, Piece
+from jaxserve.link.remote.frames import Echo
+from jaxserve.link.session.channel import (
+    DEFAULT_DEADLINES,
+    LONGEST_TICK_SECONDS,
+    TICK_SECONDS,
+    Channel,
+    Deadlines,
+    listen,
+)
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.served import ServedConnection
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 256
+REGISTERED_BYTES = 1 << 30
+"""Cap of the pieces that are read or sent, over all connections; one piece always may."""
+READ_AHEAD = 1
+"""Pieces of a connection that the engine reads while another one is sent."""
+
+
+class Holder(Protocol):
+    """Holder of the pages: the engine. Any thread may call it; no call waits."""
+
+    def export(self, fetch: frames.Fetch, reply: "Future[Piece]") -> None:
+        """Reads a piece; the future gets it, computed or not, or an ExportError."""
+        ...
+
+    def renew(self, hand_offs: Sequence[str]) -> None:
+        """Begins these leases anew."""
+        ...
+
+    def release_hand_off(self, hand_off: str) -> None:
+        """Ends this lease."""
+        ...
+
+
+class PagesServer:
+    """Serves any number of decode workers.
+
+    Args:
+      address: to listen on; port 0 takes a free one.
+      hello: what this worker is; decode workers that differ are refused.
+      token: the secret of the deployment.
+      holder: of the pages.
+      cache_format: of the pages, as they cross.
+      token_bytes: that a token's entries take on the wire.
+      registered_bytes: most bytes of pieces that are read or sent.
+      checksums: whether pieces are sent with them.
+      deadlines: of every wait.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        holder: Holder,
+        *,
+        cache_format: str,
+        token_bytes: int,
+        registered_bytes: int = REGISTERED_BYTES,
+        checksums: bool = True,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        self.hello, self.cache_format, self.holder = hello, cache_format, holder
+        self.deadlines, self.checksums = deadlines, checksums
+        self.epoch = secrets.randbits(63)
+        """Number of this server's life: leases of an earlier one are over."""
+        self.address = ""
+        """Once it is started."""
+        self.room = _Room(registered_bytes)
+        self._listens, self._token = address, token
+        self._token_bytes = token_bytes
+        self._counting = threading.Lock()
+        self._transfers = self._bytes = self._failures = 0
+        self._queued = 0
+        serve, seconds = lambda channel: _Puller(self, channel).live(), deadlines.handshake
+        self._listener = Listener("pages", token, serve, most=MOST_CONNECTIONS, seconds=seconds)
+
+    def start(self) -> str:
+        """Begins to serve and returns the address; raises ConfigError as `listen` does."""
+        self.address = self._listener.start(listen(self._listens, self._token))
+        return self.address
+
+    @property
+    def counters(self) -> ExportCounters:
+        """Counts so far; from any thread."""
+        return ExportCounters(
+            transfers=self._transfers,
+            bytes=self._bytes,
+            failures=self._failures,
+            queued=self._queued,
+            registered_bytes=self.room.taken,
+            connections=self._listener.count,
+        )
+
+    def piece_bytes(self, tokens: int) -> int:
+        """Bytes of a piece with this number of tokens."""
+        return self._token_bytes * tokens
+
+    def count(
+        self, *, transfers: int = 0, size: int = 0, failures: int = 0, queued: int = 0
+    ) -> None:
+        """Adds to the counters."""
+        with self._counting:
+            self._transfers += transfers
+            self._bytes += size
+            self._failures += failures
+            self._queued += queued
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections."""
+        self._listener.close(seconds)
+
+
+class _Room:
+    """Bytes that may be taken, first come first served."""
+
+    def __init__(self, most: int):
+        self.taken = 0
+        self._most = most
+        self._changed = threading.Condition()
+
+    def take(self, size: int, given_up: Callable[[], bool]) -> bool:
+        """Waits until the bytes fit, or nothing else is taken; False once `given_up` while they do
+        not."""
+        with self._changed:
+            while self.taken and self.taken + size > self._most:
+                if given_up():
+                    return False
+                self._changed.wait(TICK_SECONDS)
+            self.taken += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Gives the bytes back."""
+        with self._changed:
+            self.taken -= size
+            self._changed.notify_all()
+
+
+class _Puller(ServedConnection[frames.Fetch]):
+    """One connected decode worker."""
+
+    def __init__(self, server: PagesServer, channel: Channel):
+        decode = frames.decode_from_decode
+        super().__init__(
+            "pages", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
+        )
+        self._server = server
+
+    def _admit(self, frame: frames.Join) -> bool:
+        self.name = frame.hello.worker
+        self._channel.send(frames.encode(frames.Welcome(self._hello, self._server.cache_format)))
+        logger.info("pages: %s joins from %s", self.name, self._channel.peer)
+        return True
+
+    def _take(self, frame: frames.Fetch | frames.Renew | frames.Release | Echo) -> None:
+        match frame:
+            case frames.Fetch():
+                self._server.count(queued=1)
+                self._wanted.put(frame)
+            case frames.Renew(hand_offs=hand_offs):
+                self._server.holder.renew(hand_offs)
+            case frames.Release(hand_off=hand_off):
+                self._server.holder.release_hand_off(hand_off)
+            case Echo():
+                self._channel.send(frames.encode(frame))
+
+    def _work(self) -> None:
+        """Serves fetches in their order, each read while the one before it is sent."""
+        read: deque[_Reading] = deque()
+        following: frames.Fetch | None = None
+        ended = False
+        while read or not ended:
+            if following is None and not ended and len(read) <= READ_AHEAD:
+                try:
+                    following = self._wanted.get(block=not read)
+                    ended = following is None
+                except queue.Empty:
+                    pass
+            if following is not None and (begun := self._begin(following, wait=not read)):
+                read.append(begun)
+                following = None
+                continue
+            if read:
+                self._finish(read.popleft())
+            elif following is not None:  # given up
+                self._server.count(queued=-1)
+                following = None
+
+    def _begin(self, fetch: frames.Fetch, *, wait: bool) -> "_Reading | None":
+        """Has a piece read once there is room; None if there is none and `wait` is not set, or the
+        connection is given up."""
+        server, reply = self._server, Future[Piece]()
+        size = server.piece_bytes(fetch.size)
+        if not server.room.take(size, lambda: not wait or self.failure is not None):
+            return None
+        if fetch.epoch != server.epoch:
+            text = "the lease is of an earlier life of this prefill worker"
+            reply.set_exception(ExportError(text))
+        elif self.failure is not None:
+            reply.set_exception(ExportError(self.failure))
+        else:
+            try:
+                server.holder.export(fetch, reply)
+            except Exception as error:  # told like one of the reading, which gives the room back
+                reply.set_exception(ExportError(f"{type(error).__name__}: {error}"))
+        return _Reading(fetch, size, reply)
+
+    def _finish(self, reading: "_Reading") -> None:
+        """Sends a piece once it is read."""
+        number, size = reading.fetch.number, reading.size
+        try:
+            views = sent_views(self._read_piece(reading))
+            parts = [*sent_parts(views)]
+            sent = sum(part.nbytes for part in parts)
+            check = (
+                checksum(views, frames.encode(reading.fetch)) if self._server.checksums else None
+            )
+            self._send(frames.Ready(number, sent, check), parts)
+            self._server.count(transfers=1, size=sent)
+        except ExportError as error:
+            self._server.count(failures=1)
+            self._send(frames.Failed(number, str(error), error.mismatch))
+        except Exception as error:
+            logger.exception("pages: fetch %d", number)
+            self.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._server.room.give_back(size)
+            self._server.count(queued=-1)
+
+    def _read_piece(self, reading: "_Reading") -> Piece:
+        """Waits for the engine to read a piece; raises ExportError if it does not in time."""
+        clock = AwakeClock(LONGEST_TICK_SECONDS)
+        while True:
+            try:
+                return reading.reply.result(TICK_SECONDS)
+            except TimeoutError:
+                if self.failure is not None or clock.tick() > self._server.deadlines.answer:
+                    raise ExportError("the engine did not answer") from None
+
+    def _send(self, frame: msgspec.Struct, parts: Iterable[memoryview] = ()) -> None:
+        try:
+            self._channel.send(frames.encode(frame), parts)
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")
+
+
+class _Reading(NamedTuple):
+    """A piece that the engine was asked to read."""
+
+    fetch: frames.Fetch
+    size: int
+    """In bytes."""
+    reply: Future[Piece]

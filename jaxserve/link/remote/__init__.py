@@ -1,0 +1,1 @@
+"""Messages between independent runtimes, whatever transport carries their arrays."""

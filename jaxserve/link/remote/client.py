@@ -1,0 +1,295 @@
+"""The attention worker's end of a `pull` link: messages to ffn workers of other runtimes.
+
+The two runtimes share no `jax.distributed` group, and either may die. An ffn worker is pure, so the
+attention worker keeps every message until its answer is there, and sends it again, over the next
+connection that is up, when a connection is lost, a deadline passes or an answer arrives as an
+error. Nothing is returned before it has arrived whole: a program that is given an array in error
+destroys the KV pages that are donated to it. `server.py` is the other end. Knows nothing of
+attention, ffn, plans or requests.
+"""
+
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+import msgspec
+from jax.sharding import Mesh
+
+from jaxserve.clock import AwakeClock
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.link.remote.connection import Connection, Introduction, Message
+from jaxserve.link.remote.peer import Peer, PeerState
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines, split_address
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.transports.pull import is_ready, refuse_several_processes
+
+logger = logging.getLogger(__name__)
+
+MOST_REFUSALS = 3
+"""After so many refusals by ffn workers a message is given up, with their error."""
+MOST_POSTS = 12
+"""A message after which so many ffn workers died is not sent again."""
+WAIT_SECONDS = 0.25
+
+AnswerShape = Callable[[str, int], jax.ShapeDtypeStruct]
+"""(kind, rows of a piece) → the answer on the attention mesh: one piece a device, with its
+sharding."""
+
+
+class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link has done since it was opened.
+
+    Attributes:
+      messages: answered.
+      resends: messages sent again.
+      reconnects: connections beyond the first to every address.
+      failures: connections lost while they were in use.
+      last_failure: why the last one was lost; empty where none was.
+    """
+
+    messages: int = 0
+    resends: int = 0
+    reconnects: int = 0
+    failures: int = 0
+    last_failure: str = ""
+
+
+class PullClient:
+    """Sends messages to whichever ffn worker is up, and receives their answers.
+
+    `send` and `receive` are called by one thread.
+
+    Args:
+      addresses: of ffn workers that do the same work. The first that is up is used until it is
+        lost; warm connections to the others are kept.
+      hello: what this worker is; ffn workers that differ are refused.
+      token: the secret of the deployment.
+      domain: name of this attention worker.
+      mesh: of this worker alone.
+      answer_shape: of the answer to a message.
+      rows: of a piece: every number that messages will have.
+      deadlines: of every wait.
+
+    Raises:
+      ConfigError: no address, a bad one, or a runtime of several processes.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        hello: Hello,
+        token: str,
+        *,
+        domain: str,
+        mesh: Mesh,
+        answer_shape: AnswerShape,
+        rows: Sequence[int],
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ):
+        if not addresses:
+            raise ConfigError("link addresses: none, expected those of one ffn worker or more")
+        for address in addresses:
+            split_address(address)
+        refuse_several_processes()
+        self._domain = domain
+        self._answer_shape = functools.cache(answer_shape)
+        self._deadlines = deadlines
+        self._changed = threading.Condition()
+        self._unanswered: dict[int, Message] = {}
+        self._active: Connection | None = None
+        self._last_used = ""
+        self._closed = False
+        self._messages = self._resends = self._failures = 0
+        self._last_failure = ""
+        device = mesh.devices.flat[0]
+        us = Introduction(hello, domain, mesh.size, tuple(rows))
+        self.peers = [
+            Peer(
+                address,
+                us,
+                token,
+                device,
+                deadlines,
+                on_change=self._notify,
+                limit=self._silence_allowed,
+            )
+            for address in addresses
+        ]
+
+    def connect(self) -> None:
+        """Starts connecting everywhere and waits for the first ffn worker that is up.
+
+        Raises:
+          ConfigError: every address refuses this worker, naming the differing facts.
+          EngineFailedError: nobody is up within `deadlines.absent`; while an ffn worker compiles
+            for this one, that time does not run.
+        """
+        for peer in self.peers:
+            peer.start()
+        self._wait_for_connection(give_up_when_refused=True)
+
+    def send(self, lane: int, kind: str, layer: int, rows: int, packed: jax.Array) -> None:
+        """Sends a lane's message, which may still be computed; never waits.
+
+        Args:
+          lane: without an unanswered message.
+          kind, rows: fix the shapes of message and answer; `kind` and `layer` say to the ffn
+            worker what to do.
+          packed: one piece on every device of the mesh. Kept until the answer is there, so not to
+            be donated.
+        """
+        assert lane not in self._unanswered, lane
+        message = Message(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
+        self._unanswered[lane] = message
+        connection = self._usable()
+        if connection is not None:
+            self._post(connection, message)
+
+    def receive(self, lane: int) -> jax.Array:
+        """Waits for the answer to the lane's message and returns it, complete and without error.
+
+        Sends unanswered messages again, to whichever ffn worker is up, as often as that is needed.
+
+        Raises:
+          EngineFailedError: nobody was up for `deadlines.absent`, ffn workers refuse the message
+            or die of it, or the link was closed.
+          jax.errors.JaxRuntimeError: the message itself is an error of this worker's device.
+        """
+        message = self._unanswered[lane]
+        while True:
+            connection, posting = message.connection, message.posting
+            if connection is not None and posting is not None and posting.answer is not None:
+                try:
+                    posting.answer.block_until_ready()
+                except RuntimeError as error:
+                    connection.lost(f"an answer arrived as an error: {error}")
+                else:
+                    connection.answered(message)
+                    del self._unanswered[lane]
+                    self._messages += 1
+                    return posting.answer
+            self._resend()
+
+    def ask(self, data: bytes, seconds: float) -> bytes:
+        """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
+
+        Raises:
+          EngineFailedError: nobody is up, or answers within so many seconds.
+        """
+        connection = self._active
+        if connection is None or connection.failure is not None:
+            up = (peer.connection for peer in self.peers if peer.state is PeerState.UP)
+            connection = next((found for found in up if found is not None), None)
+        if connection is None:
+            raise EngineFailedError(f"no ffn worker is up: {self._whereabouts()}")
+        return connection.ask(data, seconds)
+
+    def close(self) -> None:
+        """Ends all connections; whoever waits for an answer gets an EngineFailedError."""
+        self._closed = True
+        for peer in self.peers:
+            peer.close()
+        self._notify()
+
+    @property
+    def counters(self) -> LinkCounters:
+        """What the link has done so far."""
+        return LinkCounters(
+            messages=self._messages,
+            resends=self._resends,
+            reconnects=sum(max(0, peer.connections - 1) for peer in self.peers),
+            failures=self._failures,
+            last_failure=self._last_failure,
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with ffn workers, by their place among the addresses; from any thread."""
+        found = enumerate(peer.describe() for peer in self.peers)
+        return [f"ffn worker {number}: {what}" for number, what in found if what]
+
+    def _usable(self) -> Connection | None:
+        """The connection in use, or another that is up; notes the loss of the former."""
+        if self._active is not None:
+            if self._active.failure is None:
+                return self._active
+            self._failures += 1
+            self._last_failure = self._active.failure
+            self._active = None
+        # Whoever was lost last may be up again and answer probes, but not messages.
+        order = sorted(self.peers, key=lambda peer: peer.address == self._last_used)
+        for wanted in (PeerState.UP, PeerState.SUSPECT):
+            for peer in order:
+                connection = peer.connection
+                if connection is not None and peer.state is wanted:
+                    self._active, self._last_used = connection, peer.address
+                    return connection
+        return None
+
+    def _resend(self) -> None:
+        """Sends again whatever was sent over a lost connection or never."""
+        connection = self._wait_for_connection()
+        for message in list(self._unanswered.values()):
+            posting = message.posting
+            if posting is not None:
+                if message.connection is connection and posting.answer is not None:
+                    continue
+                message.refusals += posting.refused
+                self._resends += 1
+            # An error of this worker's own program would otherwise go round for ever.
+            if is_ready(message.packed):
+                message.packed.block_until_ready()
+            self._check(message)
+            self._post(connection, message)
+
+    def _check(self, message: Message) -> None:
+        if message.refusals >= MOST_REFUSALS:
+            raise EngineFailedError(
+                f"ffn workers refused {message} {message.refusals} times: {self._last_failure}"
+            )
+        if message.posts >= MOST_POSTS:
+            raise EngineFailedError(
+                f"{message.posts} connections were lost over {message}; the last: "
+                f"{self._last_failure}"
+            )
+
+    def _post(self, connection: Connection, message: Message) -> None:
+        try:
+            connection.post(message, self._domain)
+        except (OSError, RuntimeError) as error:
+            connection.lost(f"a message could not be sent: {error}")
+
+    def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> Connection:
+        clock = AwakeClock(longest=2 * WAIT_SECONDS)
+        with self._changed:
+            while (connection := self._usable()) is None:
+                if self._closed:
+                    raise EngineFailedError("the link to the ffn workers was closed")
+                if any(peer.state is PeerState.PREPARING for peer in self.peers):
+                    clock = AwakeClock(longest=2 * WAIT_SECONDS)
+                if clock.tick() > self._deadlines.absent:
+                    raise EngineFailedError(
+                        f"no ffn worker for {self._deadlines.absent:g} s: {self._whereabouts()}"
+                    )
+                refused = all(peer.state is PeerState.REFUSED for peer in self.peers)
+                if refused and give_up_when_refused:
+                    raise ConfigError(f"refused by every ffn worker: {self._whereabouts()}")
+                self._changed.wait(WAIT_SECONDS)
+        return connection
+
+    def _whereabouts(self) -> str:
+        return "; ".join(f"{peer.address} {peer.state.value}: {peer.reason}" for peer in self.peers)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _silence_allowed(self, peer: Peer) -> float:
+        """A peer in use is given up sooner where another stands by."""
+        others = itertools.filterfalse(lambda other: other is peer, self.peers)
+        if any(other.state is PeerState.UP for other in others):
+            return self._deadlines.suspect
+        return self._deadlines.down

@@ -1,0 +1,174 @@
+"""The attention worker's connection to one ffn worker, kept up.
+
+A `Peer` stands for an address. Its thread connects (channel, hello, a fresh transfer server, one
+probe there and back), serves the connection until it is lost, and begins again. `PullClient`
+(`client.py`) sends over whichever peer is up.
+
+    CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly, one
+                                                         that compiles for this worker soon
+
+What happens on a connection is in `connection.py`. Knows nothing of attention and ffn.
+"""
+
+import enum
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import msgspec
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.remote.connection import Connection, Introduction, NotYet
+from jaxserve.link.session.channel import AuthenticationError, Channel, Deadlines, cut_off, dial
+from jaxserve.link.session.hello import Refusal
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.1
+REFUSED_RETRY_SECONDS = 2.0
+PREPARING_RETRY_SECONDS = 0.25
+
+
+class PeerState(enum.Enum):
+    """What is known of the other end."""
+
+    CONNECTING = "connecting"
+    PREPARING = "preparing"
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+    REFUSED = "refused"
+
+
+class Peer:
+    """One address of an ffn worker.
+
+    Args:
+      on_change: called after every change of `state`.
+      limit: seconds of silence allowed to this peer just now.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        us: Introduction,
+        token: str,
+        device: jax.Device,
+        deadlines: Deadlines,
+        on_change: Callable[[], None],
+        limit: Callable[["Peer"], float],
+    ):
+        self.address = address
+        self.connection: Connection | None = None
+        self.reason = "not connected yet"
+        """Why it is not up, for people."""
+        self.connections = 0
+        self._state = PeerState.CONNECTING
+        self._said = False  # that it is suspect
+        self._us, self._token = us, token
+        self._device, self._deadlines = device, deadlines
+        self._on_change, self._limit = on_change, limit
+        self._channel: Channel | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep_up, name=f"link to {address}", daemon=True
+        )
+
+    @property
+    def state(self) -> PeerState:
+        """What is known of the other end."""
+        connection = self.connection
+        if self._state is PeerState.UP and connection is not None:
+            if connection.failure is not None:
+                return PeerState.DOWN
+            if connection.silent > self._deadlines.suspect:
+                return PeerState.SUSPECT
+        return self._state
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._thread.start()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends the connection and the thread."""
+        self._closing.set()
+        if (connection := self.connection) is not None:
+            connection.fail("closed here")
+        if (channel := self._channel) is not None:
+            channel.shutdown()
+        self._thread.join(seconds)
+
+    def _keep_up(self) -> None:
+        while not self._closing.is_set():
+            pause = RETRY_SECONDS
+            started = time.monotonic()
+            try:
+                self._live_once()
+            except (Refusal, AuthenticationError, ConfigError) as error:
+                if str(error) != self.reason:
+                    logger.warning("link to %s refused: %s", self.address, error)
+                self._become(PeerState.REFUSED, str(error))
+                pause = REFUSED_RETRY_SECONDS
+            except NotYet as error:
+                self._become(PeerState.PREPARING, str(error))
+                pause = PREPARING_RETRY_SECONDS
+            except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
+                self._become(PeerState.CONNECTING, str(error) or type(error).__name__)
+            except Exception as error:  # A defect; but without this thread nobody would notice.
+                logger.exception("link to %s", self.address)
+                self._become(PeerState.CONNECTING, f"{type(error).__name__}: {error}")
+            # A connection that lived for long is sought again at once.
+            self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
+
+    def _live_once(self) -> None:
+        self._channel = channel = dial(self.address, self._deadlines.handshake)
+        connection = None
+        try:
+            with cut_off(channel.shutdown, self._deadlines.handshake):
+                channel.authenticate(self._token, accepted=False)
+            connection = Connection(channel, self._device, self._deadlines)
+            late = functools.partial(connection.fail, "the handshake took too long")
+            with cut_off(late, self._deadlines.handshake):
+                theirs = connection.join(self._us)
+            self.connections += 1
+            self.connection = connection
+            if self._closing.is_set():
+                return
+            self._become(PeerState.UP, "")
+            logger.info("link to %s is up: %s", self.address, theirs.worker)
+            connection.serve(functools.partial(self._allowed, connection))
+            if not self._closing.is_set():
+                logger.warning("link to %s is down: %s", self.address, connection.failure)
+            self._become(PeerState.DOWN, connection.failure or "")
+        finally:
+            if connection is not None:
+                connection.fail("closed here")
+            self.connection = None
+            channel.close()
+
+    def _allowed(self, connection: Connection) -> float:
+        """Seconds of silence; says when the peer becomes suspect, and when it is not any more."""
+        suspect = connection.silent > self._deadlines.suspect
+        if suspect and not self._said:
+            logger.warning("link to %s is suspect: %s", self.address, self.describe())
+        elif self._said and not suspect:
+            logger.info("link to %s is well again", self.address)
+        self._said = suspect
+        return self._limit(self)
+
+    def describe(self) -> str:
+        """What is wrong; empty while it is up."""
+        state, connection = self.state, self.connection
+        if state is PeerState.UP:
+            return ""
+        if state is PeerState.SUSPECT and connection is not None:
+            return f"silent for {connection.silent:.1f} s"
+        failure = connection.failure if connection is not None else None
+        return failure or self.reason or state.value
+
+    def _become(self, state: PeerState, reason: str) -> None:
+        self._state, self.reason = state, reason
+        self._on_change()

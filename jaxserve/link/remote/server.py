@@ -1,0 +1,254 @@
+"""The ffn worker's end of a `pull` link: a message server.
+
+Attention workers connect, announce messages and pull their answers. For each there are two threads:
+one reads notes and starts the pulls, the other waits until a message has arrived and only then
+enqueues the worker's program, because device queues are in order and a program ahead of its message
+would block every other domain's. So every domain is served in the order of its notes, and the
+domains whose messages have arrived in rotation (`turns.py`). Nothing is kept but what is in flight
+and what was compiled (`work.py`): a domain that is lost is forgotten. `client.py` is the other end.
+Knows nothing of ffn, plans or requests.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.remote import frames
+from jaxserve.link.remote.turns import Turns
+from jaxserve.link.remote.work import Preparations, Work
+from jaxserve.link.session.channel import (
+    DEFAULT_DEADLINES,
+    Channel,
+    Deadlines,
+    listen,
+)
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.served import ServedConnection
+from jaxserve.link.transports.pull import PROBE_BYTES, Transfers, refuse_several_processes
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""Domains at a time."""
+
+
+class PullServer:
+    """Serves messages of any number of attention workers.
+
+    Args:
+      address: to listen on; port 0 takes a free one.
+      hello: what this worker is; attention workers that differ are refused.
+      token: the secret of the deployment.
+      work: the worker; its `run` is called by one thread at a time.
+      mesh: of this worker alone.
+      deadlines: of every wait.
+      on_question: answers questions of attention runtimes; called on any thread.
+
+    Raises:
+      ConfigError: a runtime of several processes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        token: str,
+        work: Work,
+        *,
+        mesh: Mesh,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+        on_question: Callable[[bytes], bytes] = lambda data: b"",
+    ):
+        refuse_several_processes()
+        self.on_question = on_question
+        self.hello = hello
+        self.work = work
+        self.message_shapes = functools.cache(work.shapes)
+        self.deadlines = deadlines
+        self.device: jax.Device = mesh.devices.flat[0]
+        self._address, self._token = address, token
+        self._domains: set[_Domain] = set()
+        self.turns = Turns(lambda: len(self._domains) > 1)
+        self.preparations = Preparations(work, self.turns)
+        self._listener = Listener(
+            "link", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
+        )
+
+    def start(self) -> str:
+        """Begins to serve and returns the address.
+
+        Raises:
+          ConfigError: the address cannot be listened on, or needs a token.
+        """
+        return self._listener.start(listen(self._address, self._token))
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of the attention workers that are connected."""
+        return sorted(domain.name for domain in list(self._domains) if domain.name)
+
+    @contextlib.contextmanager
+    def between_messages(self) -> Iterator[None]:
+        """Keeps `work.run` from being called in the body: for what must not meet a message."""
+        with self.turns.take(self):
+            yield
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends all connections."""
+        for domain in list(self._domains):
+            domain.fail("the ffn worker ends")
+        self._listener.close(seconds)
+
+    def _serve(self, channel: Channel) -> None:
+        domain = _Domain(self, channel)
+        self._domains.add(domain)
+        try:
+            domain.live()
+        finally:
+            self._domains.discard(domain)
+            self.turns.forget(domain)
+
+
+class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
+    """One connected attention worker."""
+
+    def __init__(self, server: PullServer, channel: Channel):
+        decode = frames.decode_from_attention
+        super().__init__(
+            "link", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
+        )
+        self.pieces = 0
+        """Pieces of each of the domain's messages."""
+        self._server = server
+        self._answering = False
+        self._transfers: Transfers | None = None
+        sharding = jax.sharding.SingleDeviceSharding(server.device)
+        self._probe_shape = jax.ShapeDtypeStruct((PROBE_BYTES // 4,), "int32", sharding=sharding)
+
+    def _drop(self) -> None:
+        if self._transfers is not None:
+            self._transfers.cancel()
+
+    def live(self) -> None:
+        """Runs from the handshake to the connection's loss."""
+        try:
+            super().live()
+        finally:
+            self._transfers = None
+
+    def _admit(self, frame: frames.Join) -> bool:
+        channel, server = self._channel, self._server
+        if (answer := server.preparations.ask(frame.pieces, frame.rows)) is not None:
+            channel.send(frames.encode(answer))
+            return False
+        self.pieces = frame.pieces
+        self._transfers = Transfers(server.device, channel.local_host)
+        self._transfers.connect(frame.transfer_address)
+        self.name = frame.domain
+        channel.send(frames.encode(frames.Welcome(server.hello, self._transfers.address)))
+        logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
+        return True
+
+    def _take(self, frame: frames.Note | frames.Probe | frames.Echo | frames.Question) -> None:
+        assert self._transfers is not None
+        match frame:
+            case frames.Note():
+                self._announced(frame)
+            case frames.Probe(uuid=uuid, answer=answer):
+                # Registered while it arrives: nothing waits for it here.
+                probe = self._transfers.pull(uuid, [self._probe_shape])
+                self._transfers.register(answer, probe)
+            case frames.Echo():
+                self._channel.send(frames.encode(frame))
+            case frames.Question():
+                self._asked(self._channel, frame)
+
+    def _asked(self, channel: Channel, question: frames.Question) -> None:
+        """Answers on a thread of its own: that may take a while. One question at a time."""
+
+        def run() -> None:
+            try:
+                answer = frames.Answer(question.number, self._server.on_question(question.data))
+            except Exception as error:
+                logger.exception("link: a question of %s", self.name)
+                answer = frames.Answer(question.number, failed=f"{type(error).__name__}: {error}")
+            self._answering = False  # before the answer, upon which the next question may come
+            with contextlib.suppress(OSError):
+                channel.send(frames.encode(answer))
+
+        if self._answering:
+            channel.send(
+                frames.encode(frames.Answer(question.number, failed="answers another question"))
+            )
+            return
+        self._answering = True
+        threading.Thread(target=run, name="link question", daemon=True).start()
+
+    def _announced(self, note: frames.Note) -> None:
+        assert self._transfers is not None
+        if note.epoch != self._server.hello.epoch:
+            self._refuse(note, f"epoch {note.epoch}, here {self._server.hello.epoch}")
+            return
+        try:
+            shapes = self._server.message_shapes(note.kind, self._size(note))
+        except Exception as error:
+            logger.exception("link: no shapes of %s", note)
+            self._refuse(note, f"{type(error).__name__}: {error}")
+            return
+        self._wanted.put((note, self._transfers.pull(note.uuid, shapes)))
+
+    def _work(self) -> None:
+        """Runs what has arrived."""
+        while self.failure is None and self._serve_one():
+            pass
+        # What has not been served would keep its memory for as long as this object lives.
+        while not self._wanted.empty():
+            self._wanted.get()
+
+    def _serve_one(self) -> bool:
+        """Waits for the next message and runs it; False at the end."""
+        item = self._wanted.get()
+        if item is None:
+            return False
+        note, message = item
+        try:
+            for array in message:
+                array.block_until_ready()
+        except RuntimeError as error:
+            self._refuse(note, f"the message arrived as an error: {error}")
+            return False
+        return self._run(note, message)
+
+    def _run(self, note: frames.Note, message: list[jax.Array]) -> bool:
+        transfers = self._transfers
+        assert transfers is not None
+        try:
+            with self._server.turns.take(self):
+                if self.failure is not None:
+                    return False
+                answer = self._server.work.run(note.kind, note.layer, self._size(note), message)
+                transfers.register(note.answer, answer)
+                self._server.turns.enqueued(answer[0])
+        except Exception as error:
+            if self.failure is None:
+                logger.exception("link: no answer to %s", note)
+                self._refuse(note, f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _size(self, note: frames.Note) -> MessageSize:
+        return MessageSize(self.pieces, note.rows)
+
+    def _refuse(self, note: frames.Note, text: str) -> None:
+        """Tells the domain that a message gets no answer, and ends the connection."""
+        if self.failure is None:
+            with contextlib.suppress(OSError):
+                self._channel.send(frames.encode(frames.Failed(note.uuid, text)))
+        self.fail(text)

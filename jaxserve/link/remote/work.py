@@ -1,0 +1,108 @@
+"""What an ffn worker does for a message server, and how it gets ready for a domain that joins.
+
+A domain says when it joins in how many pieces its messages come, and of how many rows
+(`frames.Join`). An ffn worker has compiled for the attention mesh of its own deployment file before
+it listens; what another domain needs it compiles when that domain first asks to join, on a thread
+beside the running ones, while the domain is told to come back. Used by `server.py`; knows
+nothing of ffn.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.remote.frames import Preparing, Refused
+from jaxserve.link.remote.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+MOST_SIZES = 128
+"""Sizes of messages that all domains together may have: each has a program for every kind of
+layer."""
+
+
+class Work(Protocol):
+    """An ffn worker, as its message server knows it."""
+
+    def ready(self, sizes: Sequence[MessageSize]) -> bool:
+        """Whether messages of these sizes can be run, without compiling anything."""
+        ...
+
+    def compile(self, sizes: Sequence[MessageSize]) -> None:
+        """Makes it so; beside `run`, on another thread. Raises where it cannot be done."""
+        ...
+
+    def warm_up(self, sizes: Sequence[MessageSize]) -> None:
+        """Runs each once; never beside `run`."""
+        ...
+
+    def shapes(self, kind: str, size: MessageSize) -> Sequence[jax.ShapeDtypeStruct]:
+        """The arrays, with shardings, as which a message lands: together one buffer a piece, in the
+        order of the pieces."""
+        ...
+
+    def run(
+        self, kind: str, layer: int, size: MessageSize, message: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """The answer: arrays with one buffer a piece, in the order of the pieces; enqueued, not
+        waited for. Raises where there is no such work."""
+        ...
+
+
+class Preparations:
+    """What is being compiled for domains that want to join."""
+
+    def __init__(self, work: Work, turns: Turns):
+        self._work, self._turns = work, turns
+        self._lock = threading.Lock()
+        self._sizes: set[MessageSize] = set()
+        self._threads: dict[tuple[MessageSize, ...], threading.Thread] = {}
+        self._failed: dict[tuple[MessageSize, ...], str] = {}
+
+    def ask(self, pieces: int, rows: Sequence[int]) -> Preparing | Refused | None:
+        """Returns None where a domain with such messages can be served. Otherwise begins to get
+        ready for it, or says why not.
+
+        A failure is told once. The next domain that asks has it tried again: what failed may have
+        been the room on a disk or a device.
+        """
+        if pieces < 1 or not rows or min(rows) < 1:
+            return Refused(f"messages of {pieces} pieces of {list(rows)} rows")
+        sizes = tuple(sorted({MessageSize(pieces, count) for count in rows}))
+        what = f"{pieces} pieces of {', '.join(str(size.rows) for size in sizes)} rows"
+        with self._lock:
+            if reason := self._failed.pop(sizes, ""):
+                return Refused(f"no programs for messages of {what}: {reason}")
+            thread = self._threads.get(sizes)
+            if thread is not None and thread.is_alive():
+                return Preparing(f"compiles for messages of {what}")
+            if self._work.ready(sizes):
+                self._sizes.update(sizes)
+                return None
+            if len(self._sizes.union(sizes)) > MOST_SIZES:
+                return Refused(f"{what}: more than {MOST_SIZES} sizes of messages")
+            self._sizes.update(sizes)
+            logger.info("link: compiles for messages of %s", what)
+            thread = threading.Thread(
+                target=self._prepare, args=(sizes,), name="link compile", daemon=True
+            )
+            self._threads[sizes] = thread
+            thread.start()
+        return Preparing(f"compiles for messages of {what}")
+
+    def _prepare(self, sizes: tuple[MessageSize, ...]) -> None:
+        try:
+            self._work.compile(sizes)
+            with self._turns.take(self):
+                self._work.warm_up(sizes)
+        except Exception as error:
+            logger.exception("link: not ready for messages of %s", sizes)
+            with self._lock:
+                self._failed[sizes] = f"{type(error).__name__}: {error}"
+                self._sizes.difference_update(
+                    each for each in sizes if not self._work.ready([each])
+                )

@@ -1,0 +1,1 @@
+"""Authenticated connections between two processes, on which every link runs."""

@@ -1,0 +1,85 @@
+"""What the two ends of a `pull` link say of themselves when they meet, and who is refused.
+
+An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing but
+this comparison keeps an ffn worker of another model, or of an epoch that is over, from answering
+with numbers that look like any others. Used by both ends (`link/remote/connection.py`,
+`link/remote/server.py`); whoever builds a worker fills in the facts. Plain Python; knows nothing of
+models and meshes beyond the names in `facts`.
+"""
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+PROTOCOL = 2
+"""Raised whenever a frame of `link/remote/frames.py` changes its meaning."""
+
+SHOWN_DIFFERENCES = 4
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is there; `protocol`, `epoch` and `digest` must be equal at both ends.
+
+    Attributes:
+      worker: what people call it: role, host and process id.
+      facts: what both ends must agree on (model, formats, layers, …), one dotted key a
+        value, so that a difference can be named.
+      digest: of `facts`.
+      epoch: number of the configuration of membership and placement; every note carries it.
+      versions: packages and platform, for people to read; they may differ.
+      protocol: of the frames.
+    """
+
+    worker: str
+    facts: dict[str, str]
+    digest: str
+    epoch: int = 0
+    versions: dict[str, str] = {}
+    protocol: int = PROTOCOL
+
+
+class Refusal(Exception):
+    """The other end, or this one, does not want this link; the message says why."""
+
+
+def make_hello(
+    role: str, facts: Mapping[str, str], *, epoch: int = 0, versions: Mapping[str, str] = {}
+) -> Hello:
+    """The hello of this process as a worker of `role`."""
+    return Hello(
+        worker=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
+        facts=dict(facts),
+        digest=facts_digest(facts),
+        epoch=epoch,
+        versions=dict(versions),
+    )
+
+
+def facts_digest(facts: Mapping[str, str]) -> str:
+    """Sixteen hexadecimal digits; the order of the keys does not matter."""
+    lines = sorted(f"{key}={value!r}" for key, value in facts.items())
+    return hashlib.blake2s("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def refusal(ours: Hello, theirs: Hello) -> str:
+    """Why we do not work with them, naming what differs; empty if we do."""
+    for name in ("protocol", "epoch"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return (
+                f"{name} {getattr(theirs, name)} of {theirs.worker}, "
+                f"{getattr(ours, name)} of {ours.worker}"
+            )
+    if ours.digest == theirs.digest:
+        return ""
+    keys = [k for k in {**ours.facts, **theirs.facts} if ours.facts.get(k) != theirs.facts.get(k)]
+    shown = [
+        f"{key} = {theirs.facts.get(key, 'absent')}, here {ours.facts.get(key, 'absent')}"
+        for key in keys[:SHOWN_DIFFERENCES]
+    ]
+    if len(keys) > SHOWN_DIFFERENCES:
+        shown.append(f"and {len(keys) - SHOWN_DIFFERENCES} more")
+    differences = "; ".join(shown) or f"digest {theirs.digest}, here {ours.digest}"
+    return f"{theirs.worker} is configured differently from {ours.worker}: {differences}"

@@ -1,0 +1,145 @@
+"""A listening socket whose connections are authenticated and served, each on a thread of its own.
+
+Used by the servers of links, a worker's port for routers and broadcasts. They say what becomes of a
+connection; this module keeps them reachable: strangers cannot fill the server up, and no error of
+one connection ends the thread that accepts.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from jaxserve.link.session.channel import (
+    MAX_FRAME_BYTES,
+    TICK_SECONDS,
+    AuthenticationError,
+    Channel,
+    accept,
+    join_address,
+)
+
+MOST_HANDSHAKES = 64
+"""Connections that have not proved yet that they know the token. A further one ends the oldest: a
+peer answers within milliseconds, strangers that send nothing stay."""
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Accepts connections until it is closed.
+
+    Args:
+      name: of the server, for logs.
+      token: the secret of the deployment.
+      serve: takes an authenticated channel on a thread of its own, and closes it.
+      most: authenticated connections at a time; further ones are closed.
+      seconds: deadline of the handshake.
+      frame_bytes: cap of a received frame.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        token: str,
+        serve: Callable[[Channel], None],
+        *,
+        most: int,
+        seconds: float,
+        frame_bytes: int = MAX_FRAME_BYTES,
+    ):
+        self._name, self._token, self._serve = name, token, serve
+        self._most, self._seconds, self._frame_bytes = most, seconds, frame_bytes
+        self._socket: socket.socket | None = None
+        self._closing = False
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._threads: dict[threading.Thread, Channel] = {}  # of authenticated connections
+        self._thread = threading.Thread(target=self._accept, name=f"{name} server", daemon=True)
+
+    @property
+    def count(self) -> int:
+        """Authenticated connections."""
+        return len(self._threads)
+
+    def start(self, listening: socket.socket) -> str:
+        """Begins to accept and returns the address."""
+        self._socket = listening
+        self._thread.start()
+        return join_address(*listening.getsockname()[:2])
+
+    def close(self, seconds: float) -> None:
+        """Accepts no more, ends all connections and waits for their threads. Idempotent, and
+        allowed before `start`."""
+        self._closing = True
+        deadline = time.monotonic() + seconds
+        if self._socket is not None:
+            shut(self._socket)
+            self._thread.join(seconds)
+            self._socket.close()
+        with self._lock:
+            served = list(self._threads.items())
+            for stranger in self._strangers:
+                shut(stranger)
+        for _, channel in served:
+            channel.shutdown()
+        for thread, _ in served:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        said = ""
+        while not self._closing:
+            sock = None
+            try:
+                sock, _ = self._socket.accept()
+                threading.Thread(target=self._live, args=(sock,), daemon=True).start()
+                said = ""
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+                if sock is not None:
+                    sock.close()
+                if not self._closing and f"{error}" != said:
+                    said = f"{error}"
+                    logger.warning("%s: connections cannot be accepted: %s", self._name, said)
+                time.sleep(TICK_SECONDS)
+
+    def _live(self, sock: socket.socket) -> None:
+        """From the accepted socket to the connection's end."""
+        with self._lock:
+            self._strangers[sock] = None
+            if len(self._strangers) > MOST_HANDSHAKES:
+                shut(next(iter(self._strangers)))
+        try:
+            channel = accept(sock, self._token, self._seconds, self._frame_bytes)
+        except (AuthenticationError, OSError, EOFError, RuntimeError) as error:
+            why = f"{error}" or "it closed the connection"
+            logger.warning("%s: a connection was turned away: %s", self._name, why)
+            return
+        finally:
+            with self._lock:
+                del self._strangers[sock]
+        thread = threading.current_thread()
+        with self._lock:
+            taken = len(self._threads) < self._most and not self._closing
+            if taken:
+                self._threads[thread] = channel
+        if not taken:
+            logger.warning(
+                "%s: %s turned away: %d connections", self._name, channel.peer, self.count
+            )
+            channel.close()
+            return
+        try:
+            self._serve(channel)
+        except Exception:
+            logger.exception("%s: the connection of %s", self._name, channel.peer)
+        finally:
+            self._threads.pop(thread, None)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wakes the thread that accepts or reads."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,1 @@
+"""The ways in which messages cross, one file each."""

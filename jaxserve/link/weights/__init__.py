@@ -1,0 +1,1 @@
+"""Weights from running workers to starting ones."""

@@ -1,0 +1,81 @@
+"""The frames of a weights channel: msgpack of the structs below, nothing pickled.
+
+A part of an array passes behind the frame that announces it, row by row, in the array's own number
+format. Arrays are named as the checkpoint's blocks and leaves are, and parts of them are given in
+coordinates of the whole array without padding, so that neither end knows how the other one has cut
+or placed it. Plain Python; knows nothing of JAX.
+
+    starting → running   Join      Read*
+    running → starting   Welcome   (Ready bytes | Unread)*               or Refused
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from jaxserve.link.remote.frames import Greeting, Refused
+
+MAX_FRAME_BYTES = 64 << 20
+"""Largest frame: a welcome names every array of a model."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""(start, stop) along every axis."""
+
+
+class HeldArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array that a worker can hand out.
+
+    Attributes:
+      shape: of the whole array, without padding.
+      dtype: its name in NumPy and `ml_dtypes`.
+      apart: whether entries of the first axis lie apart (experts in slots): each is read by itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    apart: bool = False
+
+
+Held = dict[str, dict[str, HeldArray]]
+"""Arrays by block and leaf."""
+
+
+class Join(Greeting, frozen=True, tag="join"):
+    """First frame of a worker that wants weights."""
+
+
+class Welcome(Greeting, frozen=True, tag="welcome"):
+    """The running worker gives them."""
+
+    held: Held
+
+
+class Read(msgspec.Struct, frozen=True, tag="read", array_like=True):
+    """Asks for a part of an array."""
+
+    number: int
+    """Names the read on this connection."""
+    block: str
+    leaf: str
+    ranges: Ranges
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The part follows."""
+
+    number: int
+    size: int
+    """Size of the part in bytes."""
+
+
+class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
+    """The part does not come."""
+
+    number: int
+    text: str
+
+
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+decode_from_starting = msgspec.msgpack.Decoder(Join | Read).decode
+decode_from_running = msgspec.msgpack.Decoder(Welcome | Refused | Ready | Unread).decode
+"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""

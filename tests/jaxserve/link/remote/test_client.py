@@ -1,0 +1,371 @@
+"""The link between two runtimes: a real ffn process, killed, stopped, replaced, refused."""
+
+import contextlib
+import gc
+import itertools
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.link.remote import connection as pull_connection
+from jaxserve.link.remote.client import LinkCounters, PullClient
+from jaxserve.link.remote.frames import Failed, decode_from_ffn
+from jaxserve.link.remote.peer import PeerState
+from jaxserve.link.session.channel import Deadlines
+from jaxserve.link.session.hello import make_hello
+from jaxserve.link.transports.pull import Transfers
+from tests.jaxserve.link.remote import toy_server as toy
+from tests.jaxserve.link.remote.toy_server import Nursery, nursery
+from tests.jaxserve.waiting import until
+
+pytestmark = pytest.mark.multihost
+
+LANES = 3
+KIND = toy.kind_of(4, toy.WORDS)
+
+
+@pytest.fixture(scope="module")
+def toys() -> Iterator[Nursery]:
+    with nursery() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(toys: Nursery) -> Iterator[toy.ToyServer]:
+    """One for the tests that leave it alive."""
+    with toys.servers({}) as [server]:
+        yield server
+
+
+def attention_mesh(devices: int = 4) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1), ("dp", "tp"))
+
+
+@contextlib.contextmanager
+def client(
+    *running: toy.ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
+) -> Iterator[PullClient]:
+    mesh = attention_mesh(devices)
+    sharding = NamedSharding(mesh, PartitionSpec(("dp", "tp")))
+    link = PullClient(
+        options.get("addresses", [server.address for server in running]),
+        make_hello("attention", options.get("facts", toy.FACTS)),
+        options.get("token", "secret"),
+        domain=domain,
+        mesh=mesh,
+        answer_shape=lambda kind, rows: jax.ShapeDtypeStruct(
+            (rows * devices, int(kind.split("x")[1])), toy.WORD, sharding=sharding
+        ),
+        rows=options.get("rows", [toy.ROWS]),
+        deadlines=Deadlines(**{**toy.DEADLINES, **options.get("deadlines", {})}),
+    )
+    try:
+        if connect:
+            link.connect()
+        yield link
+    finally:
+        link.close()
+
+
+def values(number: int, devices: int = 4, words: int = toy.WORDS) -> np.ndarray:
+    """A message, different for every number."""
+    size = toy.ROWS * devices * words
+    return (np.arange(size, dtype=toy.WORD) * 7 + number).reshape(-1, words)
+
+
+def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
+    sharding = NamedSharding(attention_mesh(devices), PartitionSpec(("dp", "tp")))
+    return jax.device_put(array, sharding)
+
+
+def exchange(link: PullClient, number: int, lane: int = 0) -> None:
+    """One message and its answer."""
+    link.send(lane, KIND, number % 4, toy.ROWS, on_mesh(values(number)))
+    check(link, number, lane)
+
+
+def check(link: PullClient, number: int, lane: int = 0) -> None:
+    answer = link.receive(lane)
+    np.testing.assert_array_equal(answer, 2 * values(number) + number % 4)
+
+
+def rounds(link: PullClient, first: int, count: int) -> None:
+    """`count` rounds over all lanes, every lane's message on its way while others are answered."""
+    for lane in range(LANES):
+        link.send(lane, KIND, first % 4, toy.ROWS, on_mesh(values(first + lane)))
+    for number in range(first, first + count):
+        for lane in range(LANES):
+            answer = link.receive(lane)
+            np.testing.assert_array_equal(answer, 2 * values(number + lane) + number % 4)
+            if number + 1 < first + count:
+                following = on_mesh(values(number + 1 + lane))
+                link.send(lane, KIND, (number + 1) % 4, toy.ROWS, following)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
+    with client(server, devices=pieces) as link:
+        for number in range(3):
+            packed = on_mesh(values(number, pieces, 8), pieces)
+            link.send(0, toy.kind_of(pieces, 8), 2, toy.ROWS, packed)
+            answer = link.receive(0)
+            assert [shard.device for shard in answer.addressable_shards] == jax.devices()[:pieces]
+            np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
+
+
+def test_many_messages_over_three_lanes(server) -> None:
+    with client(server) as link:
+        rounds(link, 0, 60)
+        counters = link.counters
+    assert counters == LinkCounters(messages=3 * 60)
+
+
+def test_two_domains_at_once_get_their_own_answers(server) -> None:
+    with client(server, domain="a") as one, client(server, domain="b") as other:
+        numbered = [(one, 0), (other, 100)]
+        for number in range(10):
+            for link, first in numbered:
+                link.send(0, KIND, number % 4, toy.ROWS, on_mesh(values(first + number)))
+            for link, first in reversed(numbered):
+                expected = 2 * values(first + number) + number % 4
+                np.testing.assert_array_equal(link.receive(0), expected)
+
+
+def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
+    """Its memory on the device does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        with client(server) as link:
+            message = on_mesh(values(3))
+            link.send(0, KIND, 1, toy.ROWS, message)
+            answer = link.receive(0)
+            references = [weakref.ref(message), weakref.ref(answer)]
+            del message, answer
+            assert [reference() for reference in references] == [None, None]
+            connection = weakref.ref(link.peers[0].connection)
+            link.peers[0].connection.fail("here")
+            exchange(link, 4)
+            until(lambda: connection() is None)
+    finally:
+        gc.enable()
+
+
+def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served(toys) -> None:
+    """However long that takes: the time in which nobody is there does not run."""
+    deadlines = {"absent": 0.5}
+    with toys.servers({"compile_seconds": 2.0}) as [server], client(server) as link:
+        answered = threading.Event()
+
+        def join() -> None:
+            with client(
+                server, domain="wide", rows=[toy.UNKNOWN_ROWS], deadlines=deadlines
+            ) as wide:
+                packed = np.ones((4 * toy.UNKNOWN_ROWS, toy.WORDS), toy.WORD)
+                wide.send(0, KIND, 1, toy.UNKNOWN_ROWS, on_mesh(packed))
+                np.testing.assert_array_equal(wide.receive(0), 2 * packed + 1)
+                assert wide.counters.failures == 0
+                answered.set()
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        number = 0
+        while thread.is_alive():
+            number += 1
+            exchange(link, number)
+        assert answered.is_set()
+        assert link.counters == LinkCounters(messages=number)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rows": [toy.UNFIT_ROWS]},
+            "no programs for messages of 4 pieces of 6 rows: ValueError: 6 ",
+        ),
+        ({"rows": []}, r"messages of 4 pieces of \[\] rows"),
+        ({"facts": {**toy.FACTS, "layers": "5"}}, "layers = 5, here 4"),
+        ({"token": "guess"}, "token"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(server, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with client(server, **options):
+            pass
+    with client(server) as link:
+        exchange(link, 0)
+
+
+def test_message_that_is_still_computed_is_announced_and_not_late(server) -> None:
+    """However long the sender's program takes, `send` and the answer's deadline do not mind.
+
+    An array that is being pulled stands for one that is being computed: it is ready when we want.
+    """
+    device = jax.devices()[0]
+    source, sink = Transfers(device, "127.0.0.1"), Transfers(device, "127.0.0.1")
+    sink.connect(source.address)
+    ready = on_mesh(values(5, 1), 1)
+    with client(server, devices=1, deadlines={"answer": 0.3}) as link:
+        shape = jax.ShapeDtypeStruct(ready.shape, ready.dtype, sharding=ready.sharding)
+        (packed,) = sink.pull(1, [shape])
+        link.send(0, toy.kind_of(1, toy.WORDS), 1, toy.ROWS, packed)
+        threading.Timer(1.0, source.register, (1, [ready])).start()
+        np.testing.assert_array_equal(link.receive(0), 2 * values(5, 1) + 1)
+        assert link.counters == LinkCounters(messages=1)
+
+
+def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
+    with toys.servers({}) as [server], client(server) as link:
+        rounds(link, 0, 5)
+        for lane in range(LANES):
+            link.send(lane, KIND, lane, toy.ROWS, on_mesh(values(lane)))
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        server.start()
+        for lane in range(LANES):
+            check(link, lane, lane)
+        rounds(link, 100, 5)
+        assert link.counters.reconnects == link.counters.failures == 1
+        server.ready()
+
+
+def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
+    with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        started.sort(key=lambda server: server.address != toy.in_use(link))
+        first, second = started
+        begin = time.monotonic()
+        first.send_signal(signal.SIGTERM)
+        for number in itertools.count():  # at least one round after the other has taken over
+            taken = toy.in_use(link) == second.address
+            rounds(link, number, 1)
+            if taken:
+                break
+        assert time.monotonic() - begin < 2.0
+        assert first.end(0) == 0
+        assert second.end() == 0
+        with pytest.raises(EngineFailedError, match=r"no ffn worker for 2(\.0)? s: 127\.0\.0\.1:"):
+            exchange(link, 1)
+
+
+def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(toys) -> None:
+    def joined() -> bool:
+        return server.report()[0] == ["d0", "doomed"] and server.report()[1] > 1 << 20
+
+    def forgotten() -> bool:
+        return server.report()[0] == ["d0"] and server.report()[1] < 1 << 16
+
+    with toys.servers({}) as [server], client(server) as link:
+        doomed = toy.ToyClient(toys, server)
+        try:
+            until(joined)
+            doomed.send_signal(signal.SIGSTOP)
+            rounds(link, 0, 3)
+            until(forgotten)
+            doomed.send_signal(signal.SIGCONT)
+            until(joined)
+            rounds(link, 10, 3)
+        finally:
+            doomed.kill()
+        rounds(link, 20, 3)
+        until(forgotten)
+        exchange(link, 30)
+        assert link.counters.failures == 0
+
+
+def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> None:
+    options = {"stuck_layer": 1}, {}
+    with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        if toy.in_use(link) != started[0].address:
+            link.peers[1].connection.fail("moved by the test")
+        for number in (1, 2, 5):
+            exchange(link, number)
+        assert toy.in_use(link) == started[1].address
+        assert (
+            link.counters.last_failure
+            == "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
+        )
+
+
+def test_closed_link_lets_nobody_wait(server) -> None:
+    with client(server) as link:
+        server.send_signal(signal.SIGSTOP)
+        try:
+            link.send(0, KIND, 1, toy.ROWS, on_mesh(values(1)))
+            threading.Timer(0.2, link.close).start()
+            with pytest.raises(EngineFailedError, match="was closed"):
+                link.receive(0)
+        finally:
+            server.send_signal(signal.SIGCONT)
+
+
+def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="2 processes, expected 1"):
+        with client(connect=False, addresses=["127.0.0.1:1"]):
+            pass
+
+
+def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
+    with toys.servers({}, {}) as started, client(*started) as link:
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        started.sort(key=lambda server: server.address != toy.in_use(link))
+        first, second = started
+        for lane in range(LANES):
+            link.send(lane, KIND, lane, toy.ROWS, on_mesh(values(lane)))
+        first.end(signal.SIGKILL)
+        for lane in range(LANES):
+            check(link, lane, lane)
+        rounds(link, 100, 2)
+        assert toy.in_use(link) == second.address
+        assert link.counters.failures == 1
+        assert link.counters.reconnects == 0
+        first.start()
+        until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+        # The one in use stops, and is given up as soon as it is suspected.
+        second.send_signal(signal.SIGSTOP)
+        rounds(link, 200, 2)
+        assert toy.in_use(link) == first.address
+        assert link.counters.failures == 2
+        assert link.counters.resends >= LANES
+
+
+def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
+    with client(server) as link:
+        exchange(link, 0)
+        server.send_signal(signal.SIGSTOP)
+        link.send(0, KIND, 1, toy.ROWS, on_mesh(values(1)))
+        until(lambda: link.peers[0].state is not PeerState.UP)
+        assert link.problems[0].startswith("ffn worker 0: silent for ")
+        until(lambda: link.peers[0].state is not PeerState.SUSPECT)
+        server.send_signal(signal.SIGCONT)
+        check(link, 1)
+        assert link.counters.resends == 1
+        assert "silent for" in link.counters.last_failure
+        assert link.problems == []
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05])
+def test_work_that_the_server_refuses_is_an_error(server, monkeypatch, late) -> None:
+    """Also where the refusal is read after the answer has become an error."""
+
+    def slowly(data: bytes):
+        frame = decode_from_ffn(data)
+        if isinstance(frame, Failed):
+            time.sleep(late)
+        return frame
+
+    monkeypatch.setattr(pull_connection.frames, "decode_from_ffn", slowly)
+    with client(server) as link:
+        exchange(link, 2)
+        link.send(0, KIND, toy.REFUSED_LAYER, toy.ROWS, on_mesh(values(0)))
+        with pytest.raises(EngineFailedError, match="3 times: ValueError: no layer 9 here"):
+            link.receive(0)

@@ -1,0 +1,45 @@
+"""Who works with whom, and how a difference is named."""
+
+from jaxserve.link.session.hello import Hello, facts_digest, refusal
+
+FACTS = {"model": "toy", "layers": "4", "dispatch": "fp8"}
+
+
+def hello(worker: str, facts: dict[str, str], **fields) -> Hello:
+    return Hello(worker=worker, facts=facts, digest=facts_digest(facts), **fields)
+
+
+def test_equal_facts_in_another_order_fit() -> None:
+    here = hello("ffn", FACTS, versions={"jax": "0.12.0"})
+    there = hello("attention", dict(reversed(FACTS.items())), versions={"jax": "0.11.2"})
+    assert refusal(here, there) == ""
+
+
+def test_differing_and_missing_facts_are_named() -> None:
+    theirs = {"model": "toy", "layers": "5", "gates": "yes"}
+    assert refusal(hello("ffn", FACTS), hello("attention", theirs)) == (
+        "attention is configured differently from ffn: layers = 5, here 4; "
+        "dispatch = absent, here fp8; gates = yes, here absent"
+    )
+
+
+def test_at_most_four_facts_are_shown() -> None:
+    ours, theirs = ({f"fact{i}": f"{i * side}" for i in range(1, 7)} for side in (1, 2))
+    assert refusal(hello("a", ours), hello("b", theirs)) == (
+        "b is configured differently from a: fact1 = 2, here 1; fact2 = 4, here 2; "
+        "fact3 = 6, here 3; fact4 = 8, here 4; and 2 more"
+    )
+
+
+def test_epoch_and_protocol_come_first() -> None:
+    ours = hello("ffn", FACTS, epoch=3)
+    assert refusal(ours, hello("attention", {}, epoch=2)) == "epoch 2 of attention, 3 of ffn"
+    assert refusal(ours, hello("attention", FACTS, epoch=3, protocol=9)) == (
+        "protocol 9 of attention, 2 of ffn"
+    )
+
+
+def test_digest_depends_on_keys_and_values() -> None:
+    digests = {facts_digest(f) for f in ({"a": "b"}, {"a": "c"}, {"b": "a"}, {}, {"a": "b=c"})}
+    assert len(digests) == 5
+    assert all(len(digest) == 16 for digest in digests)
