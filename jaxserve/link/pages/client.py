@@ -5,7 +5,7 @@ that it calls waits. For every prefill worker there are a few streams, each a th
 connection of its own (`connection.py`), which it keeps from fetch to fetch. While a request
 waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost, or gave
 a piece with a wrong checksum, goes on once over a new one; after that its request is told. A
-prefill worker that let a fetch time out is left alone for a while (`breaker.py`).
+prefill worker that let a fetch time out is left alone for a while (`Breaker`).
 `server.py` is the other end. Knows nothing of requests and pages.
 """
 
@@ -13,12 +13,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.pages.breaker import Breaker
 from jaxserve.link.pages.bytes import HostBuffers
 from jaxserve.link.pages.connection import Connection, CorruptPiece, FetchError, Landing
 from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
@@ -29,9 +28,48 @@ from jaxserve.link.session.hello import Hello, Refusal
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60.0
-"""After which a stream that nobody needs closes its connection and ends."""
+"""Idle time after which a stream closes its connection and ends."""
 ATTEMPTS = 2
 """Connections over which a fetch is tried."""
+OPEN_SECONDS = 10.0
+"""Pause after a timeout, before a prefill worker is tried again."""
+
+
+class Breaker:
+    """Circuit breaker of one prefill worker: closed while it works, open after a timeout, half-open
+    once the pause is over. Without it every request whose pages are there would wait for the same
+    deadline again.
+
+    Args:
+      clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._until = 0.0
+        self.why = ""
+        """Timeout that opened it; empty while it is closed."""
+
+    def blocked(self) -> str:
+        """Returns why the path must not be tried now, empty if the caller may try it.
+
+        After the pause one caller may, and the others have to wait for another pause.
+        """
+        now = self._clock()
+        if self.why and now < self._until:
+            return (
+                f"not tried for another {self._until - now:.0f} s, because it timed out: {self.why}"
+            )
+        self._until = now + OPEN_SECONDS
+        return ""
+
+    def timed_out(self, why: str) -> None:
+        """Opens the breaker."""
+        self.why, self._until = why, self._clock() + OPEN_SECONDS
+
+    def worked(self) -> None:
+        """Closes the breaker."""
+        self.why = ""
 
 
 class PagesClient:

@@ -28,7 +28,7 @@ from jaxserve.link.pages.bytes import (
     received_views,
 )
 from jaxserve.link.pages.source import PagesSource, pages_digest
-from jaxserve.link.remote.frames import Echo, greeted
+from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.channel import (
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
@@ -37,7 +37,7 @@ from jaxserve.link.session.channel import (
     cut_off,
     dial,
 )
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Hello, Refusal, greeted
 
 logger = logging.getLogger(__name__)
 

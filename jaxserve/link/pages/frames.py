@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.remote.frames import Echo, Greeting, Refused
+from jaxserve.link.remote.frames import Echo
+from jaxserve.link.session.hello import Greeting, Refused
 
 
 class Join(Greeting, frozen=True, tag="join"):

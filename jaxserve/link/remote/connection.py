@@ -24,7 +24,7 @@ from jaxserve.clock import AwakeClock
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote import frames
 from jaxserve.link.session.channel import LONGEST_TICK_SECONDS, TICK_SECONDS, Channel, Deadlines
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Hello, Refusal, greeted
 from jaxserve.link.transports.pull import PROBE_BYTES, Transfers, is_ready, new_uuid
 
 REASON_SECONDS = 0.1
@@ -138,7 +138,7 @@ class Connection:
         frame = frames.decode_from_ffn(self.channel.receive())
         if isinstance(frame, frames.Preparing):
             raise NotYet(frame.reason)
-        welcome = frames.greeted(frame, frames.Welcome, hello)
+        welcome = greeted(frame, frames.Welcome, hello)
         self._epoch = hello.epoch
         self._transfers.connect(welcome.transfer_address)
         returned = self._send_probe()

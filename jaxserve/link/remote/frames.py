@@ -11,13 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.session.hello import Hello, Refusal, refusal
-
-
-class Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of either end of a link."""
-
-    hello: Hello
+from jaxserve.link.session.hello import Greeting, Refused
 
 
 class Join(Greeting, frozen=True, tag="join"):
@@ -37,12 +31,6 @@ class Welcome(Greeting, frozen=True, tag="welcome"):
 
     transfer_address: str
     """Address of the transfer server that serves the answers on this connection."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The ffn worker refuses the attention worker and closes the connection."""
-
-    reason: str
 
 
 class Preparing(msgspec.Struct, frozen=True, tag="preparing", array_like=True):
@@ -112,18 +100,3 @@ encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_from_attention = msgspec.msgpack.Decoder(FromAttention).decode
 decode_from_ffn = msgspec.msgpack.Decoder(FromFFN).decode
 """Decoders; they raise msgspec.DecodeError for anything but such a frame."""
-
-
-def greeted[G: Greeting](frame: object, kind: type[G], ours: Hello) -> G:
-    """Returns the first frame of the other end.
-
-    Raises:
-      Refusal: the other end refuses, its frame is of another kind, or its hello does not fit ours.
-    """
-    if isinstance(frame, Refused):
-        raise Refusal(frame.reason)
-    if not isinstance(frame, kind):
-        raise Refusal(f"unexpected {type(frame).__name__} instead of a {kind.__name__.lower()}")
-    if reason := refusal(ours, frame.hello):
-        raise Refusal(reason)
-    return frame

@@ -4,8 +4,8 @@ Attention workers connect, announce messages and pull their answers. For each th
 one reads notes and starts the pulls, the other waits until a message has arrived and only then
 enqueues the worker's program, because device queues are in order and a program ahead of its message
 would block every other domain's. So every domain is served in the order of its notes, and the
-domains whose messages have arrived in rotation (`turns.py`). Nothing is kept but what is in flight
-and what was compiled (`work.py`): a domain that is lost is forgotten. `client.py` is the other end.
+domains whose messages have arrived in rotation. Nothing is kept but what is in flight and what was
+compiled (`work.py`): a domain that is lost is forgotten. `client.py` is the other end.
 Knows nothing of ffn, plans or requests.
 """
 
@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.turns import Turns
-from jaxserve.link.remote.work import Preparations, Work
+from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     Channel,

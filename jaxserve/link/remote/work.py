@@ -1,4 +1,4 @@
-"""What an ffn worker does for a message server, and how it gets ready for a domain that joins.
+"""The work of a message server: its interface, the order of domains, and compilation for new ones.
 
 A domain says when it joins in how many pieces its messages come, and of how many rows
 (`frames.Join`). An ffn worker has compiled for the attention mesh of its own deployment file before
@@ -7,16 +7,91 @@ beside the running ones, while the domain is told to come back. Used by `server.
 nothing of ffn.
 """
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.remote.frames import Preparing, Refused
-from jaxserve.link.remote.turns import Turns
+from jaxserve.link.remote.frames import Preparing
+from jaxserve.link.session.hello import Refused
+
+AHEAD = 1
+"""Messages in the devices' queues beside the one that runs: enough to keep them busy."""
+
+
+class Result(Protocol):
+    """An array that is being computed."""
+
+    def block_until_ready(self) -> Any: ...
+
+
+class Turns:
+    """Rotation among the domains whose messages wait (xDeepServe §5.2); called from any thread.
+
+    Every domain has a thread that waits for its messages and takes a turn for each. Where several
+    wait, the one that had its last turn longest ago is next, so a domain of many lanes does not
+    keep another waiting for more than one of its messages. That holds only while the devices'
+    queues are short, for they are in order: with several domains, no more than `AHEAD` messages
+    wait behind the one that runs.
+
+    Args:
+      shared: whether several domains are connected.
+    """
+
+    def __init__(self, shared: Callable[[], bool]):
+        self._shared = shared
+        self._changed = threading.Condition()
+        self._waiting: list[Hashable] = []
+        self._served: dict[Hashable, int] = {}
+        self._count = 0
+        self._taken = False
+        self._running: deque[Result] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Number of domains that wait for their turn."""
+        return len(self._waiting)
+
+    @contextlib.contextmanager
+    def take(self, who: Hashable) -> Iterator[None]:
+        """Waits for the turn of `who`, which lasts for the body. Newcomers go first."""
+        with self._changed:
+            self._waiting.append(who)
+            self._changed.wait_for(lambda: not self._taken and self._next() == who)
+            self._waiting.remove(who)
+            self._count += 1
+            self._served[who] = self._count
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken = False
+                self._changed.notify_all()
+
+    def enqueued(self, result: Result) -> None:
+        """Notes what the body enqueued; waits, where domains share, until the queue is short."""
+        self._running.append(result)
+        while len(self._running) > AHEAD:
+            oldest = self._running.popleft()
+            if self._shared():
+                with contextlib.suppress(RuntimeError):  # Its domain hears of it.
+                    oldest.block_until_ready()
+
+    def forget(self, who: Hashable) -> None:
+        """Forgets a domain that has left, and lets go of results, which may be its own."""
+        with self._changed:
+            self._served.pop(who, None)
+            self._running.clear()
+
+    def _next(self) -> Hashable:
+        return min(self._waiting, key=lambda who: self._served.get(who, 0))
+
 
 logger = logging.getLogger(__name__)
 

@@ -83,3 +83,30 @@ def refusal(ours: Hello, theirs: Hello) -> str:
         shown.append(f"and {len(keys) - SHOWN_DIFFERENCES} more")
     differences = "; ".join(shown) or f"digest {theirs.digest}, here {ours.digest}"
     return f"{theirs.worker} is configured differently from {ours.worker}: {differences}"
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of either end of a link."""
+
+    hello: Hello
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """The ffn worker refuses the attention worker and closes the connection."""
+
+    reason: str
+
+
+def greeted[G: Greeting](frame: object, kind: type[G], ours: Hello) -> G:
+    """Returns the first frame of the other end.
+
+    Raises:
+      Refusal: the other end refuses, its frame is of another kind, or its hello does not fit ours.
+    """
+    if isinstance(frame, Refused):
+        raise Refusal(frame.reason)
+    if not isinstance(frame, kind):
+        raise Refusal(f"unexpected {type(frame).__name__} instead of a {kind.__name__.lower()}")
+    if reason := refusal(ours, frame.hello):
+        raise Refusal(reason)
+    return frame

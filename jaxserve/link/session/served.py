@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from jaxserve.clock import AwakeClock
-from jaxserve.link.remote.frames import Greeting, Refused, greeted
 from jaxserve.link.session.channel import (
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
@@ -23,7 +22,7 @@ from jaxserve.link.session.channel import (
     Deadlines,
     cut_off,
 )
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Greeting, Hello, Refusal, Refused, greeted
 
 logger = logging.getLogger(__name__)
 

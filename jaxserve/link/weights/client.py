@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from jaxserve.link.remote.frames import greeted
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     AuthenticationError,
@@ -20,7 +19,7 @@ from jaxserve.link.session.channel import (
     cut_off,
     dial,
 )
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Hello, Refusal, greeted
 from jaxserve.link.weights import frames
 
 PIECE_BYTES = 4 << 20

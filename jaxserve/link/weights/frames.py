@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.remote.frames import Greeting, Refused
+from jaxserve.link.session.hello import Greeting, Refused
 
 MAX_FRAME_BYTES = 64 << 20
 """Largest frame: a welcome names every array of a model."""

@@ -13,7 +13,6 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from jaxserve.link.remote.frames import Refused, greeted
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     TICK_SECONDS,
@@ -22,7 +21,7 @@ from jaxserve.link.session.channel import (
     cut_off,
     listen,
 )
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Hello, Refusal, Refused, greeted
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.weights import frames
 

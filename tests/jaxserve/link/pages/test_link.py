@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxserve.chaos.proxy import Proxy
-from jaxserve.link.pages import breaker
+from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import connection as pages_connection
 from jaxserve.link.pages import server as pages_server
-from jaxserve.link.pages.client import PagesClient
+from jaxserve.link.pages.client import OPEN_SECONDS, Breaker, PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
 from jaxserve.link.pages.frames import Release, decode_from_decode, encode
 from jaxserve.link.session.hello import make_hello
@@ -256,7 +256,7 @@ class TestCorruption:
 
     def test_a_link_that_changes_bits(self, monkeypatch):
         """Whatever they hit: handshakes, frames or pieces. No pause follows where one hangs."""
-        monkeypatch.setattr(breaker, "OPEN_SECONDS", 0.0)
+        monkeypatch.setattr(pages_client, "OPEN_SECONDS", 0.0)
         with serving() as (server, _), client() as link, contextlib.ExitStack() as stack:
             address = f"127.0.0.1:{free_port()}"
             proxy = Proxy(address, server.address)
@@ -307,7 +307,7 @@ class Remote:
 
 
 def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):
-    monkeypatch.setattr("jaxserve.link.pages.breaker.OPEN_SECONDS", 3.0)
+    monkeypatch.setattr("jaxserve.link.pages.client.OPEN_SECONDS", 3.0)
     deadlines = msgspec.structs.replace(toy.DEADLINES, suspect=0.2, answer=0.4)
     with serving() as (server, holder), client(deadlines=deadlines) as link:
         slow, _ = ask(link, server, "slow")
@@ -371,3 +371,18 @@ def test_a_piece_that_the_engine_does_not_begin_to_read_takes_no_room(monkeypatc
         second = ended(link, server)
         assert second.failure is None
         until(lambda: server.room.taken == 0)
+
+
+def test_after_the_pause_one_caller_tries():
+    now = [100.0]
+    breaker = Breaker(lambda: now[0])
+    assert [breaker.blocked(), breaker.blocked()] == ["", ""]
+    breaker.timed_out("silent for 5.0 s")
+    now[0] += 4.0
+    expected = "not tried for another 6 s, because it timed out: silent for 5.0 s"
+    assert breaker.blocked() == expected
+    now[0] += OPEN_SECONDS
+    assert breaker.blocked() == ""
+    assert breaker.blocked(), "the one that tries has not ended"
+    breaker.worked()
+    assert [breaker.blocked(), breaker.why] == ["", ""]
