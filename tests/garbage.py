@@ -1,7 +1,7 @@
 """What is there before a test file is exempt from garbage collection, and engines leave it so.
 
 An engine collects and exempts everything when it is warm, and lifts that when it ends, with another
-collection (`jaxserve/engine/garbage.py`). Here either would visit the modules of all tests, some
+collection (`jaxserve/engine/runtime.py`). Here either would visit the modules of all tests, some
 million objects.
 """
 

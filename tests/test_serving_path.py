@@ -186,7 +186,7 @@ def test_a_router_reaches_no_scheduler() -> None:
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     ends = {"jaxserve.link.pages.client", "jaxserve.link.pages.server"}
     programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}
-    engine = {"jaxserve.engine.hand_off", "jaxserve.engine.holds"}
+    engine = {"jaxserve.engine.hand_off"}
     for part in ("leader, colocated", "leader, attention and ffn", "attention"):
         assert not (ends | programs | engine) & set(reach(part))
     assert ends | programs | engine <= set(closure("jaxserve.fleet.pages_link"))

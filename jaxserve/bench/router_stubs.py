@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import Frame, Outputs

@@ -27,9 +27,9 @@ import numpy as np
 
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import BenchError
-from jaxserve.engine.garbage import freeze, thaw
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.runtime import freeze, thaw
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.fleet.control import Boundary, encode, shapes_digest
 from jaxserve.roles.step_arrays import LaneState

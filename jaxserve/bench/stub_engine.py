@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.view import PipelineView

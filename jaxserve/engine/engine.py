@@ -19,16 +19,22 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.garbage import thaw
-from jaxserve.engine.hand_offs import PREFILL_PARAMS, HandOffs, OnHeld, Post
-from jaxserve.engine.load import DomainLoad, EngineLoad
+from jaxserve.engine.admission import choose_domain
+from jaxserve.engine.interface import DomainLoad, EngineLoad
 from jaxserve.engine.loop import Idle, Loop
-from jaxserve.engine.placement import choose_domain
-from jaxserve.engine.request import Grammar, Request, SamplingParams, TokenOutput
-from jaxserve.engine.request_checks import RequestChecks
+from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
+from jaxserve.engine.runtime import thaw
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.stepper import Broadcast, Driver, Stepper
+from jaxserve.engine.stepper import (
+    PREFILL_PARAMS,
+    Broadcast,
+    Driver,
+    HandOffs,
+    OnHeld,
+    Post,
+    Stepper,
+)
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.compilation import CompilationCounter

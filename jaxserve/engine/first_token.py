@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.hand_offs import PREFILL_PARAMS
 from jaxserve.engine.request import TokenOutput
+from jaxserve.engine.stepper import PREFILL_PARAMS
 from jaxserve.errors import CheckpointError, EngineFailedError
 from jaxserve.roles.weights import HeldBlock
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from jaxserve.engine.fetches import FetchOrder
-from jaxserve.engine.logprobs import StepResult
-from jaxserve.engine.outputs import StepOutputs
+from jaxserve.engine.admission import FetchOrder
+from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError
@@ -27,7 +26,7 @@ from jaxserve.roles.layout import PageRun
 from jaxserve.roles.step_plan import StepPlan
 
 if TYPE_CHECKING:  # only prefill workers hold prompts
-    from jaxserve.engine.holds import Holds
+    from jaxserve.engine.hand_off import Holds
 
 
 class ScheduledStep(NamedTuple):

@@ -1,23 +1,89 @@
-"""Adds the tokens of a complete step to their sequences, and says what requests get of it.
+"""Results of a step in plain values, and the outputs that requests get from them.
 
-Called by the scheduler; `StepOutputs` are read by the engine and the planner's simulator. Most
-tokens of a step go to requests that simply go on: those are added in arrays, and become
-`TokenOutput`s only when somebody reads them.
+The results' thread unpacks the arrays that `roles/sampling_programs.py` packs (`step_result`). The
+scheduler appends the tokens to their sequences; the engine and the planner's simulator read the
+`StepOutputs`. Most tokens of a step belong to requests that simply go on: those are added in
+arrays, and become `TokenOutput`s only when they are read.
 """
 
 import logging
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots
-from jaxserve.engine.logprobs import StepResult, TokenLogprobs
-from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.engine.sequence import Sequence
 from jaxserve.roles.layout import NO_TOKEN, REJECTED
+
+if TYPE_CHECKING:
+    from jaxserve.roles.step_plan import StepPlan
+
+
+class StepResult(NamedTuple):
+    """What a step gave, on the host. A row is `group * slots + slot`, as in the plan."""
+
+    sampled: np.ndarray
+    """int32 `[groups, slots]`; read only where the plan samples. Of a step with drafts `[groups,
+    slots, 1 + drafts]`: tokens, and `REJECTED` behind them."""
+    logprobs: dict[int, list[TokenLogprobs]]
+    """By row: log-probabilities at the sampled tokens, where the plan asks for them."""
+    scores: dict[int, list[TokenLogprobs]]
+    """By row: log-probabilities of the plan's target tokens."""
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens of every slot, `[groups, slots]`, of a step with drafts."""
+        counts: np.ndarray = (self.sampled != REJECTED).sum(axis=-1, dtype=np.int32)
+        return counts
+
+
+def step_result(
+    plan: "StepPlan", sampled: np.ndarray, logprobs: np.ndarray | None, scores: np.ndarray | None
+) -> StepResult:
+    """Unpacks a step's arrays.
+
+    Args:
+      sampled: `[groups, slots]`, or as `StepResult` says of a step with drafts.
+      logprobs: `[groups, slots, 1 + 2 * top]`, of a step with drafts `[groups, slots, 1 + drafts,
+        1 + 2 * top]`, int32; floats as bits.
+      scores: `[groups, tokens, 1 + 2 * top]`.
+    """
+    result = StepResult(sampled, {}, {})
+    if logprobs is None and scores is None:
+        return result
+    slots = sampled.shape[1]
+    starts = plan.token_starts(slots)
+    for options in plan.options:
+        row = options.row
+        at = divmod(row, slots)
+        if logprobs is not None and options.logprobs is not None:
+            run = sampled[at].reshape(-1)
+            packed = logprobs[at].reshape(len(run), -1)
+            result.logprobs[row] = [
+                _unpack(one, token_id, options.logprobs)
+                for one, token_id in zip(packed, run.tolist(), strict=True)
+                if token_id != REJECTED
+            ]
+        if scores is not None and options.targets:
+            group, start = starts[row]
+            result.scores[row] = [
+                _unpack(one, token_id, options.target_logprobs)
+                for one, token_id in zip(scores[group, start:], options.targets, strict=False)
+            ]
+    return result
+
+
+def _unpack(packed: np.ndarray, token_id: int, top: int) -> TokenLogprobs:
+    most = len(packed) // 2
+    ids = packed[1 : 1 + min(top, most)].tolist()
+    logs = packed.view(np.float32)
+    best = logs[1 + most : 1 + most + len(ids)].tolist()
+    return TokenLogprobs(token_id, float(logs[0]), tuple(zip(ids, best, strict=True)))
+
 
 NOT_FINITE = (
     "the model's logits for the next token are not finite numbers, nor were they before its KV "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.clock import AwakeClock
-from jaxserve.engine.logprobs import StepResult, step_result
+from jaxserve.engine.outputs import StepResult, step_result
 from jaxserve.errors import EngineFailedError, StepLostError
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan

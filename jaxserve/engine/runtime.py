@@ -1,10 +1,14 @@
-"""A runtime whose programs are loaded and compiled, and its first steps.
+"""A runtime whose programs are loaded and compiled, its first steps, and garbage collection.
 
-Which workers it has is not known here: `cell_runtime.py` and `colocated_runtime.py` make one of a
-whole deployment, `fleet/attention_runtime.py` that of an attention worker alone. A process that
-leads puts an engine around it (`make_engine.py`).
+Which workers a runtime has is decided in `fleet/assembly.py`, which also puts an engine around it.
+
+A full collection visits every object, and the programs, weights and templates of a model are many:
+it would delay a step by tens of milliseconds, and every process of a deployment by the slowest
+(xDeepServe §4.4). Objects that start-up leaves behind are therefore frozen, that is, never visited
+again, and objects that serving leaves behind are collected in the pauses between requests.
 """
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +17,6 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.garbage import freeze
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
@@ -84,3 +87,35 @@ def warm_up(runtime: Runtime) -> None:
     probe.take(0.0)
     probe.close()
     freeze()
+
+
+def freeze() -> None:
+    """Collects once and exempts everything that is left; when a process is warm.
+
+    What an earlier engine of the process left behind is not exempt any more.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def thaw() -> None:
+    """Ends the exemption; called when an engine has ended."""
+    gc.unfreeze()
+
+
+class IdleCollection:
+    """Collects once after every stretch of work. Called by the engine's loop alone."""
+
+    def __init__(self) -> None:
+        self._worked = False
+
+    def worked(self) -> None:
+        """Marks that a step has run, so there may be garbage."""
+        self._worked = True
+
+    def idle(self) -> None:
+        """Collects if a step has run since the last collection; called when the loop is idle."""
+        if self._worked:
+            self._worked = False
+            gc.collect()

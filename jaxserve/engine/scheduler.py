@@ -39,21 +39,16 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.config.deployment import scratch_pages
-from jaxserve.engine import grammar_wait, integrity
-from jaxserve.engine.admission import AdmissionQueue
-from jaxserve.engine.dp_group import DPGroup
-from jaxserve.engine.drafting import DraftCounts, DraftPolicy
-from jaxserve.engine.fetches import Fetches
+from jaxserve.engine.admission import AdmissionQueue, Fetches
+from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
+from jaxserve.engine.interface import DraftCounts
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
-from jaxserve.engine.logprobs import StepResult
-from jaxserve.engine.outputs import StepOutputs, append_tokens
+from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.pages import pages_for
 from jaxserve.engine.prefix_cache import PageKeys
-from jaxserve.engine.request import FinishReason, Request, TokenOutput
-from jaxserve.engine.request_checks import RequestLimits, due
-from jaxserve.engine.rules import RequestRules
-from jaxserve.engine.sequence import Sequence, group_of, token_array
-from jaxserve.engine.step_composer import StepComposer
+from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
+from jaxserve.engine.sequence import RequestRules, Sequence, group_of, token_array
+from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan
 
@@ -247,13 +242,13 @@ class Scheduler:
         if len(self._in_flight[lane]) >= MAX_STEPS_IN_FLIGHT:
             return None
         slots = self._lanes[lane]
-        waiting = grammar_wait.waiting(slots) if self._grammars else "none"
+        waiting = grammar_wait(slots) if self._grammars else "none"
         if waiting == "lane":
             return None
         if (
             self._side_by_side
             and self._grammars
-            and grammar_wait.others_are_late(lane, self._lanes, self._in_flight, self._completed_at)
+            and others_are_late(lane, self._lanes, self._in_flight, self._completed_at)
         ):
             return None
 
@@ -457,9 +452,9 @@ class Scheduler:
         )
 
     def _check_sequences(self) -> None:
-        integrity.check_lanes(self._lanes, self._in_flight)
+        check_lanes(self._lanes, self._in_flight)
         self.fetches.check_integrity()
-        integrity.check_queue(self._lanes, self.queue.waiting, self._live.values())
+        check_queue(self._lanes, self.queue.waiting, self._live.values())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache later."""

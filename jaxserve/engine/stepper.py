@@ -1,7 +1,7 @@
 """Carries out what the loop decides next, on the engine's thread.
 
 It tells the followers the plans of a boundary, has the driver enqueue stages until a lane has left
-its step, waits for results with a deadline, and hands what concerns pages to `hand_offs.py`.
+its step, waits for results with a deadline, and hands what concerns pages to `HandOffs`.
 
 A step that fails on the devices takes the KV cache along, which it was given (donated). Then all
 steps are taken back, the driver gets empty pages, and the requests are computed anew from prompt
@@ -12,13 +12,12 @@ most `MOST_LOST` times a minute; else the engine fails, and a router has the sam
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jax.errors import JaxRuntimeError
 
-from jaxserve.engine.garbage import IdleCollection
-from jaxserve.engine.hand_offs import HandOffs
+from jaxserve.engine.interface import PagesLoad
 from jaxserve.engine.loop import (
     Await,
     DropFetch,
@@ -30,10 +29,13 @@ from jaxserve.engine.loop import (
     Loop,
 )
 from jaxserve.engine.outputs import StepOutputs
+from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
-from jaxserve.errors import EngineFailedError, StepLostError
+from jaxserve.engine.runtime import IdleCollection
+from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError, StepLostError
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.actions import Action
+from jaxserve.roles.actions import Action, ReadPages, WritePages
 from jaxserve.roles.expert_moves import MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
@@ -43,6 +45,71 @@ from jaxserve.roles.worker import lane_of_all
 
 if TYPE_CHECKING:
     from jaxserve.roles.expert_slots import ExpertSlots
+
+Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
+"""Runs a callable on the engine's thread, which delivers the outputs that it returns."""
+
+OnHeld = Callable[[PagesSource | JaxserveError], None]
+"""Called once with the place where a prompt's pages are held, or with the error."""
+
+PageAction = Fetch | DropFetch | ImportPages | ExportPages
+"""An action of the loop about pages."""
+
+PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class HandOffs:
+    """Hand-offs of an engine that holds no prompts and fetches no pages."""
+
+    @property
+    def held(self) -> int:
+        """Prompts whose pages are held."""
+        return 0
+
+    @property
+    def load(self) -> PagesLoad | None:
+        """Counters of this engine's ends of the link, from any thread; None without a link."""
+        return None
+
+    # ---------------------------------------------------------------- requests, from any thread
+    def keep(self, request: Request) -> None:
+        """Keeps the lease of a submitted request's source until the request's first output.
+
+        Raises:
+          InvalidRequestError: The request has a source, and this engine cannot fetch from it.
+        """
+        if request.source is not None and request.source.tokens:
+            raise InvalidRequestError("source", "this engine has no link to prefill workers")
+
+    def forget(self, request_id: str) -> None:
+        """Releases the lease of a request that has its first output, or has ended."""
+
+    def leave(self, request_id: str) -> None:
+        """Stops renewing the lease of a request that another engine takes over."""
+
+    def renew(self, hand_offs: Sequence[str]) -> None:
+        """Begins leases anew. Unknown leases are ignored."""
+
+    def told(self, request: Request, on_held: OnHeld) -> Callable[[TokenOutput], None]:
+        """Returns the receiver of a prompt's outputs, which calls `on_held` at the last one.
+
+        Raises:
+          InvalidRequestError: This engine has no pages server.
+        """
+        raise InvalidRequestError("prefill", "this engine has no pages server")
+
+    # ----------------------------------------------------- the loop's actions, engine's thread
+    def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
+        """Returns the part of other processes in an action, before this one carries it out."""
+        return []
+
+    def carry_out(self, action: PageAction) -> None:
+        """Carries out an action of the loop about pages; never waits."""
+        raise AssertionError(f"no link for {type(action).__name__}")
+
+    def close(self) -> None:
+        """Ends the links."""
+
 
 MOST_LOST = 3
 """Steps that may be lost within a minute."""

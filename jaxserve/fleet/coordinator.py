@@ -26,8 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.request import MAX_PRIORITY, FinishReason, TokenOutput
-from jaxserve.engine.request_checks import PATIENCE
+from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import Placement
 from jaxserve.fleet.prefix_index import blocks_of

@@ -72,7 +72,7 @@ def answer_messages(
         server, work = open_ffn(deployment, process.token, address)
         weights = work.serve_weights(process.token)
         gc.collect()
-        gc.freeze()  # as engine/garbage.py does: a full collection would delay a message
+        gc.freeze()  # as engine/runtime.py does: a full collection would delay a message
         announce("ready", {"role": "ffn", "link": server.start()})
         if work.experts is not None:
             work.experts.start()

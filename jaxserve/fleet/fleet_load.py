@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxserve.engine.load import COUNTERS, FETCHED, EngineLoad, PagesLoad, WorkerLoad, summed
+from jaxserve.engine.interface import COUNTERS, FETCHED, EngineLoad, PagesLoad, WorkerLoad, summed
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.request_checks import RequestChecks, RequestLimits
+from jaxserve.engine.interface import EngineLoad
+from jaxserve.engine.request import RequestChecks, RequestLimits, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.coordinator import Coordinator

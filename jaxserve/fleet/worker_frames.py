@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource

@@ -20,8 +20,8 @@ import msgspec
 
 import jaxserve
 from jaxserve.clock import AwakeClock
+from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import (
     DrainingError,
     InvalidRequestError,

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage, Span

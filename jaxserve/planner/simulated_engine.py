@@ -13,10 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.admission import choose_domain
 from jaxserve.engine.loop import Await, Enqueue, Loop
-from jaxserve.engine.outputs import StepOutputs
-from jaxserve.engine.placement import choose_domain
+from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.planner.lanes import Busy, Disturb, LinkMode, undisturbed

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.token_engine import StepLoop
+from jaxserve.engine.interface import StepLoop
 from jaxserve.server.access import Access
 from jaxserve.server.faces import Faces, LocalFaces, Port
 from jaxserve.server.grpc import GrpcServer

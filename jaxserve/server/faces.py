@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.config.deployment import Server
-from jaxserve.engine.token_engine import TokenEngine
+from jaxserve.engine.interface import TokenEngine
 from jaxserve.errors import CheckpointError
 from jaxserve.server.access import Access
 from jaxserve.server.front_end import LiveRequests

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from jaxserve.engine.interface import StepLoop, TokenEngine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.token_engine import StepLoop, TokenEngine
 from jaxserve.errors import (
     DrainingError,
     EngineFailedError,

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.engine.token_engine import StepLoop
+from jaxserve.engine.interface import StepLoop
 from jaxserve.errors import ConfigError
 from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind

@@ -16,8 +16,7 @@ import grpc
 import msgspec
 
 import jaxserve
-from jaxserve.engine.logprobs import TokenLogprobs
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import SamplingParams, TokenLogprobs
 from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb

@@ -20,9 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.drafting import DraftCounts
-from jaxserve.engine.load import EngineLoad, PagesLoad
-from jaxserve.engine.token_engine import StepLoop, TokenEngine
+from jaxserve.engine.interface import DraftCounts, EngineLoad, PagesLoad, StepLoop, TokenEngine
 from jaxserve.observe.view import PipelineView
 from jaxserve.progress import advances
 from jaxserve.roles.expert_view import ExpertView

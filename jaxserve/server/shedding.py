@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from jaxserve.engine.load import EngineLoad
-from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.request_checks import PATIENCE
-from jaxserve.engine.token_engine import TokenEngine
+from jaxserve.engine.interface import EngineLoad, TokenEngine
+from jaxserve.engine.request import PATIENCE, SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
 
 SAMPLE_SECONDS = 0.05

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import IncrementalDetokenizer, StopMatcher

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
-from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
-from jaxserve.engine.request_checks import checked_ids
-from jaxserve.engine.token_engine import TokenEngine
+from jaxserve.engine.interface import TokenEngine
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput, checked_ids
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.text.generation import (
     MAX_REQUEST_ID_CHARACTERS,

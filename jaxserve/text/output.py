@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.engine.logprobs import TokenLogprobs
-from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxserve.engine.logprobs import TokenLogprobs
+from jaxserve.engine.request import TokenLogprobs
 from jaxserve.server.http.responses import (
     ChatLogprob,
     ChatLogprobs,

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxserve.engine.token_engine import StepLoop
+from jaxserve.engine.interface import StepLoop
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
 from jaxserve.server.http.app import App

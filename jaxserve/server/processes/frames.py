@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.deployment import Server
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import (
     NO_GRAMMAR,

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.deployment import Server
+from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import FinishReason
-from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE
 from jaxserve.fleet.outbox import Outbox

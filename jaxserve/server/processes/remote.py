@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad, TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.engine.token_engine import TokenEngine
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.request_frames import without_grammar
 from jaxserve.observe.view import PipelineView

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.roles.layout import Bucket

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.logprobs import StepResult
 from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError, OverloadedError

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from jaxserve.engine.request import Request, SamplingParams
+from jaxserve.engine.request import Request, SamplingParams, due
 from jaxserve.errors import InvalidRequestError
 from tests import golden
 
@@ -59,3 +59,12 @@ def test_what_is_0_in_float32_is_refused(field):
     with pytest.raises(InvalidRequestError, match=f"{field}: 1e-46 is below 1.175e-38"):
         SamplingParams(**{field: 1e-46}).validate()
     SamplingParams(**{field: 1.2e-38}).validate()
+
+
+def test_due():
+    def call(priority, deadline):
+        params = SamplingParams(priority=priority)
+        times = {"arrival": 100.0, "deadline": deadline}
+        return due(Request(request_id="a", prompt=[1], params=params, **times))
+
+    golden.check_values("engine/due.txt", call, globals())

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.engine.logprobs import StepResult, TokenLogprobs
-from jaxserve.engine.request import TokenOutput
+from jaxserve.engine.outputs import StepResult
+from jaxserve.engine.request import TokenLogprobs, TokenOutput
 from jaxserve.errors import InvalidRequestError
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
 from tests import golden

@@ -20,9 +20,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.engine.hand_offs import PREFILL_PARAMS
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.stepper import PREFILL_PARAMS
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
 from jaxserve.roles.step_plan import SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler

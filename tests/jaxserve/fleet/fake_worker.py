@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.engine.load import EngineLoad
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet.request_frames import GrammarOf

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.load import EngineLoad, PagesLoad
+from jaxserve.engine.interface import EngineLoad, PagesLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet import routing_actions as orders

@@ -2,7 +2,7 @@ import threading
 
 import anyio
 
-from jaxserve.engine.logprobs import TokenLogprobs
+from jaxserve.engine.request import TokenLogprobs
 from jaxserve.server.front_end import FrontEnd
 from jaxserve.text.generator import SHORT_PROMPT
 from jaxserve.text.output import GenerationOutput

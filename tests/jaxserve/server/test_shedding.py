@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
 from jaxserve.server.shedding import Shedding, shedding, waiting_in

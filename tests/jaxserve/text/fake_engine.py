@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.drafting import DraftCounts
-from jaxserve.engine.load import DomainLoad, EngineLoad, WorkerLoad
-from jaxserve.engine.logprobs import TokenLogprobs
-from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
+from jaxserve.engine.interface import DomainLoad, DraftCounts, EngineLoad, WorkerLoad
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
 from jaxserve.observe.spans import STAGES, Span
 from jaxserve.observe.view import PipelineView, Transfers

@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from jaxserve.engine.drafting import DraftCounts
-from jaxserve.engine.load import WorkerLoad
+from jaxserve.engine.interface import DraftCounts, WorkerLoad
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
 from tests import golden

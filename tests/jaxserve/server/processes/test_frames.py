@@ -4,8 +4,7 @@ import socket
 
 import pytest
 
-from jaxserve.engine.logprobs import TokenLogprobs
-from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request import SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.request_frames import KNOWN, GrammarOf
 from jaxserve.server.processes import frames

@@ -1,14 +1,20 @@
-"""The load of an engine, as metrics and status pages show it.
+"""Interfaces of an engine that faces, health probes and routers' ports use, and its load.
 
-Made by the engine, read by the server, from any thread; the numbers need not be of one moment.
+The interfaces are protocols, so that fleet/, text/ and server/ depend on nothing else of the
+engine. An engine makes its load; the server reads it from any thread. The numbers of a load need
+not belong to one moment.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
-from jaxserve.engine.drafting import DraftCounts
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.errors import EngineFailedError
+from jaxserve.observe.view import PipelineView
 
 COUNTERS = (
     *("preemptions", "prefix_queries", "prefix_hits"),
@@ -79,6 +85,46 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     routed: int = 0
     pages_tokens: int = 0
     hand_offs: PagesLoad | None = None
+
+
+class DraftCounts(msgspec.Struct, kw_only=True):
+    """Drafts since the start.
+
+    Attributes:
+      runs: how often drafts of a sequence were verified; each gave one token more than drafts held.
+      drafted: drafts that were verified.
+      accepted: those of them that held, by their place, the first one first.
+    """
+
+    runs: int = 0
+    drafted: int = 0
+    accepted: list[int] = []
+
+    def add(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """Counts a step.
+
+        Args:
+          drafts: of each of its rows.
+          accepted: how many of them held.
+        """
+        self.runs += int((drafts > 0).sum())
+        self.drafted += int(drafts.sum())
+        most = int(drafts.max(initial=0))
+        self.accepted += [0] * (most - len(self.accepted))
+        for place in range(most):
+            self.accepted[place] += int((accepted > place).sum())
+
+    @classmethod
+    def sum(cls, parts: Sequence["DraftCounts"]) -> "DraftCounts | None":
+        """Of several together; None of none."""
+        if not parts:
+            return None
+        places = itertools.zip_longest(*(part.accepted for part in parts), fillvalue=0)
+        return cls(
+            runs=sum(part.runs for part in parts),
+            drafted=sum(part.drafted for part in parts),
+            accepted=[sum(place) for place in places],
+        )
 
 
 class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,3 +234,51 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             problems=[*problems, *pages_late],
             drafts=DraftCounts.sum([one.drafts for one in domains if one.drafts is not None]),
         )
+
+
+class StepLoop(Protocol):
+    """What health probes ask about: an engine, or a process that follows one."""
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "draining", "failed" or "closed"."""
+
+    @property
+    def last_turn(self) -> float:
+        """Seconds of `time.monotonic` of the step loop's last iteration, idle or not."""
+
+
+@runtime_checkable
+class TokenEngine(StepLoop, Protocol):
+    """What the faces use of an engine; implemented by `jaxserve.engine.engine.Engine`."""
+
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the status is "failed"."""
+
+    def load(self) -> EngineLoad:
+        """The engine's current load; from any thread."""
+
+    def pipeline(self) -> PipelineView:
+        """A view of the steps that were measured last; calling it has more of them measured."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        on_output: Callable[[TokenOutput], None],
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Queues a prompt; `on_output` is called on the engine's thread."""
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels a request, from any thread; an unknown id is ignored."""
+
+    def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
+        """Registers a callback for the engine's failure; called once, from any thread."""
+
+    def model_info(self) -> Mapping[str, Any]:
+        """What is served: `model` (a name), `vocab_size`, `max_length` (prompt and output, in
+        tokens), `dtype`, `mode`, `attention` and `ffn` (their axes), `lanes`."""

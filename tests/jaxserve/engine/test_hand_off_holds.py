@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.engine.holds import HoldLimits, Holds
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.hand_off import HoldLimits, Holds
 from jaxserve.engine.loop import Await, Enqueue, ExportPages, Idle, Loop
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError, OverloadedError

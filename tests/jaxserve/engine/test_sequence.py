@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.rules import BANNED, RequestRules, bitmask
+from jaxserve.engine.sequence import BANNED, RequestRules, bitmask
 
 EOS = frozenset({3, 40})
 

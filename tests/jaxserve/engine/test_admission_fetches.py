@@ -5,8 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from jaxserve.engine.fetches import FetchOrder
-from jaxserve.engine.logprobs import StepResult
+from jaxserve.engine.admission import FetchOrder
 from jaxserve.engine.loop import (
     Await,
     DropFetch,
@@ -17,6 +16,7 @@ from jaxserve.engine.loop import (
     ImportPages,
     Loop,
 )
+from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.link.pages.source import PagesSource

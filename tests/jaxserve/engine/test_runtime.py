@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from jaxserve.engine.garbage import IdleCollection, freeze, thaw
+from jaxserve.engine.runtime import IdleCollection, freeze, thaw
 from tests import garbage
 
 
