@@ -82,7 +82,7 @@ garbage.take_over()
 
 def pytest_sessionstart() -> None:
     """Not earlier: the import hook is there now."""
-    from jaxserve.roles.program_cache import keep_entries_whole
+    from jaxserve.roles.compilation import keep_entries_whole
 
     keep_entries_whole()
     _share_entries_among_devices()

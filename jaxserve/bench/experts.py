@@ -31,8 +31,7 @@ from jaxserve.model.ffn.placement import Placement, aligned, replica_table
 from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
 from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
-from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts
-from jaxserve.roles.expert_policy import propose
+from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts, propose
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 

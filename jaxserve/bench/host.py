@@ -35,8 +35,8 @@ from jaxserve.model.quant.rows import decode_rows, encode_rows
 from jaxserve.roles.attention import AttentionExecutables
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.compilation import hot_call
-from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.program import Program
+from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
 
 LAYERS = 16

@@ -51,9 +51,9 @@ from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.group_put import GroupPut
+from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.sampling import Finished
+from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
 from jaxserve.roles.worker import Passed
 

@@ -29,10 +29,9 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.model.ffn.placement import home_slots
+from jaxserve.roles.attention import AttentionWeights
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.attention_weights import AttentionWeights
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
 
 FORMATS = ("auto", "int8")

@@ -21,19 +21,21 @@ from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.model.float_matrices import placed
-from jaxserve.roles.attention import AttentionExecutables, AttentionWorker, build_attention
+from jaxserve.roles.attention import (
+    AttentionExecutables,
+    AttentionWeights,
+    AttentionWorker,
+    build_attention,
+)
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.build_cell import build_cell
 from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import BankShape
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorker, build_ffn
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.program import REPLICATED
-from jaxserve.roles.program_cache import use_compilation_cache
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
 

@@ -10,6 +10,7 @@ import time
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.store import has_weights, open_checkpoint
+from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
@@ -20,7 +21,6 @@ from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
 from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
-from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:

@@ -13,8 +13,8 @@ from jaxserve.config.topology import Role
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed
-from jaxserve.roles.host_memory import check_memory
-from jaxserve.roles.program_cache import use_compilation_cache
+from jaxserve.roles.compilation import use_compilation_cache
+from jaxserve.roles.host_resources import check_memory
 from jaxserve.roles.weights import LeafSource, OpenSource
 from pallas_kernels.coverage import refuse_fallbacks
 

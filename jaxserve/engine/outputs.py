@@ -1,6 +1,6 @@
 """Results of a step in plain values, and the outputs that requests get from them.
 
-The results' thread unpacks the arrays that `roles/sampling_programs.py` packs (`step_result`). The
+The results' thread unpacks the arrays that `roles/sampling.py` packs (`step_result`). The
 scheduler appends the tokens to their sequences; the engine and the planner's simulator read the
 `StepOutputs`. Most tokens of a step belong to requests that simply go on: those are added in
 arrays, and become `TokenOutput`s only when they are read.

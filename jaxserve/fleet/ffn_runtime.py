@@ -34,9 +34,14 @@ from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import compile_steps
 from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNExecutables, FFNWorker, build_ffn, ffn_executables
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.ffn import (
+    FFNExecutables,
+    FFNPrograms,
+    FFNWeights,
+    FFNWorker,
+    build_ffn,
+    ffn_executables,
+)
 from jaxserve.roles.held_weights import serve_weights
 from jaxserve.roles.weights import LeafSource
 

@@ -22,8 +22,8 @@ from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.mesh import AbstractSubmeshes, role_mesh
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed
-from jaxserve.roles.host_memory import check_memory
-from jaxserve.roles.program_cache import use_compilation_cache
+from jaxserve.roles.compilation import use_compilation_cache
+from jaxserve.roles.host_resources import check_memory
 from pallas_kernels.coverage import refuse_fallbacks
 
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model", "weights")

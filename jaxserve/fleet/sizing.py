@@ -60,7 +60,7 @@ class Sizing:
 
     def reported(self, config: "ModelConfig", deployment: Deployment) -> "dict[Role, int | None]":
         """Bytes of a device of each role, where sizes were chosen for the devices here."""
-        from jaxserve.roles.host_memory import simulated_memory
+        from jaxserve.roles.host_resources import simulated_memory
         from jaxserve.roles.sizing import DEVICE_PART, HOST_PART
 
         machine = self._machine
@@ -137,7 +137,7 @@ def this_machine() -> "Machine":
 
     from jaxserve.fleet.hardware import choose_platform
     from jaxserve.mesh import memory_limit
-    from jaxserve.roles.host_memory import free_host_memory
+    from jaxserve.roles.host_resources import free_host_memory
     from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, Machine
 
     if choose_platform() == "cpu":
@@ -153,7 +153,7 @@ def _cpu_devices() -> int:
     """Most CPU devices that this process can have: one a core that it may use."""
     import jax
 
-    from jaxserve.roles.host_cores import usable_cores
+    from jaxserve.roles.host_resources import usable_cores
 
     cores, now = usable_cores(), jax.config.jax_num_cpu_devices
     try:

@@ -33,8 +33,7 @@ from jaxserve.roles.capacity import deployment_buckets, role_bytes
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import wanted
-from jaxserve.roles.ffn import ffn_executables
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from pallas_kernels import small_ops

@@ -37,9 +37,9 @@ from jaxserve.model.message import Message
 from jaxserve.preflight.layers import only_layers
 from jaxserve.preflight.outcomes import Failed, Skipped
 from jaxserve.roles.capacity import token_sizes
+from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import BankShape
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.program_cache import use_compilation_cache
+from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.weights import load_leaves
 
 WIDTH = 128

@@ -36,7 +36,7 @@ from jaxserve.preflight.layers import first_of_each_kind, only_layers
 from jaxserve.preflight.leaves import DeviceLeaves, open_on_devices
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB, role_bytes, token_sizes
-from jaxserve.roles.host_memory import check_memory
+from jaxserve.roles.host_resources import check_memory
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 

@@ -5,6 +5,7 @@ answer. Which lane's stage is next is its runner's decision (`cell.py`). Each ho
 committed arguments and stays on JAX's C++ path.
 """
 
+import functools
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -12,25 +13,62 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.source import CheckpointNames
+from jaxserve.checkpoint.manifest import blocks_of
+from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
-from jaxserve.mesh import cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.module import Template
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.attention_weights import AttentionWeights
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Call, Get, ProgramKey, compile_steps, hot_call
 from jaxserve.roles.drafting import Drafting, DraftingExecutables, StepEnd, drafting_executables
-from jaxserve.roles.group_put import GroupPut
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.sampling import Sampling, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_progress, zeroed
+from jaxserve.roles.token_programs import GroupPut, KVArrays
+from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress, zeroed
 from jaxserve.roles.worker import Stages, layers_of
+
+
+class AttentionWeights:
+    """Embedding, head, and one tuple of leaves a layer, those of prediction modules included; and
+    what these have beside their layers."""
+
+    def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
+        templates, mesh, config = programs.templates, programs.mesh, programs.config
+
+        def load(template: Template, sources: Sources) -> Leaves:
+            return load_leaves(source, template, sources, mesh, ATTENTION_RULES)
+
+        self.embedding = load(templates.embedding, names.embedding)
+        self.head = load(templates.head, names.head)
+        self.layers = [
+            load(templates.attention[config.kind(layer)], names.attention[layer])
+            for layer in range(config.all_layers)
+        ]
+        self.predictions = [load(templates.prediction, sources) for sources in names.predictions]
+        self._templates, self._blocks = templates, {b.name: b.sources for b in blocks_of(names)}
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        templates, config = self._templates, self._templates.config
+        found = [
+            ("embedding", templates.embedding, self.embedding),
+            ("head", templates.head, self.head),
+        ]
+        for layer, leaves in enumerate(self.layers):
+            template = templates.attention[config.kind(layer)]
+            found.append((f"layers.{layer}.attention", template, leaves))
+        for layer, leaves in enumerate(self.predictions, config.layers):
+            found.append((f"layers.{layer}.prediction", templates.prediction, leaves))
+        return [
+            HeldBlock(name, self._blocks[name], template, functools.partial(tuple, leaves))
+            for name, template, leaves in found
+        ]
 
 
 class PassExecutables(NamedTuple):

@@ -1,15 +1,33 @@
-"""Compiles the programs of a worker ahead of time, each once."""
+"""Compiles the programs of a worker ahead of time, each once, and keeps them for later processes.
+
+Processes of a host share a folder of compiled programs, and hosts one that all of them see, or a
+bucket (`gs://`, `s3://`). An entry is whole, or it is not there.
+"""
 
 import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+from jax._src import compilation_cache, compiler, lru_cache
+from jax._src import compilation_cache_interface as cache_interface
 
 from jaxserve.config.model import FFNKind, LayerKind
+from jaxserve.errors import CheckpointError
 from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
+from jaxserve.storage.bucket import Span, StorageBucket, is_url
+from jaxserve.storage.mirror import user_cache
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = "compilation cache: %s cannot be read (%s) and is made again"
 
 ProgramName = (
     Literal["enter", "attend", "leave", "ffn", "step"]
@@ -95,3 +113,141 @@ def compile_steps[Steps](
     """
     compiled = compile_all(wanted(steps, *arguments) | {**others})
     return steps(*arguments, lambda key, *_: compiled[key]), compiled
+
+
+class WholeEntries(lru_cache.LRUCache):
+    """JAX's cache, which writes entries in place and never replaces one: another process could read
+    half of one, and where a process died in the middle, every later start would warn of it and
+    compile again. Here entries appear at once, and an unreadable one goes."""
+
+    def get(self, key: str) -> bytes | None:
+        """The entry; None: there is none that can be read."""
+        value = super().get(key)
+        if value is not None and not _is_readable(key, value):
+            self._file(key).unlink(missing_ok=True)
+            return None
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry, unless it is there."""
+        if self.eviction_enabled:  # under a lock of all processes
+            super().put(key, value)
+            return
+        file = self._file(key)
+        if file.exists():
+            return
+        part = file.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            part.write_bytes(value)
+            part.replace(file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+    def _file(self, key: str) -> Path:
+        return Path(str(self.path)) / f"{key}-cache"
+
+
+class BucketEntries(cache_interface.CacheInterface):
+    """Entries in a bucket, which replaces objects at once. What cannot be read or written there is
+    compiled."""
+
+    def __init__(self, url: str):
+        self._path = Path(url)
+        self._bucket = StorageBucket(url)
+
+    def get(self, key: str) -> bytes | None:
+        """The entry; None: there is none that can be read."""
+        try:
+            (part,) = self._bucket.read([Span(f"{key}-cache")])
+        except CheckpointError as error:
+            logger.warning("compilation cache: %s", error)
+            return None
+        return part.data if part is not None and _is_readable(key, part.data) else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry."""
+        try:
+            self._bucket.write(f"{key}-cache", value)
+        except CheckpointError as error:
+            logger.warning("compilation cache: %s", error)
+
+
+def _is_readable(key: str, value: bytes) -> bool:
+    try:
+        if not compilation_cache.decompress_executable(value):
+            raise ValueError("empty")
+    except Exception as error:  # zlib's, or one of two packages'
+        logger.warning(UNREADABLE, key, error)
+        return False
+    return True
+
+
+def keep_entries_whole() -> None:
+    """Makes every cache that JAX opens from now on one of `WholeEntries`. JAX has no interface for
+    it; where its parts have other names, its own cache stays."""
+    if hasattr(compilation_cache, "get_file_cache"):
+        compilation_cache.get_file_cache = _open
+
+
+def _open(path: str) -> tuple[cache_interface.CacheInterface, str]:
+    if is_url(path):
+        return BucketEntries(path), path
+    return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path
+
+
+_compile: Any = getattr(compiler, "_compile_and_write_cache", None)
+_running = threading.local()
+"""`first`: the lowest process that runs the program that this thread compiles."""
+
+
+def _compile_and_write(backend: Any, computation: Any, devices: Any, *rest: Any) -> Any:
+    _running.first = min(device.process_index for device in devices)
+    return _compile(backend, computation, devices, *rest)
+
+
+def _write(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
+) -> None:
+    """Keeps an entry in every process that has compiled it, or, in a bucket, in the first of them.
+
+    JAX's own function writes in process 0 alone, which compiles none of the other role's programs.
+    """
+    first = getattr(_running, "first", jax.process_index()) == jax.process_index()
+    if is_url(jax.config.jax_compilation_cache_dir) and not first:
+        return
+    if compile_time_secs >= jax.config.jax_persistent_cache_min_compile_time_secs:
+        try:
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, int(compile_time_secs)
+            )
+        except Exception as error:  # a full disk, or what JAX cannot serialise
+            logger.warning("compilation cache: %s is not kept: %s", module_name, error)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
+
+    Also short ones, unless JAX's variables say otherwise: a deployment has dozens. The folder may
+    be one that hosts share, or a bucket.
+    """
+    keep_entries_whole()
+    if _compile is not None:
+        private: Any = compiler
+        private._compile_and_write_cache, private._cache_write = _compile_and_write, _write
+    for limit, least in (("min_compile_time_secs", 0.0), ("min_entry_size_bytes", -1)):
+        if (name := f"jax_persistent_cache_{limit}").upper() not in os.environ:
+            jax.config.update(name, least)
+    given = jax.config.jax_compilation_cache_dir
+    if given and is_url(given):
+        # XLA's own caches of GPUs are files.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        return
+    folder = Path(given) if given else user_cache() / "jaxserve" / f"xla-{jax.__version__}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -5,6 +5,10 @@ asks at every boundary for the actions that are `due`, carries them out, and say
 this module reads the counts, which may take a while, and never touches the worker. A rebalance is a
 sequence of rounds, each of which leaves a placement that serves: one that is cut short leaves the
 placement of its last round.
+
+The policy is pure functions of counts. A layer is left alone unless its busiest rank would get
+noticeably less to do (hysteresis): a move costs bandwidth and gains nothing where the skew is
+noise.
 """
 
 import logging
@@ -20,7 +24,16 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.ffn.placement import Placement, home_slots, plan_rounds
+from jaxserve.model.ffn.balance import rebalance, rebalance_slices
+from jaxserve.model.ffn.placement import (
+    Placement,
+    Round,
+    aligned,
+    balance_of,
+    home_slots,
+    plan_rounds,
+    rank_loads,
+)
 from jaxserve.roles.actions import (
     STORAGE,
     Action,
@@ -32,13 +45,105 @@ from jaxserve.roles.actions import (
 from jaxserve.roles.expert_moves import (
     Counted,
     ExpertFacts,
+    LayerProposal,
     Proposal,
     ReadCounts,
 )
-from jaxserve.roles.expert_policy import balances, imbalance, propose
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.expert_view import ExpertView
+
+CLOSE = 0.02
+"""Part of the mean by which the busiest rank of a placement with fewer moves may be busier."""
+
+
+def propose(
+    counts: Mapping[int, np.ndarray],
+    placements: Mapping[int, Placement],
+    facts: ExpertFacts,
+    settings: Experts,
+) -> Proposal:
+    """Returns the best placement of every layer for the tokens that were counted.
+
+    Args:
+      counts: layer → tokens [slices of time, experts].
+      placements: layer → the expert of every slot now.
+    """
+    sizes, layers, mean, now, then = facts.sizes, [], 0.0, 0.0, 0.0
+    for layer, slices in sorted(counts.items()):
+        current, total = placements[layer], slices.sum(axis=0).astype(np.float64)
+        loads = rank_loads(current, total, sizes.ranks)
+        mean, now = mean + float(np.mean(loads)), now + float(np.max(loads))
+        target = _best(slices, current, facts)
+        loads_then = rank_loads(target, total, sizes.ranks)
+        if np.max(loads_then) >= (1 - settings.least_gain) * np.max(loads):
+            then += float(np.max(loads))
+            continue
+        then += float(np.max(loads_then))
+        rounds = plan_rounds(current, target, sizes.ranks)
+        layers.append(
+            LayerProposal(
+                layer,
+                list(rounds[-1].placement) if rounds else list(current),
+                loads.tolist(),
+                loads_then.tolist(),
+                _copies(rounds),
+            )
+        )
+    moves = sum(layer.moves for layer in layers)
+    size = moves * facts.slot_bytes
+    return Proposal(
+        balance_now=mean / now if now else 1.0,
+        balance_then=mean / then if then else 1.0,
+        gain=1 - then / now if now else 0.0,
+        moves=moves,
+        move_bytes=size,
+        seconds=size / (settings.move_gb_per_second * 1e9),
+        layers=layers,
+    )
+
+
+def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts) -> Placement:
+    """Returns the better balanced of both algorithms' placements; if both are alike, the one with
+    fewer moves."""
+    sizes, total = facts.sizes, slices.sum(axis=0).astype(np.float64)
+    slots, ranks, width = sizes.total, sizes.ranks, sizes.width
+    candidates = [rebalance(total.tolist(), slots, ranks, most=width, apart=True)]
+    if sizes.spare:
+        candidates.append(rebalance_slices(slices.T, sizes))
+    mean = float(np.mean(rank_loads(current, total, sizes.ranks)))
+    found = []
+    for candidate in candidates:
+        target = aligned(current, candidate, sizes.ranks)
+        most = float(np.max(rank_loads(target, total, sizes.ranks)))
+        found.append((most, _copies(plan_rounds(current, target, sizes.ranks)), target))
+    least = min(most for most, _, _ in found)
+    return min(
+        (each for each in found if each[0] <= least + CLOSE * mean), key=lambda each: each[1]
+    )[2]
+
+
+def _copies(rounds: list[Round]) -> int:
+    return sum(len(each.copies) for each in rounds)
+
+
+def balances(counts: Mapping[int, np.ndarray]) -> dict[int, float]:
+    """Layer → mean ÷ max of the ranks' tokens.
+
+    Args:
+      counts: layer → tokens [ranks, experts].
+    """
+    return {layer: balance_of(ranks.sum(axis=1)) for layer, ranks in counts.items()}
+
+
+def imbalance(tokens: Mapping[int, Sequence[int]]) -> float | None:
+    """The busiest expert's tokens over the mean, averaged over the layers with tokens.
+
+    1: all experts are equally busy; the number of experts: one gets everything. None: no tokens.
+    """
+    ratios = [max(own) * len(own) / sum(own) for own in tokens.values() if sum(own)]
+    return sum(ratios) / len(ratios) if ratios else None
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,30 +4,165 @@ where experts are and what they got (`expert_slots.py`).
 Inside one runtime its runner has it take part in every lane's step, in the total order of stages
 (`cell.py`); for attention workers of other runtimes it answers messages as they come (`answer`). It
 knows a step's lane and size, never its sequences, pages or plans.
+
+Each kind of layer and size of a step has a program. A message arrives as pieces, one for each slot
+of a device; slots without a piece hold padding. The exchange brings rows to the devices that need
+them, and results back to the rows' devices.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFNKind
-from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.contract import Contract, MessageSize
 from jaxserve.link.dispatch.ends import Arrays, FFNEnd
-from jaxserve.mesh import ffn_rules
+from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
+from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import Blocks, make_exchanges
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
-from jaxserve.roles.expert_reader import ExpertReader
-from jaxserve.roles.expert_slots import ExpertSlots, make_slots, slot_programs
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
+from jaxserve.roles.expert_slots import Bank, ExpertReader, ExpertSlots, make_slots, slot_programs
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.weights import HeldBlock, LeafSource, load_progress
+from jaxserve.roles.program import REPLICATED, Program
+from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
 from jaxserve.roles.worker import Passed, Stages, Step, layers_of
+
+
+class FFNPrograms:
+    """Programs of the ffn mesh for the messages of domains that share a contract.
+
+    Args:
+      contract: shapes of the messages; None takes the deployment's.
+    """
+
+    def __init__(
+        self,
+        templates: ModelTemplates,
+        deployment: Deployment,
+        mesh: AnyMesh,
+        contract: Contract | None = None,
+    ):
+        self.templates = templates
+        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
+        self.config, self.dtype = templates.config, templates.dtype
+        self.contract = contract or Contract.of(templates.config, deployment)
+        self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
+        self.route = self.contract.route(mesh.size)
+        instances = self.route.instances
+        blocks = Blocks(mesh.size // instances * self.route.slots, self.route.filled)
+        axes = Axes(*FFN_AXES, rows=FFN_AXES, instance=INSTANCE if instances > 1 else None)
+        self.exchanges = make_exchanges(
+            templates.exchange, axes, self.dtype, blocks, self.contract.combine
+        )
+        self.slots = templates.slots
+        self.banks = tuple(
+            Bank((layer,), self.slots)
+            for layer, kind in enumerate(self.contract.layers)
+            if kind == "moe"
+        )
+        self.experts: ExpertPrograms | None = None
+        if self.banks:
+            self.experts = ExpertPrograms(
+                templates.ffn["moe"],
+                self.slots,
+                self.mesh,
+                ffn_rules(mesh),
+                expert_axes(mesh),
+                stacked=False,
+                pieces=move_pieces(templates, deployment.experts),
+            )
+
+    def ffn(self, tokens: int, kind: FFNKind) -> Program:
+        """(message, table, counts, layer) → (pieces of the answer…, counts), for steps with this
+        number of tokens a DP group.
+
+        The message has one array for each slot. Layers without routed experts have neither table
+        nor counts.
+        """
+        layer, slots = self.templates.ffn[kind], self.route.slots
+        message, rows = self.formats[kind], self.contract.piece_rows(tokens)
+        packing, exchange = PackedRows(message, self.dtype), self.exchanges[kind]
+        moe = kind == "moe"
+
+        def body(message: Arrays, tables: Arrays, counts: Arrays, leaves: Arrays) -> Arrays:
+            packed, block = jnp.concatenate(message), layer.merge(leaves)
+            answer, load = exchange(packed, block, packing, tables[0][0] if tables else None)
+            pieces = self.answers.pieces(answer, slots)
+            return pieces if load is None else (*pieces, add_load(counts[0], load[None]))
+
+        pieces = PartitionSpec(tuple(self.mesh.shape))
+        piece = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
+        bank = BankShape(1, self.slots)
+        counts = bank.counts_spec(expert_axes(self.mesh))
+        tables = placed(self.mesh, [bank.table] * moe, [REPLICATED] * moe)
+        return Program(
+            f"ffn_{kind}",
+            body,
+            self.mesh,
+            (
+                placed(self.mesh, [piece] * slots, [pieces] * slots),
+                tables,
+                placed(self.mesh, [bank.counts] * moe, [counts] * moe),
+                layer.arrays(self.mesh, ffn_rules(self.mesh)),
+            ),
+            (*[pieces] * slots, *(counts,) * moe),
+            donates=(2,),
+            cuda_graphs="off",
+            ragged=moe and self.templates.exchange == "alltoall",
+        )
+
+
+class FFNWeights:
+    """One tuple of leaves a layer, those of prediction modules included; one with routed experts is
+    a bank."""
+
+    def __init__(self, source: LeafSource, names: CheckpointNames, programs: FFNPrograms):
+        templates, config = programs.templates, programs.config
+        self.layers = [
+            load_leaves(
+                source,
+                templates.ffn[config.kind(layer).ffn],
+                names.ffn[layer],
+                programs.mesh,
+                ffn_rules(programs.mesh),
+            )
+            for layer in range(config.all_layers)
+        ]
+        self._banks = [bank.layers[0] for bank in programs.banks]
+        self._templates = [templates.ffn[config.kind(n).ffn] for n in range(config.all_layers)]
+        self._sources = names.ffn
+
+    def held(self) -> list[HeldBlock]:
+        """What of the checkpoint is here."""
+        return [
+            HeldBlock(
+                f"layers.{layer}.ffn",
+                self._sources[layer],
+                template,
+                functools.partial(self.layers.__getitem__, layer),
+                layer,
+            )
+            for layer, template in enumerate(self._templates)
+        ]
+
+    def bank(self, number: int) -> Leaves:
+        """All leaves of a bank's layer."""
+        return self.layers[self._banks[number]]
+
+    def replace_bank(self, number: int, leaves: Leaves) -> None:
+        """Replaces all leaves of a bank's layer or layers."""
+        self.layers[self._banks[number]] = leaves
+
 
 FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
 """By kind of layer and size of the message."""

@@ -1,23 +1,187 @@
-"""Runs the programs for options of requests at the end of a step.
+"""The programs for options of requests, and their calls at the end of a step.
 
-Called by the workers that hold the head, at the end of every step. Holds each lane's token counts
-(for penalties) on the device; the plan decides which sequence they belong to.
+They run after the last program of a step that has a request with options, and read its results.
+Other steps do not pay for penalties, biases, masks or log-probabilities, and every executable keeps
+its shapes. The workers that hold the head call `Sampling` at the end of every step. It holds each
+lane's token counts (for penalties) on the device; the plan decides which sequence they belong to.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxserve.mesh import sharded_zeros
-from jaxserve.roles import sampling_programs
+from jaxserve.model.attention.batch import positions
+from jaxserve.model.columns import all_columns
+from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
 from jaxserve.roles.compilation import Get, ProgramKey
-from jaxserve.roles.layout import Bucket
-from jaxserve.roles.sampling_programs import counts_shape
+from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
+from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
+
+FLOATS = ("repetition", "presence", "frequency", "biases")
+
+
+def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
+    """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts), and with drafts
+    the lengths as `TokenPrograms.verify_step` gives them.
+
+    Draws by the rules; slots without rules get the token that the step's last program drew.
+    `last_tokens` are those before the step. The counts before a draft include the drafts before it;
+    the counts that stay include accepted drafts only.
+    """
+    drafts = bucket.drafts
+    layout = RulesLayout(programs.config.vocab)
+    groups, slots = programs.groups, programs.slots
+
+    def body(logits: Array, last: Array, batch: Array, counts: Array, rules: Array) -> object:
+        fields = BatchLayout(bucket.tokens, slots).fields(batch[0])
+        slot, position, _ = positions(fields["query_start"], fields["kv_length"], bucket.tokens)
+        token_ids = fields["token_ids"]
+        token_ids = jnp.where(token_ids == FROM_DEVICE, last[0][slot], token_ids)
+        ruled, logits = layout.fields(rules[0]), all_columns(logits, programs.config.vocab)
+        fields["temperature"] = ruled.pop("temperature")[:, 0]
+        parsed = _rules(ruled)
+        if not drafts:
+            with jax.named_scope("count"):
+                counts = count(counts, parsed, token_ids, slot, position)
+            with jax.named_scope("adjust"):
+                logits = adjust(logits, counts, parsed)
+            return *programs.draw(logits, last, fields), counts
+        drafted = jnp.maximum(fields["sample"] - 1, 0)
+        row = jnp.arange(bucket.tokens, dtype=jnp.int32)
+        certain = row < (fields["query_start"][1:] - drafted)[slot]
+        with jax.named_scope("count"):
+            counts = count(counts, parsed, token_ids, slot, jnp.where(certain, position, -1))
+        draft = token_ids[sampled_rows(fields, 1 + drafts)]  # [slots, 1 + drafts], from place 1 on
+        each = jnp.arange(slots, dtype=jnp.int32)
+        own = parsed._replace(fresh=jnp.zeros_like(parsed.fresh))
+
+        def add(counts: Array, place: Array, most: Array) -> Array:
+            """Counts the slots' drafts in this place, where it is not beyond `most`."""
+            fed = (place > 0) & (place <= most)
+            start = fields["kv_length"] - drafted
+            at = jnp.where(fed, start + place - 1, -1)
+            return count(counts, own, draft[:, place], each, at)
+
+        def one(counts: Array, place: Array) -> tuple[Array, Array]:
+            counts = add(counts, place, drafted)
+            return counts, adjust(by_place[place], counts, parsed)
+
+        with jax.named_scope("adjust"):
+            places = jnp.arange(1 + drafts, dtype=jnp.int32)
+            by_place = logits.reshape(slots, 1 + drafts, -1).swapaxes(0, 1)
+            _, adjusted = jax.lax.scan(one, counts, places)
+            logits = adjusted.swapaxes(0, 1).reshape(slots * (1 + drafts), -1)
+        last, sampled, lengths = programs.verify(logits, last, fields, drafts)
+        held = drafted - (fields["kv_length"] - lengths[0])
+        with jax.named_scope("count"):
+            counts, _ = jax.lax.scan(lambda c, place: (add(c, place, held), None), counts, places)
+        return last, sampled, counts, lengths
+
+    last, batch, _ = programs.step_shapes(bucket)
+    rows = groups * slots
+    lengths = [ROWS] if drafts else []
+    return Program(
+        "choose",
+        body,
+        programs.mesh,
+        (
+            programs.logits_shape(rows * (1 + drafts)),
+            last,
+            batch,
+            programs.shape(rows, programs.config.vocab),
+            programs.shape(groups, slots, layout.width),
+        ),
+        (ROWS, REPLICATED, ROWS, *lengths),
+        donates=(3,),
+        cuda_graphs="branches",
+    )
+
+
+def logprobs(programs: TokenPrograms, drafts: int) -> Program:
+    """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
+    with drafts `[groups, slots, 1 + drafts, …]`."""
+    groups, slots = programs.groups, programs.slots
+    shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
+
+    def body(logits: Array, sampled: Array) -> Array:
+        token_ids = sampled[jax.lax.axis_index("dp")]
+        every = all_columns(logits, programs.config.vocab)
+        packed = _packed(every, jnp.maximum(token_ids.reshape(-1), 0))
+        return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
+
+    return Program(
+        "logprobs",
+        body,
+        programs.mesh,
+        (
+            programs.logits_shape(groups * slots * (1 + drafts)),
+            programs.shape(*shape, spec=REPLICATED),
+        ),
+        REPLICATED,
+    )
+
+
+def score(programs: TokenPrograms, bucket: Bucket) -> Program:
+    """(targets, stream…, head…) → log-probabilities of the targets, `[groups, tokens, …]`.
+
+    The head runs over as many rows at a time as it does for sampling.
+    """
+    head, slots, tokens = programs.templates.head, programs.slots, bucket.tokens
+
+    def body(targets: Array, stream: Arrays, leaves: Arrays) -> Array:
+        x, block = programs.stream(stream), head.merge(leaves)
+        missing = -tokens % slots
+        rows = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, slots, x.shape[1])
+        wanted = jnp.pad(targets[0], (0, missing)).reshape(-1, slots)
+        packed = jax.lax.map(lambda part: _packed(block(part[0]), part[1]), (rows, wanted))
+        return jax.lax.all_gather(packed.reshape(-1, packed.shape[2])[:tokens], "dp")
+
+    return Program(
+        "score",
+        body,
+        programs.mesh,
+        (
+            programs.shape(programs.groups, tokens),
+            programs.stream_shapes(bucket),
+            *programs.leaves(head),
+        ),
+        REPLICATED,
+    )
+
+
+def counts_shape(programs: TokenPrograms) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a lane's token counts, `[groups * slots, vocab]`."""
+    return programs.shape(programs.groups * programs.slots, programs.config.vocab)
+
+
+def _packed(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]
+) -> Int[Array, "rows width"]:
+    """Packs for each row the token's log-probability, the likeliest tokens, and their
+    log-probabilities; floats as bits."""
+    top = min(MAX_LOGPROBS, logits.shape[1])
+    logs, ids, best = log_probabilities(logits, token_ids, top)
+
+    def bits(values: Array) -> Array:
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    return jnp.concatenate([bits(logs)[:, None], ids.astype(jnp.int32), bits(best)], axis=1)
+
+
+def _rules(fields: dict[str, Array]) -> Rules:
+    for name in FLOATS:
+        fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
+    return Rules(
+        **{name: field[:, 0] if field.shape[1] == 1 else field for name, field in fields.items()}
+    )
 
 
 class SamplingExecutables(NamedTuple):
@@ -37,12 +201,12 @@ def sampling_executables(
         return None
     tokens, any_step = bucket.of_tokens, Bucket(1, 1, bucket.drafts)
     return SamplingExecutables(
-        get(ProgramKey("choose", None, tokens), sampling_programs.choose, programs, bucket),
+        get(ProgramKey("choose", None, tokens), choose, programs, bucket),
         get(
             ProgramKey("logprobs", None, any_step),
-            *(sampling_programs.logprobs, programs, bucket.drafts),
+            *(logprobs, programs, bucket.drafts),
         ),
-        get(ProgramKey("score", None, tokens.undrafted), sampling_programs.score, programs, bucket),
+        get(ProgramKey("score", None, tokens.undrafted), score, programs, bucket),
     )
 
 
@@ -60,7 +224,7 @@ class Finished(NamedTuple):
     """The last result of the step in this process; all others are ready before it."""
     logprobs: jax.Array | None = None
     """int32 [groups, slots, …], in a step with drafts [groups, slots, 1 + drafts, …], as packed by
-    `sampling_programs.py`; None if no request asked."""
+    `sampling.py`; None if no request asked."""
     scores: jax.Array | None = None
     """int32 [groups, tokens, …]: log-probabilities of prompt tokens, packed likewise."""
 

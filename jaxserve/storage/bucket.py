@@ -54,7 +54,7 @@ class Part(NamedTuple):
     generation: str
 
 
-class Bucket:
+class StorageBucket:
     """The objects below a URL.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import Bucket, Span, kvstore
+from jaxserve.storage.bucket import Span, StorageBucket, kvstore
 from jaxserve.storage.mirror import origin_of
 
 
@@ -86,7 +86,7 @@ class RemoteFile:
 
     version = None
 
-    def __init__(self, bucket: Bucket, name: str, generation: str):
+    def __init__(self, bucket: StorageBucket, name: str, generation: str):
         self.name = f"{bucket.url}/{name}"
         self._bucket, self._key, self.generation = bucket, name, generation
 
@@ -150,9 +150,9 @@ def stamp(*paths: Path) -> str:
 
 
 @functools.cache
-def bucket_of(url: str) -> Bucket:
+def bucket_of(url: str) -> StorageBucket:
     """The bucket, opened once."""
-    return Bucket(url)
+    return StorageBucket(url)
 
 
 def array_store(path: Path) -> dict[str, Any]:

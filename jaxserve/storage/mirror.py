@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import Bucket, Part, Span, is_url
+from jaxserve.storage.bucket import Part, Span, StorageBucket, is_url
 
 ORIGIN = "origin.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*", "LICENSE*")
@@ -55,7 +55,7 @@ def local_folder(folder: str | Path) -> Path:
 
 @functools.cache
 def _mirrored(url: str) -> Path:
-    bucket = Bucket(url)
+    bucket = StorageBucket(url)
     files = _converted(bucket)
     converted = files is not None
     if files is not None:
@@ -74,7 +74,7 @@ def _mirrored(url: str) -> Path:
     return _written(bucket.url, contents, converted)
 
 
-def _converted(bucket: Bucket) -> dict[str, Part] | None:
+def _converted(bucket: StorageBucket) -> dict[str, Part] | None:
     """The files of a converted checkpoint by its manifest; None: it is another folder. Its many
     chunks need not be listed so."""
     try:
@@ -95,7 +95,7 @@ def _converted(bucket: Bucket) -> dict[str, Part] | None:
         return found
 
 
-def _read(bucket: Bucket, spans: list[Span]) -> dict[str, Part]:
+def _read(bucket: StorageBucket, spans: list[Span]) -> dict[str, Part]:
     """The spans that exist, by name."""
     parts = zip(spans, bucket.read(spans), strict=True)
     return {span.name: part for span, part in parts if part is not None}

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
+from jaxserve.roles.attention import AttentionWeights
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.attention_weights import AttentionWeights
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.weights import Leaves
 
 

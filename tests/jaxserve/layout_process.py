@@ -18,7 +18,7 @@ from jaxserve.fleet import bootstrap, following, leading
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.expert_balancer import ExpertBalancer
-from jaxserve.roles.expert_reader import ExpertReader
+from jaxserve.roles.expert_slots import ExpertReader
 from tests.jaxserve import layouts
 
 SECONDS = 120

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.commands.kernel_coverage import kernel_gaps
 from jaxserve.engine.request import SamplingParams
-from jaxserve.roles.kernel_coverage import kernel_gaps
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised

@@ -71,7 +71,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         ],
     )
     def test_the_memory_that_devices_report(self, tiny_model, limit, refused, message, monkeypatch):
-        monkeypatch.setattr("jaxserve.roles.host_memory.memory_limit", lambda device: limit)
+        monkeypatch.setattr("jaxserve.roles.host_resources.memory_limit", lambda device: limit)
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, {}))
 
@@ -89,7 +89,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         self, tiny_model, overrides, free, message, monkeypatch
     ):
         """Unless the deployment says what they may use."""
-        monkeypatch.setattr("jaxserve.roles.host_memory.free_host_memory", lambda: free)
+        monkeypatch.setattr("jaxserve.roles.host_resources.free_host_memory", lambda: free)
         refused = ConfigError if message != "too late" else AssertionError
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, overrides))
@@ -99,8 +99,8 @@ class TestErrorsBeforeAnythingIsLoaded:
     )
     def test_memory_that_others_have(self, tiny_model, whole, refused, monkeypatch):
         """A later start may find it free; what the host has not it will never have."""
-        monkeypatch.setattr("jaxserve.roles.host_memory.free_host_memory", lambda: 10**6)
-        monkeypatch.setattr("jaxserve.roles.host_memory.whole_host_memory", lambda: whole)
+        monkeypatch.setattr("jaxserve.roles.host_resources.free_host_memory", lambda: 10**6)
+        monkeypatch.setattr("jaxserve.roles.host_resources.whole_host_memory", lambda: whole)
         with pytest.raises(ConfigError, match=r"of 0\.0003 GB \(reported") as error:
             build_runtime(layouts.deployment(tiny_model, {}))
         assert type(error.value) is refused

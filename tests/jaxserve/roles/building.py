@@ -7,7 +7,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms
 from tests.jaxserve import layouts
 
 CONFIG = architecture(layouts.SIZES.config())

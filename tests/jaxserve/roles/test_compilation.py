@@ -1,23 +1,37 @@
 """What is compiled, how often, and who shares it; nothing is compiled here."""
 
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache as private
+from jax._src import distributed, monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config.model import LayerKind
+from jaxserve.roles import compilation
 from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import compile_all, compile_steps, hot_call, wanted
-from jaxserve.roles.ffn import ffn_executables
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.compilation import (
+    WholeEntries,
+    compile_all,
+    compile_steps,
+    hot_call,
+    use_compilation_cache,
+    wanted,
+)
+from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
+from tests.jaxserve.storage.conftest import objects as objects
 
 BUCKETS = [Bucket(8, 4), Bucket(8, 18), Bucket(24, 4), Bucket(24, 18)]
 
@@ -106,3 +120,190 @@ def test_hot_call_where_jax_has_no_private_one():
     compiled = Mock(spec=jax.stages.Compiled, _call=None)
     compiled._executable = object()
     assert hot_call(compiled) is compiled
+
+
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture
+def options():
+    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("options")
+class TestPlace:
+    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+
+    def test_an_empty_variable_is_not_the_working_directory(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        folder = tmp_path / "home/.cache/jaxserve" / f"xla-{jax.__version__}"
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+        assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+    @pytest.mark.parametrize("seconds", [None, "7.0"])
+    def test_or_where_jax_was_told(self, tmp_path, monkeypatch, seconds):
+        """Short programs are kept there, too, unless JAX was told otherwise."""
+        monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+        if seconds:
+            monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", seconds)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        kept = 7.0 if seconds else 0.0
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == kept
+
+    def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
+        (tmp_path / "jaxserve").write_text("a file where the folder should be")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        assert "no compilation cache" in caplog.text
+
+
+@pytest.fixture
+def folder(tmp_path, options):
+    """A cache of its own, for every program, with which JAX starts afresh."""
+    for name, value in zip(OPTIONS, (str(tmp_path), 0.0, -1), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    use_compilation_cache()
+    yield tmp_path
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, -1], ids=["nothing", "a byte", "100", "all but one"])
+def test_a_truncated_entry_is_replaced(folder, left, caplog):
+    def compile_once():
+        jax.clear_caches()
+        return jax.jit(lambda x: 3 * x + left).lower(jnp.ones(3)).compile()
+
+    compile_once()
+    files = list(folder.glob("*-cache"))
+    whole = {file: file.read_bytes() for file in files}
+    assert whole
+    for file in files:
+        file.write_bytes(whole[file][:left])
+    assert compile_once()(jnp.ones(3)).tolist() == [3.0 + left] * 3
+    assert caplog.text.count("cannot be read") == len(files)
+    assert {file.name: len(file.read_bytes()) > 100 for file in folder.iterdir()} == {
+        file.name: True for file in files
+    }, "all were made again, and nothing else is left"
+    caplog.clear()
+    compile_once()
+    assert caplog.text == ""
+
+
+def test_a_writer_that_dies_leaves_no_entry(tmp_path):
+    """SIGKILL in the middle of a write."""
+    code = """
+import os, pathlib, sys
+from jaxserve.roles.compilation import WholeEntries
+write = pathlib.Path.write_bytes
+def die(path, value):
+    write(path, value[:10])
+    os.kill(os.getpid(), 9)
+pathlib.Path.write_bytes = die
+WholeEntries(sys.argv[1], max_size=-1).put("key", b"x" * 1000)
+"""
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=120)
+    assert died.returncode == -9
+    assert WholeEntries(str(tmp_path), max_size=-1).get("key") is None
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_follower_keeps_its_own(folder, monkeypatch):
+    """Process 0 compiles none of the other role's programs."""
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    jax.clear_caches()
+    jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
+    (entry,) = [file for file in folder.glob("*-cache") if "lambda" in file.name]
+    before = entry.stat().st_mtime_ns
+    jax.clear_caches()
+    jax.jit(lambda x: 5 * x).lower(jnp.ones(3)).compile()
+    assert entry.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("place", "first", "writes"),
+    [("", 3, True), ("", 0, True), ("s3://models", 0, True), ("s3://models", 3, False)],
+)
+def test_who_writes_an_entry(folder, monkeypatch, place, first, writes):
+    """In a folder all do, as entries appear whole; in a bucket the first that runs the program."""
+    written = []
+    monkeypatch.setattr(private, "put_executable_and_time", lambda *args: written.append(args[1]))
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(compilation._running, "first", first, raising=False)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_compilation_cache_dir", place or str(folder))
+    for seconds in (0.9, 1.0):
+        compilation._write("key", seconds, f"ffn_moe {seconds}", None, None)
+    assert written == ["ffn_moe 1.0"] * writes
+
+
+@pytest.fixture
+def bucket(folder, objects):
+    """The cache in a bucket."""
+    jax.config.update("jax_compilation_cache_dir", "s3://models/cache")
+    compilation_cache.reset_cache()
+    use_compilation_cache()
+    return objects
+
+
+def test_a_second_host_compiles_nothing(bucket, caplog):
+    """The second host finds what the first one wrote; a damaged entry is made again."""
+    hits = []
+
+    def listener(event, **_):
+        if event.endswith("cache_hits"):
+            hits.append(event)
+
+    monitoring.register_event_listener(listener)
+
+    def compile_once():
+        jax.clear_caches()
+        compilation_cache.reset_cache()  # as a process that starts
+        return jax.jit(lambda x: 7 * x).lower(jnp.ones(3)).compile()
+
+    try:
+        compile_once()
+        (name,) = [name for name in bucket.files if "lambda" in name]
+        assert name.startswith("cache/")
+        hits.clear()
+        assert compile_once()(jnp.ones(3)).tolist() == [7.0] * 3
+        assert len(hits) >= 1
+        assert len([name for name in bucket.files if "lambda" in name]) == 1
+        whole = bucket.files[name]
+        bucket.files[name] = whole[:50]
+        compile_once()
+        assert "cannot be read" in caplog.text
+        assert len(bucket.files[name]) > 100
+    finally:
+        monitoring.unregister_event_listener(listener)
+
+
+def test_a_bucket_that_refuses_only_costs_time(bucket, caplog):
+    bucket.refuses = True
+    jax.clear_caches()
+    assert jax.jit(lambda x: 9 * x).lower(jnp.ones(3)).compile()(jnp.ones(3)).tolist() == [9.0] * 3
+    assert "compilation cache: s3://models/cache" in caplog.text
+    assert "no permission" in caplog.text

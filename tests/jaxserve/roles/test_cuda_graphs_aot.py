@@ -16,7 +16,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
@@ -75,7 +75,7 @@ COMPILED = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]
     assert not BLOCKS_THE_HOST & set(found), found
-    assert "CommandBuffer" not in found  # no address stays: see `compiler_options.py`
+    assert "CommandBuffer" not in found  # no address stays: see `roles/program.py`
     assert len([kind for kind in found if kind in LAUNCHES]) <= most, found
 
 

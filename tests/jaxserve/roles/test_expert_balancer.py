@@ -12,9 +12,8 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.roles import expert_balancer
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
-from jaxserve.roles.expert_balancer import ExpertBalancer
+from jaxserve.roles.expert_balancer import ExpertBalancer, imbalance, propose
 from jaxserve.roles.expert_moves import Counted, ExpertFacts
-from jaxserve.roles.expert_policy import imbalance, propose
 from tests.jaxserve.waiting import Clock, until
 
 SIZES = SlotSizes(8, 4, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms
 from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of

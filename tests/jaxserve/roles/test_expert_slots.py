@@ -17,14 +17,12 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
+from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_programs import expert_bytes
-from jaxserve.roles.expert_reader import ExpertReader
-from jaxserve.roles.expert_slots import counts_of_ranks, make_slots, slot_programs
-from jaxserve.roles.ffn_programs import FFNPrograms
-from jaxserve.roles.ffn_weights import FFNWeights
+from jaxserve.roles.expert_slots import ExpertReader, counts_of_ranks, make_slots, slot_programs
+from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_peer import from_peers, serving

@@ -9,7 +9,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.model.quant import rows as quant_rows
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from tests.jaxserve import layouts

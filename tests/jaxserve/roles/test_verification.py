@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.roles import sampling_programs
+from jaxserve.roles import sampling
 from jaxserve.roles.layout import REJECTED, BatchLayout, Bucket
 from jaxserve.roles.step_arrays import LaneState, rules_array
 from jaxserve.roles.step_plan import SequenceRow, SlotRules, plan_of_rows
@@ -63,7 +63,7 @@ def choose():
     programs.slots, programs.groups = SLOTS, 1
     programs.divided, programs.logits_spec = False, PartitionSpec("dp")
     programs.mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
-    body = sampling_programs.choose(programs, bucket).body
+    body = sampling.choose(programs, bucket).body
     return jax.jit(jax.vmap(body, axis_name="dp"))
 
 

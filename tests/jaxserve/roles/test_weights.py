@@ -13,8 +13,8 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.colocated_weights import ColocatedWeights
 from jaxserve.roles.weights import zeroed
 from pallas_kernels import input_major
 from tests.jaxserve import layouts

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.errors import CheckpointError
 from jaxserve.storage import bucket
-from jaxserve.storage.bucket import Bucket, Span, is_url, kvstore
+from jaxserve.storage.bucket import Span, StorageBucket, is_url, kvstore
 
 
 def test_urls():
@@ -20,13 +20,13 @@ def test_urls():
 @pytest.mark.parametrize("url", ["s3://", "s3:///path", "gs://x", "s3://UPPER/path"])
 def test_no_bucket(url):
     with pytest.raises(CheckpointError, match=r"expected ..://BUCKET/PATH"):
-        Bucket(url)
+        StorageBucket(url)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_spans(scheme, objects):
     objects.files |= {"m/a": bytes(range(100)), "m/b/c": b"x", "other": b"y"}
-    found = Bucket(f"{scheme}://models/m")
+    found = StorageBucket(f"{scheme}://models/m")
     assert found.names() == ["a", "b/c"]
     parts = found.read([Span("a", 10, 14), Span("b/c"), Span("none"), Span("a", 99, 100)])
     assert [part and part.data for part in parts] == [bytes([10, 11, 12, 13]), b"x", None, b"c"]
@@ -37,33 +37,33 @@ def test_spans(scheme, objects):
 def test_beyond_the_end(objects):
     objects.files["m/a"] = bytes(10)
     with pytest.raises(CheckpointError, match=r"^s3://models/m/a is shorter than it was, or trunc"):
-        Bucket("s3://models/m").read([Span("a", 8, 12)])
+        StorageBucket("s3://models/m").read([Span("a", 8, 12)])
 
 
 def test_no_such_bucket(objects):
     with pytest.raises(CheckpointError, match=r"^s3://absent/m: there is no bucket absent"):
-        Bucket("s3://absent/m").names()
+        StorageBucket("s3://absent/m").names()
 
 
 @pytest.mark.parametrize(("scheme", "what"), [("s3", "AWS_ACCESS_KEY_ID"), ("gs", "gcloud auth")])
 def test_no_permission(scheme, what, objects):
     objects.refuses = True
     with pytest.raises(CheckpointError, match=rf"^{scheme}://models/m: no permission .*{what}"):
-        Bucket(f"{scheme}://models/m").names()
+        StorageBucket(f"{scheme}://models/m").names()
 
 
 def test_tried_again(objects):
     objects.files["m/a"] = b"there"
     objects.failures = 2
-    (part,) = Bucket("s3://models/m").read([Span("a")])
+    (part,) = StorageBucket("s3://models/m").read([Span("a")])
     assert part.data == b"there"
     objects.failures = 10
     with pytest.raises(CheckpointError, match=r"s3://models/m/a cannot be read: .*3 retry"):
-        Bucket("s3://models/m").read([Span("a")])
+        StorageBucket("s3://models/m").read([Span("a")])
 
 
 def test_no_answer(objects, monkeypatch):
     monkeypatch.setattr(bucket, "ANSWER_SECONDS", 0.2)
     objects.silent = True
     with pytest.raises(CheckpointError, match=r"s3://models/m/a: no answer within 0.2 s"):
-        Bucket("s3://models/m").read([Span("a")])
+        StorageBucket("s3://models/m").read([Span("a")])

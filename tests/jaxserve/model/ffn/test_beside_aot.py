@@ -12,7 +12,7 @@ import pytest
 from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
 from jaxserve.planner.scheduled import windows
-from jaxserve.roles.ffn_programs import FFNPrograms
+from jaxserve.roles.ffn import FFNPrograms
 from pallas_kernels.small_ops import instructions
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load

@@ -4,10 +4,10 @@ import pytest
 
 from jaxserve import serve
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, device_kind
 from jaxserve.engine.build import build_engine
-from jaxserve.roles.kernel_coverage import PLATFORMS, kernel_gaps
 from pallas_kernels import coverage
 from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.roles import group_put
-from jaxserve.roles.group_put import GroupPut
-from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles import token_programs
+from jaxserve.roles.token_programs import GroupPut, TokenPrograms
 
 
 @pytest.fixture(params=["private", "public"])
 def put(request, monkeypatch):
     """Four groups of two devices; the mesh has the devices in another order than the process."""
     if request.param == "public":
-        monkeypatch.setattr(group_put, "fast_put", lambda: None)
+        monkeypatch.setattr(token_programs, "fast_put", lambda: None)
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("dp", "tp"))
     scheduler = SimpleNamespace(page_buckets=[16])
     deployment = SimpleNamespace(scheduler=scheduler, lanes=2, modules=0)

@@ -1,7 +1,8 @@
-"""Memory of this process's devices, and of this host, which simulated devices share.
+"""Memory and cores that this process may use: those of its devices, of the host, of its groups.
 
-Called before anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where sizes
-are chosen (`fleet/sizing.py`).
+Control groups of containers and systemd units limit both; simulated devices share the host's
+memory. Called before anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where
+sizes are chosen (`fleet/sizing.py`).
 """
 
 import os
@@ -16,7 +17,46 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError, MemoryTakenError
 from jaxserve.mesh import memory_limit
 from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
-from jaxserve.roles.control_groups import control_groups
+
+
+def control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control groups, innermost first, of version 2 and then 1.
+
+    Groups are in groups, as a unit in its slice. A container sees its own group as the outermost
+    one, whatever the kernel calls it.
+
+    Args:
+      root: the folder that has `proc` and `sys`.
+      controller: name of the controller in version 1: `memory` or `cpu`.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    split = [line.split(":", 2) for line in lines]
+    own = {name: path for _, names, path in split for name in names.split(",")}
+    for folder in ("", controller):
+        top = root / "sys/fs/cgroup" / folder
+        inner = top / own.get(folder, "/").lstrip("/")
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(top))
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those of its affinity, or fewer where a control group has
+    a quota of CPU time. A part of a core counts only where it is all that the process has."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores: float = len(affinity(0)) if affinity else os.cpu_count() or 1
+    for group in control_groups(root, "cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = " ".join((group / name).read_text() for name in names).split()
+                # "max" in version 2 and -1 in version 1 are no quota.
+                if (part := float(quota) / float(period)) > 0:
+                    cores = min(cores, part)
+            except (OSError, ValueError):
+                continue
+    return max(1, int(cores))
+
 
 LIMITS = (
     (("memory.max", "memory.high"), "memory.current", ""),
