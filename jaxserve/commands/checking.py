@@ -19,6 +19,7 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
 from jaxserve.link.dispatch.route import Route
+from jaxserve.planner.slice_layout import slice_layouts
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 
@@ -45,6 +46,8 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
         parts.append(title + describe(models[title], worker, memory_of(worker, reported)))
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
+    if hops := describe_slice(models[""], deployment):
+        parts.append(hops)
     print(*parts, sep="\n\n")
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
@@ -92,6 +95,17 @@ def describe_roles(deployment: Deployment) -> str:
             f"router: {fleet.registry} registry; "
             + "; ".join(f"{what} at {', '.join(where)}" for what, where in places.items() if where)
         )
+    return "\n".join(lines)
+
+
+def describe_slice(config: ModelConfig, deployment: Deployment) -> str:
+    """Returns the hops of the roles' layout on a TPU slice, in a line for each possible layout."""
+    try:
+        lines = [str(each) for each in slice_layouts(deployment, config)]
+    except ConfigError as error:
+        lines = [str(error)]
+    if len(lines) > 1:
+        lines.append("`launch` takes the first; `attention.processes`, `ffn.processes` fix one")
     return "\n".join(lines)
 
 

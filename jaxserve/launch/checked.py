@@ -18,11 +18,10 @@ from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.fleet.sizing import on_named_hardware
-from jaxserve.launch.machines import tpu_slice
 from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.mesh import Role
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.slice_layout import layouts
+from jaxserve.planner.slice_layout import slice_layouts
 from jaxserve.roles.capacity import GB, role_bytes
 from jaxserve.storage.bucket import is_url
 
@@ -109,19 +108,9 @@ def on_slice(deployment: Deployment, hardware: str) -> tuple[Deployment, list[st
     Raises:
       ConfigError: no slice has that many chips.
     """
-    name = deployment.attention.hardware or hardware
-    kind = load_hardware(name) if name else None
     config = model_of(deployment)
-    if kind is None or kind.platform != "tpu" or config is None:
-        return deployment, []
-    if not deployment.topology.has("ffn"):
-        return deployment, []
-    there = tpu_slice(name, deployment.devices // kind.jax_devices)
-    sizes = tuple(map(int, there.topology.split("x")))
-    found = layouts(deployment, config, kind, sizes, there.hosts)
-    if not found:
-        return deployment, []
-    return found[0].deployment, [f"{name} {there.topology}, {each}" for each in found]
+    found = slice_layouts(deployment, config, hardware) if config else []
+    return found[0].deployment if found else deployment, [str(each) for each in found]
 
 
 def refuse_unfit(deployment: Deployment, hardware: str) -> str:

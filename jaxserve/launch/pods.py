@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch.machines import gpu_product
 from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
 from jaxserve.launch.settings import Places, deployment_text, to_yaml
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
+from jaxserve.planner.machines import gpu_product
 
 Tree = dict[str, Any]
 

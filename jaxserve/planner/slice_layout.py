@@ -1,7 +1,7 @@
 """Whether hosts of a TPU slice have one role each or parts of both, by hops over its links.
 
-Called by `launch`, which starts the first of `layouts`. Imports `mesh.py`, and with it JAX, for the
-order of devices in the roles' meshes.
+Called by `launch`, which starts the first of `slice_layouts`, and by `serve --check`. Imports
+`mesh.py`, and with it JAX, for the order of devices in the roles' meshes.
 """
 
 import itertools
@@ -23,20 +23,23 @@ from jaxserve.model.ffn.traffic import (
     ranks_met,
 )
 from jaxserve.planner.fabric import rings
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.ici import Hops, SliceDevice, Torus, count
+from jaxserve.planner.machines import tpu_slice
 
 
 class Choice(NamedTuple):
     """A layout of the roles on a slice's hosts.
 
     Attributes:
+      topology: the slice.
       deployment: the deployment with this layout.
       shared: whether each host has parts of both roles.
       hops: its hops.
       weight: bytes times hops of a row in a layer.
     """
 
+    topology: str
     deployment: Deployment
     shared: bool
     hops: Hops
@@ -44,7 +47,8 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         kind = "hosts with both roles" if self.shared else "a role a host"
-        return f"{kind}: {self.hops}; {self.weight / 1e3:.0f} KB x hops a row and layer"
+        weight = f"{self.weight / 1e3:.0f} KB x hops a row and layer"
+        return f"{self.topology}, {kind}: {self.hops}; {weight}"
 
 
 GAIN = 0.9
@@ -52,30 +56,36 @@ GAIN = 0.9
 processes enqueue the programs of both roles."""
 
 
-def layouts(
-    deployment: Deployment,
-    config: ModelConfig,
-    hardware: Hardware,
-    sizes: tuple[int, ...],
-    hosts: int,
-) -> list[Choice]:
-    """Returns the possible layouts on a slice, the one to choose first.
+def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "") -> list[Choice]:
+    """Returns the possible layouts on a TPU slice, the one to choose first.
 
-    There is one where the deployment fixes the processes of its roles, and none where it has other
-    roles than one attention and one ffn mesh on the whole slice.
+    The deployment has one layout where it fixes the processes of its roles. It has none on other
+    hardware, or with other roles than one attention and one ffn mesh on the whole slice.
 
     Args:
-      sizes: chips along each dimension.
-      hosts: number of hosts.
+      hardware: name for roles that name none.
+
+    Raises:
+      ConfigError: no slice has that many chips.
     """
-    torus = Torus(sizes, rings(hardware, sizes))
-    devices = torus.devices(hosts, hardware.jax_devices)
-    one_pair = deployment.topology.has("ffn") and deployment.runtime_domains == 1
-    if not one_pair or hosts == 1 or len(devices) != deployment.devices:
+    name = deployment.attention.hardware or hardware
+    kind = load_hardware(name) if name else None
+    if kind is None or kind.platform != "tpu" or not deployment.topology.has("ffn"):
         return []
+    there = tpu_slice(name, deployment.devices // kind.jax_devices)
+    sizes, hosts = tuple(map(int, there.topology.split("x"))), there.hosts
+    torus = Torus(sizes, rings(kind, sizes))
+    devices = torus.devices(hosts, kind.jax_devices)
+    if deployment.runtime_domains != 1 or hosts == 1 or len(devices) != deployment.devices:
+        return []
+    topology = f"{name} {there.topology}"
     fixed = deployment.attention.processes or deployment.ffn.processes
     tried = [deployment] if fixed else [_divided(deployment, n) for n in (0, hosts)]
-    found = [_counted(each, config, torus, devices, hosts) for each in tried if _fits(each, hosts)]
+    found = [
+        Choice(topology, *_counted(each, config, torus, devices, hosts))
+        for each in tried
+        if _fits(each, hosts)
+    ]
     return sorted(found, key=lambda choice: choice.weight / (GAIN if choice.shared else 1))
 
 
@@ -92,7 +102,7 @@ def _counted(
     torus: Torus,
     devices: Sequence[SliceDevice],
     hosts: int,
-) -> Choice:
+) -> tuple[Deployment, bool, Hops, float]:
     (attention,), ffn = role_groups(deployment, by_process(devices))
     groups = [[[device.coords for device in row] for row in rows] for rows in (attention, ffn)]
     a, f = (list(itertools.chain.from_iterable(rows)) for rows in groups)
@@ -103,7 +113,7 @@ def _counted(
     ]
     hops = count(torus, pairs, *groups)
     weight = hops.weighed(*row_bytes(config, deployment))
-    return Choice(deployment, deployment.shares_processes(hosts), hops, weight)
+    return deployment, deployment.shares_processes(hosts), hops, weight
 
 
 def _divided(deployment: Deployment, processes: int) -> Deployment:

@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.launch.machines import tpu_slice
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.machines import tpu_slice
 
 pytestmark = [
     pytest.mark.tpu_aot,

@@ -1,6 +1,6 @@
 """Hosts of accelerators as clusters name them: TPU slices of Google Cloud, GPU servers.
 
-Called by `workloads.py` and the renderers. It knows no deployments.
+Called by `launch` and by `slice_layout.py`. It knows no deployments.
 """
 
 from typing import NamedTuple
