@@ -68,11 +68,6 @@ COLOCATED_FFN_RULES: Rules = {
 """The ffn role's rules on the one mesh of colocated mode: `dp` is the expert-parallel axis too."""
 
 
-def on_cpus(mesh: Mesh) -> bool:
-    """Returns whether the mesh consists of CPUs."""
-    return mesh.devices.flat[0].platform == "cpu"
-
-
 def expert_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Axes of an ffn mesh that experts are divided over: all but the last, which divides d_ff."""
     return tuple(mesh.shape)[:-1]

@@ -10,7 +10,7 @@ import jax
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
@@ -33,11 +33,6 @@ PLATFORMS = ("NVIDIA H200", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 """Kinds of devices with kernels, one for all Hopper GPUs, which have the same."""
 
 
-def platform_of(device_kind: str) -> str:
-    """JAX's name of the platform of a kind of device."""
-    return "tpu" if device_kind.startswith("TPU") else "gpu"
-
-
 def kernel_gaps(
     config: ModelConfig, deployment: Deployment, device_kinds: Mapping[Role, str], steps: int = 2
 ) -> tuple[list[str], list[str]]:
@@ -52,9 +47,10 @@ def kernel_gaps(
     """
     slow: list[str] = []
     impossible: list[str] = []
-    config = msgspec.structs.replace(config, on_cpus=False)
     for role, kind in device_kinds.items():
-        target = target_of(platform_of(kind), kind)
+        platform = platform_of(kind)
+        config = msgspec.structs.replace(config, platform=platform)
+        target = target_of(platform, kind)
         with use_target(target), collect_fallbacks() as found:  # what layers share is the kernels'
             try:
                 programs = list(_programs(config, deployment, role, steps))

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.commands.children import ending_with_parent
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet.hardware import choose_platform
-from jaxserve.model.ffn.traffic import exchange_of
 
 WORKER = ("-m", "jaxserve.preflight.worker")
 SECONDS = 300.0
@@ -50,7 +48,7 @@ def _doubtful(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
     """Section and key of each value to test, which is the test's name, and the value to fall back
     to."""
     platform = choose_platform()
-    if platform == "cuda" and exchange_of(read_model(deployment)[0], deployment) == "alltoall":
+    if platform == "cuda" and deployment.ffn.exchange == "alltoall":
         yield "ffn", "exchange", "gather"
     if platform == "tpu" and (link := deployment.topology.transport) and link.may_shake_hands:
         yield "link", "transport", "ppermute"

@@ -11,7 +11,15 @@ import msgspec
 from jaxserve.config.formats import Floats, StoredFormat
 from jaxserve.errors import ConfigError
 
+Platform = Literal["cpu", "gpu", "tpu"]
 FFNKind = Literal["dense", "moe"]
+
+
+def platform_of(name: str) -> Platform:
+    """Returns the platform that JAX, a device kind or a hardware file names."""
+    if name.lower().startswith("tpu"):
+        return "tpu"
+    return "cpu" if name == "cpu" else "gpu"
 
 
 def held_floats(role: str, weights: str, dtype: Floats, floats: Floats, *, on_cpus: bool) -> Floats:
@@ -185,9 +193,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     floats: Floats = "float32"
     """Dtype of the checkpoint's float matrices: `bfloat16` if all are, otherwise `float32`, which
     represents the values of both."""
-    on_cpus: bool = False
-    """Whether the deployment runs on CPUs. Float matrices then lie input by input, and may be
-    narrower than the activations (`model/float_matrices.py`)."""
+    platform: Platform = "tpu"
+    """Platform that runs the ffn role, or the whole model. On CPUs float matrices lie input by
+    input, and may be narrower than the activations (`model/float_matrices.py`)."""
     mtp_layers: int = 0
     """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0

@@ -92,9 +92,9 @@ class FFNRole(Section, frozen=True):
     """How rows get to the devices that hold their experts, in colocated mode too. `gather`: all
     rows to all devices, and sums back; `alltoall`: each row to the ep ranks (colocated: DP groups)
     that hold one of its experts, which need the whole shared expert, and one result from each
-    back; `auto`: `alltoall` where it moves half the bytes or less. On GPUs `serve` first compares
-    `alltoall` with `gather` on random rows; if that fails, `gather` takes its place, with a
-    warning."""
+    back; `auto`: `gather` on GPUs, elsewhere `alltoall` where it moves half the bytes or less. On
+    GPUs `serve` first compares `alltoall` with `gather` on random rows; if that fails, `gather`
+    takes its place, with a warning."""
     shrink: bool = False
     """Whether an ffn worker with a runtime of its own starts on the devices that are there where
     they are fewer than `ep` x `tp`, with fewer ep ranks, rather than not at all."""

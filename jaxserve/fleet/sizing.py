@@ -69,7 +69,7 @@ class Sizing:
         if machine.platform != "cpu":
             size = round(machine.memory / DEVICE_PART)
             return {"attention": size, "ffn": size}
-        config = msgspec.structs.replace(config, on_cpus=True)
+        config = msgspec.structs.replace(config, platform="cpu")
         devices = {role: getattr(deployment, role).devices for role in deployment.topology.roles}
         return simulated_memory(config, deployment, devices, round(machine.memory / HOST_PART))
 
@@ -111,12 +111,13 @@ def is_shared(deployment: Deployment) -> bool:
 
 
 def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelConfig":
-    """The model as the hardware that the roles name runs it, or else as this host does."""
+    """Returns the model as the hardware that the roles name runs it, or else as this host does."""
+    from jaxserve.config.model import platform_of
     from jaxserve.fleet.hardware import expected_platform
 
-    named = deployment.attention.hardware or deployment.ffn.hardware
-    on_cpus = not named and expected_platform() == "cpu"
-    return msgspec.structs.replace(config, on_cpus=on_cpus)
+    named = deployment.ffn.hardware or deployment.attention.hardware
+    platform = platform_of(device_kind(named) or named or expected_platform())
+    return msgspec.structs.replace(config, platform=platform)
 
 
 def named_machine(hardware: str) -> "Machine | None":

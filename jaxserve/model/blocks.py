@@ -219,7 +219,7 @@ class ModelTemplates:
             weight_format(deployment.attention.weights, config, "attention"),
             shards(meshes.attention, ATTENTION_RULES),
             int4=config.int4,
-            input_major=config.on_cpus,
+            input_major=config.platform == "cpu",
             floats=float_dtype(config, deployment, "attention"),
         )
         ffn = dataclasses.replace(

@@ -10,19 +10,16 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig, held_floats
+from jaxserve.config.model import ModelConfig, held_floats, platform_of
 from jaxserve.config.topology import Role
-from jaxserve.mesh import on_cpus
 
 
 def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     """The model as these devices run it."""
-    return msgspec.structs.replace(config, on_cpus=on_cpus(mesh))
+    return msgspec.structs.replace(config, platform=platform_of(mesh.devices.flat[0].platform))
 
 
 def float_dtype(config: ModelConfig, deployment: Deployment, role: Role) -> jnp.dtype:
     """Of a role's matrices that are not quantised; see `held_floats`."""
-    weights = getattr(deployment, role).weights
-    return jnp.dtype(
-        held_floats(role, weights, deployment.dtype, config.floats, on_cpus=config.on_cpus)
-    )
+    weights, on_cpus = getattr(deployment, role).weights, config.platform == "cpu"
+    return jnp.dtype(held_floats(role, weights, deployment.dtype, config.floats, on_cpus=on_cpus))

@@ -24,6 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
+from jaxserve.model.float_matrices import placed
 from jaxserve.planner.copies import Copy, copies
 from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
@@ -199,6 +200,7 @@ def compile_deployment(
                 f"--bucket {bucket.tokens}x{bucket.pages}: the deployment has {names}"
             )
     meshes = Submeshes(deployment, there.devices)
+    config = placed(config, meshes.ffn)
     templates = ModelTemplates(config, deployment, meshes)
     steps = list(buckets) or known
     programs: list[tuple[Program, Role, Bucket, int, Rows]] = []

@@ -158,6 +158,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     whole_dense: bool = False
     """Whether a colocated deployment has its dense FFNs whole on every DP group, which then
     exchange nothing, as SGLang's. The engine cuts them over all devices."""
+    alltoall: bool = False
+    """Whether GPUs, too, exchange rows all to all where that moves half the bytes or less, as
+    published systems do, and this engine with `ffn.exchange: alltoall`. Else they gather."""
     overlapped: bool = False
     """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
     SGLang and of vLLM do. The engine's step is one program of one batch."""

@@ -294,7 +294,7 @@ class Sizer:
                 continue
             hardware = hosts[layout.attention]
             weights = calculator.attention_weights(layout.tp)
-            weights += calculator.ffn_weights(layout.ffn_mesh, layout.redundant_slots)
+            weights += calculator.ffn_weights(layout.ffn_mesh, hardware, layout.redundant_slots)
             if weights > hardware.memory * (1 - calculator.assumed.reserve - KEPT):
                 continue
             for chunk in CHUNKS:

@@ -8,13 +8,17 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.auto import page_tokens
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, platform_of
+from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import token_budget, usable
+from jaxserve.planner.models import cost_model
 from jaxserve.planner.search import Plan, Searcher
+from jaxserve.planner.stages import Calculator
 
 REBALANCE_SECONDS = 600
 """Of plans with slots for replicas, whose predicted balance needs experts that are placed by what
@@ -41,6 +45,9 @@ def deployment_text(
     layout = plan.layout
     page = page_tokens(hardware[layout.attention].platform, formats.cache)
     colocated = layout.topology.has("colocated")
+    calculator = Calculator(cost_model(config), context, formats, assumed)
+    group = max(calculator.model.ffn, key=lambda each: each.experts)
+    exchange = calculator.exchange_kind(group, layout.ffn_mesh, hardware[layout.ffn])
     a, f = hardware[layout.attention], hardware[layout.ffn]
     kept = config.stored == "fp8_block" and formats.weights == "fp8"
     weights = "auto" if kept else formats.weights
@@ -65,12 +72,15 @@ def deployment_text(
         f"  tp: {layout.tp}",
         f"  weights: {weights}",
         f"  memory_gb: {usable(a, assumed.reserve) / 1e9:.1f}",
+        *_hardware(layout.attention),
         "ffn:",
         *([] if colocated else [f"  ep: {layout.ep}", f"  tp: {layout.ffn_tp}"]),
         f"  weights: {weights}",
         *([f"  redundant_slots: {layout.redundant_slots}"] if layout.redundant_slots else []),
         *([f"  shared_ranks: {layout.shared_ranks}"] if layout.shared_ranks else []),
+        *(["  exchange: alltoall"] if assumed.alltoall and exchange == "alltoall" else []),
         *([] if colocated else [f"  memory_gb: {usable(f, assumed.reserve) / 1e9:.1f}"]),
+        *([] if colocated else _hardware(layout.ffn)),
         f"link: {{dispatch: {formats.dispatch}"
         + (f", combine: {formats.combine}}}" if formats.combine != "auto" else "}"),
         "cache:",
@@ -102,7 +112,7 @@ def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
     file.write_text(text, encoding="utf-8")
     try:
         deployment = load_deployment(file)
-        loaded = msgspec.structs.replace(config, modules=deployment.modules)
+        loaded = _deployed(config, deployment)
         check_capacity(loaded, deployment, memory_of(deployment))
         if deployment.prefill.workers:
             worker = deployment_of(deployment, "prefill")
@@ -112,6 +122,13 @@ def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
         raise
 
 
+def _deployed(config: ModelConfig, deployment: Deployment) -> ModelConfig:
+    """Returns the model as the deployment's ffn hardware runs it."""
+    kind = device_kind(deployment.ffn.hardware or deployment.attention.hardware)
+    platform = platform_of(kind)
+    return msgspec.structs.replace(config, modules=deployment.modules, platform=platform)
+
+
 def pages_beside(file: Path, config: ModelConfig, used: float) -> int:
     """Pages of a DP group of the file's prefill workers, with a part of the memory that their least
     number leaves, as `serve` counts."""
@@ -119,7 +136,7 @@ def pages_beside(file: Path, config: ModelConfig, used: float) -> int:
 
     whole = load_deployment(file)
     worker = deployment_of(whole, "prefill")
-    loaded = msgspec.structs.replace(config, modules=whole.modules)
+    loaded = _deployed(config, whole)
     held = role_bytes(loaded, worker)[0]
     free = worker.attention.memory_gb * 1e9 - held.total
     return worker.cache.pages + max(0, int(used * free * worker.cache.pages / held.cache))
@@ -182,6 +199,11 @@ def largest_written(write: Callable[[int], None], most: int, part: float = 0.0) 
     if last != low:
         write(low)
     return low
+
+
+def _hardware(name: str) -> list[str]:
+    """Returns the line that names a role's hardware, where it comes with the package."""
+    return [f"  hardware: {name}"] if hardware_file(name) else []
 
 
 def _path(model: Path, folder: Path) -> str:

@@ -89,6 +89,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         raise ConfigError(f"--bucket {options.bucket!r}: expected tokens x pages, as in 128x64")
     from jaxserve.planner import aot  # imports JAX
 
+    config = msgspec.structs.replace(config, platform="gpu")
     there = aot.topology(options.topology)
     bucket = Bucket(int(rows), int(pages))
     programs = {}

@@ -166,16 +166,17 @@ class Memory:
         calculator = self._drafting if layout.drafts else self._calculator
         entrance = entrance_bytes(calculator) if layout.drafts else 0.0
         mesh, moe = layout.ffn_mesh, calculator.model.moe
+        hardware = self._ffn.get(layout.ffn) or self._attention[layout.attention]
         moving = 0.0
         if mesh.routed > 1 and moe is not None:
             expert = 3 * calculator.model.d_model * moe.expert_d_ff / mesh.tensor
             moving = expert * calculator.formats.weight_bytes
         return _Fixed(
             calculator.attention_weights(layout.tp) + entrance,
-            calculator.ffn_weights(mesh, layout.redundant_slots),
+            calculator.ffn_weights(mesh, hardware, layout.redundant_slots),
             calculator.sequence_bytes(layout.tp),
             self._widest(layout),
-            tuple(self._widths(layout, group) for group in self._calculator.model.ffn),
+            tuple(self._widths(layout, group, hardware) for group in self._calculator.model.ffn),
             moving,
         )
 
@@ -207,7 +208,7 @@ class Memory:
         group = max(self._calculator.model.attention, key=lambda one: one.q_heads * width(one))
         return group.q_heads, layout.tp, width(group)
 
-    def _widths(self, layout: Layout, group: FFNLayers) -> FFNWidths:
+    def _widths(self, layout: Layout, group: FFNLayers, hardware: Hardware) -> FFNWidths:
         mesh, apart = layout.ffn_mesh, layout.shared_ranks > 0
         if not group.experts:
             return FFNWidths(group.shared_d_ff, 0, 0, alltoall=False)
@@ -216,6 +217,6 @@ class Memory:
             0 if apart else group.shared_d_ff,
             group.expert_d_ff,
             max(group.top_k, shared),
-            self._calculator.exchange_kind(group, mesh) == "alltoall",
+            self._calculator.exchange_kind(group, mesh, hardware) == "alltoall",
             min(group.top_k + apart, mesh.ranks),
         )

@@ -113,7 +113,9 @@ PAPER = Assumptions(
 )
 """How Step-3's own system moves rows (§7.1)."""
 
-PUBLISHED = msgspec.structs.replace(PAPER, overlapped=True, whole_dense=True, replicas=True)
+PUBLISHED = msgspec.structs.replace(
+    PAPER, alltoall=True, overlapped=True, whole_dense=True, replicas=True
+)
 """AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxserve.config.formats import scaled
+from jaxserve.config.model import Platform
 from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     ExchangeMesh,
@@ -312,7 +313,7 @@ class Calculator(NamedTuple):
             parts, seen = tp, tokens / mesh.shared
         elif group.experts and mesh.whole:
             parts, seen = 1 if mesh.split else tp, tokens * self.own_rows(mesh)
-        elif self.exchange_kind(group, mesh) == "alltoall":
+        elif self.exchange_kind(group, mesh, hardware) == "alltoall":
             parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
         shared = 3 * d_model * group.shared_d_ff / parts
         beside = shared * size, 2 * seen * shared, linear
@@ -344,14 +345,19 @@ class Calculator(NamedTuple):
         """Whether such a layer is whole on every DP group (`Assumptions.whole_dense`)."""
         return self.assumed.whole_dense and not group.experts and mesh.attention is None
 
-    def exchange_kind(self, group: FFNLayers, mesh: ExchangeMesh) -> ExchangeKind:
-        """How the rows of such a layer are exchanged, as the engine decides it."""
+    def exchange_kind(
+        self, group: FFNLayers, mesh: ExchangeMesh, hardware: Hardware
+    ) -> ExchangeKind:
+        """Returns how the rows of such a layer are exchanged, as the engine decides it."""
         if not group.experts or mesh.ranks == 1 or self._broadcast(mesh):
             return "gather"
         if self.exchange != "auto":
             return self.exchange
         reached = ranks_met(mesh, group.experts, group.top_k) / mesh.ranks
-        return choose(mesh, self._row_bytes(group.top_k), reached, shared=group.shared_d_ff > 0)
+        gpus = hardware.platform == "gpu" and not self.assumed.alltoall
+        platform: Platform = "gpu" if gpus else "tpu"
+        row = self._row_bytes(group.top_k)
+        return choose(mesh, row, reached, group.shared_d_ff > 0, platform)
 
     def own_rows(self, mesh: ExchangeMesh) -> float:
         """The part of all rows that the ffn devices that have most get from the link."""
@@ -378,7 +384,7 @@ class Calculator(NamedTuple):
         devices = mesh.ranks * mesh.tensor
         if devices == 1:
             return 0.0, 0.0
-        kind, reached = self.exchange_kind(group, mesh), 1.0
+        kind, reached = self.exchange_kind(group, mesh, hardware), 1.0
         if kind == "alltoall":
             reached = reach(group.experts, group.top_k, mesh.routed)
             if mesh.shared:  # whichever kind of rank gets more
@@ -473,7 +479,7 @@ class Calculator(NamedTuple):
             total += head_parameters(group) / tp * (number_bytes(self.formats.rows) - size)
         return total
 
-    def ffn_weights(self, mesh: ExchangeMesh, redundant: int = 0) -> float:
+    def ffn_weights(self, mesh: ExchangeMesh, hardware: Hardware, redundant: int = 0) -> float:
         """Bytes of weights on an ffn device.
 
         Args:
@@ -484,7 +490,7 @@ class Calculator(NamedTuple):
             slots = -(-group.experts // mesh.routed) + redundant if group.experts else 0
             width = slots * group.expert_d_ff / tp
             if not (group.experts and mesh.shared):  # else it has such slots
-                apart = self.exchange_kind(group, mesh) == "alltoall"
+                apart = self.exchange_kind(group, mesh, hardware) == "alltoall"
                 parts = tp if apart or self._is_whole(group, mesh) else mesh.ranks * tp
                 if group.experts and mesh.whole:
                     parts = 1 if mesh.split else tp

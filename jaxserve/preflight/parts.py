@@ -30,6 +30,7 @@ from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.dispatch.runtime_link import TRANSPORTS
 from jaxserve.link.dispatch.transport import Transport
 from jaxserve.mesh import Submeshes, memory_limit
+from jaxserve.model.float_matrices import placed
 from jaxserve.observe.recorder import Recorder
 from jaxserve.preflight.exchange import exchange, narrow
 from jaxserve.preflight.layers import first_of_each_kind, only_layers
@@ -57,7 +58,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
         "attention": {device for mesh in meshes.domains for device in mesh.local_devices},
         "ffn": set(meshes.ffn.local_devices) if deployment.topology.has("ffn") else set(),
     }
-    config = msgspec.structs.replace(config, on_cpus=jax.default_backend() == "cpu")
+    config = placed(config, meshes.ffn)
     lines: list[str] = []
     details: dict[str, Any] = {}
     for part in role_bytes(config, deployment):
@@ -286,7 +287,6 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
 def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Runtime:
     """The model on one device of this process, in one program a step."""
     from jaxserve.model.blocks import ModelTemplates
-    from jaxserve.model.float_matrices import placed
     from jaxserve.roles.capacity import deployment_buckets
     from jaxserve.roles.colocated import ColocatedWorker, build_colocated
 

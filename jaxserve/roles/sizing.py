@@ -5,13 +5,13 @@ the memory. Called by `fleet/sizing.py`, which knows the devices; starts no back
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.deployment import Deployment, scratch_pages
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.errors import ConfigError
 from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
 from jaxserve.roles.parameters import count_parameters
@@ -43,7 +43,7 @@ AFD_KEYS = frozenset(
 class Machine(NamedTuple):
     """The devices that a process may use for a deployment."""
 
-    platform: Literal["cpu", "tpu", "gpu"]
+    platform: Platform
     devices: int
     """On a CPU the cores, each of which can be a device."""
     memory: int | None
@@ -83,7 +83,7 @@ class _Sizes:
         self._now = deployment
         self._found: dict[str, Choice] = {}
         self._on_cpu = machine.platform == "cpu"
-        self._config = msgspec.structs.replace(config, on_cpus=self._on_cpu)
+        self._config = msgspec.structs.replace(config, platform=machine.platform)
 
     def choose(self) -> dict[str, Choice]:
         """All choices, in the order of `AUTO_KEYS`."""

@@ -50,7 +50,7 @@ class TokenPrograms:
         arrays = page_arrays(self.config, deployment)
         self.pages_specs = (PAGES_SPEC,) * len(arrays)
         self.page_arrays = placed(mesh, arrays, self.pages_specs)
-        self.divided = self.config.on_cpus and deployment.attention.tp > 1
+        self.divided = self.config.platform == "cpu" and deployment.attention.tp > 1
         """Whether a device keeps its columns of the logits until a draw needs all columns: greedy
         tokens do not. Not on GPUs, where conditions are nodes of a graph and may hold no
         collectives."""

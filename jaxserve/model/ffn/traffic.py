@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, scaled
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.model.row_width import result_words, row_words
 
 ExchangeKind = Literal["gather", "alltoall"]
@@ -124,9 +124,15 @@ def alltoall_moves(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bo
     return Moved(there, (others + beside) * row.result + _tensor_sum(mesh, row))
 
 
-def choose(mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool) -> ExchangeKind:
-    """Chooses the exchange of a layer with routed experts for `ffn.exchange: auto`."""
-    if mesh.ranks == 1:
+def choose(
+    mesh: ExchangeMesh, row: RowBytes, reached: float, shared: bool, platform: Platform
+) -> ExchangeKind:
+    """Chooses the exchange of a layer with routed experts for `ffn.exchange: auto`.
+
+    GPUs gather: XLA's all-to-all between their processes is experimental, and starts only where it
+    was asked for and has passed a test.
+    """
+    if mesh.ranks == 1 or platform == "gpu":
         return "gather"
     apart = alltoall_moves(mesh, row, reached, shared).total
     return "alltoall" if apart <= WORTH * gather_moves(mesh, row).total else "gather"
@@ -175,4 +181,4 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
     mesh = exchange_mesh(deployment)
     row = deployment_row_bytes(config, deployment)
     reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
-    return choose(mesh, row, reached, shared=config.shared_d_ff > 0)
+    return choose(mesh, row, reached, config.shared_d_ff > 0, config.platform)

@@ -45,7 +45,7 @@ class Opened:
     ):
         self.deployment = layouts.deployment(folder, dict(overrides or {}))
         config, self.names = read_config(folder, modules=modules)
-        self.config = msgspec.structs.replace(config, on_cpus=on_cpus)
+        self.config = msgspec.structs.replace(config, platform="cpu" if on_cpus else "tpu")
         self.meshes = Submeshes(self.deployment)
         self.templates = ModelTemplates(self.config, self.deployment, self.meshes)
         self.source = source or open_checkpoint(folder, self.names)

@@ -87,7 +87,7 @@ def check(opened, stand_for, dtypes):
             part = "attention" if name in PROJECTIONS else "experts"
             dtype = kept[name].dtype if name in kept else values.dtype
             assert str(dtype) == dtypes.get(part, "float32")
-            rows = row_by_row(values) if opened.config.on_cpus else values
+            rows = row_by_row(values) if opened.config.platform == "cpu" else values
             wanted = expected(stand_for, layer, name)
             padded = np.zeros(rows.shape)
             padded[tuple(slice(size) for size in wanted.shape)] = wanted

@@ -79,7 +79,7 @@ def test_bytes(folder: Path, overrides: dict[str, Any], attention: int, ffn: int
     """Of so many a value in matrices; norms, routers and the rest are in `dtype`."""
     config, _ = read_config(folder)
     deployment = layouts.deployment(folder, overrides)
-    on_cpus = msgspec.structs.replace(config, on_cpus=True)
+    on_cpus = msgspec.structs.replace(config, platform="cpu")
     sizes = layouts.SIZES
     d, heads, latent = sizes.hidden_size, sizes.num_attention_heads * 32, sizes.share_q_dim
     matrices = 4 * (latent * d + 2 * 32 * d + heads * latent + d * heads) + 2 * 161 * d

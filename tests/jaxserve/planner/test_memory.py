@@ -33,7 +33,7 @@ def served(model: str, planned: Layout, batch: int) -> list[tuple[int, int]]:
     }
     if planned.mode != "afd":
         tree["ffn"] = {"weights": "fp8"}
-    config = model_config(model_folder(model))
+    config = msgspec.structs.replace(model_config(model_folder(model)), platform="gpu")
     parts = role_bytes(config, msgspec.convert(tree, Deployment))
     return [(part.weights, part.activations + part.moving) for part in parts]
 

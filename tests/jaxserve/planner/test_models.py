@@ -6,6 +6,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import cost_model, load_model, model_config
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.capacity import role_bytes
@@ -53,7 +54,9 @@ def test_bytes_of_a_device_are_those_of_the_engines_templates(
     calculator = Calculator(cost_model(config), 512 * 16, formats, Assumptions())
     assert calculator.attention_weights(tp) == pytest.approx(attention.weights, rel=0.005)
     mesh = ExchangeMesh(ep, ffn_tp, attention=dp * tp, whole=whole)
-    assert calculator.ffn_weights(mesh) == pytest.approx(ffn.weights, rel=0.005)
+    assert calculator.ffn_weights(mesh, load_hardware("v6e")) == pytest.approx(
+        ffn.weights, rel=0.005
+    )
     assert calculator.sequence_bytes(tp) == attention.cache
 
 

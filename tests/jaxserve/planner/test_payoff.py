@@ -81,9 +81,9 @@ def test_published_systems_overlap_and_colocation_is_not_broadcast_to():
     layouts = list(search.layouts(Target(tpot=0.05, max_devices=32)))
     wide = next(each for each in layouts if each.mode == "ep" and each.dp == 32)
     group = deepseek.model.ffn[1]
-    assert deepseek.exchange_kind(group, wide.ffn_mesh) == "alltoall"
+    assert deepseek.exchange_kind(group, wide.ffn_mesh, H800) == "alltoall"
     afd = next(each for each in layouts if each.mode == "afd" and each.ep > 1)
-    assert deepseek.exchange_kind(group, afd.ffn_mesh) == "gather"
+    assert deepseek.exchange_kind(group, afd.ffn_mesh, H800) == "gather"
 
 
 def test_the_command(capsys):

@@ -75,9 +75,8 @@ def test_float_matrices_are_counted_as_they_are_held(folder, hardware, stored, c
     twice; dense layers 3 x 5120 x 25600. CPUs keep BF16 matrices beside FP32 activations."""
     made = on(hardware, folder, stored, changes)
     assert made.attention.attention_weights(1) == size * 7_595_622_400
-    assert made.ffn.ffn_weights(made.layout.ffn_mesh._replace(attention=None)) == (
-        size * 25_165_824_000
-    )
+    mesh = made.layout.ffn_mesh._replace(attention=None)
+    assert made.ffn.ffn_weights(mesh, made.roles.ffn) == size * 25_165_824_000
     assert (made.attention.formats.linear, made.attention.combine_bytes()) == ("float32", 4 * 5120)
     if hardware == "cpu":  # 19.4 GB/s, of which 0.9, and 50 us
         head = size * 777_912_320 / (0.9 * 19.4e9) + 50e-6

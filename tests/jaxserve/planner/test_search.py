@@ -137,7 +137,7 @@ def test_ranks_divide_the_experts_or_leave_few_slots_empty():
 
 def test_the_shared_expert_may_have_ranks_of_its_own():
     """xDeepServe: EP 288 = 256 + 32, either of which gets 1/32 of the rows."""
-    search = searcher("deepseek-v3", "h800")
+    search = searcher("deepseek-v3", "h800", assumed=Assumptions(alltoall=True))
     target = Target(tpot=0.05, max_devices=304, modes=("afd",), shared_ranks=True)
     found = {(each.ep, each.shared_ranks) for each in search.layouts(target)}
     assert {(288, 0), (288, 32), (144, 16), (72, 8), (256, 0), (16, 2)} <= found
@@ -156,7 +156,7 @@ def test_the_shared_expert_may_have_ranks_of_its_own():
 
 
 def test_replicas_where_experts_are_unevenly_popular():
-    slow = Assumptions(compute=0.05)
+    slow = Assumptions(compute=0.05, alltoall=True)
     h800 = {"h800": H800}
     made = calculator("deepseek-v3", assumed=slow)
     search = Searcher(made, h800, h800, skew=Skew("zipf", 1.0))

@@ -99,7 +99,7 @@ class TestImbalance:
         assert busiest_by_chance(8, 1e-6) == 8
 
     def test_an_all_to_all_waits_for_the_busiest_rank(self):
-        calm = calculator("deepseek-v3")
+        calm = calculator("deepseek-v3")._replace(exchange="alltoall")
         group, mesh = calm.model.ffn[1], ExchangeMesh(ranks=32, tensor=1, attention=None)
         even = calm.ffn(group, H800, 4096, mesh)
         uneven = calm.ffn(group, H800, 4096, mesh, busiest=1.5)
@@ -109,9 +109,10 @@ class TestImbalance:
     def test_spare_slots_with_replicas_are_no_imbalance(self):
         mesh = ExchangeMesh(ranks=72, tensor=1, attention=None)
         group = load_model("deepseek-v3").ffn[1]
+        apart = msgspec.structs.replace(IDEAL, alltoall=True)
         home, placed = (
-            calculator("deepseek-v3", assumed=msgspec.structs.replace(IDEAL, replicas=replicas))
-            for replicas in (False, True)
+            calculator("deepseek-v3", assumed=assumed)
+            for assumed in (apart, msgspec.structs.replace(apart, replicas=True))
         )
         ratio = (
             home.ffn(group, H800, 4096, mesh).spread / placed.ffn(group, H800, 4096, mesh).spread
@@ -165,14 +166,14 @@ class TestFFN:
             assert work.seconds == pytest.approx(rows * each)
             held = -(-256 // (ranks - shared))
             dense = 3 * 3 * 7168 * 18432 / ranks
-            assert deepseek.ffn_weights(mesh) == pytest.approx(58 * held * expert + dense)
+            assert deepseek.ffn_weights(mesh, H800) == pytest.approx(58 * held * expert + dense)
 
     def test_an_all_to_all_moves_rows_to_the_ranks_that_need_them(self):
         """EP 16 on two hosts: 6.52 ranks a row, half of them on the other host."""
-        deepseek = calculator("deepseek-v3")
+        deepseek = calculator("deepseek-v3", assumed=msgspec.structs.replace(IDEAL, alltoall=True))
         mesh = ExchangeMesh(ranks=16, tensor=1, attention=16)
         group = deepseek.model.ffn[1]
-        assert deepseek.exchange_kind(group, mesh) == "alltoall"
+        assert deepseek.exchange_kind(group, mesh, H800) == "alltoall"
         parts = deepseek.ffn(group, H800, 2048, mesh)
         reached = 1 - math.comb(240, 8) / math.comb(256, 8)
         assert 16 * reached == pytest.approx(6.52, abs=0.005)
@@ -209,7 +210,7 @@ class TestFFN:
         cut = calculator("deepseek-v3")
         assert cut.ffn(dense, H100, 72 * 16, mesh).spread > 0
         more = 71 / 72 * 3 * 3 * 7168 * 18432
-        assert whole.ffn_weights(mesh) - cut.ffn_weights(mesh) == pytest.approx(more)
+        assert whole.ffn_weights(mesh, H100) - cut.ffn_weights(mesh, H100) == pytest.approx(more)
 
     def test_instances_get_only_the_rows_that_they_need(self):
         """Step-3 upcycled to 96 experts on 4 instances: 69 % of the rows."""
@@ -328,7 +329,7 @@ def test_float32_rows_and_weights():
         formats = Formats(weights=name, cache=name, dispatch=name, rows=name)
         one = Calculator(model, 2048, formats, Assumptions())
         rows = one.cache_row(one.model.attention[0], 1), one.combine_bytes()
-        sizes.append([*rows, one.attention_weights(1), one.ffn_weights(ONE)])
+        sizes.append([*rows, one.attention_weights(1), one.ffn_weights(ONE, H100)])
         assert (one.formats.linear, one.formats.attention) == (name, name)
     assert sizes[1] == [2 * size for size in sizes[0]]
     assert Formats(weights="int8", rows="float32").linear == "int8"

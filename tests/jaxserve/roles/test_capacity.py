@@ -13,6 +13,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -50,7 +51,7 @@ def load(name: str, **overrides) -> tuple[ModelConfig, Deployment]:
     """A released model and its deployment; `attention_dp=3` overrides attention.dp."""
     changes = {key.replace("_", ".", 1): value for key, value in overrides.items()}
     deployment = load_deployment(CONFIGS / f"{name}.yaml", changes)
-    return read_config(deployment.model)[0], deployment
+    return on_named_hardware(read_config(deployment.model)[0], deployment), deployment
 
 
 def by_role(name: str, **overrides) -> dict[str, RoleBytes]:
@@ -119,12 +120,12 @@ class TestBytes:
         assert several["attention"].devices == 64
 
     def test_of_experts_in_fp8_blocks(self):
-        part = by_role("deepseek-v3")["ffn"]
+        part = by_role("deepseek-v3", ffn_exchange="alltoall")["ffn"]
         matrix = 7168 * 2048
         expert = 3 * (matrix + 4 * (7168 // 128) * (2048 // 128))
         # The all-to-all has the shared expert whole on every rank; the gather its 2048 columns over
         # 16 devices: 128 each, so blocks stay whole.
-        gathered = by_role("deepseek-v3", ffn_exchange="gather")["ffn"]
+        gathered = by_role("deepseek-v3")["ffn"]
         # 18432 / 16 = 1152 = 9 blocks.
         dense = 3 * (7168 * 1152 + 4 * (7168 // 128) * 9)
         assert part.weights == 58 * (16 * expert + expert) + 3 * dense

@@ -26,7 +26,8 @@ from tests.reference.tiny_step3 import write_tiny_step3
 def load(model, overrides, source=None, modules=0, input_major=False):
     deployment = layouts.deployment(model, overrides)
     config, names = read_config(model, modules=modules)
-    meshes, config = Submeshes(deployment), msgspec.structs.replace(config, on_cpus=input_major)
+    config = msgspec.structs.replace(config, platform="cpu" if input_major else "tpu")
+    meshes = Submeshes(deployment)
     source = source or HFCheckpoint(model, names)
     if deployment.mode == "colocated":
         programs = programs_of(ColocatedPrograms, deployment, config, meshes)

@@ -95,11 +95,12 @@ def test_colocated_devices_of_a_group_have_the_same_rows():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind"), [(1, "gather"), (4, "gather"), (8, "gather"), (16, "alltoall")]
+    ("ranks", "platform", "kind"),
+    [(8, "tpu", "gather"), (16, "tpu", "alltoall"), (16, "cpu", "alltoall"), (16, "gpu", "gather")],
 )
-def test_auto_of_deepseek(ranks, kind):
+def test_auto_of_deepseek(ranks, platform, kind):
     mesh = ExchangeMesh(ranks, 1, attention=8)
-    assert choose(mesh, DEEPSEEK, reach(256, 8, ranks), shared=True) == kind
+    assert choose(mesh, DEEPSEEK, reach(256, 8, ranks), True, platform) == kind
 
 
 def test_auto_of_the_shipped_deployments():
