@@ -46,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizing = Sizing(elsewhere=options.check) if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
         if options.check:
-            from jaxserve.commands.checking import check
+            from jaxserve.commands.checking import check, describe_slice
 
-            return check(deployment, sizing)
+            code = check(deployment, sizing)
+            print(describe_slice(deployment))
+            return code
         if sizing is not None:
             sizing.log()
         ports.use(deployment.cluster.ports)

@@ -4,8 +4,11 @@ Reads only the headers of weight files, and touches no device unless an accelera
 over a size.
 """
 
+import subprocess
 import sys
 import time
+
+import msgspec
 
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
@@ -19,7 +22,6 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
 from jaxserve.link.dispatch.route import Route
-from jaxserve.planner.slice_layout import slice_layouts
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 
@@ -46,8 +48,6 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
         parts.append(title + describe(models[title], worker, memory_of(worker, reported)))
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
-    if hops := describe_slice(models[""], deployment):
-        parts.append(hops)
     print(*parts, sep="\n\n")
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
@@ -98,15 +98,14 @@ def describe_roles(deployment: Deployment) -> str:
     return "\n".join(lines)
 
 
-def describe_slice(config: ModelConfig, deployment: Deployment) -> str:
-    """Returns the hops of the roles' layout on a TPU slice, in a line for each possible layout."""
-    try:
-        lines = [str(each) for each in slice_layouts(deployment, config)]
-    except ConfigError as error:
-        lines = [str(error)]
-    if len(lines) > 1:
-        lines.append("`launch` takes the first; `attention.processes`, `ffn.processes` fix one")
-    return "\n".join(lines)
+def describe_slice(deployment: Deployment) -> str:
+    """Returns the hops of the roles' layout on a TPU slice, counted in a process of the planner."""
+    kind = device_kind(deployment.attention.hardware)
+    if not kind.startswith("TPU") or not deployment.topology.has("ffn"):
+        return ""
+    command = [sys.executable, "-m", "jaxserve.planner.slice_layout"]
+    tree = msgspec.json.encode(deployment)
+    return subprocess.run(command, input=tree, capture_output=True, check=True).stdout.decode()
 
 
 def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:

@@ -5,13 +5,16 @@ Called by `launch`, which starts the first of `slice_layouts`, and by `serve --c
 """
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import by_process, role_groups
 from jaxserve.model.ffn.traffic import (
@@ -136,3 +139,20 @@ def row_bytes(config: ModelConfig, deployment: Deployment) -> tuple[float, float
     else:
         moved = gather_moves(mesh, row)
     return row.packed + row.result, attention, moved.there + moved.back
+
+
+def main() -> None:
+    """Prints the hops of the deployment that `serve --check` writes to the input as JSON."""
+    deployment = msgspec.json.decode(sys.stdin.buffer.read(), type=Deployment)
+    config, _ = read_model(deployment)
+    try:
+        lines = [str(each) for each in slice_layouts(deployment, config)]
+    except ConfigError as error:
+        lines = [str(error)]
+    if len(lines) > 1:
+        lines.append("`launch` takes the first; attention.processes and ffn.processes fix one")
+    print("\n".join(["", *lines]))
+
+
+if __name__ == "__main__":
+    main()

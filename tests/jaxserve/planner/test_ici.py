@@ -2,7 +2,7 @@
 
 from jaxserve.commands.checking import describe_slice
 from jaxserve.config.load import load_deployment
-from jaxserve.launch.checked import model_of, on_slice
+from jaxserve.launch.checked import on_slice
 from jaxserve.planner.ici import Hops, Torus, count
 from tests import golden
 
@@ -52,7 +52,7 @@ def test_the_layout_with_the_fewest_bytes_times_hops() -> None:
         made, lines = on_slice(load_deployment(name), "")
         found.append(f"{name}, processes {made.attention.processes}, {made.ffn.processes}")
         found += lines
-        said = describe_slice(model_of(made), load_deployment(name)).splitlines()
-        assert said[: len(lines)] == lines
+    said = describe_slice(load_deployment("step3-v6e")).splitlines()
+    assert said[1:3] == [line for line in found if line.startswith("v6e 8x8")]
     golden.check("planner/ici.txt", "\n".join(found) + "\n")
     assert Hops(5.25, 4, 3, 1).weighed(100, 10, 1000) == 525 + 30 + 1000
