@@ -10,6 +10,7 @@ from jaxserve.checkpoint.conversion import convert, verify
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.reading import Region, read_regions
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.checkpoint.tensors import list_tensors
@@ -65,7 +66,9 @@ def test_a_converted_one_s(scheme, converted, objects):
 def test_from_a_bucket_to_a_converted_folder(folder, converted, objects, tmp_path):
     objects.upload(folder, "step3")
     convert("s3://models/step3", tmp_path / "int8", "int8")
-    assert weights_digest(str(tmp_path / "int8")) == weights_digest(str(converted))
+    found, expected = read_manifest(tmp_path / "int8"), read_manifest(converted)
+    assert found.blocks == expected.blocks
+    assert found.conversion.source == weights_digest("s3://models/step3")  # by generations
 
 
 def test_damage(converted, objects):
