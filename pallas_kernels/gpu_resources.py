@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -75,9 +75,10 @@ def plugin() -> Path | None:
     return None
 
 
-def cases(op: str) -> list[Case]:
-    """The cases that an op lists."""
-    found: list[Case] = importlib.import_module(f"pallas_kernels.{op}.gpu_cases").cases()
+def cases(op: str, function: Literal["cases", "before_hopper"] = "cases") -> list[Case]:
+    """The cases that an op lists, for Hopper or for GPUs before it."""
+    module = importlib.import_module(f"pallas_kernels.{op}.gpu_cases")
+    found: list[Case] = getattr(module, function)()
     return found
 
 
@@ -205,12 +206,9 @@ def _compile_before_hopper(name: str) -> None:
     Raises:
       RuntimeError: registers spill, or no kernel was compiled.
     """
-    from pallas_kernels.attention import gpu_cases
-
     prepare()
     warnings.simplefilter("ignore", DeprecationWarning)  # Pallas' Triton backend is deprecated.
-    for batch in gpu_cases.BEFORE_HOPPER:
-        case = gpu_cases.batch(*batch)
+    for case in cases("attention", "before_hopper"):
         compiled = compile_function(case.function, case.arguments, name, REFUSE_SPILLS)
         if "paged_attention" not in str(compiled.as_text()):
             raise RuntimeError(f"{case.name}: no kernel was compiled")

@@ -164,7 +164,7 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
 
 
 def test_a_process_does_not_reach_what_only_others_run() -> None:
-    inside = {"jaxserve.link.dispatch.runtime_link", "jaxserve.roles.colocated_programs"}
+    inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated_programs"}
     of_ffn = {"jaxserve.roles.ffn", "jaxserve.model.ffn.exchange"}
     of_attention = {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"}
     engine = {"jaxserve.engine.engine", "jaxserve.engine.scheduler"}

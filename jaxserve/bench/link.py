@@ -33,8 +33,8 @@ from jaxserve.fleet.devices import initialise
 from jaxserve.link.dispatch.copy import fast_copy, fast_first, fast_shards
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
 from jaxserve.link.dispatch.route import Route
-from jaxserve.link.dispatch.runtime_link import TRANSPORTS
 from jaxserve.link.dispatch.transport import Transport
+from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.mesh import Submeshes
 from jaxserve.ports import free_port
 from jaxserve.roles.compilation import hot_call

@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.dispatch.runtime_link import RuntimeLink
+from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table

@@ -34,8 +34,8 @@ from jaxserve.model.module import BLOCK, Formats, Part, Template, matrix, rms_no
 from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
-from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 
 
 class AttentionBlock(nnx.Module):

@@ -27,8 +27,8 @@ from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.arguments import from_arguments
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.link.dispatch.runtime_link import TRANSPORTS
 from jaxserve.link.dispatch.transport import Transport
+from jaxserve.link.runtime_link import TRANSPORTS
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.model.float_matrices import placed
 from jaxserve.observe.recorder import Recorder

@@ -3,7 +3,7 @@
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.dispatch.runtime_link import RuntimeLink
+from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes, has_local_devices
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.roles.attention import AttentionWorker, build_attention

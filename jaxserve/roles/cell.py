@@ -21,7 +21,7 @@ from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all
 
 if TYPE_CHECKING:  # a cell of one role has neither the other's worker nor links of its own
-    from jaxserve.link.dispatch.runtime_link import RuntimeLink
+    from jaxserve.link.runtime_link import RuntimeLink
     from jaxserve.roles.attention import AttentionWorker
     from jaxserve.roles.expert_slots import ExpertSlots
     from jaxserve.roles.ffn import FFNWorker

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.attention import values
-from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.grouped_matmul.shapes import ExpertShape
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.quantize import QuantArray, scales_shape
 
 ROW_FORMATS: dict[str, RowFormat] = {

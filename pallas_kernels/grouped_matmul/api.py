@@ -30,7 +30,7 @@ refused (`pallas_kernels/coverage.py`).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,14 +38,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
-
-RowFormat = Literal["fp8", "int8", "float"]
 
 _Stack = Array | QuantArray | InputMajor
 _Weights = tuple[_Stack, _Stack, _Stack]

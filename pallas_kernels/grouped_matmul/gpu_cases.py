@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu_resources import Case
-from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul, swiglu_steps_of_fp8
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed, sum_and_pack, sum_packed
 from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
 from pallas_kernels.grouped_matmul.shapes import SHAPES
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.quantize import QuantArray
 
 FORMATS: dict[str, tuple[Any, tuple[int, int] | None, RowFormat | None]] = {

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int8
 
-from pallas_kernels.grouped_matmul.packed_sums import Unsummed
+from pallas_kernels.grouped_matmul.routed import Choices
 from pallas_kernels.mosaic_gpu import quantise, store
 from pallas_kernels.target import Target
 
@@ -26,6 +26,9 @@ MOST_COLUMNS = 8192
 VECTORS = (8, 4, 2, 1)
 """Neighbours that a thread may have, to choose from."""
 
+Addends = tuple[Array | None, Choices | None, int | None]
+"""Fields of `packed_sums.Unsummed`."""
+
 
 def gap(d: int, words: int) -> str:
     """What of a call the kernels do not cover; empty: nothing."""
@@ -35,14 +38,21 @@ def gap(d: int, words: int) -> str:
 
 
 def pack(
-    sums: Unsummed, words: int, major: tuple[int, int], target: Target, *, everywhere: bool = True
+    sums: Addends,
+    shape: tuple[int, int],
+    words: int,
+    major: tuple[int, int],
+    target: Target,
+    *,
+    everywhere: bool = True,
 ) -> Int8[Array, "tokens words"]:
-    """See `Unsummed.packed`; for what `gap` leaves."""
-    return pack_pieces(sums, words, major, target, everywhere=everywhere)[0]
+    """Sums of shape [tokens, d], for calls in which `gap` finds none; see `Unsummed.packed`."""
+    return pack_pieces(sums, shape, words, major, target, everywhere=everywhere)[0]
 
 
 def pack_pieces(
-    sums: Unsummed,
+    sums: Addends,
+    shape: tuple[int, int],
     words: int,
     major: tuple[int, int],
     target: Target,
@@ -50,24 +60,25 @@ def pack_pieces(
     *,
     everywhere: bool = True,
 ) -> tuple[Int8[Array, "part words"], ...]:
-    """The same in so many equal parts of the rows."""
+    """The same in `count` equal parts of the rows."""
+    base, choices, packed = sums
     arguments: list[Array] = []
-    if sums.base is not None:
-        arguments.append(sums.base)
-    if sums.choices is not None:
-        rows, gates, order = sums.choices
+    if base is not None:
+        arguments.append(base)
+    if choices is not None:
+        rows, gates, order = choices
         arguments += [rows, order.place.reshape(-1)]
         if gates is not None:
             arguments.append(gates.astype(jnp.float32).reshape(-1))
-        if sums.d is not None:
+        if packed is not None:
             arguments.append(_as_floats(rows[None]))
-    tokens, d = sums.shape
-    everywhere |= sums.base is not None
+    tokens, d = shape
+    everywhere |= base is not None
     body = functools.partial(
         _pack,
         d=d,
-        has_base=sums.base is not None,
-        has_gates=sums.choices is not None and sums.choices.gates is not None,
+        has_base=base is not None,
+        has_gates=choices is not None and choices.gates is not None,
         major=major,
         everywhere=everywhere,
         count=count,

@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul import mosaic_tpu_fetch as fetch
-from pallas_kernels.grouped_matmul.api import RowFormat
 from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
     WeightArray,
     factor_of,
@@ -49,7 +48,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
-from pallas_kernels.grouped_matmul.tiles import tpu_tiles
+from pallas_kernels.grouped_matmul.tiles import RowFormat, tpu_tiles
 from pallas_kernels.known import when_known
 from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format

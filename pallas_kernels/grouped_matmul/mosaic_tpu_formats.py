@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.grouped_matmul.api import RowFormat
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target

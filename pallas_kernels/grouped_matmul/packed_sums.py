@@ -86,7 +86,9 @@ class Unsummed(NamedTuple):
         if target is not None and tokens:
             from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-            return mosaic_gpu_sums.pack(self, words, major, target, everywhere=everywhere)
+            return mosaic_gpu_sums.pack(
+                self, self.shape, words, major, target, everywhere=everywhere
+            )
         values, scales = quantize_rows(self.total(), "int8")
         packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
         packed = jnp.pad(packed, ((0, 0), (0, words - packed.shape[1])))
@@ -101,7 +103,7 @@ class Unsummed(NamedTuple):
             return tuple(jnp.split(self.packed(words), count))
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-        return mosaic_gpu_sums.pack_pieces(self, words, (1, 1), target, count)
+        return mosaic_gpu_sums.pack_pieces(self, self.shape, words, (1, 1), target, count)
 
 
 class Parts(NamedTuple):

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Num
 
 from pallas_kernels.coverage import Implementation
-from pallas_kernels.grouped_matmul.api import RowFormat, grouped_swiglu
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, current_target

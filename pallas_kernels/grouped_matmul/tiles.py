@@ -119,6 +119,8 @@ class HopperTiles(NamedTuple):
     cluster: int = 2
 
 
+RowFormat = Literal["fp8", "int8", "float"]
+"""Format of rows that a caller asks for."""
 Kind = Literal[
     "16 bits",
     "int8",

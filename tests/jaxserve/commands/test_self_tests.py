@@ -7,7 +7,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.commands import self_tests
 from jaxserve.config.load import load_deployment
-from jaxserve.link.dispatch import runtime_link
+from jaxserve.link import runtime_link
 from jaxserve.model.ffn import exchange
 from jaxserve.preflight import parts
 from jaxserve.preflight.outcomes import Failed
@@ -16,7 +16,7 @@ from tests import golden
 SIZES = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
 POISON = """
 import jax.numpy as jnp
-from jaxserve.link.dispatch import runtime_link
+from jaxserve.link import runtime_link
 from jaxserve.model.ffn import exchange
 from jaxserve.preflight import parts
 from jaxserve.preflight.outcomes import Failed

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import triton_gpu_kernel
-from pallas_kernels.attention.gpu_cases import BEFORE_HOPPER, batch
+from pallas_kernels.attention.gpu_cases import before_hopper
 from pallas_kernels.target import Target, target_of
 from tests.pallas_kernels import gpu_aot
 from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes
@@ -78,4 +78,4 @@ def test_devices(kind, backend):
 @pytest.mark.parametrize("device", ["a100", "l40"])
 def test_models_compile_without_spills(device):
     lines = gpu_aot.lines_of("pallas_kernels.gpu_resources", "--before-hopper", device)
-    assert lines == [batch(*case).name for case in BEFORE_HOPPER]
+    assert lines == [case.name for case in before_hopper()]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config import topology
-from jaxserve.link.dispatch import runtime_link
+from jaxserve.link import runtime_link
 from jaxserve.link.dispatch.copy import public_copy
 from jaxserve.link.dispatch.ends import piece_sharding
 from jaxserve.link.dispatch.route import Route
