@@ -24,7 +24,7 @@ from jaxserve.bench.random_model import deployment_of, templates_of
 from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.step3 import step3_names
-from jaxserve.config.model import MFA, ModelConfig, Rope, Router
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, aligned, replica_table
@@ -132,16 +132,12 @@ class _Layer(NamedTuple):
 
 def model_config() -> ModelConfig:
     """One MoE layer without a shared expert."""
+    attention = MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4))
+    moe = FFN(router=Router(experts=EXPERTS, top_k=TOP_K), expert_d_ff=D_FF)
     return ModelConfig(
         vocab=64,
         d_model=D_MODEL,
-        layers=1,
-        attention=MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8),
-        rope=Rope(theta=1e4),
-        d_ff=16,
-        moe_layers=frozenset((0,)),
-        router=Router(experts=EXPERTS, top_k=TOP_K),
-        expert_d_ff=D_FF,
+        decoder=decoder_layers(1, attention, moe),
         norm_epsilon=1e-5,
         max_positions=64,
     )
@@ -210,7 +206,7 @@ def stage_ms(layer: _Layer, placement: Placement, rounds: int) -> float:
 
 def counting(layer: _Layer, rounds: int) -> float:
     """Core time of the layer's program over that of one that leaves the counts as they are."""
-    program = layer.programs.ffn(ROWS, "moe")
+    program = layer.programs.ffn(ROWS, layer.programs.config.moe)
 
     def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
         return *program.body(message, tables, counts, leaves)[:-1], *counts

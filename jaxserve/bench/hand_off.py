@@ -29,7 +29,7 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import MFA, ModelConfig, Rope
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
@@ -87,13 +87,11 @@ def measure(quick: bool) -> Part:
 
 def open_worker(role: str) -> Engine:
     """An engine with one end of the link; the weights do not depend on the role."""
+    attention = MFA(q_heads=1, kv_heads=1, head_dim=HEAD_DIM, latent=32, rope=Rope(theta=1e4))
     config = ModelConfig(
         vocab=256,
         d_model=64,
-        layers=LAYERS,
-        attention=MFA(q_heads=1, kv_heads=1, head_dim=HEAD_DIM, latent=32),
-        rope=Rope(theta=1e4),
-        d_ff=64,
+        decoder=decoder_layers(LAYERS, attention, FFN(d_ff=64)),
         norm_epsilon=1e-5,
         max_positions=MAX_LENGTH,
     )

@@ -29,7 +29,7 @@ from jaxserve.bench.random_model import (
 )
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import Worker, run_worker, writing
-from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
+from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import decode_rows, encode_rows
 from jaxserve.roles.attention import AttentionExecutables
@@ -42,7 +42,10 @@ from jaxserve.roles.weights import zeroed
 LAYERS = 16
 """A quarter of a real model's, and fewer than the CPU backend allows in flight on a device (32)."""
 KV_LENGTH = 3
-KIND = LayerKind("moe")
+KIND = LayerKind(
+    MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4)),
+    FFN(router=Router(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
+)
 _SECONDS = 300.0
 NAIVE_LIMIT, BARE_LIMIT = 0.25, 1.15
 LOOPS = ("driver", "bare", "naive")
@@ -75,14 +78,7 @@ def tiny_model() -> RandomModel:
     config = ModelConfig(
         vocab=64,
         d_model=16,
-        layers=LAYERS,
-        attention=MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8),
-        rope=Rope(theta=1e4),
-        d_ff=16,
-        moe_layers=frozenset(range(LAYERS)),
-        router=Router(experts=4, top_k=2),
-        expert_d_ff=8,
-        shared_d_ff=8,
+        decoder=(KIND,) * LAYERS,
         norm_epsilon=1e-5,
         max_positions=64,
     )
@@ -104,7 +100,7 @@ def compile_naive(model: RandomModel) -> NaivePrograms:
     return NaivePrograms(
         _unpacked(model, attention.enter(bucket, KIND)).compile(),
         _unpacked(model, attention.attend(bucket, KIND)).compile(),
-        _fed_unpacked(model, model.ffn.ffn(bucket.tokens, "moe")).compile(),
+        _fed_unpacked(model, model.ffn.ffn(bucket.tokens, KIND.ffn)).compile(),
     )
 
 
@@ -178,7 +174,7 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     tokens, link = model.bucket.tokens, model.link
     attend = wrap("attend", hot_call(executables.attend[KIND]))
     size = model.ffn.contract.size(tokens)
-    ffn = experts_of(model, wrap("ffn", hot_call(model.ffn_executables["moe", size])))
+    ffn = experts_of(model, wrap("ffn", hot_call(model.ffn_executables[KIND.ffn, size])))
     dispatch = wrap("dispatch", link.dispatch(0, tokens).copier())
     combine = wrap("combine", link.combine[tokens].copier())
     attention = weights.layers
@@ -300,7 +296,7 @@ def without_calls(model: RandomModel) -> Cell:
         "sampling": None,
     }
     size = model.ffn.contract.size(model.bucket.tokens)
-    ffn: Any = {("moe", size): lambda *arguments: (nothing,) * 2}  # and the experts' tokens
+    ffn: Any = {(KIND.ffn, size): lambda *arguments: (nothing,) * 2}  # and the experts' tokens
     return model.cell(AttentionExecutables(**hollow), ffn, _Nowhere(nothing))
 
 

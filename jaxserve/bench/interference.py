@@ -31,7 +31,7 @@ from jaxserve.bench.hand_off import start_worker, wait_for, write_whole
 from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
-from jaxserve.config.model import MFA, ModelConfig, Rope
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.link.pages.source import PagesSource
@@ -87,13 +87,11 @@ def measure(quick: bool) -> Part:
 
 def open_worker(role: str) -> Engine:
     """An engine with its end of the link; the weights do not depend on the role."""
+    attention = MFA(q_heads=2, kv_heads=1, head_dim=256, latent=128, rope=Rope(theta=1e4))
     config = ModelConfig(
         vocab=256,
         d_model=512,
-        layers=6,
-        attention=MFA(q_heads=2, kv_heads=1, head_dim=256, latent=128),
-        rope=Rope(theta=1e4),
-        d_ff=2048,
+        decoder=decoder_layers(6, attention, FFN(d_ff=2048)),
         norm_epsilon=1e-5,
         max_positions=MAX_LENGTH,
     )

@@ -41,7 +41,7 @@ from jaxserve.bench.workers import (
 )
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope, Router
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
 from jaxserve.config.topology import TRANSPORTS, Role
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
@@ -143,17 +143,12 @@ def ideal_gains(attend: float, ffn: float, link: float) -> dict[int, float]:
 
 def model_config(width: int) -> ModelConfig:
     """MoE layers whose shared expert has this width."""
+    attention = MFA(q_heads=8, kv_heads=1, head_dim=64, latent=256, rope=Rope(theta=1e4))
+    moe = FFN(router=Router(experts=8, top_k=2), expert_d_ff=64, d_ff=width)
     return ModelConfig(
         vocab=64,
         d_model=256,
-        layers=LAYERS,
-        attention=MFA(q_heads=8, kv_heads=1, head_dim=64, latent=256),
-        rope=Rope(theta=1e4),
-        d_ff=256,
-        moe_layers=frozenset(range(LAYERS)),
-        router=Router(experts=8, top_k=2),
-        expert_d_ff=64,
-        shared_d_ff=width,
+        decoder=decoder_layers(LAYERS, attention, moe),
         norm_epsilon=1e-5,
         max_positions=CONTEXT,
     )
@@ -191,7 +186,10 @@ def calibrate(calls: int) -> dict[str, Any]:
 
 def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     """Milliseconds of one attend, and a message that it sends, on the ffn device."""
-    enter, attend = model.executables.enter, model.executables.attend[LayerKind("moe")]
+    enter, attend = (
+        model.executables.enter,
+        model.executables.attend[model.attention.config.layer(0)],
+    )
     programs, leaves = model.attention, model.weights.layers[0]
     put = GroupPut(programs)
     batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
@@ -214,9 +212,10 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
 def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     """Milliseconds of one ffn of this width."""
     templates, settings, meshes = templates_of(deployment(1, "device_put"), model_config(width))
-    template, mesh = templates.ffn["moe"], meshes.ffn
+    ((spec, template),) = templates.ffn.items()
+    mesh = meshes.ffn
     programs = FFNPrograms(templates, settings, mesh)
-    compiled = programs.ffn(bucket_of(settings).tokens, "moe").compile()
+    compiled = programs.ffn(bucket_of(settings).tokens, spec).compile()
     leaves = [
         jax.device_put(leaf, cached_sharding(mesh, spec))
         for leaf, spec in zip(template.random(0), template.specs(FFN_RULES), strict=True)

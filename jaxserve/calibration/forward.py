@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.calibration.gptq import dequantised
-from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, Attention, ModelConfig
+from jaxserve.config.model import Router as Rule
 from jaxserve.model.attention.rope import paired, rotation
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Template, rms_norm
@@ -43,7 +44,7 @@ class Routing(NamedTuple):
 
 
 def attend(
-    config: ModelConfig, window: int, leaves: Leaves, x: np.ndarray
+    config: ModelConfig, spec: Attention, leaves: Leaves, x: np.ndarray
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The residual stream behind attention, and what its matrices read, once where several read the
     same.
@@ -55,7 +56,7 @@ def attend(
       rows as x, and inputs [sequences · tokens, d_in] by leaf.
     """
     floats = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
-    done = [_attend_one(config, window, floats, sequence) for sequence in x]
+    done = [_attend_one(config, spec, floats, sequence) for sequence in x]
     inputs = {
         name: np.concatenate([np.asarray(found[name]) for _, found in done]) for name in done[0][1]
     }
@@ -64,7 +65,10 @@ def attend(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_one(
-    config: ModelConfig, window: int, leaves: dict[str, Array], x: Float[Array, "tokens d_model"]
+    config: ModelConfig,
+    spec: Attention,
+    leaves: dict[str, Array],
+    x: Float[Array, "tokens d_model"],
 ) -> tuple[Array, Inputs]:
     normed = rms_norm(x, leaves["input_norm"], config.norm_epsilon)
     own = {
@@ -73,36 +77,36 @@ def _attend_one(
         if name.startswith("attention.")
     }
     families: dict[type, Callable[..., tuple[Array, Inputs]]] = {MFA: _mfa, GQA: _gqa, MLA: _mla}
-    mixed, inputs = families[type(config.attention)](config, window, own, normed)
+    mixed, inputs = families[type(spec)](config, spec, own, normed)
     inputs["out"] = mixed.reshape(x.shape[0], -1)
     share = _linear(inputs["out"], own["out"], own.get("out_bias"))
     return x + share, {f"attention.{name}": rows for name, rows in inputs.items()}
 
 
 def _mfa(
-    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
-    sizes, tokens = config.attention, x.shape[0]
+    tokens = x.shape[0]
     assert isinstance(sizes, MFA)
     kv = sizes.kv_heads * sizes.head_dim
     query, key, value = jnp.split(
         _linear(x, leaves["down"]), [sizes.latent, sizes.latent + kv], axis=-1
     )
     latent = rms_norm(query, leaves["inter_norm"], config.norm_epsilon)
-    turn = rotation(jnp.arange(tokens), sizes.head_dim, config.rope)
+    turn = rotation(jnp.arange(tokens), sizes.head_dim, sizes.rope)
     query = rotate(_linear(latent, leaves["up"]).reshape(tokens, -1, sizes.head_dim), *turn)
     key = rotate(key.reshape(tokens, sizes.kv_heads, -1), *turn)
     value = value.reshape(tokens, sizes.kv_heads, -1)
-    mixed = _mixed(query, key, value, sizes.head_dim**-0.5, window)
+    mixed = _mixed(query, key, value, sizes.head_dim**-0.5, sizes.window)
     return mixed, {"down": x, "up": latent}
 
 
 def _gqa(
-    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
-    sizes, tokens = config.attention, x.shape[0]
+    tokens = x.shape[0]
     assert isinstance(sizes, GQA)
-    turn = rotation(jnp.arange(tokens), sizes.head_dim, config.rope)
+    turn = rotation(jnp.arange(tokens), sizes.head_dim, sizes.rope)
 
     def heads(name: str) -> Array:
         made = _linear(x, leaves[name], leaves.get(f"{name}_bias"))
@@ -111,15 +115,15 @@ def _gqa(
             made = rms_norm(made.reshape(tokens, -1, norm.size), norm, config.norm_epsilon)
         return made.reshape(tokens, -1, sizes.head_dim)
 
-    query, key = (rotate(paired(heads(name), config.rope), *turn) for name in ("query", "key"))
-    mixed = _mixed(query, key, heads("value"), sizes.head_dim**-0.5, window)
+    query, key = (rotate(paired(heads(name), sizes.rope), *turn) for name in ("query", "key"))
+    mixed = _mixed(query, key, heads("value"), sizes.head_dim**-0.5, sizes.window)
     return mixed, {"query": x}
 
 
 def _mla(
-    config: ModelConfig, window: int, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
-    sizes, tokens = config.attention, x.shape[0]
+    tokens = x.shape[0]
     assert isinstance(sizes, MLA)
     down = _linear(x, leaves["down"], leaves.get("down_bias"))
     low, row = jnp.split(down, [sizes.q_latent], axis=-1)
@@ -130,15 +134,17 @@ def _mla(
         tokens, sizes.q_heads, -1
     )
     latent = rms_norm(row[:, : sizes.kv_latent], leaves["latent_norm"], sizes.latent_epsilon)
-    turn = functools.partial(rotate, interleaved=config.rope.interleaved)
-    angles = rotation(jnp.arange(tokens), sizes.rope_dim, config.rope)
+    turn = functools.partial(rotate, interleaved=sizes.rope.interleaved)
+    angles = rotation(jnp.arange(tokens), sizes.rope_dim, sizes.rope)
     shared = turn(row[:, None, sizes.kv_latent :], *angles)
     key = jnp.einsum("tc,hnc->thn", latent, leaves["key_up"], precision="highest")
     shared = jnp.broadcast_to(shared, (*key.shape[:2], sizes.rope_dim))
     nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
     query = jnp.concatenate([nope, turn(rope, *angles)], axis=-1)
     value = jnp.einsum("tc,hvc->thv", latent, leaves["value_up"], precision="highest")
-    return _mixed(query, jnp.concatenate([key, shared], -1), value, sizes.scale, window), inputs
+    return _mixed(
+        query, jnp.concatenate([key, shared], -1), value, sizes.scale, sizes.window
+    ), inputs
 
 
 def _linear(x: Array, w: Array, bias: Array | None = None) -> Array:
@@ -164,16 +170,13 @@ def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndar
     return np.asarray(rms_norm(rows, jnp.asarray(norm, jnp.float32), config.norm_epsilon))
 
 
-def route(config: ModelConfig, leaves: Leaves, normed: np.ndarray) -> Routing:
+def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
     """Each row's experts, in FP32."""
-    assert config.router is not None
-    template = Template(
-        functools.partial(Router, config.d_model, config.router, jnp.dtype(jnp.float32))
-    )
+    template = Template(functools.partial(Router, normed.shape[1], rule, jnp.dtype(jnp.float32)))
     router = template.merge(
         [jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in template.names]
     )
-    experts, gates = router(jnp.asarray(normed), jnp.ones(len(normed), bool), config.experts)
+    experts, gates = router(jnp.asarray(normed), jnp.ones(len(normed), bool), rule.experts)
     return Routing(np.asarray(experts), np.asarray(gates))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.calibration.forward import Leaves, Routing, gated, unit, units
 from jaxserve.calibration.gptq import INT8, Hessian, IntMatrix, Target, gptq, rounded
 from jaxserve.calibration.smoothing import Reader, smoothed, spread_over, widest
-from jaxserve.config.model import GQA, MFA, MLA, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, Attention
 
 Block = MutableMapping[str, np.ndarray]
 """Float leaves of a block, which smoothing changes."""
@@ -34,9 +34,8 @@ class Fold(NamedTuple):
     """Query heads that read a head's channels: columns are [heads, group, width]."""
 
 
-def folds(config: ModelConfig, leaves: Leaves) -> list[Fold]:
+def folds(sizes: Attention, leaves: Leaves) -> list[Fold]:
     """Those of the attention part, by family."""
-    sizes = config.attention
     if isinstance(sizes, MFA):
         first = sizes.latent + sizes.kv_heads * sizes.head_dim
         group = sizes.q_heads // sizes.kv_heads
@@ -66,7 +65,7 @@ def folds(config: ModelConfig, leaves: Leaves) -> list[Fold]:
 
 
 def quantise_attention(
-    config: ModelConfig, block: Block, inputs: Mapping[str, np.ndarray]
+    sizes: Attention, block: Block, inputs: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, IntMatrix], dict[str, float]]:
     """The attention part's matrices in INT8; its other leaves are smoothed in place.
 
@@ -78,7 +77,7 @@ def quantise_attention(
       matrices by leaf, and the strength of every fold by what writes its channels.
     """
     strengths, divided = {}, {}
-    all_folds = folds(config, block)
+    all_folds = folds(sizes, block)
     for fold in all_folds:
         rows = inputs[fold.readers[0]]
         shape = (fold.heads, fold.group, -1) if fold.group > 1 else (-1,)

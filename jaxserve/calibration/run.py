@@ -135,26 +135,26 @@ class Calibrator:
     def _layer(self, layer: int) -> tuple[Leaves, Leaves]:
         """Both blocks, quantised; the rows move on."""
         config = self._config
-        kind = config.kind(layer)
+        kind = config.layer(layer)
         assert self._rows is not None
         attention, ffn = (
             self._source.floats(f"layers.{layer}.{role}") for role in ("attention", "ffn")
         )
         strengths: dict[str, float] = {}
         if self._target == INT8:
-            _, inputs = forward.attend(config, kind.window, attention, self._rows)
-            matrices, strengths = quantise_attention(config, attention, inputs)
+            _, inputs = forward.attend(config, kind.attention, attention, self._rows)
+            matrices, strengths = quantise_attention(kind.attention, attention, inputs)
             del inputs
             for name, matrix in matrices.items():
                 del attention[name]
                 attention |= {f"{name}.values": matrix.values, f"{name}.scales": matrix.scales}
-        rows = forward.attend(config, kind.window, as_floats(attention), self._rows)[0]
+        rows = forward.attend(config, kind.attention, as_floats(attention), self._rows)[0]
         normed, routing = self._routed(layer, attention, rows)
         while (short := self._short(routing)) and self._taken < len(self._all):
             more = self._all[self._taken : 2 * self._taken]
             self._taken += len(more)
             before = self.rows_before(layer, more)
-            behind = forward.attend(config, kind.window, as_floats(attention), before)[0]
+            behind = forward.attend(config, kind.attention, as_floats(attention), before)[0]
             rows = np.concatenate([rows, behind])
             normed, routing = self._routed(layer, attention, rows)
         enough = self._settings.expert_samples
@@ -177,8 +177,8 @@ class Calibrator:
         self, layer: int, attention: Leaves, rows: np.ndarray
     ) -> tuple[np.ndarray, forward.Routing | None]:
         normed = forward.normed_rows(self._config, attention["post_norm"], rows)
-        moe = self._config.kind(layer).ffn == "moe"
-        return normed, forward.route(self._config, attention, normed) if moe else None
+        rule = self._config.layer(layer).ffn.router
+        return normed, forward.route(rule, attention, normed) if rule else None
 
     def _short(self, routing: forward.Routing | None) -> dict[int, int]:
         """Experts that saw too few samples, and how many."""
@@ -200,7 +200,7 @@ class Calibrator:
                 self._source.written(f"layers.{done}.{role}") for role in ("attention", "ffn")
             )
             attention = as_floats(attention)
-            rows = forward.attend(config, config.kind(done).window, attention, rows)[0]
+            rows = forward.attend(config, config.layer(done).attention, attention, rows)[0]
             normed, routing = self._routed(done, attention, rows)
             rows = rows + forward.feed_forward(ffn, normed, routing).reshape(rows.shape)
         entered = config.layers <= layer < config.all_layers

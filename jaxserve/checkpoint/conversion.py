@@ -91,7 +91,7 @@ class _Model(NamedTuple):
         if block.name in ("embedding", "head"):
             return getattr(self.templates, block.name), ATTENTION_RULES
         _, layer, role = block.name.split(".")
-        kind = self.config.kind(int(layer))
+        kind = self.config.layer(int(layer))
         if role == "prediction":
             return self.templates.prediction, ATTENTION_RULES
         if role == "attention":
@@ -142,7 +142,7 @@ def convert(
         raise CheckpointError(f"{source} is converted already")
     checkpoint = HFCheckpoint(source, names)
     if checkpoint.has_any(names.unloaded):
-        config, names = _read(source, ignored, config.mtp_layers, weights, group)
+        config, names = _read(source, ignored, len(config.predictors), weights, group)
         checkpoint = HFCheckpoint(source, names)
     checkpoint.on_read = on_read
     dtype = _dtype(checkpoint, names, weights)

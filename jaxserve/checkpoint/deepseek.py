@@ -1,38 +1,31 @@
 """DeepSeek-V3 and R1, and Kimi K2 and K2.5, which have the same architecture (`model_type`
 deepseek_v3, kimi_k2 and kimi_k25): their config.json and their tensors."""
 
+import functools
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
-from jaxserve.checkpoint.source import (
-    Source,
-    Sources,
-    View,
-    matrix,
-    vector,
-)
-from jaxserve.config.model import MLA, ModelConfig, Rope, Router
+from jaxserve.checkpoint.source import Source, Sources, View, matrices, matrix, vector
+from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, Router, decoder_layers
 
 
 def deepseek_config(entries: Entries) -> ModelConfig:
     """DeepSeek-V3's config.json."""
     decoder = entries.decoder()
+    layers, dense = decoder.pop("layers"), FFN(d_ff=decoder.pop("d_ff"))
     rope_dim = entries.size("qk_rope_head_dim")
     rope = entries.rope(
         "qk_rope_head_dim", rope_dim, interleaved=entries.flag("rope_interleave", default=True)
     )
     # Implied by the other attention entries.
     entries.meaningless("num_key_value_heads", "head_dim", "qk_head_dim")
-    return ModelConfig(
-        **decoder,
-        **experts(entries, decoder["layers"]),
-        attention=_attention(entries, rope, rope_dim),
-        rope=rope,
-    )
+    attention = _attention(entries, rope, rope_dim)
+    return ModelConfig(**decoder, **all_layers(entries, attention, layers, dense))
 
 
-def experts(entries: Entries, layers: int) -> dict[str, Any]:
-    """Reads routed experts, shared expert and prediction modules, as fields of `ModelConfig`."""
+def all_layers(entries: Entries, attention: Attention, layers: int, dense: FFN) -> dict[str, Any]:
+    """Reads the FFN with routed experts and a shared one, the layers that have it, and the number
+    of prediction modules. Returns all layers as fields of `ModelConfig`."""
     first, every = (
         entries.size("first_k_dense_replace", least=0, default=0),
         entries.size("moe_layer_freq", default=1),
@@ -44,12 +37,11 @@ def experts(entries: Entries, layers: int) -> dict[str, Any]:
     rule = _router(entries, count)
     entries.only("topk_method", "noaux_tc")
     entries.only("mlp_bias", False)
+    shared = expert_d_ff * entries.size("n_shared_experts", least=0, default=0)
+    moe = FFN(d_ff=shared, router=rule, expert_d_ff=expert_d_ff)
     return {
-        "moe_layers": frozenset(moe_layers),
-        "router": rule if moe_layers or mtp_layers else None,
-        "expert_d_ff": expert_d_ff,
-        "shared_d_ff": expert_d_ff * entries.size("n_shared_experts", least=0, default=0),
-        "mtp_layers": mtp_layers,
+        "decoder": decoder_layers(layers, attention, dense, moe, moe_layers),
+        "predictors": decoder_layers(mtp_layers, attention, moe),
     }
 
 
@@ -68,6 +60,7 @@ def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
         rope_dim=rope_dim,
         v_dim=entries.size("v_head_dim"),
         scale=scale,
+        rope=rope,
         bias=entries.flag("attention_bias"),
     )
 
@@ -89,28 +82,22 @@ def _router(entries: Entries, count: int) -> Router:
     )
 
 
-def latent_attention(config: ModelConfig, name: str) -> Sources:
+def latent_attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     """The leaves of latent attention; `name` is the prefix of its tensors."""
-    d, sizes = config.d_model, config.attention
+    d = config.d_model
     assert isinstance(sizes, MLA)
     heads, latent = sizes.q_heads, sizes.kv_latent
     queries, down = heads * (sizes.nope_dim + sizes.rope_dim), latent + sizes.rope_dim
     both = sizes.nope_dim + sizes.v_dim
-    low = (sizes.q_latent,) if sizes.q_latent else ()
-    downs = (*("q_a_proj" for _ in low), "kv_a_proj_with_mqa")
-    kv_b = (f"{name}kv_b_proj.weight",), ((heads * both, latent),)
+    downs = {"q_a_proj": sizes.q_latent} if sizes.q_latent else {}
+    downs |= {"kv_a_proj_with_mqa": down}
+    kv_b = matrix(f"{name}kv_b_proj.weight", heads * both, latent)
+    part = functools.partial(View, (heads, both, latent), 1)
     sources = {
-        "attention.down": Source(
-            tuple(f"{name}{each}.weight" for each in downs),
-            tuple((rows, d) for rows in (*low, down)),
-        ),
+        "attention.down": matrices(name, downs, d),
         "attention.latent_norm": vector(f"{name}kv_a_layernorm.weight", latent),
-        "attention.key_up": Source(
-            *kv_b, view=View((heads, both, latent), axis=1, start=0, stop=sizes.nope_dim)
-        ),
-        "attention.value_up": Source(
-            *kv_b, view=View((heads, both, latent), axis=1, start=sizes.nope_dim, stop=both)
-        ),
+        "attention.key_up": kv_b._replace(view=part(0, sizes.nope_dim)),
+        "attention.value_up": kv_b._replace(view=part(sizes.nope_dim, both)),
         "attention.out": matrix(f"{name}o_proj.weight", d, heads * sizes.v_dim),
     }
     if sizes.q_latent:
@@ -124,7 +111,7 @@ def latent_attention(config: ModelConfig, name: str) -> Sources:
         sources |= {
             "attention.down_bias": Source(
                 tuple(f"{name}{each}.bias" for each in downs),
-                tuple((rows,) for rows in (*low, down)),
+                tuple((rows,) for rows in downs.values()),
             ),
             "attention.out_bias": vector(f"{name}o_proj.bias", d),
         }

@@ -161,7 +161,8 @@ class Entries:
         )
 
     def decoder(self) -> dict[str, Any]:
-        """Reads the entries that all decoders have, as fields of `ModelConfig`."""
+        """Reads the entries that all decoders have, as fields of `ModelConfig`, and `layers` and
+        `d_ff`, of which a family makes its layers."""
         return {
             "vocab": self.size("vocab_size"),
             "d_model": self.size("hidden_size"),

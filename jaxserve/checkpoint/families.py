@@ -63,10 +63,10 @@ def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     stored = stored_format(entries)
     entries.only("hidden_act", "silu")
     if not entries.problems:
-        heads, part = config.attention.q_heads, config.attention.kv_heads
-        entries.multiple("num_attention_heads", heads, family.kv_heads, part)
-        if config.router:
-            entries.router(config.router, family.experts, family.top_k)
+        for each in config.attentions():
+            entries.multiple("num_attention_heads", each.q_heads, family.kv_heads, each.kv_heads)
+        if config.moe.router:
+            entries.router(config.moe.router, family.experts, family.top_k)
     entries.refuse_unread()
     entries.raise_problems()
     return msgspec.structs.replace(config, stored=stored)

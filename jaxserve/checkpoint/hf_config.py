@@ -67,10 +67,10 @@ def read_config(
         config = architecture(tree, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    if modules > config.mtp_layers:
+    if modules > len(config.predictors):
         raise ConfigError(
-            f"speculative.modules = {modules}, but the model has {config.mtp_layers} modules of "
-            "multi-token prediction (num_nextn_predict_layers)"
+            f"speculative.modules = {modules}, but the model has {len(config.predictors)} modules "
+            "of multi-token prediction (num_nextn_predict_layers)"
         )
     config = msgspec.structs.replace(config, modules=modules)
     manifest = read_manifest(path.parent)

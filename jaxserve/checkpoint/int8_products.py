@@ -58,7 +58,7 @@ def with_int8_products(config: ModelConfig, deployment: Deployment) -> ModelConf
         raise ConfigError(
             f"attention.int8_products = {wanted}: layers of this model are 0 to {config.layers - 1}"
         )
-    return msgspec.structs.replace(config, int8_layers=layers)
+    return config.with_int8_products(layers)
 
 
 def listed(deployment: Deployment) -> Deployment:

@@ -1,13 +1,8 @@
 """MiniMax-M2, M2.1 and M2.5 (`model_type` minimax_m2): their config.json and their tensors."""
 
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.checkpoint.source import (
-    CheckpointNames,
-    Sources,
-    decoder_names,
-    per_expert,
-)
-from jaxserve.config.model import GQA, FFNKind, ModelConfig, Router
+from jaxserve.checkpoint.source import CheckpointNames, Sources, decoder_names, per_expert
+from jaxserve.config.model import FFN, GQA, ModelConfig, Router, decoder_layers
 
 
 def minimax_m2_config(entries: Entries) -> ModelConfig:
@@ -15,7 +10,7 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
     decoder = entries.decoder()
     heads = entries.heads(decoder["d_model"], 128)
     columns = entries.size("rotary_dim", default=heads["head_dim"])
-    layers, expert_d_ff = decoder["layers"], decoder.pop("d_ff")
+    layers, expert_d_ff = decoder.pop("layers"), decoder.pop("d_ff")
     entries.only("scoring_func", "sigmoid")
     entries.only("qk_norm_type", "per_layer")
     entries.only("shared_intermediate_size", 0)
@@ -36,14 +31,10 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
         renormalise=True,
         bias=True,
     )
-    return ModelConfig(
-        **decoder,
-        attention=GQA(**heads, qk_norm="columns"),
-        rope=entries.rope("head_dim", heads["head_dim"], share=columns / heads["head_dim"]),
-        moe_layers=frozenset(range(layers)),
-        router=rule,
-        expert_d_ff=expert_d_ff,
-    )
+    rope = entries.rope("head_dim", heads["head_dim"], share=columns / heads["head_dim"])
+    attention = GQA(**heads, rope=rope, qk_norm="columns")
+    moe = FFN(router=rule, expert_d_ff=expert_d_ff)
+    return ModelConfig(**decoder, decoder=decoder_layers(layers, attention, moe))
 
 
 def minimax_m2_names(config: ModelConfig) -> CheckpointNames:
@@ -52,5 +43,5 @@ def minimax_m2_names(config: ModelConfig) -> CheckpointNames:
     return decoder_names(config, ffn=_experts, gate=gate, bias=bias)
 
 
-def _experts(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
-    return per_expert(config, f"{layer}block_sparse_moe.experts.", ("w1", "w3", "w2"))
+def _experts(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
+    return per_expert(config, ffn, f"{layer}block_sparse_moe.experts.", ("w1", "w3", "w2"))

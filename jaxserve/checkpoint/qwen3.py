@@ -1,13 +1,15 @@
 """Qwen3, dense and with experts (`model_type` qwen3 and qwen3_moe): their config.json."""
 
+import msgspec
+
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.config.model import GQA, ModelConfig, Router
+from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, Router
 
 
 def qwen3_config(entries: Entries) -> ModelConfig:
     """Qwen3's config.json."""
     decoder = entries.decoder()
-    layers = decoder["layers"]
+    layers, dense = decoder.pop("layers"), FFN(d_ff=decoder.pop("d_ff"))
     moe = entries.any("model_type") == "qwen3_moe"
     # The defaults of transformers, whose dense and MoE classes differ.
     heads = entries.heads(decoder["d_model"], 0 if moe else 128)
@@ -25,16 +27,15 @@ def qwen3_config(entries: Entries) -> ModelConfig:
     entries.only("qkv_bias", bias)
     entries.only("shared_expert_intermediate_size", 0)
     entries.meaningless("moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step")
-    return ModelConfig(
-        **decoder,
-        attention=GQA(**heads, qk_norm="heads", qkv_bias=bias, out_bias=bias),
-        rope=rope,
-        moe_layers=moe_layers,
-        router=rule if moe_layers else None,
-        expert_d_ff=entries.size("moe_intermediate_size") if moe_layers else 0,
-        window=window if window_layers else 0,
-        window_layers=window_layers,
-    )
+    expert_d_ff = entries.size("moe_intermediate_size") if moe_layers else 0
+    moe = FFN(router=rule, expert_d_ff=expert_d_ff)
+    full = GQA(**heads, rope=rope, qk_norm="heads", qkv_bias=bias, out_bias=bias)
+    windowed = msgspec.structs.replace(full, window=window)
+    kinds = [
+        LayerKind(windowed if n in window_layers else full, moe if n in moe_layers else dense)
+        for n in range(layers)
+    ]
+    return ModelConfig(**decoder, decoder=tuple(kinds))
 
 
 def _router(entries: Entries) -> Router | None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -135,9 +134,7 @@ class _Model:
         tokens = sequences.shape[1]
         self._deployment = _deployment(folder, tokens)
         self._meshes = Submeshes(self._deployment)
-        every = msgspec.structs.replace(
-            self.config, int8_layers=frozenset(range(self.config.layers))
-        )
+        every = self.config.with_int8_products(range(self.config.layers))
         self._of = {
             in_int8: ModelTemplates(config, self._deployment, self._meshes)
             for in_int8, config in ((False, self.config), (True, every))
@@ -181,7 +178,7 @@ class _Model:
         self, layer: int, before: dict[Layers, np.ndarray], sets: set[Layers]
     ) -> dict[Layers, np.ndarray]:
         """The rows behind a layer, by set."""
-        kind = self.config.kind(layer)
+        kind = self.config.layer(layer)
         templates = self._of[False]
         attention = self._leaves(
             f"layers.{layer}.attention", templates.attention[kind], ATTENTION_RULES
@@ -195,7 +192,7 @@ class _Model:
             made = []
             for sequence in before[one]:
                 x, normed, *routed = map(np.asarray, attend([*attention.values()], sequence))
-                routing = forward.Routing(*routed) if kind.ffn == "moe" else None
+                routing = forward.Routing(*routed) if kind.ffn.router else None
                 made.append(x + forward.feed_forward(floats, normed, routing))
             behind[one] = np.stack(made)
         return behind

@@ -6,10 +6,10 @@ d_out or stacked along a new first axis (`stacked`). Further entries of that axi
 other tensors (`more`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jaxserve.config.model import GQA, FFNKind, ModelConfig
+from jaxserve.config.model import FFN, GQA, Attention, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -94,6 +94,12 @@ def matrix(name: str, d_out: int, d_in: int) -> Source:
     return Source((name,), ((d_out, d_in),))
 
 
+def matrices(prefix: str, rows: Mapping[str, int], d_in: int) -> Source:
+    """Several linear maps side by side: the names behind the prefix, and the rows of each."""
+    names = tuple(f"{prefix}{name}.weight" for name in rows)
+    return Source(names, tuple((size, d_in) for size in rows.values()))
+
+
 def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
     """The leaves of a dense FFN."""
     return {
@@ -105,12 +111,13 @@ def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
 
 def per_expert(
     config: ModelConfig,
+    ffn: FFN,
     prefix: str,
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Sources:
     """The leaves of the routed experts, one tensor per expert. `matrices` are the names of gate, up
     and down."""
-    d_ff, d_model = config.expert_d_ff, config.d_model
+    d_ff, d_model = ffn.expert_d_ff, config.d_model
     shapes = (d_ff, d_model), (d_ff, d_model), (d_model, d_ff)
     return {
         f"experts.{leaf}": Source(
@@ -122,20 +129,20 @@ def per_expert(
     }
 
 
-def feed_forward(config: ModelConfig, layer: str, kind: FFNKind) -> Sources:
+def feed_forward(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
     """The leaves of a layer's dense FFN, or of its routed experts and shared expert."""
     d_model, mlp = config.d_model, f"{layer}mlp."
-    if kind == "dense":
-        return swiglu("dense", mlp, d_model, config.d_ff)
-    sources = per_expert(config, f"{mlp}experts.")
-    if config.shared_d_ff:
-        sources |= swiglu("dense", f"{mlp}shared_experts.", d_model, config.shared_d_ff)
+    if not ffn.router:
+        return swiglu("dense", mlp, d_model, ffn.d_ff)
+    sources = per_expert(config, ffn, f"{mlp}experts.")
+    if ffn.d_ff:
+        sources |= swiglu("dense", f"{mlp}shared_experts.", d_model, ffn.d_ff)
     return sources
 
 
-def grouped_query(config: ModelConfig, name: str) -> Sources:
+def grouped_query(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     """The leaves of grouped-query attention; `name` is the prefix of its tensors."""
-    d, sizes = config.d_model, config.attention
+    d = config.d_model
     assert isinstance(sizes, GQA)
     heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     sources = {
@@ -167,8 +174,8 @@ def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source
 
 def decoder_names(
     config: ModelConfig,
-    attention: Callable[[ModelConfig, str], Sources] = grouped_query,
-    ffn: Callable[[ModelConfig, str, FFNKind], Sources] = feed_forward,
+    attention: Callable[[ModelConfig, Attention, str], Sources] = grouped_query,
+    ffn: Callable[[ModelConfig, str, FFN], Sources] = feed_forward,
     *,
     gate: str = "mlp.gate",
     bias: str = "mlp.gate.e_score_correction_bias",
@@ -178,8 +185,9 @@ def decoder_names(
     """The tensors of a decoder whose embedding, norms and head have Hugging Face's usual names.
 
     Args:
-      attention: makes the sources of a layer's attention by the prefix of the layer's tensors.
-      ffn: makes the sources of a layer's FFN by that prefix and the kind of the layer.
+      attention: makes the sources of a layer's attention from its spec and the prefix of the
+        attention's tensors.
+      ffn: makes the sources of a layer's FFN from the prefix of the layer's tensors and its spec.
       gate, bias: names of a layer's router matrix, and of its bias where the model has one.
       outer: prefix of all tensors of a decoder that is a part of a larger model.
       ignored: as in `CheckpointNames`.
@@ -188,21 +196,21 @@ def decoder_names(
     table, head = (f"{outer}{name}.weight" for name in ("model.embed_tokens", "lm_head"))
     matrix_shape = config.vocab, d
     # Multi-token-prediction modules are numbered after the layers.
-    every = range(config.layers + config.mtp_layers)
+    every = range(config.layers + len(config.predictors))
     prefixes = [f"{outer}model.layers.{layer}." for layer in every]
     attentions, ffns = [], []
     for layer, prefix in enumerate(prefixes):
-        kind = config.kind(layer).ffn
-        sources = attention(config, f"{prefix}self_attn.") | {
+        kind = config.layer(layer)
+        sources = attention(config, kind.attention, f"{prefix}self_attn.") | {
             "input_norm": vector(f"{prefix}input_layernorm.weight", d),
             "post_norm": vector(f"{prefix}post_attention_layernorm.weight", d),
         }
-        if kind == "moe":
+        if router := kind.ffn.router:
             sources["router.gate"] = matrix(f"{prefix}{gate}.weight", config.experts, d)
-            if config.router and config.router.bias:
+            if router.bias:
                 sources["router.bias"] = vector(f"{prefix}{bias}", config.experts)
         attentions.append(sources)
-        ffns.append(ffn(config, prefix, kind))
+        ffns.append(ffn(config, prefix, kind.ffn))
     modules = prefixes[config.layers :]
     predictions = [prediction(config, prefix) for prefix in modules]
     unloaded = (*attentions[end:], *ffns[end:], *predictions[config.modules :])

@@ -4,6 +4,8 @@
 it and never checks a model's name.
 """
 
+import itertools
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -44,19 +46,6 @@ def held_floats(role: str, weights: str, dtype: Floats, floats: Floats, *, on_cp
     return "bfloat16" if on_cpus and stays else dtype
 
 
-class LayerKind(NamedTuple):
-    """The kind of a layer; layers of one kind run the same programs."""
-
-    ffn: FFNKind
-    window: int = 0
-    """Size of the attention window, the token itself included; 0: unlimited."""
-    int8_products: bool = False
-    """Whether attention multiplies in INT8 (`attention.int8_products`)."""
-
-    def __str__(self) -> str:
-        return self.ffn + "_window" * bool(self.window) + "_int8" * self.int8_products
-
-
 class Yarn(msgspec.Struct, frozen=True, kw_only=True):
     """RoPE frequencies for contexts longer than the training's (arXiv 2309.00071)."""
 
@@ -70,11 +59,23 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
     """Factor applied to cosine and sine."""
 
 
+class Llama3(msgspec.Struct, frozen=True, kw_only=True):
+    """RoPE frequencies of Llama 3.1 for contexts longer than the training's."""
+
+    factor: float
+    original_positions: int
+    low: float
+    """Turns within the original positions below which a pair is slowed down by the factor."""
+    high: float
+    """Turns from which a pair stays; between both it is interpolated."""
+
+
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding."""
 
     theta: float
     yarn: Yarn | None = None
+    llama3: Llama3 | None = None
     interleaved: bool = False
     """Whether pairs are neighbours, (0, 1), (2, 3), … instead of halves, (0, d/2), …"""
     columns: int = 0
@@ -89,6 +90,9 @@ class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa"):
     head_dim: int
     latent: int
     """Width of the low-rank query (share_q_dim)."""
+    rope: Rope
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all."""
 
 
 class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
@@ -97,11 +101,16 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
     q_heads: int
     kv_heads: int
     head_dim: int
+    rope: Rope
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all."""
     qk_norm: Literal["none", "heads", "columns"] = "none"
     """RMSNorms of q and k before RoPE: `heads` norms every head with the same weights; `columns`
     norms all heads of a token together, with a weight for every column."""
     qkv_bias: bool = False
     out_bias: bool = False
+    gate: Literal["none", "heads"] = "none"
+    """`heads` multiplies the output of every head by the sigmoid of a linear map of the token."""
 
 
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
@@ -117,6 +126,9 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     v_dim: int
     scale: float
     """Softmax scale of the scores, YaRN's factor included."""
+    rope: Rope
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0: all."""
     bias: bool = False
     """Whether the down projections of query and latent, and the output projection, have a bias."""
     latent_epsilon: float = 1e-6
@@ -126,6 +138,10 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
     def kv_heads(self) -> int:
         """All query heads share the one latent."""
         return 1
+
+
+Attention = MFA | GQA | MLA
+"""What a layer's attention computes. Everything that depends on it asks the layer's kind."""
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +163,46 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     top_groups: int = 1
 
 
+class FFN(msgspec.Struct, frozen=True, kw_only=True):
+    """The feed-forward part of a layer: a dense SwiGLU network, or routed experts, beside which
+    there may be a shared one."""
+
+    d_ff: int = 0
+    """Hidden width of the dense network or of the shared expert (of all of them together); 0: none.
+    """
+    limit: float = 0.0
+    """Largest value of silu(gate), and of up's magnitude, in this network; 0: unlimited."""
+    router: Router | None = None
+    """None: the layer is dense."""
+    expert_d_ff: int = 0
+    """Hidden width of a routed expert."""
+    expert_limit: float = 0.0
+    """The `limit` of routed experts."""
+
+    @property
+    def kind(self) -> FFNKind:
+        """What the messages of the layer's tokens carry: `moe` has experts and gate weights."""
+        return "moe" if self.router else "dense"
+
+    @property
+    def experts(self) -> int:
+        """Number of routed experts."""
+        return self.router.experts if self.router else 0
+
+
+class LayerKind(NamedTuple):
+    """The kind of a layer; layers of one kind run the same programs."""
+
+    attention: Attention
+    ffn: FFN
+    int8_products: bool = False
+    """Whether attention multiplies in INT8 (`attention.int8_products`)."""
+
+    def __str__(self) -> str:
+        window, int8 = "_window" * bool(self.attention.window), "_int8" * self.int8_products
+        return f"{self.ffn.kind}{window}{int8}"
+
+
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How INT4 matrices are scaled."""
 
@@ -166,19 +222,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab: int
     d_model: int
-    layers: int
-    attention: MFA | GQA | MLA
-    rope: Rope
-    d_ff: int = 0
-    """Hidden width of a dense layer."""
-    moe_layers: frozenset[int] = frozenset()
-    router: Router | None = None
-    expert_d_ff: int = 0
-    shared_d_ff: int = 0
-    """Hidden width of the shared expert (of all of them together); 0: none."""
-    window: int = 0
-    """Attention window of the `window_layers`, in tokens."""
-    window_layers: frozenset[int] = frozenset()
+    decoder: tuple[LayerKind, ...]
+    """Kinds of the decoder layers, in order."""
+    predictors: tuple[LayerKind, ...] = ()
+    """Kinds of the layers of the multi-token-prediction modules in the checkpoint."""
     norm_epsilon: float
     max_positions: int
     tied_head: bool = False
@@ -196,50 +243,76 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     platform: Platform = "tpu"
     """Platform that runs the ffn role, or the whole model. On CPUs float matrices lie input by
     input, and may be narrower than the activations (`model/float_matrices.py`)."""
-    mtp_layers: int = 0
-    """Multi-token-prediction modules in the checkpoint (for speculative decoding)."""
     modules: int = 0
-    """Prediction modules that are loaded; each has a decoder layer, numbered behind `layers`."""
-    int8_layers: frozenset[int] = frozenset()
-    """Layers whose attention multiplies in INT8 in this deployment; never those of modules."""
+    """Prediction modules that are loaded; their layers are numbered behind the decoder's."""
+    own_heads: bool = False
+    """Whether every prediction module has an output matrix of its own instead of the head's."""
+    unit_norms: bool = False
+    """Whether norms multiply by 1 + weight. The 1 is added on loading, in FP32."""
 
     @property
-    def experts(self) -> int:
-        """Routed experts of a layer; 0 in a dense model."""
-        return self.router.experts if self.router else 0
-
-    @property
-    def top_k(self) -> int:
-        """Routed experts of a token."""
-        return self.router.top_k if self.router else 0
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.decoder)
 
     @property
     def all_layers(self) -> int:
         """Decoder layers, including those of loaded modules."""
         return self.layers + self.modules
 
-    def kind(self, layer: int) -> LayerKind:
-        """The kind of a layer; modules have experts (DeepSeek-V3 §2.2)."""
-        if layer >= self.layers:
-            return LayerKind("moe")
-        return LayerKind(
-            "moe" if layer in self.moe_layers else "dense",
-            self.window if layer in self.window_layers else 0,
-            layer in self.int8_layers,
-        )
+    @property
+    def moe(self) -> FFN:
+        """The FFN of a layer with routed experts, of which all have the same sizes; one without
+        anything in a dense model."""
+        return next((kind.ffn for kind in self.decoder + self.predictors if kind.ffn.router), FFN())
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return self.moe.experts
+
+    @property
+    def top_k(self) -> int:
+        """Routed experts of a token."""
+        router = self.moe.router
+        return router.top_k if router else 0
+
+    def layer(self, number: int) -> LayerKind:
+        """The kind of a layer, counted through the decoder and the modules behind it."""
+        return (self.decoder + self.predictors)[number]
+
+    def with_int8_products(self, layers: Collection[int]) -> "ModelConfig":
+        """The model whose attention multiplies in INT8 in these decoder layers, and no others."""
+        kinds = (kind._replace(int8_products=n in layers) for n, kind in enumerate(self.decoder))
+        return msgspec.structs.replace(self, decoder=tuple(kinds))
 
     def kinds(self) -> list[LayerKind]:
         """The distinct kinds, in order of first occurrence."""
-        return list(dict.fromkeys(self.kind(layer) for layer in range(self.all_layers)))
+        return list(dict.fromkeys(map(self.layer, range(self.all_layers))))
+
+    def attentions(self) -> list[Attention]:
+        """The distinct attention specs, in order of first occurrence."""
+        return list(dict.fromkeys(kind.attention for kind in self.kinds()))
 
     def runs(self) -> list[tuple[LayerKind, int, int]]:
         """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer);
         without those of modules."""
-        runs: list[tuple[LayerKind, int, int]] = []
-        for layer in range(self.layers):
-            kind = self.kind(layer)
-            if runs and runs[-1][0] == kind:
-                runs[-1] = (kind, runs[-1][1], layer + 1)
-            else:
-                runs.append((kind, layer, layer + 1))
+        runs, start = [], 0
+        for kind, layers in itertools.groupby(self.decoder):
+            stop = start + len([*layers])
+            runs.append((kind, start, stop))
+            start = stop
         return runs
+
+
+def decoder_layers(
+    layers: int,
+    attention: Attention,
+    dense: FFN,
+    moe: FFN | None = None,
+    experts: Collection[int] = (),
+) -> tuple[LayerKind, ...]:
+    """Kinds of decoder layers with the same attention. The layers in `experts` have the FFN `moe`,
+    the others `dense`."""
+    ffns = (moe if moe and layer in experts else dense for layer in range(layers))
+    return tuple(LayerKind(attention, ffn) for ffn in ffns)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, FormatName, StoredFormat, scaled
-from jaxserve.config.model import FFNKind, LayerKind, MatrixPart, ModelConfig
+from jaxserve.config.model import FFN, LayerKind, MatrixPart, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
@@ -56,9 +56,10 @@ class AttentionBlock(nnx.Module):
         self.config, self.dispatch = config, dispatch
         self.input_norm = scale(formats.dtype, d_model=config.d_model)
         self.attention = attention_module(config, kind, formats, rngs)
+        self.spec = config.attentions().index(kind.attention)
         self.post_norm = scale(formats.dtype, d_model=config.d_model)
-        routed = config.router if kind.ffn == "moe" else None
-        self.router = Router(config.d_model, routed, formats.dtype, rngs) if routed else None
+        rule = kind.ffn.router
+        self.router = Router(config.d_model, rule, formats.dtype, rngs) if rule else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
@@ -68,7 +69,7 @@ class AttentionBlock(nnx.Module):
         epsilon = self.config.norm_epsilon
         with jax.named_scope("attention"):
             normed = rms_norm(x, self.input_norm[...], epsilon)
-            mixed, pages = self.attention(normed, pages, batch)
+            mixed, pages = self.attention(normed, pages, batch.of_layer(self.spec))
             x = x + jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
         with jax.named_scope("router"):
             normed, encoded = self._norm(x)
@@ -100,7 +101,7 @@ class FFNBlock(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        kind: FFNKind,
+        spec: FFN,
         ranks: tuple[int, int],
         exchange: ExchangeKind,
         formats: Formats,
@@ -112,18 +113,18 @@ class FFNBlock(nnx.Module):
         instances: int = 1,
     ):
         d_model, (expert_ranks, tensor_ranks) = config.d_model, ranks
-        self.whole = whole = kind == "moe" and whole_shared
-        of_rank = kind == "moe" and exchange == "alltoall"
+        moe = spec.router is not None
+        self.whole = whole = moe and whole_shared
+        of_rank = moe and exchange == "alltoall"
         self.own_rows = whole or of_rank
         shards = tensor_ranks * (instances if self.own_rows else expert_ranks)
-        d_ff = config.shared_d_ff if kind == "moe" else config.d_ff
-        d_ff = -(-d_ff // shards) * shards
+        d_ff = -(-spec.d_ff // shards) * shards
         more = {"redundant": redundant, "shared_ranks": shared_ranks}
-        self.experts = Experts(config, ranks, formats, rngs, **more) if kind == "moe" else None
+        self.experts = Experts(config, spec, ranks, formats, rngs, **more) if moe else None
         split: Literal["d_ff", "shared_d_ff", "own_d_ff"]
         split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
         formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
-        here = d_ff > 0 and not (kind == "moe" and shared_ranks)
+        here = d_ff > 0 and not (moe and shared_ranks)
         self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if here else None
 
     def unsummed(
@@ -263,20 +264,27 @@ class ModelTemplates:
             for kind in config.kinds()
         }
 
+    @property
+    def moe(self) -> Template | None:
+        """Template of a layer's FFN with routed experts; None: a dense model."""
+        return next((block for ffn, block in self.ffn.items() if ffn.router), None)
+
     def of_experts(self, experts: tuple[int, ...]) -> Template:
         """Template of a MoE block that has nothing but one expert a rank: these; negative: none."""
-        config = self.config
-        assert config.router is not None
-        router = msgspec.structs.replace(config.router, experts=len(experts))
-        alone = msgspec.structs.replace(config, router=router, shared_d_ff=0)
-        build = functools.partial(FFNBlock, alone, "moe", self.ranks, self.exchange, self._ffn)
+        moe = self.config.moe
+        assert moe.router is not None
+        router = msgspec.structs.replace(moe.router, experts=len(experts))
+        alone = msgspec.structs.replace(moe, router=router, d_ff=0)
+        build = functools.partial(
+            FFNBlock, self.config, alone, self.ranks, self.exchange, self._ffn
+        )
         return Template(build, entries={"slots": experts})
 
 
 def deployment_slots(config: ModelConfig, deployment: Deployment) -> SlotSizes:
     """The slots of a layer's experts; in colocated mode DP groups are the ranks."""
     ffn = deployment.ffn
-    return slot_sizes(config, deployment.expert_ranks, ffn.redundant_slots, ffn.shared_ranks)
+    return slot_sizes(config.moe, deployment.expert_ranks, ffn.redundant_slots, ffn.shared_ranks)
 
 
 def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
@@ -328,11 +336,11 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
         return "float"
     afd = deployment.topology.has("ffn")
     field, tp = ("ffn.tp", deployment.ffn.tp) if afd else ("attention.tp", deployment.attention.tp)
-    d_ff = -(-config.expert_d_ff // tp)
+    d_ff = -(-config.moe.expert_d_ff // tp)
     if shared == "block" and tp > 1 and d_ff % BLOCK:
         raise ConfigError(
             f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
-            f"{tp} leaves {d_ff} of the experts' {config.expert_d_ff} columns"
+            f"{tp} leaves {d_ff} of the experts' {config.moe.expert_d_ff} columns"
         )
     return "int8" if FORMATS[weights].products == "int8" else "fp8"
 
@@ -344,10 +352,11 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
       ConfigError: a dimension does not divide; names the key and the sizes.
     """
     tp = deployment.attention.tp
-    q_heads, kv_heads = config.attention.q_heads, config.attention.kv_heads
-    for name, size in (("query heads", q_heads), ("d_model", config.d_model)):
+    sizes = [("query heads", spec.q_heads) for spec in config.attentions()]
+    for name, size in (*sizes, ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
+    kv_heads = config.attentions()[0].kv_heads
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError(
             f"attention.tp = {tp} is neither a divisor nor a multiple of the model's key and value "
@@ -367,7 +376,7 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
         )
     if deployment.ffn.shared_ranks:
         _check_shared_ranks(config, deployment)
-    if deployment.ffn.whole_shared and not (config.experts and config.shared_d_ff):
+    if deployment.ffn.whole_shared and not (config.experts and config.moe.d_ff):
         raise ConfigError("ffn.whole_shared = true, but the model has no shared expert")
     if deployment.ffn.exchange != "alltoall":
         return
@@ -380,17 +389,17 @@ def check_layout(config: ModelConfig, deployment: Deployment) -> None:
 def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
     """Raises ConfigError unless the shared expert fits into slots of its own ranks."""
     said = f"ffn.shared_ranks = {deployment.ffn.shared_ranks}"
-    if not config.experts or not config.shared_d_ff:
+    if not config.experts or not config.moe.d_ff:
         raise ConfigError(f"{said}, but the model has no shared expert beside routed ones")
-    if config.shared_d_ff % config.expert_d_ff:
+    if config.moe.d_ff % config.moe.expert_d_ff:
         raise ConfigError(
-            f"{said}: slots are as wide as a routed expert, d_ff = {config.expert_d_ff}, which "
-            f"does not divide the shared expert's {config.shared_d_ff}"
+            f"{said}: slots are as wide as a routed expert, d_ff = {config.moe.expert_d_ff}, which "
+            f"does not divide the shared expert's {config.moe.d_ff}"
         )
     sizes = deployment_slots(config, deployment)
     if sizes.shared_parts > sizes.local:
         raise ConfigError(
-            f"{said}: the shared expert takes {config.shared_d_ff} / {config.expert_d_ff} = "
+            f"{said}: the shared expert takes {config.moe.d_ff} / {config.moe.expert_d_ff} = "
             f"{sizes.shared_parts} slots, and {config.experts} experts on {sizes.ranks} ranks give "
             f"each {sizes.local}; ffn.redundant_slots = "
             f"{sizes.redundant + sizes.shared_parts - sizes.local} would do"

@@ -244,7 +244,7 @@ def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]
 
 def _layers(config: ModelConfig, name: str, kind: object) -> int:
     """How many layers run a program."""
-    kinds = [config.kind(layer) for layer in range(config.layers)]
+    kinds = [config.layer(layer) for layer in range(config.layers)]
     if name == "ffn":
         return [each.ffn for each in kinds].count(kind)  # type: ignore[arg-type]
     return kinds[1:].count(kind) if name == "attend" else 1  # type: ignore[arg-type]

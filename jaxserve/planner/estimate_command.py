@@ -79,9 +79,10 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
     config = model_config(model_folder(deployment.model, options.configs))
     if config is None or deployment.topology.has("colocated"):
         raise ConfigError(f"{options.config}: an AFD deployment that the engine runs is expected")
-    if config.window_layers or deployment.attention.int8_products not in ("none", []):
+    windows = [n for n, kind in enumerate(config.decoder) if kind.attention.window]
+    if windows or deployment.attention.int8_products not in ("none", []):
         raise ConfigError(
-            f"{options.config}: attention with a window (layers {sorted(config.window_layers)}) or "
+            f"{options.config}: attention with a window (layers {windows}) or "
             f"attention.int8_products = {deployment.attention.int8_products} is not counted"
         )
     rows, _, pages = options.bucket.partition("x")
@@ -174,7 +175,7 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
     here = ExpertShape(
         config.d_model,
-        config.expert_d_ff // ffn.tp,
+        config.moe.expert_d_ff // ffn.tp,
         config.experts // ffn.ep,
         config.experts,
         config.top_k,
@@ -207,7 +208,7 @@ def _shared_kernels(
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
-    columns = config.shared_d_ff // ffn.instances
+    columns = config.moe.d_ff // ffn.instances
     here = ExpertShape(config.d_model, columns, groups=1, experts=1, top_k=1)
     name = _name_of(here)
     alone = ffn.whole_shared or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
-from jaxserve.config.model import MFA, MLA, ModelConfig
+from jaxserve.config.model import MFA, MLA, LayerKind, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.hardware import read_struct, unknown
@@ -177,61 +177,65 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def cost_model(config: ModelConfig) -> CostModel:
     """Describes the costs of a model that the engine runs."""
-    kinds = map(config.kind, range(config.layers))
-    counts = Counter((kind.window, kind.int8_products) for kind in kinds)
-    attention = [
-        msgspec.structs.replace(
-            _attention_layers(config, layers, window), int8_products=int8_products
-        )
-        for (window, int8_products), layers in sorted(counts.items())
-    ]
-    ffn = []
-    moe = len(config.moe_layers)
-    if config.layers > moe:
-        ffn.append(FFNLayers(layers=config.layers - moe, shared_d_ff=config.d_ff))
-    if moe:
-        ffn.append(
-            FFNLayers(
-                layers=moe,
-                experts=config.experts,
-                top_k=config.top_k,
-                expert_d_ff=config.expert_d_ff,
-                shared_d_ff=config.shared_d_ff,
-            )
-        )
+    attention, ffn = (
+        Counter(kinds) for kinds in zip(*map(layer_costs, config.decoder), strict=True)
+    )
     return CostModel(
         d_model=config.d_model,
         vocab=config.vocab,
-        attention=attention,
-        ffn=ffn,
-        mtp_layers=config.mtp_layers,
+        attention=[
+            msgspec.structs.replace(group, layers=attention[group])
+            for group in sorted(attention, key=lambda one: (one.window, one.int8_products))
+        ],
+        ffn=[
+            msgspec.structs.replace(group, layers=ffn[group])
+            for group in sorted(ffn, key=lambda one: one.experts)
+        ],
+        mtp_layers=len(config.predictors),
     )
 
 
-def _attention_layers(config: ModelConfig, layers: int, window: int) -> AttentionLayers:
-    sizes = config.attention
+def layer_costs(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
+    """The costs of one layer. Layers of several kinds may have equal ones."""
+    ffn, router = kind.ffn, kind.ffn.router
+    own = FFNLayers(layers=1, shared_d_ff=ffn.d_ff)
+    if router:
+        own = FFNLayers(
+            layers=1,
+            experts=router.experts,
+            top_k=router.top_k,
+            expert_d_ff=ffn.expert_d_ff,
+            shared_d_ff=ffn.d_ff,
+        )
+    return _attention_layer(kind), own
+
+
+def _attention_layer(kind: LayerKind) -> AttentionLayers:
+    sizes = kind.attention
     if isinstance(sizes, MLA):
         return AttentionLayers(
-            layers=layers,
+            layers=1,
             kind="mla",
             q_heads=sizes.q_heads,
             kv_heads=1,
             head_dim=sizes.kv_latent + sizes.rope_dim,
-            window=window,
+            window=sizes.window,
             q_latent=sizes.q_latent,
             qk_dim=sizes.nope_dim + sizes.rope_dim,
             kv_latent=sizes.kv_latent,
             nope_dim=sizes.nope_dim,
             v_dim=sizes.v_dim,
+            int8_products=kind.int8_products,
         )
     return AttentionLayers(
-        layers=layers,
+        layers=1,
         kind="mfa" if isinstance(sizes, MFA) else "gqa",
         q_heads=sizes.q_heads,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
-        window=window,
+        window=sizes.window,
         q_latent=sizes.latent if isinstance(sizes, MFA) else 0,
+        int8_products=kind.int8_products,
     )
 
 
@@ -286,7 +290,7 @@ def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) ->
     path = model_folder(name, folder)
     config = model_config(path)
     if config is not None:
-        return cost_model(msgspec.structs.replace(config, int8_layers=frozenset(int8)))
+        return cost_model(config.with_int8_products(int8))
     model = read_struct(path / "cost.yaml", CostModel)
     counts = [sum(group.layers for group in groups) for groups in (model.attention, model.ffn)]
     if counts[0] != counts[1]:

@@ -6,6 +6,7 @@ now and then; their means over ordinary steps do, which are those of the middle 
 so a pause counts as little as in a median.
 """
 
+import functools
 import math
 import statistics
 from collections import defaultdict
@@ -20,7 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import steady_window
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.models import CostModel
+from jaxserve.planner.models import CostModel, layer_costs
 from jaxserve.planner.stage_times import layer_kinds
 from jaxserve.roles.layout import StepLoad
 
@@ -146,14 +147,11 @@ def kinds_of(config: ModelConfig | None, model: CostModel) -> list[tuple[int, in
     """Of every layer, which of the model's groups its attention and its FFN belong to."""
     if config is None:
         return layer_kinds(model)
-    full, dense = config.layers > len(config.window_layers), config.layers > len(config.moe_layers)
-    return [
-        (
-            int(layer in config.window_layers and full),
-            int(layer in config.moe_layers and dense),
-        )
-        for layer in range(config.layers)
-    ]
+    # The folder's configuration does not say which layers multiply in INT8.
+    alike = functools.partial(msgspec.structs.replace, layers=1)
+    attention = [alike(group, int8_products=False) for group in model.attention]
+    ffn = [alike(group) for group in model.ffn]
+    return [(attention.index(a), ffn.index(f)) for a, f in map(layer_costs, config.decoder)]
 
 
 def _alike(load: StepLoad) -> tuple[int, ...]:

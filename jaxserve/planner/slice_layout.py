@@ -135,7 +135,7 @@ def row_bytes(config: ModelConfig, deployment: Deployment) -> tuple[float, float
         return row.packed + row.result, attention, 0.0
     met = ranks_met(mesh, config.experts, config.top_k) if config.experts else 1.0
     if config.experts and exchange_of(config, deployment) == "alltoall":
-        moved = alltoall_moves(mesh, row, met / mesh.ranks, config.shared_d_ff > 0)
+        moved = alltoall_moves(mesh, row, met / mesh.ranks, config.moe.d_ff > 0)
     else:
         moved = gather_moves(mesh, row)
     return row.packed + row.result, attention, moved.there + moved.back

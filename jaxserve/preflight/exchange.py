@@ -18,7 +18,7 @@ from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.mesh import (
     FFN_AXES,
     AbstractSubmeshes,
@@ -71,7 +71,8 @@ def exchange(deployment: Deployment, options: argparse.Namespace) -> tuple[str, 
     config, names = read_model(deployment)
     if not config.experts or deployment.expert_ranks == 1:
         raise Skipped("one rank has all experts")
-    config, names = narrow(deployment, *only_layers(config, names, [min(config.moe_layers)]))
+    first = next(layer for layer, kind in enumerate(config.decoder) if kind.ffn.router)
+    config, names = narrow(deployment, *only_layers(config, names, [first]))
     meshes = meshes_of(deployment)
     here = jax.process_index()
     if not any(device.process_index == here for device in meshes.ffn.devices.flat):
@@ -98,12 +99,17 @@ def narrow(
     deployment: Deployment, config: ModelConfig, names: CheckpointNames
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The model with narrow experts, which are quickly made at random."""
-    if not config.experts:
-        return config, names
     tp = (deployment.ffn if deployment.topology.has("ffn") else deployment.attention).tp
-    width = min(config.expert_d_ff, WIDTH * tp)
-    shared = config.shared_d_ff // config.expert_d_ff * width or min(config.shared_d_ff, width)
-    return msgspec.structs.replace(config, expert_d_ff=width, shared_d_ff=shared), names
+
+    def narrowed(kind: LayerKind) -> LayerKind:
+        ffn = kind.ffn
+        if not ffn.router:
+            return kind
+        width = min(ffn.expert_d_ff, WIDTH * tp)
+        shared = ffn.d_ff // ffn.expert_d_ff * width or min(ffn.d_ff, width)
+        return kind._replace(ffn=msgspec.structs.replace(ffn, expert_d_ff=width, d_ff=shared))
+
+    return msgspec.structs.replace(config, decoder=tuple(map(narrowed, config.decoder))), names
 
 
 def meshes_of(deployment: Deployment) -> _Meshes:
@@ -133,12 +139,11 @@ def _answers(
     templates = ModelTemplates(config, deployment, meshes)  # type: ignore[arg-type]
     programs = FFNPrograms(templates, deployment, meshes.ffn)
     tokens = token_sizes(deployment)[0]
-    leaves = load_leaves(
-        RandomLeaves(), templates.ffn["moe"], names.ffn[0], meshes.ffn, meshes.ffn_rules
-    )
+    (template,) = templates.ffn.values()
+    leaves = load_leaves(RandomLeaves(), template, names.ffn[0], meshes.ffn, meshes.ffn_rules)
     bank = BankShape(1, programs.slots)
     table = replica_table(home_slots(programs.slots), programs.slots)[None]
-    compiled = programs.ffn(tokens, "moe").compile()
+    compiled = programs.ffn(tokens, config.moe).compile()
 
     def call(message: list[jax.Array]) -> list[jax.Array]:
         counts = _put(

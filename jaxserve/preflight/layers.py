@@ -12,7 +12,7 @@ def first_of_each_kind(
     config: ModelConfig, names: CheckpointNames
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The model with the first layer of each kind alone."""
-    first = {config.kind(layer): layer for layer in reversed(range(config.layers))}
+    first = {config.layer(layer): layer for layer in reversed(range(config.layers))}
     return only_layers(config, names, sorted(first.values()))
 
 
@@ -20,19 +20,8 @@ def only_layers(
     config: ModelConfig, names: CheckpointNames, layers: Sequence[int]
 ) -> tuple[ModelConfig, CheckpointNames]:
     """The model with these layers alone, without prediction modules."""
-
-    def kept(of: frozenset[int]) -> frozenset[int]:
-        return frozenset(new for new, old in enumerate(layers) if old in of)
-
-    config = msgspec.structs.replace(
-        config,
-        layers=len(layers),
-        moe_layers=kept(config.moe_layers),
-        window_layers=kept(config.window_layers),
-        int8_layers=kept(config.int8_layers),
-        mtp_layers=0,
-        modules=0,
-    )
+    kinds = tuple(config.decoder[layer] for layer in layers)
+    config = msgspec.structs.replace(config, decoder=kinds, predictors=(), modules=0)
     names = names._replace(
         attention=[names.attention[layer] for layer in layers],
         ffn=[names.ffn[layer] for layer in layers],

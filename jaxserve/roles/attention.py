@@ -47,7 +47,7 @@ class AttentionWeights:
         self.embedding = load(templates.embedding, names.embedding)
         self.head = load(templates.head, names.head)
         self.layers = [
-            load(templates.attention[config.kind(layer)], names.attention[layer])
+            load(templates.attention[config.layer(layer)], names.attention[layer])
             for layer in range(config.all_layers)
         ]
         self.predictions = [load(templates.prediction, sources) for sources in names.predictions]
@@ -61,7 +61,7 @@ class AttentionWeights:
             ("head", templates.head, self.head),
         ]
         for layer, leaves in enumerate(self.layers):
-            template = templates.attention[config.kind(layer)]
+            template = templates.attention[config.layer(layer)]
             found.append((f"layers.{layer}.attention", template, leaves))
         for layer, leaves in enumerate(self.predictions, config.layers):
             found.append((f"layers.{layer}.prediction", templates.prediction, leaves))
@@ -134,7 +134,7 @@ def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecut
 
 def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
     """Kind of layer 0, and the kinds of all others."""
-    kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+    kinds = [programs.config.layer(layer) for layer in range(programs.config.layers)]
     return kinds[0], list(dict.fromkeys(kinds[1:]))
 
 
@@ -186,7 +186,7 @@ class AttentionWorker:
     ):
         self._programs = programs
         self._executables, self._weights = executables, weights
-        kinds = [programs.config.kind(layer) for layer in range(programs.config.layers)]
+        kinds = [programs.config.layer(layer) for layer in range(programs.config.layers)]
         lanes = programs.deployment.lanes
         self._layers: dict[tuple[int, Bucket], list[_Layer]] = {
             (lane, bucket): [

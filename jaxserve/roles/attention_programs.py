@@ -118,7 +118,7 @@ class AttentionPrograms(TokenPrograms):
     def predict(self, bucket: Bucket) -> Program:
         """A module's part of a pass before its FFN: (hidden, batch, page_table, pages, embedding,
         module, layer) → (x, message, pages…)."""
-        kind, templates = self.config.kind(self.config.layers), self.templates
+        kind, templates = self.config.layer(self.config.layers), self.templates
         blocks = templates.embedding, templates.prediction, templates.attention[kind]
 
         def body(
@@ -212,7 +212,7 @@ class AttentionPrograms(TokenPrograms):
         block = self.templates.attention[kind].merge(leaves)
         x, message, pages = block(x, pages, batch, self.sentinel)
         with jax.named_scope("pack"):
-            packed = self.formats[kind.ffn].pack(_share(message, "tp"))
+            packed = self.formats[kind.ffn.kind].pack(_share(message, "tp"))
         return x, packed, *pages
 
     def _shared(self, bucket: Bucket) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import scaled
-from jaxserve.config.model import MLA, FFNKind, ModelConfig
+from jaxserve.config.model import FFN, MLA, Attention, ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
@@ -123,10 +123,10 @@ def token_sizes(deployment: Deployment) -> list[int]:
 def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int]]:
     """A role's blocks, and how many layers have each."""
     config = templates.config
-    kinds = [config.kind(layer) for layer in range(config.all_layers)]
+    kinds = [config.layer(layer) for layer in range(config.all_layers)]
     if role == "attention":
         return [(template, kinds.count(kind)) for kind, template in templates.attention.items()]
-    ffn: list[FFNKind] = [kind.ffn for kind in kinds]
+    ffn = [kind.ffn for kind in kinds]
     return [(template, ffn.count(kind)) for kind, template in templates.ffn.items()]
 
 
@@ -143,9 +143,9 @@ def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, setting
     """Returns the bytes of room for moving experts on a device: one expert of a layer, and a second
     one if experts are read for it; 0 without ranks that could exchange experts."""
     ranks = templates.slots.all_ranks
-    if ranks == 1 or "moe" not in templates.ffn:
+    template = templates.moe
+    if ranks == 1 or template is None:
         return 0
-    template = templates.ffn["moe"]
     size = sum(
         _shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, NamedSharding(mesh, spec))
         for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
@@ -158,12 +158,10 @@ def _arranged(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules) -> in
     """What a colocated step takes beside the scales and zero points of INT4 experts: on TPUs those
     of all layers are brought into their kernel's order first, in FP32. Compiled for Qwen3-30B-A3B
     on two v7x devices 2.6 times their size, on four v6e 1.9. AFD arranges one layer's at a time."""
-    template = templates.ffn.get("moe")
+    template = templates.moe
     if template is None or not any(leaf.dtype == jnp.int4 for leaf in template.leaves):
         return 0
-    layers = sum(
-        templates.config.kind(layer).ffn == "moe" for layer in range(templates.config.layers)
-    )
+    layers = sum(kind.ffn.router is not None for kind in templates.config.decoder)
     return 3 * sum(
         layers * _shard_bytes(leaf.shape, jnp.dtype(jnp.float32), NamedSharding(mesh, spec))
         for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
@@ -190,27 +188,30 @@ def _step_sizes(config: ModelConfig, deployment: Deployment, tokens: int) -> Ste
 
 def _attention_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
     """Bytes of a step's activations on an attention device."""
-    sizes = config.attention
-    if isinstance(sizes, MLA):
-        query = sizes.nope_dim + sizes.rope_dim
-        width = latent_width(query, sizes.kv_latent, sizes.rope_dim, sizes.v_dim)
-    else:
-        width = 3 * sizes.head_dim
-    step = _step_sizes(config, deployment, tokens)
-    return attention_activations(step, sizes.q_heads, deployment.attention.tp, width)
+    step, tp = _step_sizes(config, deployment, tokens), deployment.attention.tp
+
+    def activations(sizes: Attention) -> int:
+        if isinstance(sizes, MLA):
+            query = sizes.nope_dim + sizes.rope_dim
+            width = latent_width(query, sizes.kv_latent, sizes.rope_dim, sizes.v_dim)
+        else:
+            width = 3 * sizes.head_dim
+        return attention_activations(step, sizes.q_heads, tp, width)
+
+    return max(map(activations, config.attentions()))
 
 
 def _ffn_activations(config: ModelConfig, deployment: Deployment, tokens: int) -> int:
     """Bytes of a step's activations on an ffn device."""
     mesh, apart = exchange_mesh(deployment), deployment.ffn.shared_ranks
-    shared = apart and config.shared_d_ff // config.expert_d_ff
 
-    def widths(kind: FFNKind) -> FFNWidths:
-        if kind == "dense":
-            return FFNWidths(config.d_ff, 0, 0, alltoall=False)
+    def widths(spec: FFN) -> FFNWidths:
+        if not spec.router:
+            return FFNWidths(spec.d_ff, 0, 0, alltoall=False)
+        shared = apart and spec.d_ff // spec.expert_d_ff
         return FFNWidths(
-            0 if apart else config.shared_d_ff,
-            config.expert_d_ff,
+            0 if apart else spec.d_ff,
+            spec.expert_d_ff,
             max(config.top_k, shared),
             exchange_of(config, deployment) == "alltoall",
             min(config.top_k + (apart > 0), mesh.ranks),

@@ -77,7 +77,7 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
     kind = exchange_of(config, deployment)
     moved: dict[ExchangeKind, Moved] = {
         "gather": gather_moves(mesh, row),
-        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.shared_d_ff > 0),
+        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.moe.d_ff > 0),
     }
     (other,) = moved.keys() - {kind}
     numbers = {
@@ -90,7 +90,7 @@ def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
         f"{met:.2f} of {mesh.ranks} ranks",
     ]
     if mesh.shared:
-        parts = config.shared_d_ff / config.expert_d_ff / mesh.shared
+        parts = config.moe.d_ff / config.moe.expert_d_ff / mesh.shared
         lines.append(
             f"{mesh.ranks} ranks = {mesh.routed} with routed experts, which multiply "
             f"{config.top_k / mesh.routed:.3f} rows a token on average, + {mesh.shared} with the "

@@ -56,12 +56,12 @@ class ColocatedWeights:
                 leaves = functools.partial(self._leaves, "flat", place)
                 for layer in range(start, stop):
                     self._note(f"layers.{layer}.{part}", template, leaves, layer, layer - start)
-            if kind.ffn == "moe":
+            if kind.ffn.router:
                 self._banks.append(slice(len(flat) - len(template.leaves), len(flat)))
         self.flat: Leaves = flat
         self.modules: Leaves = ()
         if names.predictions:
-            kind, first = programs.config.kind(programs.config.layers), programs.config.layers
+            kind, first = programs.config.layer(programs.config.layers), programs.config.layers
             for part, template, tables, rules in (
                 ("prediction", templates.prediction, names.predictions, ATTENTION_RULES),
                 ("attention", templates.attention[kind], names.attention[first:], ATTENTION_RULES),

@@ -48,7 +48,7 @@ class ColocatedPrograms(TokenPrograms):
         self.banks = tuple(
             Bank(tuple(range(start, stop)), templates.slots)
             for kind, start, stop in self.stacked()
-            if kind.ffn == "moe"
+            if kind.ffn.router
         )
         self.stacked_banks = len(self.banks)
         """Number of banks of the step; the bank of prediction modules may follow."""
@@ -56,9 +56,9 @@ class ColocatedPrograms(TokenPrograms):
             modules = range(self.config.layers, self.config.all_layers)
             self.banks += (Bank(tuple(modules), templates.slots),)
         self.experts: ExpertPrograms | None = None
-        if self.banks:
+        if templates.moe:
             self.experts = ExpertPrograms(
-                templates.ffn["moe"],
+                templates.moe,
                 templates.slots,
                 self.mesh,
                 COLOCATED_FFN_RULES,
@@ -96,7 +96,7 @@ class ColocatedPrograms(TokenPrograms):
             for (kind, start, stop), run in zip(self.stacked(), runs, strict=True):
                 attention, ffn = (tuple(map(sliceable, stack)) for stack in run)
                 whole, sliced = self._parted(kind, attention, ffn)
-                of_layers = tables[len(loads)] if kind.ffn == "moe" else None
+                of_layers = tables[len(loads)] if kind.ffn.router else None
                 scanned = (jnp.arange(stop - start, dtype=jnp.int32), sliced, of_layers)
                 layer = functools.partial(self._layer, kind, start, context.batch, whole)
                 (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
@@ -134,7 +134,7 @@ class ColocatedPrograms(TokenPrograms):
         (batch, page_table, sampled, lengths, drafts, x, pages, counts, table, embedding, head,
         modules) → (drafts, pages…, counts); counts and table are those of the modules' bank.
         """
-        templates, kind = self.templates, self.config.kind(self.config.layers)
+        templates, kind = self.templates, self.config.layer(self.config.layers)
         tokens, modules = bucket.tokens, self.config.modules
         longest = bucket.pages * self.deployment.cache.page_size
 
@@ -262,10 +262,10 @@ class ColocatedPrograms(TokenPrograms):
         shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
         x, message, pages = block(x, pages, shifted, self.sentinel)
-        formats = self.formats[kind.ffn]
+        formats = self.formats[kind.ffn.kind]
         ffn_block = self.templates.ffn[kind.ffn].merge(ffn)
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
-        rows, load = self.exchanges[kind.ffn](packed, ffn_block, packing, table, layer)
+        rows, load = self.exchanges[kind.ffn.kind](packed, ffn_block, packing, table, layer)
         # Rounded as a link would round them.
         return (x + self.answers.total([self.answers.pack(rows)], x.dtype), pages), load
 

@@ -17,7 +17,7 @@ import jax
 from jax._src import compilation_cache, compiler, lru_cache
 from jax._src import compilation_cache_interface as cache_interface
 
-from jaxserve.config.model import FFNKind, LayerKind
+from jaxserve.config.model import FFN, LayerKind
 from jaxserve.errors import CheckpointError
 from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
@@ -42,7 +42,7 @@ class ProgramKey(NamedTuple):
     """Names one program of a deployment."""
 
     name: ProgramName
-    kind: LayerKind | FFNKind | None
+    kind: LayerKind | FFN | Literal["moe"] | None
     bucket: Bucket
     """Has 1 page if the program does not depend on pages, and 1 token if not on tokens."""
 

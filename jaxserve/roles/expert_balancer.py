@@ -160,10 +160,10 @@ Placements = dict[int, Placement]
 def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | None:
     """Returns the facts of a model's experts, or None where it has no routed ones."""
     config, sizes = templates.config, templates.slots
-    if config.router is None or "moe" not in templates.ffn:
+    if (template := templates.moe) is None:
         return None
-    layers = [layer for layer in range(config.all_layers) if config.kind(layer).ffn == "moe"]
-    size, pieces = expert_bytes(templates.ffn["moe"], sizes), move_pieces(templates, settings)
+    layers = [layer for layer in range(config.all_layers) if config.layer(layer).ffn.router]
+    size, pieces = expert_bytes(template, sizes), move_pieces(templates, settings)
     return ExpertFacts(layers, sizes, size, pieces)
 
 

@@ -66,7 +66,8 @@ def expert_bytes(template: Template, sizes: SlotSizes) -> int:
 def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
     """In how many pieces an expert is fetched, so that a device gets `experts.move_mb_per_step` at
     most between two steps; no more than its largest leaf has rows."""
-    template, tensor_ranks = templates.ffn["moe"], templates.ranks[1]
+    template, tensor_ranks = templates.moe, templates.ranks[1]
+    assert template is not None
     leaves = [leaf for leaf in template.leaves if leaf.of_slots]
     rows = max(leaf.shape[_cut_axis(leaf)] // tensor_ranks for leaf in leaves)
     size = expert_bytes(template, templates.slots) / tensor_ranks

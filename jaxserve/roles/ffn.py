@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFNKind
+from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.contract import Contract, MessageSize
 from jaxserve.link.dispatch.ends import Arrays, FFNEnd
 from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
@@ -71,9 +71,9 @@ class FFNPrograms:
             if kind == "moe"
         )
         self.experts: ExpertPrograms | None = None
-        if self.banks:
+        if templates.moe:
             self.experts = ExpertPrograms(
-                templates.ffn["moe"],
+                templates.moe,
                 self.slots,
                 self.mesh,
                 ffn_rules(mesh),
@@ -82,17 +82,17 @@ class FFNPrograms:
                 pieces=move_pieces(templates, deployment.experts),
             )
 
-    def ffn(self, tokens: int, kind: FFNKind) -> Program:
+    def ffn(self, tokens: int, spec: FFN) -> Program:
         """(message, table, counts, layer) → (pieces of the answer…, counts), for steps with this
         number of tokens a DP group.
 
         The message has one array for each slot. Layers without routed experts have neither table
         nor counts.
         """
-        layer, slots = self.templates.ffn[kind], self.route.slots
-        message, rows = self.formats[kind], self.contract.piece_rows(tokens)
-        packing, exchange = PackedRows(message, self.dtype), self.exchanges[kind]
-        moe = kind == "moe"
+        layer, slots = self.templates.ffn[spec], self.route.slots
+        message, rows = self.formats[spec.kind], self.contract.piece_rows(tokens)
+        packing, exchange = PackedRows(message, self.dtype), self.exchanges[spec.kind]
+        moe = spec.router is not None
 
         def body(message: Arrays, tables: Arrays, counts: Arrays, leaves: Arrays) -> Arrays:
             packed, block = jnp.concatenate(message), layer.merge(leaves)
@@ -106,7 +106,7 @@ class FFNPrograms:
         counts = bank.counts_spec(expert_axes(self.mesh))
         tables = placed(self.mesh, [bank.table] * moe, [REPLICATED] * moe)
         return Program(
-            f"ffn_{kind}",
+            f"ffn_{spec.kind}",
             body,
             self.mesh,
             (
@@ -131,7 +131,7 @@ class FFNWeights:
         self.layers = [
             load_leaves(
                 source,
-                templates.ffn[config.kind(layer).ffn],
+                templates.ffn[config.layer(layer).ffn],
                 names.ffn[layer],
                 programs.mesh,
                 ffn_rules(programs.mesh),
@@ -139,7 +139,7 @@ class FFNWeights:
             for layer in range(config.all_layers)
         ]
         self._banks = [bank.layers[0] for bank in programs.banks]
-        self._templates = [templates.ffn[config.kind(n).ffn] for n in range(config.all_layers)]
+        self._templates = [templates.ffn[config.layer(n).ffn] for n in range(config.all_layers)]
         self._sources = names.ffn
 
     def held(self) -> list[HeldBlock]:
@@ -164,18 +164,18 @@ class FFNWeights:
         self.layers[self._banks[number]] = leaves
 
 
-FFNExecutables = dict[tuple[FFNKind, MessageSize], jax.stages.Compiled]
-"""By kind of layer and size of the message."""
+FFNExecutables = dict[tuple[FFN, MessageSize], jax.stages.Compiled]
+"""By the FFN of a layer and the size of the message."""
 
 
 def ffn_executables(programs: FFNPrograms, token_sizes: Sequence[int], get: Get) -> FFNExecutables:
     """What `FFNWorker` runs for steps of these numbers of tokens a DP group."""
     return {
-        (kind, programs.contract.size(tokens)): get(
-            ProgramKey("ffn", kind, Bucket(tokens, 1)), programs.ffn, tokens, kind
+        (spec, programs.contract.size(tokens)): get(
+            ProgramKey("ffn", spec, Bucket(tokens, 1)), programs.ffn, tokens, spec
         )
         for tokens in sorted(set(token_sizes))
-        for kind in programs.formats
+        for spec in programs.templates.ffn
     }
 
 
@@ -220,6 +220,7 @@ class FFNWorker:
     ):
         self.slots = slots
         self._contract, self._config = programs.contract, programs.config
+        self._specs = [self._config.layer(n).ffn for n in range(self._config.all_layers)]
         self._executables, self._weights = dict(executables), weights
         self._bank = {bank.layers[0]: number for number, bank in enumerate(programs.banks)}
         self._layers: dict[tuple[int, int], list[_Layer]] = {}
@@ -236,7 +237,7 @@ class FFNWorker:
 
     def has(self, size: MessageSize) -> bool:
         """Whether `answer` takes messages of this size."""
-        return all((kind, size) in self._executables for kind in set(self._contract.layers))
+        return all((spec, size) in self._executables for spec in self._specs)
 
     def attach(self, link: FFNEnd, token_sizes: Sequence[int], domain: int = 0) -> None:
         """Makes this end of a link the one that a domain's steps of so many tokens a DP group
@@ -261,15 +262,14 @@ class FFNWorker:
 
     def _bind(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:
         leaves, number = self._weights.layers, self._bank.get(layer)
+        compiled = hot_call(self._executables[self._specs[layer], size])
         if number is None:
-            dense = hot_call(self._executables["dense", size])
-            return lambda message: dense(*message, *leaves[layer])
+            return lambda message: compiled(*message, *leaves[layer])
         assert self.slots is not None
-        moe = hot_call(self._executables["moe", size])
         tables, counts = self.slots.tables, self.slots.counts
 
         def run(message: Arrays) -> Arrays:
-            made = moe(*message, tables[number], counts[number], *leaves[layer])
+            made = compiled(*message, tables[number], counts[number], *leaves[layer])
             counts[number] = made[-1]
             return made[:-1]
 

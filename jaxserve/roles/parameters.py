@@ -32,21 +32,21 @@ def count_parameters(config: ModelConfig) -> Parameters:
         head -= config.d_model * config.vocab
     total, activated = embedding + head, head + (embedding if config.tied_head else 0)
     for layer in range(config.layers):
-        kind = config.kind(layer)
+        kind = config.layer(layer)
         for template in (templates.attention[kind], templates.ffn[kind.ffn]):
             total += _size(template)
             activated += _activated(template, config)
-    return Parameters(total, activated, config.mtp_layers * _prediction(config))
+    return Parameters(total, activated, _predictions(config))
 
 
-def _prediction(config: ModelConfig) -> int:
-    """Of one module (DeepSeek-V3 §2.2): a layer with experts, the map to it, and three norms."""
-    if not config.mtp_layers:
-        return 0
-    layer = msgspec.structs.replace(config, layers=1, moe_layers=frozenset((0,)), modules=0)
-    templates = _whole(layer)
-    blocks = (*templates.attention.values(), *templates.ffn.values(), templates.prediction)
-    return sum(map(_size, blocks))
+def _predictions(config: ModelConfig) -> int:
+    """Parameters of all modules (DeepSeek-V3 §2.2): each has a layer, a map to it and norms."""
+    whole = _whole(msgspec.structs.replace(config, modules=len(config.predictors)))
+    return sum(
+        _size(block)
+        for kind in config.predictors
+        for block in (whole.attention[kind], whole.ffn[kind.ffn], whole.prediction)
+    )
 
 
 def _whole(config: ModelConfig) -> ModelTemplates:

@@ -12,14 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.text.calls import (
-    CALL_FORMATS,
-    CallFormat,
-    CallPart,
-    CallReader,
-    types_of,
-    unfinished,
-)
+from jaxserve.text.calls import CALL_FORMATS, CallFormat, CallPart, CallReader, types_of, unfinished
 from jaxserve.text.chat import ChatTemplate
 
 THINK, END_THINK = "<think>", "</think>"

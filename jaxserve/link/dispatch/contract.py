@@ -60,7 +60,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
             d_model=config.d_model,
             top_k=config.top_k,
             experts=config.experts,
-            layers=tuple(config.kind(layer).ffn for layer in range(config.all_layers)),
+            layers=tuple(config.layer(layer).ffn.kind for layer in range(config.all_layers)),
             dispatch=deployment.dispatch_format,
             combine=deployment.combine_format,
             instances=deployment.ffn.instances,

@@ -10,6 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 
+class Shared(NamedTuple):
+    """What attention layers with the same spec would compute of positions alone."""
+
+    turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
+    """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
+    places: Any = ()
+    """The walk of the attention kernels over the pages."""
+
+
 class RaggedBatch(NamedTuple):
     """One DP group's batch: the tokens of several sequences, concatenated."""
 
@@ -21,10 +30,14 @@ class RaggedBatch(NamedTuple):
     """Page ids of each sequence, within the DP group's pool."""
     chunk_start: Int[Array, " tokens"]
     """Position of the first token in this batch of each token's sequence."""
-    turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
-    """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
-    places: dict[int, Any] = {}  # noqa: RUF012  # never changed
-    """By window what the attention kernels compute of positions alone (`family.with_shared`)."""
+    shared: tuple[Shared, ...] = ()
+    """One entry for each of the model's attention specs (`family.with_shared`)."""
+    own: Shared = Shared()
+    """The entry of the layer that the batch is passed to."""
+
+    def of_layer(self, spec: int) -> "RaggedBatch":
+        """The batch for a layer with the attention spec of this number."""
+        return self._replace(shared=(), own=self.shared[spec]) if self.shared else self
 
 
 def ragged_batch(

@@ -31,11 +31,10 @@ class GQA(nnx.Module):
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
     """
 
-    def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
-    ):
-        self.sizes, self.kind = sizes, kind
-        self.rope, self.epsilon = config.rope, config.norm_epsilon
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
+        assert isinstance(kind.attention, Sizes)
+        self.sizes = sizes = kind.attention
+        self.kind, self.epsilon = kind, config.norm_epsilon
         dtype, d_model = formats.dtype, config.d_model
         heads = {"q_heads": sizes.q_heads * sizes.head_dim}
         split = sizes.kv_heads % formats.shards.get("q_heads", 1) == 0
@@ -64,17 +63,17 @@ class GQA(nnx.Module):
             key = norm_columns(key, norms.key, self.epsilon, self.sizes.kv_heads * head_dim)
             norms = None
         query, key = (
-            paired(heads.reshape(tokens, -1, head_dim), self.rope) for heads in (query, key)
+            paired(heads.reshape(tokens, -1, head_dim), self.sizes.rope) for heads in (query, key)
         )
         value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
         if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
-        turn = batch_rotation(batch, head_dim, self.rope)
+        turn = batch_rotation(batch, head_dim, self.sizes.rope)
         with jax.named_scope("write_pages"):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch, norms)
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
-            mixed = attend(query, pages, batch, scale=scale, kind=self.kind, dtype=x.dtype)
+            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
         share = linear(mixed.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 
@@ -89,5 +88,5 @@ class GQA(nnx.Module):
             return None
         norms = self.query_norm[...], self.key_norm[...]
         if self.sizes.qk_norm == "heads":
-            norms = paired(norms[0], self.rope), paired(norms[1], self.rope)
+            norms = paired(norms[0], self.sizes.rope), paired(norms[1], self.sizes.rope)
         return HeadNorms(*norms, self.epsilon)

@@ -33,9 +33,6 @@ latent's scales)."""
 
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
-PLAIN = LayerKind("dense")
-"""All that attention asks of a kind: no window, and products in floats."""
-
 
 class Entry(NamedTuple):
     """Declares one array of a layer's cache: a row for every token and head."""
@@ -53,7 +50,7 @@ def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, .
     Raises:
       ConfigError: `cache.rope` of a model without latent attention.
     """
-    attention, rope = config.attention, deployment.cache.rope
+    attention, rope = config.attentions()[0], deployment.cache.rope
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         whole = (Entry(1, latent + rotated),)
@@ -165,9 +162,9 @@ def attend(
     queries: Float[Array, "tokens q_heads width"],
     pages: Pages,
     batch: RaggedBatch,
+    kind: LayerKind,
     *,
     scale: float,
-    kind: LayerKind = PLAIN,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens q_heads v_width"]:
     """Attention of every token to the cached tokens of its sequence, itself included, in `dtype`:
@@ -182,12 +179,12 @@ def attend(
         batch.sequence_of_token,
         batch.position,
         scale=scale,
-        window=kind.window,
+        window=kind.attention.window,
         int8_products=kind.int8_products,
         k_scales=k_scales,
         v_scales=v_scales,
         out_dtype=dtype,
-        places=batch.places.get(kind.window, ()),
+        places=batch.own.places,
     )
 
 
@@ -195,10 +192,10 @@ def attend_latent(
     queries: Float[Array, "tokens q_heads width"],
     pages: Pages,
     batch: RaggedBatch,
+    kind: LayerKind,
     *,
     scale: float,
     v_width: int,
-    kind: LayerKind = PLAIN,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
     """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
     values; also returns the log-sum-exp of every row and head."""
@@ -216,7 +213,7 @@ def attend_latent(
         k_scales=pages[-1] if len(pages) > 1 else None,
         rope_pages=pages[1] if split else None,
         with_lse=True,
-        places=batch.places.get(0, ()),
+        places=batch.own.places,
     )
     return out, lse
 

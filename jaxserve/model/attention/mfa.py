@@ -27,11 +27,10 @@ class MFA(nnx.Module):
       out: [d_model, q_heads·head_dim].
     """
 
-    def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
-    ):
-        self.sizes, self.kind = sizes, kind
-        self.rope, self.epsilon = config.rope, config.norm_epsilon
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
+        assert isinstance(kind.attention, Sizes)
+        self.sizes = sizes = kind.attention
+        self.kind, self.epsilon = kind, config.norm_epsilon
         heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         parts = (sizes.latent, kv, kv)
         self.down = side_by_side(
@@ -55,12 +54,12 @@ class MFA(nnx.Module):
             linear(x, self.down), [sizes.latent, sizes.latent + kv], axis=-1
         )
         query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
-        turn = batch_rotation(batch, sizes.head_dim, self.rope)
+        turn = batch_rotation(batch, sizes.head_dim, sizes.rope)
         query = query.reshape(tokens, -1, sizes.head_dim)
         key, value = (part.reshape(tokens, sizes.kv_heads, -1) for part in (key, value))
         with jax.named_scope("write_pages"):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch)
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5
-            mixed = attend(query, pages, batch, scale=scale, kind=self.kind, dtype=x.dtype)
+            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
         return linear(mixed.reshape(tokens, -1), self.out), pages

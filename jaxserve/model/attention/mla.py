@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.kv_cache import LatentNorms, Pages, attend_latent, write_latents
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
@@ -55,12 +55,12 @@ class MLA(nnx.Module):
       down_bias, out_bias: of `down` and `out`; None where there are none.
     """
 
-    def __init__(
-        self, config: ModelConfig, sizes: Sizes, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
-    ):
-        if kind.window:
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
+        assert isinstance(kind.attention, Sizes)
+        self.sizes = sizes = kind.attention
+        self.kind = kind
+        if sizes.window:
             raise ConfigError("latent attention with a sliding window is not supported")
-        self.sizes, self.kind, self.rope = sizes, kind, config.rope
         dtype, d_model = formats.dtype, config.d_model
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
@@ -86,9 +86,9 @@ class MLA(nnx.Module):
         """As `MFA.__call__`."""
         tokens = x.shape[0]
         chunks = tokens > batch.page_table.shape[0]
-        turn = batch_rotation(batch, self.sizes.rope_dim, self.rope)
+        turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
         down = linear(x, self.down, self.down_bias)
-        norms, interleaved = self._norms(), self.rope.interleaved
+        norms, interleaved = self._norms(), self.sizes.rope.interleaved
         with jax.named_scope("write_pages"):
             query, row, pages = write_latents(
                 pages, down, turn, batch, norms, interleaved=interleaved, stored=chunks
@@ -96,7 +96,7 @@ class MLA(nnx.Module):
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         absorbed = self._absorb(nope, rope)
         attend = functools.partial(
-            attend_latent, scale=self.sizes.scale, v_width=self.sizes.kv_latent, kind=self.kind
+            attend_latent, kind=self.kind, scale=self.sizes.scale, v_width=self.sizes.kv_latent
         )
         with jax.named_scope("paged_attention"):
             if row is None:
@@ -104,7 +104,7 @@ class MLA(nnx.Module):
                 heads = self._values(mixed)
             else:
                 before = batch._replace(
-                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), places={}
+                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), own=Shared()
                 )
                 mixed, history = attend(absorbed, pages, before)
                 inside, chunk = self._naive(nope, rope, row, batch)
@@ -120,7 +120,7 @@ class MLA(nnx.Module):
         query = linear(x, self.query_up)
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
-        return nope, rotate(rope, *turn, interleaved=self.rope.interleaved)
+        return nope, rotate(rope, *turn, interleaved=self.sizes.rope.interleaved)
 
     def _norms(self) -> LatentNorms:
         query = None if self.query_norm is None else self.query_norm[...]

@@ -9,7 +9,7 @@ slot holds is not known here; on ranks of the shared expert it is a part of that
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, matrix
 from jaxserve.model.quant.rows import EncodedRows
@@ -17,17 +17,15 @@ from pallas_kernels.grouped_matmul.api import fastest_row_format
 from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
 
 
-def slot_sizes(
-    config: ModelConfig, ranks: int, redundant: int = 0, shared_ranks: int = 0
-) -> SlotSizes:
+def slot_sizes(spec: FFN, ranks: int, redundant: int = 0, shared_ranks: int = 0) -> SlotSizes:
     """Computes the slots of a layer's experts.
 
     Args:
       ranks: all ranks, including those of the shared expert.
       redundant, shared_ranks: see `SlotSizes`.
     """
-    parts = -(-config.shared_d_ff // config.expert_d_ff) if shared_ranks else 0
-    return SlotSizes(config.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
+    parts = -(-spec.d_ff // spec.expert_d_ff) if shared_ranks else 0
+    return SlotSizes(spec.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
 
 
 class Experts(nnx.Module):
@@ -46,6 +44,7 @@ class Experts(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
+        spec: FFN,
         ranks: tuple[int, int],
         formats: Formats,
         rngs: nnx.Rngs,
@@ -54,10 +53,10 @@ class Experts(nnx.Module):
         shared_ranks: int = 0,
     ):
         expert_ranks, tensor_ranks = ranks
-        self.sizes = slot_sizes(config, expert_ranks, redundant, shared_ranks)
+        self.sizes = slot_sizes(spec, expert_ranks, redundant, shared_ranks)
         self.local, slots = self.sizes.local, self.sizes.all_slots
         self.row_format = formats.expert_rows
-        d_model, d_ff = config.d_model, -(-config.expert_d_ff // tensor_ranks) * tensor_ranks
+        d_model, d_ff = config.d_model, -(-spec.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)

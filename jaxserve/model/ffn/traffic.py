@@ -181,4 +181,4 @@ def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:
     mesh = exchange_mesh(deployment)
     row = deployment_row_bytes(config, deployment)
     reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
-    return choose(mesh, row, reached, config.shared_d_ff > 0, config.platform)
+    return choose(mesh, row, reached, config.moe.d_ff > 0, config.platform)

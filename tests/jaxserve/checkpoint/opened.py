@@ -71,7 +71,7 @@ class Opened:
         """(layer, template, {leaf: array}) of the attention and the FFN of every layer."""
         attention, ffn = self.weights()
         for layer in range(self.config.layers):
-            kind = self.config.kind(layer)
+            kind = self.config.layer(layer)
             for template, leaves in (
                 (self.templates.attention[kind], attention.layers[layer]),
                 (self.templates.ffn[kind.ffn], ffn.layers[layer]),

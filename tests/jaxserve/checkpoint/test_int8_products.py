@@ -19,9 +19,10 @@ def deployment(folder, wanted, cache="int8"):
 
 def test_a_list_makes_kinds_of_layers(tiny_model):
     config, _ = read_model(deployment(tiny_model, [1, 3]))
-    assert [config.kind(layer).int8_products for layer in range(4)] == [False, True, False, True]
+    assert [config.layer(layer).int8_products for layer in range(4)] == [False, True, False, True]
     for wanted in ("none", []):
-        assert not read_model(deployment(tiny_model, wanted, "auto"))[0].int8_layers
+        config, _ = read_model(deployment(tiny_model, wanted, "auto"))
+        assert not any(kind.int8_products for kind in config.decoder)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,8 @@ def test_auto_reads_what_was_measured_with_these_weights(tmp_path):
     folder = layouts.write_model(tmp_path)
     wanted = deployment(folder, "auto")
     write_record(folder / INT8_PRODUCTS, Int8Products(weights_digest(str(folder)), [2], {}))
-    assert read_model(wanted)[0].int8_layers == {2}
+    decoder = read_model(wanted)[0].decoder
+    assert [kind.int8_products for kind in decoder] == [False, False, True, False]
     assert listed(wanted).attention.int8_products == [2]
     assert listed(deployment(folder, [1])).attention.int8_products == [1]
     write_record(folder / INT8_PRODUCTS, Int8Products("others", [2], {}))

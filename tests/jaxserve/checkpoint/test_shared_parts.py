@@ -65,7 +65,7 @@ def slots_of(folder, overrides, source=None):
         leaves = [leaf[LAYER] for leaf in opened.weights()[0].bank(0)]
     else:
         leaves = opened.ffn().layers[LAYER]
-    template = opened.templates.ffn["moe"]
+    template = opened.templates.moe
     experts = template.merge(leaves).experts
     found = {}
     for name in ("gate", "up", "down"):

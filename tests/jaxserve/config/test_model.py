@@ -1,23 +1,22 @@
 import msgspec
 import pytest
 
-from jaxserve.config.model import MFA, LayerKind, ModelConfig, Rope
+from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router, decoder_layers
 
-DENSE, MOE = LayerKind("dense"), LayerKind("moe")
+ATTENTION = MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4, rope=Rope(theta=1e4))
+WINDOW = msgspec.structs.replace(ATTENTION, window=4)
+DENSE = LayerKind(ATTENTION, FFN(d_ff=16))
+MOE = LayerKind(ATTENTION, FFN(router=Router(experts=4, top_k=2), expert_d_ff=8))
 
 
 def config(layers, moe_layers):
-    return ModelConfig(
-        vocab=100,
-        d_model=8,
-        layers=layers,
-        attention=MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4),
-        rope=Rope(theta=1e4),
-        d_ff=16,
-        moe_layers=frozenset(moe_layers),
-        norm_epsilon=1e-5,
-        max_positions=64,
-    )
+    decoder = decoder_layers(layers, ATTENTION, DENSE.ffn, MOE.ffn, moe_layers)
+    return of(*decoder)
+
+
+def of(*decoder, **more):
+    sizes = {"vocab": 100, "d_model": 8, "norm_epsilon": 1e-5, "max_positions": 64}
+    return ModelConfig(**sizes, decoder=decoder, **more)
 
 
 @pytest.mark.parametrize(
@@ -34,20 +33,26 @@ def test_runs_of_equal_layers(layers, moe_layers, runs):
 
 
 def test_kind():
-    assert [config(3, (1,)).kind(layer) for layer in range(3)] == [DENSE, MOE, DENSE]
+    assert [config(3, (1,)).layer(layer) for layer in range(3)] == [DENSE, MOE, DENSE]
     assert config(1, ()).top_k == config(1, ()).experts == 0
 
 
 def test_a_window_makes_another_kind():
-    windowed = msgspec.structs.replace(config(3, (2,)), window=4, window_layers=frozenset({1, 2}))
-    kinds = [LayerKind("dense"), LayerKind("dense", 4), LayerKind("moe", 4)]
+    kinds = [DENSE, DENSE._replace(attention=WINDOW), MOE._replace(attention=WINDOW)]
+    windowed = of(*kinds)
     assert windowed.kinds() == kinds
+    assert windowed.attentions() == [ATTENTION, WINDOW]
     assert windowed.runs() == [(kinds[0], 0, 1), (kinds[1], 1, 2), (kinds[2], 2, 3)]
     assert list(map(str, windowed.kinds())) == ["dense", "dense_window", "moe_window"]
 
 
 def test_products_in_int8_make_another_kind():
-    mixed = msgspec.structs.replace(config(3, (1, 2)), int8_layers=frozenset({1, 3}), modules=1)
-    assert [mixed.kind(layer) for layer in range(4)] == [DENSE, LayerKind("moe", 0, True), MOE, MOE]
+    mixed = of(DENSE, MOE, MOE, predictors=(MOE,), modules=1).with_int8_products({1, 3})
+    assert [mixed.layer(layer) for layer in range(4)] == [
+        DENSE,
+        MOE._replace(int8_products=True),
+        MOE,
+        MOE,
+    ]
     assert list(map(str, mixed.kinds())) == ["dense", "moe_int8", "moe"]
     assert [(start, stop) for _, start, stop in mixed.runs()] == [(0, 1), (1, 2), (2, 3)]

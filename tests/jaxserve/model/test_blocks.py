@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import Int4, LayerKind
+from jaxserve.config.model import Int4
 from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
@@ -193,6 +193,7 @@ def test_templates_of_a_model_without_dense_layers():
     sizes = TinyStep3(num_hidden_layers=2, moe_layers=(0, 1))
     deployment = load_deployment(REPOSITORY)
     templates = ModelTemplates(architecture(sizes.config()), deployment, Submeshes(deployment))
-    assert list(templates.attention) == [LayerKind("moe")]
-    assert list(templates.ffn) == ["moe"]
-    assert "router.gate" in templates.attention[LayerKind("moe")].names
+    assert list(templates.ffn) == [templates.config.moe]
+    ((kind, attention),) = templates.attention.items()
+    assert str(kind) == "moe"
+    assert "router.gate" in attention.names

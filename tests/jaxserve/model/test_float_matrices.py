@@ -39,7 +39,7 @@ def leaves(folder: Path, overrides: dict[str, Any]) -> dict[str, np.ndarray]:
     meshes, (config, names) = Submeshes(deployment), read_config(folder)
     templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
     weights = load_both(HFCheckpoint(folder, names), names, templates, deployment, meshes)
-    kind = config.kind(1)
+    kind = config.layer(1)
     blocks = (
         (templates.embedding, weights.embedding),
         (templates.head, weights.head),

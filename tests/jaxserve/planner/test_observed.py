@@ -123,7 +123,7 @@ def test_the_kinds_of_layers():
     """Step-3 begins and ends with dense layers; without a config.json nobody says."""
     config = model_config(model_folder("step3"))
     dense = [at for at, (_, ffn) in enumerate(kinds_of(config, cost_model(config))) if ffn == 0]
-    assert dense == [layer for layer in range(config.layers) if layer not in config.moe_layers]
+    assert dense == [layer for layer in range(config.layers) if not config.layer(layer).ffn.router]
     assert len(kinds_of(None, load_model("minimax-m1"))) == 80
     qwen = model_config(model_folder("qwen3-30b-a3b"))
     assert set(kinds_of(qwen, cost_model(qwen))) == {(0, 0)}

@@ -184,7 +184,7 @@ def test_a_loaded_prediction_module_counts_as_a_layer_with_experts():
     config, deployment = load("deepseek-v3")
     with_module = msgspec.structs.replace(config, modules=1)
     assert count_parameters(with_module) == count_parameters(config)
-    longer = msgspec.structs.replace(config, layers=62, moe_layers=config.moe_layers | {61})
+    longer = msgspec.structs.replace(config, decoder=config.decoder + config.predictors)
     attention, ffn = role_bytes(with_module, deployment)
     more_attention, more_ffn = role_bytes(longer, deployment)
     assert (attention.cache, ffn.weights) == (more_attention.cache, more_ffn.weights)
@@ -217,7 +217,7 @@ class TestAgainstWhatIsAllocated:
         abstract = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
         real = ModelTemplates(config, deployment, Submeshes(deployment))
         assert abstract.ranks == real.ranks
-        assert abstract.ffn["moe"].leaves == real.ffn["moe"].leaves
+        assert abstract.moe.leaves == real.moe.leaves
 
     def test_colocated_holds_both_roles(self, tiny_model):
         config, _ = read_config(tiny_model)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -98,8 +97,8 @@ def compile_programs():
     ffn = programs_of(FFNPrograms, deployment, config, meshes)
     bucket = Bucket(128, 64)
     programs = (
-        attention.attend(bucket, LayerKind("moe")),
-        ffn.ffn(bucket.tokens, "moe"),
+        attention.attend(bucket, config.layer(4)),
+        ffn.ffn(bucket.tokens, config.moe),
         attention.leave(bucket),
     )
     for program in programs:

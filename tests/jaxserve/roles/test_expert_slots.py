@@ -247,7 +247,7 @@ def test_an_expert_has_a_slot_in_every_layer(tmp_path):
     assert slots.layers == (1, 2)
     templates = programs_of(FFNPrograms, layouts.deployment(tmp_path, AFD)).templates
     # d_ff 33, on two devices
-    assert expert_bytes(templates.ffn["moe"], slots.sizes) == 3 * 64 * 34 * 4
+    assert expert_bytes(templates.moe, slots.sizes) == 3 * 64 * 34 * 4
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.config.model import LayerKind
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.module import rms_norm
 from jaxserve.roles import program
@@ -116,7 +115,7 @@ def test_xla_flags_win(monkeypatch, flag):
 def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
     config, deployment = load("step3")
     attention = programs_of(AttentionPrograms, deployment, config, AbstractSubmeshes(deployment))
-    bucket, kind = Bucket(128, 64), LayerKind("moe")
+    bucket, kind = Bucket(128, 64), config.layer(4)
     assert attention.attend(bucket, kind).cuda_graphs == "off"
     assert attention.enter(bucket, kind).cuda_graphs == "off"
     assert attention.leave(bucket).cuda_graphs == "branches"
@@ -126,6 +125,6 @@ def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
 def test_programs_that_exchange_rows(name, ragged):
     config, deployment = load(name)
     programs = programs_of(FFNPrograms, deployment, config, AbstractSubmeshes(deployment))
-    moe, dense = programs.ffn(128, "moe"), programs.ffn(128, "dense")
+    moe, dense = (programs.ffn(128, config.layer(n).ffn) for n in (4, 0))
     assert (moe.ragged, dense.ragged) == (ragged, False)
     assert moe.cuda_graphs == "off"

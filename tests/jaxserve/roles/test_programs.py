@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.checkpoint.families import architecture
-from jaxserve.config.model import LayerKind
 from jaxserve.model.quant import rows as quant_rows
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
@@ -33,12 +32,12 @@ def test_padding_has_the_id_past_the_experts_whatever_the_ffn_mesh(tmp_path):
 def test_shapes_of_1a1f(tmp_path):
     p = programs(tmp_path, link__dispatch="int8")
     bucket, pages = Bucket(24, 18), (160, 1, 8, 32)
-    enter = p.enter(bucket, LayerKind("dense"))
+    enter = p.enter(bucket, p.config.layer(0))
     assert enter.name == "enter_dense"
     expected = [(1, 5), (1, 5, 18), (1, 24 + 6 + 7 * 5), pages, pages]
     assert [a.shape for a in enter.arguments[:5]] == expected
     assert enter.donated == (3, 4)
-    attend = p.attend(bucket, LayerKind("moe"))
+    attend = p.attend(bucket, p.config.layer(1))
     # Slots, positions and chunk starts of the tokens, cosines and sines of their angles: what
     # `enter` made of the batch.
     shared = [(24,), (24,), (24,), (24, 16), (24, 16)]
@@ -48,16 +47,16 @@ def test_shapes_of_1a1f(tmp_path):
     made = jax.eval_shape(enter.mapped(), *enter.arguments)
     assert [array.shape for array in made[4:]] == shared
     p_ffn = programs(tmp_path, FFNPrograms, link__dispatch="int8")
-    packed = p_ffn.ffn(24, "moe").arguments[0]
+    packed = p_ffn.ffn(24, p.config.moe).arguments[0]
     # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
     assert (packed.shape, packed.dtype) == ((24, 64 + 4 + 12 + 12), jnp.uint8)
-    assert p_ffn.ffn(24, "dense").arguments[0].shape == (24, 64 + 4)
+    assert p_ffn.ffn(24, p.config.layer(0).ffn).arguments[0].shape == (24, 64 + 4)
     assert p.leave(bucket).arguments[3].shape == (24, 64)
 
 
 def test_answers_in_int8_have_a_scale_behind_them(tmp_path):
     p, bucket = programs(tmp_path, link__combine="int8"), Bucket(24, 18)
-    for answer in (p.attend(bucket, LayerKind("moe")).arguments[9], p.stream_shapes(bucket)[1]):
+    for answer in (p.attend(bucket, p.config.layer(1)).arguments[9], p.stream_shapes(bucket)[1]):
         assert (answer.shape, answer.dtype) == ((24, 64 + 4), jnp.int8)
     assert p.leave(bucket).arguments[3].shape == (24, 64 + 4)
 
@@ -70,10 +69,10 @@ def test_answers_in_int8_have_a_scale_behind_them(tmp_path):
 def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path):
     overrides = {k.replace(".", "__"): v for k, v in layouts.LAYOUTS[layout].items()}
     attention = programs(tmp_path, **overrides)
-    attend = attention.attend(Bucket(24, 18), LayerKind("moe"))
+    attend = attention.attend(Bucket(24, 18), attention.config.layer(1))
     message = jax.eval_shape(attend.mapped(), *attend.arguments)[1]
     assert message.shape == (rows, 64 + 3 + 3)
-    ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, "moe")
+    ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, attention.config.moe)
     *made, counts = jax.eval_shape(ffn.mapped(), *ffn.arguments)
     assert [array.shape for array in made] == answers
     assert counts.shape == (1, ranks, 7)
@@ -82,11 +81,8 @@ def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path)
 
 def test_layers_of_a_kind_share_their_programs(tmp_path):
     p = programs(tmp_path, ColocatedPrograms)
-    assert p.stacked() == [
-        (LayerKind("dense"), 0, 1),
-        (LayerKind("moe"), 1, 3),
-        (LayerKind("dense"), 3, 4),
-    ]
+    runs = [(kind.ffn.kind, start, stop) for kind, start, stop in p.stacked()]
+    assert runs == [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]
     dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
     assert list(dense.formats) == ["dense"]
 
@@ -109,7 +105,8 @@ def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
         return rms_norm_quantize(*arguments)
 
     monkeypatch.setattr(quant_rows, "rms_norm_quantize", op)
-    program = programs(tmp_path, **overrides).attend(Bucket(24, 18), LayerKind("moe"))
+    made = programs(tmp_path, **overrides)
+    program = made.attend(Bucket(24, 18), made.config.layer(1))
     jax.eval_shape(program.mapped(), *program.arguments)
     assert len(seen) == calls
 

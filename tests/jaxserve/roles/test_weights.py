@@ -10,7 +10,6 @@ import pytest
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.model import LayerKind
 from jaxserve.mesh import Submeshes
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import ColocatedWeights
@@ -118,7 +117,7 @@ def test_afd(tiny_model, overrides):
     check(templates.embedding, weights.embedding, expected_leaves(None, "embedding"))
     check(templates.head, weights.head, expected_leaves(None, "head"))
     for layer, (attention, ffn) in enumerate(zip(weights.attention, weights.ffn, strict=True)):
-        kind = programs.config.kind(layer)
+        kind = programs.config.layer(layer)
         check(templates.attention[kind], attention, expected_leaves(layer, "attention"))
         check(templates.ffn[kind.ffn], ffn, expected_leaves(layer, "ffn"))
     assert layer == 3
@@ -126,7 +125,7 @@ def test_afd(tiny_model, overrides):
 
 def test_devices_hold_their_slices_alone(tiny_model):
     programs, weights = load(tiny_model, {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2})
-    ffn = dict(zip(programs.templates.ffn["moe"].names, weights.ffn[1], strict=True))
+    ffn = dict(zip(programs.templates.moe.names, weights.ffn[1], strict=True))
     shards = {name: {s.data.shape for s in leaf.addressable_shards} for name, leaf in ffn.items()}
     assert shards == {
         "experts.gate": {(4, 17, 64)},  # 7 of 8 experts, 33 of 34 columns
@@ -137,7 +136,7 @@ def test_devices_hold_their_slices_alone(tiny_model):
         "dense.down": {(64, 11)},
     }
     assert [s.device.id for s in ffn["experts.gate"].addressable_shards] == [2, 3, 4, 5]
-    attention = programs.templates.attention[LayerKind("moe")]
+    attention = programs.templates.attention[programs.config.layer(1)]
     leaves = dict(zip(attention.names, weights.attention[1], strict=True))
     assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(64, 48)}
     assert {s.data.shape for s in leaves["attention.out"].addressable_shards} == {(64, 64)}
@@ -185,9 +184,9 @@ def test_input_by_input(tiny_model, overrides, monkeypatch):
     plain = load(tiny_model, overrides)[1]
     programs, weights = load(tiny_model, overrides, input_major=True)
     if "ffn.ep" in overrides:
-        own, kind = programs.templates, programs.config.kind(1)
+        own, kind = programs.templates, programs.config.layer(1)
         check(own.attention[kind], weights.attention[1], expected_leaves(1, "attention"))
-        check(own.ffn["moe"], weights.ffn[1], expected_leaves(1, "ffn"))
+        check(own.moe, weights.ffn[1], expected_leaves(1, "ffn"))
         pairs = zip(plain.leaves, weights.leaves, strict=True)
     else:
         pairs = zip(plain.flat, weights.flat, strict=True)
@@ -214,8 +213,8 @@ class TestPredictionModules:
     ROLES = ("prediction", "attention", "ffn")
 
     def check(self, programs, blocks):
-        templates, kind = programs.templates, LayerKind("moe")
-        own = templates.prediction, templates.attention[kind], templates.ffn["moe"]
+        templates, kind = programs.templates, programs.config.layer(4)
+        own = templates.prediction, templates.attention[kind], templates.moe
         for role, template, leaves in zip(self.ROLES, own, blocks, strict=True):
             check(template, leaves, expected_leaves(4, role, self.SIZES))
 
@@ -229,7 +228,7 @@ class TestPredictionModules:
         programs, weights = load(with_module, overrides, modules=1)
         leaves = [np.asarray(stack)[0] for stack in weights.modules]
         first = len(programs.templates.prediction.leaves)
-        second = len(leaves) - len(programs.templates.ffn["moe"].leaves)
+        second = len(leaves) - len(programs.templates.moe.leaves)
         self.check(programs, (leaves[:first], leaves[first:second], leaves[second:]))
         bank = len(programs.banks) - 1
         assert programs.banks[bank].layers == (4,)

@@ -97,7 +97,7 @@ class Layer:
         self.dtype = jnp.dtype(options.dtype)
         weights: Any = "plain" if " " in options.weights else options.weights
         formats = Formats(self.dtype, weights, shards(self.mesh, ATTENTION_RULES))
-        kind = config.kind(0)._replace(int8_products=options.int8_products)
+        kind = config.layer(0)._replace(int8_products=options.int8_products)
         self.template = Template(lambda rngs: attention_module(config, kind, formats, rngs))
         self.specs = self.template.specs(ATTENTION_RULES)
         tensors, sources = model.tensors(), family.names(config).attention[0]

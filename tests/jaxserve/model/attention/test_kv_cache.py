@@ -123,7 +123,9 @@ class TestWrite:
         assert np.all(np.abs(back - row) <= (error + 1e-6) * largest)
         # A token that sees itself alone reads its own latent.
         alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
-        read, lse = attend_latent(jnp.asarray(row), pages, alone, scale=1.0, v_width=32)
+        read, lse = attend_latent(
+            jnp.asarray(row), pages, alone, LATENT.layer(0), scale=1.0, v_width=32
+        )
         for token in (0, 2):
             np.testing.assert_allclose(np.asarray(read)[token, 0], back[token, 0, :32], rtol=1e-6)
             score = row.astype(np.float64)[token, 0] @ back[token, 0]
@@ -137,7 +139,9 @@ class TestWrite:
         query = random_rows(3, 4, 16)
         query, pages = rotate_and_write(empty(GROUPED, cache), query, key, value, turn, BATCH)
         alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
-        read = np.asarray(attend(query, pages, alone, scale=1.0, dtype=query.dtype))
+        read = np.asarray(
+            attend(query, pages, alone, GROUPED.layer(0), scale=1.0, dtype=query.dtype)
+        )
         back = read_back(*kept(value, pages[1]), value.dtype)
         back = np.repeat(np.asarray(back), 2, axis=1)  # two queries a head
         for token in (0, 2):
@@ -210,9 +214,9 @@ def test_latents_in_int8_with_rotated_parts_in_bf16():
     errors = [np.sqrt(np.mean((x - row[..., :32]) ** 2)) for x in (together, exact[..., :32])]
     assert 15 < errors[0] / errors[1] < 60
     queries = jnp.asarray(draw.normal(size=(5, 4, 40)) / 30, jnp.float32)
-    out, lse = attend_latent(queries, pages, batch, scale=0.2, v_width=32)
+    out, lse = attend_latent(queries, pages, batch, LATENT.layer(0), scale=0.2, v_width=32)
     plain = (jnp.asarray(np.pad(exact, ((0, 3), (0, 0), (0, 0))).reshape(2, 4, 1, 40)[::-1]),)
     plain = (jnp.swapaxes(plain[0], 1, 2),)
-    same = attend_latent(queries, plain, batch, scale=0.2, v_width=32)
+    same = attend_latent(queries, plain, batch, LATENT.layer(0), scale=0.2, v_width=32)
     np.testing.assert_allclose(out, same[0], atol=1e-5)
     np.testing.assert_allclose(lse, same[1], atol=1e-5)

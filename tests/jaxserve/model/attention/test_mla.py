@@ -6,12 +6,12 @@ what came before; NumPy does neither, it makes keys and values of every head for
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxserve.checkpoint.families import architecture
-from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.module import Formats
@@ -85,7 +85,7 @@ class TestMLA(BiasesSuite):
 
     def test_a_window_is_refused(self):
         config = architecture(SIZES.config())
+        attention = msgspec.structs.replace(config.layer(0).attention, window=8)
+        kind = config.layer(0)._replace(attention=attention)
         with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-            attention_module(
-                config, LayerKind("dense", 8), Formats(np.dtype("float32")), nnx.Rngs(0)
-            )
+            attention_module(config, kind, Formats(np.dtype("float32")), nnx.Rngs(0))

@@ -35,7 +35,7 @@ def beside(layout: str) -> list[tuple[str, int]]:
     """Collectives and the number of kernels beside each."""
     config, deployment = load(layout)
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    program = programs_of(FFNPrograms, deployment, config, meshes).ffn(128, "moe")
+    program = programs_of(FFNPrograms, deployment, config, meshes).ffn(128, config.moe)
     schedule = instructions(program.compile().as_text() or "")
     return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
 

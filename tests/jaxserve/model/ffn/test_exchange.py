@@ -115,9 +115,9 @@ def layer(
     formats = Formats(FLOAT, "plain", shards(mesh, rules))
     config, more = WIDER if shared else CONFIG, {"redundant": redundant, "shared_ranks": shared}
     build = functools.partial(
-        FFNBlock, config, "moe", (ranks, tensor), kind, formats, **more, whole_shared=whole
+        FFNBlock, config, config.moe, (ranks, tensor), kind, formats, **more, whole_shared=whole
     )
-    sizes = slot_sizes(config, ranks, **more)
+    sizes = slot_sizes(config.moe, ranks, **more)
     template = Template(build, {"slots": first_entries(sizes)}, shared_parts(sizes))
     axes = Axes(*names, rows=names if split else names[:1])
     exchange = make_exchanges(kind, axes, FLOAT, combine=combine)["moe"]
@@ -333,17 +333,17 @@ def test_ranks_of_the_shared_expert_take_turns():
     assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
-def dimensions_of(block, kind, **options):
+def dimensions_of(kind, **options):
     formats = Formats(FLOAT, "plain", {})
-    build = functools.partial(FFNBlock, CONFIG, block, (4, 2), kind, formats, **options)
+    build = functools.partial(FFNBlock, CONFIG, CONFIG.moe, (4, 2), kind, formats, **options)
     return [leaf.dimensions for leaf in Template(build).leaves]
 
 
 def test_the_shared_expert_is_whole_on_every_rank():
-    assert ("d_ff", "d_model") in dimensions_of("moe", "gather")
-    assert ("shared_d_ff", "d_model") in dimensions_of("moe", "alltoall")
+    assert ("d_ff", "d_model") in dimensions_of("gather")
+    assert ("shared_d_ff", "d_model") in dimensions_of("alltoall")
     assert FFN_RULES["shared_d_ff"] == COLOCATED_FFN_RULES["shared_d_ff"] == "tp"
-    assert ("own_d_ff", "d_model") in dimensions_of("moe", "gather", whole_shared=True)
+    assert ("own_d_ff", "d_model") in dimensions_of("gather", whole_shared=True)
     assert "own_d_ff" not in FFN_RULES
     assert COLOCATED_FFN_RULES["own_d_ff"] == "tp"
     assert ("d_ff", "d_model") in dimensions_of("dense", "alltoall")

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config.model import MLA, ModelConfig, Rope
+from jaxserve.config.model import FFN, MLA, ModelConfig, Rope, decoder_layers
 from jaxserve.config.model import Router as Rule
 from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
@@ -47,19 +47,13 @@ def config(size: str) -> ModelConfig:
     d_model, d_ff, experts, top_k = {"small": (1024, 256, 16, 4), "deepseek": (7168, 2048, 256, 8)}[
         size
     ]
+    sizes = {"q_heads": 8, "q_latent": 64, "kv_latent": 64, "nope_dim": 32, "rope_dim": 32}
+    attention = MLA(**sizes, v_dim=32, scale=1.0, rope=Rope(theta=1e4))
+    moe = FFN(router=Rule(experts=experts, top_k=top_k), expert_d_ff=d_ff, d_ff=d_ff)
     return ModelConfig(
         vocab=1024,
         d_model=d_model,
-        layers=2,
-        attention=MLA(
-            q_heads=8, q_latent=64, kv_latent=64, nope_dim=32, rope_dim=32, v_dim=32, scale=1.0
-        ),
-        rope=Rope(theta=1e4),
-        moe_layers=frozenset({1}),
-        router=Rule(experts=experts, top_k=top_k),
-        expert_d_ff=d_ff,
-        shared_d_ff=d_ff,
-        d_ff=d_ff,
+        decoder=decoder_layers(2, attention, FFN(d_ff=d_ff), moe, (1,)),
         norm_epsilon=1e-6,
         max_positions=4096,
     )
@@ -71,7 +65,7 @@ def collectives(mesh: Mesh, size: str, kind: ExchangeKind) -> list[list]:
     dtype = jnp.dtype(jnp.bfloat16)
     formats = Formats(dtype, "int8", shards(mesh, FFN_RULES))
     ranks = mesh.shape["ep"], mesh.shape["tp"]
-    template = Template(functools.partial(FFNBlock, model, "moe", ranks, kind, formats))
+    template = Template(functools.partial(FFNBlock, model, model.moe, ranks, kind, formats))
     message = MessageFormat(model.d_model, model.top_k, "int8")
     exchange = make_exchanges(kind, Axes(*FFN_AXES, rows=FFN_AXES), dtype)["moe"]
 
