@@ -20,7 +20,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.fleet.open import open_engine
+from jaxserve.fleet.assembly import Options, open_here
 from jaxserve.fleet.sizing import Sizing
 from jaxserve.observe.recorder import Recorder
 from jaxserve.text.chat import FILES, ChatTemplate
@@ -86,7 +86,7 @@ class LLM:
             raise ConfigError("overrides: only with a file or folder; a Deployment is complete")
         self.deployment = deployment
         self.tokenizer = Tokenizer.from_folder(deployment.model)
-        self._engine = open_engine(deployment, observer=recorder)
+        self._engine = open_here(deployment, Options(recorder=recorder))
         self._generator = TextGenerator(self._engine, self.tokenizer)
 
     def generate(

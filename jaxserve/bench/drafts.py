@@ -18,9 +18,9 @@ from jaxserve.bench.report import Measure, Part, run_parts
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.fleet.assembly import open_engine
 
 SETTINGS = ["mode=colocated"]
 METHODS = {
@@ -60,7 +60,7 @@ def measure(rounds: int) -> dict[str, Any]:
     texts = held_out(folder, files=max(SEQUENCES), tokens=PROMPT_TOKENS)
     prompts = [text.token_ids[:PROMPT_TOKENS] for text in texts]
     engines = {
-        name: build_engine(load_deployment(CONFIG, [*SETTINGS, *settings]))
+        name: open_engine(load_deployment(CONFIG, [*SETTINGS, *settings]))
         for name, settings in METHODS.items()
     }
     for engine in engines.values():  # learns which steps are faster with drafts

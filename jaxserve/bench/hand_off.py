@@ -30,12 +30,11 @@ from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import warm_up
+from jaxserve.fleet.assembly import Options, build_runtime, make_engine
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages.source import PagesSource
 
@@ -115,7 +114,7 @@ def start_worker(deployment: Deployment, config: ModelConfig, role: str) -> Engi
     """An engine with random weights and one end of the pages link: of a prefill worker or of a
     domain."""
     runtime = build_runtime(
-        deployment, config=config, names=step3_names(config), open_source=open_random
+        deployment, Options(config=config, names=step3_names(config), weights=open_random)
     )
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=frozenset())

@@ -30,9 +30,9 @@ from jaxserve.bench.report import (
 from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.fleet.assembly import open_engine
 
 LAYOUTS = {"colocated": ["mode=colocated"], "1A1F": ["attention.dp=1", "ffn.ep=1"]}
 PROMPT_TOKENS = 960
@@ -109,7 +109,7 @@ def throughput(engine: Engine, mix: str) -> float:
 
 def measure_layout(settings: Sequence[str], rounds: int) -> dict[str, Any]:
     """All samples of one layout; the mixes alternate, so that noise affects them alike."""
-    engine = build_engine(load_deployment(CONFIG, settings))
+    engine = open_engine(load_deployment(CONFIG, settings))
     draw, vocab = random.Random(1), engine.model_info()["vocab_size"]
 
     def tokens(count: int) -> list[int]:

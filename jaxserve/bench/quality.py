@@ -31,8 +31,8 @@ from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime
+from jaxserve.fleet.assembly import build_runtime
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from jaxserve.text.tokenizer import Tokenizer

@@ -19,11 +19,10 @@ from jaxserve.bench.tokens import CONFIG
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import warm_up
+from jaxserve.fleet.assembly import Options, build_runtime, make_engine
 
 VOCAB = 151_936
 SETTINGS = [
@@ -72,7 +71,7 @@ def _engine() -> Engine:
     deployment = load_deployment(CONFIG, SETTINGS)
     config, names = read_config(deployment.model, deployment.ignored_model_keys)
     config = msgspec.structs.replace(config, vocab=VOCAB)
-    runtime = build_runtime(deployment, config=config, names=names, open_source=open_random)
+    runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()

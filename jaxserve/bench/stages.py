@@ -26,10 +26,10 @@ from jaxserve.bench.report import describe_machine, this_machine
 from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.assembly import build_runtime
 from jaxserve.fleet.devices import initialise
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder

@@ -15,9 +15,9 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.fleet.assembly import open_engine
 
 CONFIG = CONFIGS / "demo.yaml"
 LAYOUTS = {
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--result", required=True)
     options = parser.parse_args()
     with writing(options.result) as result:
-        engine = build_engine(load_deployment(CONFIG, options.set))
+        engine = open_engine(load_deployment(CONFIG, options.set))
         run_requests(engine, 8, 8)
         for count in SEQUENCES:
             rounds = [run_requests(engine, count, OUTPUT_TOKENS) for _ in range(options.rounds)]

@@ -1,7 +1,6 @@
-"""One run of `serve` in every process but the leader's, of a runtime of several processes."""
+"""One run of `serve` in a follower: every process but the first of a runtime of several."""
 
 import argparse
-import functools
 import logging
 import os
 import signal
@@ -10,10 +9,11 @@ from types import FrameType
 from jaxserve.commands.priority import take_serving_priority
 from jaxserve.commands.worker_part import WorkerPart, follow_pages
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.build_runtime import builder_of
-from jaxserve.fleet import bootstrap, following
+from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.assembly import Options, open_follower
 from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.following import Following
 from jaxserve.observe.recorder import Recorder
 from jaxserve.server.choice import Probes
 
@@ -55,16 +55,10 @@ def follow(
         follower = peers
         probes.watch(peers)
 
-        def on_ready() -> None:
-            take_serving_priority()
-            logger.info("%s: ready", peers.identity)
-
-        following.follow(
-            deployment,
-            follower,
-            build=builder_of(deployment),
-            recorder=recorder,
-            on_ready=on_ready,
-            pages=functools.partial(follow_pages, deployment, part),
-        )
+        runtime = open_follower(deployment, peers, Options(recorder=recorder))
+        pages = follow_pages(deployment, part, runtime.driver)
+        following = Following(runtime, peers, recorder, pages)
+        take_serving_priority()
+        logger.info("%s: ready", peers.identity)
+        following.run()
     return 0

@@ -1,29 +1,25 @@
-"""One run of `serve` in the process that leads an engine: what it starts, and how it ends."""
+"""One run of `serve` in the process that leads an engine: its start, its links and its end."""
 
 import argparse
-import functools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from jaxserve.checkpoint.peer import open_weights
 from jaxserve.commands.life import LAST_ANSWERS_SECONDS, Life
 from jaxserve.commands.worker_part import WorkerPart, add_pages_end, worker_port
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.build_runtime import builder_of
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet import attention_runtime, bootstrap, leading
+from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
+from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.open import open_engine
-from jaxserve.link.remote.client import PullClient
+from jaxserve.fleet.leading import collect_spans
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
@@ -64,7 +60,6 @@ class Serving(Life):
         self._successor: list[str] = []
         """The command that this process goes on as, once it has ended."""
         self._engine: Engine | None = None
-        self._link: PullClient | None = None
         self._weights: WeightsServer | None = None
         self._timeline: Path | None = options.timeline
         self._recorder = Recorder() if options.timeline else None
@@ -78,7 +73,10 @@ class Serving(Life):
             on_drain=self._on_peer_drain,
         ) as leader:
             assert leader is None or isinstance(leader, Leader)
-            engine = self._engine = self._open_engine(leader)
+            options = Options(
+                token=self._process.token, recorder=self._recorder, prepare=self._prepare
+            )
+            engine = self._engine = open_engine(self._deployment, options, leader)
             self._serve(engine, addresses)
             if self._failure is not None:
                 # Not an orderly exit: it would wait for device calls that may never return.
@@ -86,8 +84,6 @@ class Serving(Life):
             self._write_timeline(leader)
             if self._weights is not None:
                 self._weights.close()
-            if self._link is not None:
-                self._link.close()
             if self._successor and not self._signalled:
                 os.execv(sys.executable, self._successor)
 
@@ -102,22 +98,6 @@ class Serving(Life):
             server = msgspec.structs.replace(self._deployment.server, drain_seconds=HURRY_SECONDS)
             self._deployment = msgspec.structs.replace(self._deployment, server=server)
         self._drain_reason = self._drain_reason or f"to become another role: {why}"
-
-    def _open_engine(self, leader: Leader | None) -> Engine:
-        """The engine, warm; before it no JAX backend has been started."""
-        options: dict[str, Any] = {"observer": self._recorder, "prepare": self._prepare}
-        if self._deployment.topology.crosses_runtimes:
-            engine, self._link = attention_runtime.open_attention(
-                self._deployment,
-                self._process.token,
-                open_source=functools.partial(open_weights, token=self._process.token),
-                **options,
-            )
-            return engine
-        if leader is None:
-            return open_engine(self._deployment, token=self._process.token, **options)
-        build = builder_of(self._deployment)
-        return leading.lead(self._deployment, leader, build=build, **options)
 
     def _prepare(self, engine: Engine) -> None:
         """Gives an engine that is not started yet its ends of links to other workers."""
@@ -144,6 +124,6 @@ class Serving(Life):
             return
         spans = [self._recorder.ended(LAST_ANSWERS_SECONDS)]
         if leader is not None:
-            spans += leading.collect_spans(leader, LAST_ANSWERS_SECONDS)
+            spans += collect_spans(leader, LAST_ANSWERS_SECONDS)
         summary = timeline_view.write(self._timeline, merge(spans))
         logger.info("timeline in %s: %s", self._timeline, timeline_view.describe(summary))

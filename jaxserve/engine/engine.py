@@ -20,7 +20,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
-from jaxserve.engine.interface import DomainLoad, EngineLoad
+from jaxserve.engine.interface import DomainLoad, EngineLoad, NeededLink
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
@@ -28,8 +28,8 @@ from jaxserve.engine.runtime import thaw
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import (
     PREFILL_PARAMS,
-    Broadcast,
     Driver,
+    Followers,
     HandOffs,
     OnHeld,
     Post,
@@ -45,7 +45,6 @@ from jaxserve.roles.expert_moves import MovesExperts
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
-Explain = Callable[[EngineFailedError], EngineFailedError]
 
 IDLE_SECONDS = 0.5
 """How long the idle loop sleeps before it looks around again; a submit wakes it."""
@@ -58,7 +57,7 @@ EXIT_SECONDS = 10.0
 
 
 class Engine:
-    """Serves requests on one deployment. Built by `engine.build.build_engine`.
+    """Serves requests on one deployment. Built by `fleet.assembly.open_engine`.
 
     Args:
       deployment: limits and deadlines.
@@ -66,8 +65,8 @@ class Engine:
       driver: enqueues them.
       vocab: token ids a prompt may hold are below it.
       eos_token_ids: the model's end ids.
-      broadcast: tells the followers the plans of each boundary, before the driver runs them.
-      explain: finds who is behind a step's error; with several processes it is often a peer.
+      followers: other processes of the runtime, which run the same plans.
+      link: to runtimes that this one needs; closed with the engine.
       info: what `model_info` reports.
       watch: measures the pipeline; None: it is not measured.
       experts: see the attribute.
@@ -81,8 +80,8 @@ class Engine:
         *,
         vocab: int,
         eos_token_ids: frozenset[int],
-        broadcast: Broadcast | None = None,
-        explain: Explain | None = None,
+        followers: Followers | None = None,
+        link: NeededLink | None = None,
         info: dict[str, Any] | None = None,
         watch: Watch | None = None,
         experts: MovesExperts | None = None,
@@ -91,7 +90,7 @@ class Engine:
         self.driver = driver
         self.schedulers = list(schedulers)
         self._checks = RequestChecks(self.schedulers[0].check, vocab, eos_token_ids)
-        self._explain = explain or (lambda error: error)
+        self._followers, self.link = followers, link
         self._info = info or {}
         self._watch = watch
         self.experts = experts
@@ -116,12 +115,10 @@ class Engine:
             self._results,
             step_seconds=deployment.cluster.step_seconds,
             failure=lambda: self._failure,
-            broadcast=broadcast,
+            followers=followers,
             watch=watch,
             experts=experts,
         )
-        self.find_problems: Callable[[], list[str]] = list
-        """What is wrong with runtimes that this one needs, in words; from any thread."""
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -169,7 +166,7 @@ class Engine:
             compilations=self.compilations_after_ready,
             held=self.hand_offs.held,
             hand_offs=self.hand_offs.load,
-            problems=self.find_problems(),
+            problems=[] if self.link is None else self.link.problems,
             domains=[
                 DomainLoad(
                     running=scheduler.num_running,
@@ -381,6 +378,8 @@ class Engine:
             self._watch.close()
         if self.experts is not None:
             self.experts.close()
+        if self.link is not None:
+            self.link.close()
         thaw()
         if self._compilations is not None:
             self._compilations.stop()
@@ -478,12 +477,13 @@ class Engine:
                 self._last_turn = time.monotonic()
                 self._take_events()
                 self._step()
-        except EngineFailedError as error:
-            self.fail(self._explain(error))
         except Exception as error:
-            logger.exception("step loop")
-            failure = EngineFailedError(f"step loop: {error!r} after {self.driver.position()}")
-            self.fail(self._explain(failure))
+            if isinstance(error, EngineFailedError):
+                failure = error
+            else:
+                logger.exception("step loop")
+                failure = EngineFailedError(f"step loop: {error!r} after {self.driver.position()}")
+            self.fail(failure if self._followers is None else self._followers.explain(failure))
 
     def _take_events(self) -> None:
         """Feeds the loop what has happened: commands, deadlines, results."""

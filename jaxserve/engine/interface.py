@@ -236,6 +236,17 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class NeededLink(Protocol):
+    """A link to runtimes that an engine's runtime cannot do without."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems of those runtimes in words; from any thread."""
+
+    def close(self) -> None:
+        """Ends the connections."""
+
+
 class StepLoop(Protocol):
     """What health probes ask about: an engine, or a process that follows one."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import msgspec
 
 from jaxserve.config.deployment import Deployment
@@ -21,8 +22,10 @@ from jaxserve.observe.probe import Probe
 from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPlan, plan_of_rows
+from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
+    from jaxserve.engine.interface import NeededLink
     from jaxserve.roles.cell import Cell
     from jaxserve.roles.colocated import ColocatedWorker
 
@@ -36,12 +39,10 @@ class Runtime(NamedTuple):
     buckets: list[Bucket]
     """All buckets that a step may use, ascending."""
     make_balancer: Callable[[ReadCounts | None], MovesExperts | None] = lambda others: None
-    """Makes who moves its experts, who reads the counts of other processes by this; None: it has
-    none, or they are another runtime's."""
-
-
-BuildRuntime = Callable[..., Runtime]
-"""Makes the runtime of a deployment: `cell_runtime`, `colocated_runtime`."""
+    """Builds the expert balancer. Its argument reads the token counts of other processes; None:
+    this is the only process. Returns None where the model has no experts."""
+    link: "NeededLink | None" = None
+    """Link to the runtimes that this one needs; None: it needs no others."""
 
 
 def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
@@ -74,8 +75,8 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
 
 
 def warm_up(runtime: Runtime) -> None:
-    """Runs every executable and every edge once, so that the first request finds all of it warm,
-    and exempts what is there then from garbage collection.
+    """Runs every executable and every edge once, so that the first request finds them warm, and
+    exempts the objects of start-up from garbage collection.
 
     Every process of a deployment does the same steps in the same order.
     """
@@ -87,6 +88,19 @@ def warm_up(runtime: Runtime) -> None:
     probe.take(0.0)
     probe.close()
     freeze()
+
+
+def is_finite(block: HeldBlock) -> bool:
+    """Whether all floats of a block that this process holds are finite."""
+    floats = [leaf for leaf in block.leaves() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if block.entry is not None:
+        floats = [leaf[block.entry] for leaf in floats]
+    return all(_all_finite(shard.data) for leaf in floats for shard in leaf.addressable_shards)
+
+
+@jax.jit
+def _all_finite(part: jax.Array) -> jax.Array:
+    return jnp.isfinite(part.astype(jnp.float32)).all()
 
 
 def freeze() -> None:

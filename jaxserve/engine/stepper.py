@@ -34,9 +34,10 @@ from jaxserve.engine.results import ResultReader
 from jaxserve.engine.runtime import IdleCollection
 from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError, StepLostError
 from jaxserve.link.pages.source import PagesSource
+from jaxserve.observe.probe import Measured
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action, ReadPages, WritePages
-from jaxserve.roles.expert_moves import MovesExperts
+from jaxserve.roles.expert_moves import Counted, MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import KVArrays
@@ -116,7 +117,23 @@ MOST_LOST = 3
 
 logger = logging.getLogger(__name__)
 
-Broadcast = Callable[[list[StepPlan], bool, Sequence[Action]], None]
+
+class Followers(Protocol):
+    """The other processes of a leader's runtime; implemented by `fleet.leading.LedFollowers`."""
+
+    def broadcast(self, plans: list[StepPlan], measured: bool, actions: Sequence[Action]) -> None:
+        """Sends a boundary to all followers, before the driver runs it."""
+
+    def explain(self, error: EngineFailedError) -> EngineFailedError:
+        """Finds the cause of a step's error, which is often a follower."""
+
+    def measured(self, timeout: float) -> list[Measured]:
+        """Returns the measurements of every follower's probe. Raises EngineFailedError."""
+
+    def counts(self, number: int, timeout: float) -> Counted:
+        """Returns the experts' token counts of that number. Raises EngineFailedError."""
+
+
 """Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
 
 
@@ -147,7 +164,7 @@ class Stepper:
       results: of the steps.
       step_seconds: how long a step may take.
       failure: why the engine failed; a wait for a result ends with it.
-      broadcast: tells the followers what comes, before the driver runs it; None: there are none.
+      followers: processes that run the same plans; None: this one is alone.
       watch: measures the pipeline; None: it is not measured.
       experts: moves experts, or asks the runtime that has them to; None: there are none.
     """
@@ -161,14 +178,14 @@ class Stepper:
         *,
         step_seconds: float,
         failure: Callable[[], EngineFailedError | None],
-        broadcast: Broadcast | None,
+        followers: Followers | None,
         watch: Watch | None,
         experts: MovesExperts | None,
     ):
         self._loop, self._driver, self.hand_offs = loop, driver, hand_offs
         self._results = results
         self._step_seconds, self._failure = step_seconds, failure
-        self._broadcast, self._watch, self._experts = broadcast, watch, experts
+        self._followers, self._watch, self._experts = followers, watch, experts
         self._orders: list[Action] = []  # that followers are to be told
         self._garbage = IdleCollection()
         self._lost: deque[float] = deque(maxlen=MOST_LOST)  # when steps were
@@ -216,11 +233,11 @@ class Stepper:
     def _tell(self, orders: Sequence[Action]) -> None:
         """The followers take part in what is done to pages now: at once, or, where a lane is inside
         a step, before what is enqueued next."""
-        if self._broadcast is None or not orders:
+        if self._followers is None or not orders:
             return
         self._orders += orders
         if not self._driver.active:
-            self._broadcast([], False, self._take_orders())
+            self._followers.broadcast([], False, self._take_orders())
 
     def _take_orders(self) -> list[Action]:
         orders, self._orders = self._orders, []
@@ -243,8 +260,8 @@ class Stepper:
     def _begin(self, plans: list[StepPlan], measured: bool) -> None:
         """Tells the followers what comes, and carries out what comes before the plans."""
         actions = () if self._experts is None else self._experts.due()
-        if self._broadcast is not None and (plans or actions or self._driver.active):
-            self._broadcast(plans, measured, [*self._take_orders(), *actions])
+        if self._followers is not None and (plans or actions or self._driver.active):
+            self._followers.broadcast(plans, measured, [*self._take_orders(), *actions])
         if self._experts is None or not actions:
             return
         slots = self._driver.slots
@@ -263,7 +280,7 @@ class Stepper:
         """Takes all steps back and has their requests computed anew; raises the error if not."""
         now = time.monotonic()
         often = len(self._lost) == MOST_LOST and now - self._lost[0] < 60.0
-        if self._broadcast is not None or self._loop.holds is not None or often:
+        if self._followers is not None or self._loop.holds is not None or often:
             raise error
         if not self._driver.renew():
             raise error

@@ -1,10 +1,10 @@
 """A follower's end of the control plane: step plans in, heartbeats out.
 
-Created by `bootstrap.joined` on every process but 0; `following.follow` iterates `boundaries()` and
-reports what the devices have completed. A thread of this module sends the heartbeats and watches
-the leader, so a driver that is stuck in a device call is still seen, and still ends when the leader
-is gone. Another hands the broadcast on to the processes below this one (`broadcast.py`), and a
-third answers the leader's questions. Knows nothing of requests or device arrays.
+Created by `bootstrap.joined` on every process but 0; `following.Following` iterates `boundaries()`
+and reports what the devices have completed. A thread of this module sends the heartbeats and
+watches the leader, so a driver that is stuck in a device call is still seen, and still ends when
+the leader is gone. Another hands the broadcast on to the processes below this one (`broadcast.py`),
+and a third answers the leader's questions. Knows nothing of requests or device arrays.
 """
 
 import logging

@@ -1,20 +1,18 @@
-"""What all processes of a runtime but the first do once they have joined: follow the leader.
+"""Follows the leader in every process of a runtime but the first.
 
-It has the same runtime over the same deployment as the leader (`leading.py`), and no engine; what
-the two send each other is in `control.py`.
+A follower has the same runtime over the same deployment as the leader (`leading.py`), and no engine
+(`assembly.open_follower`). `control.py` defines the messages between the two.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
 
-from jaxserve.checkpoint.fingerprint import weights_digest
-from jaxserve.config.deployment import Deployment
-from jaxserve.engine.runtime import BuildRuntime, warm_up
+from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
 from jaxserve.fleet.control import Position
 from jaxserve.fleet.follower import Follower
@@ -29,50 +27,50 @@ if TYPE_CHECKING:
     from jaxserve.roles.page_transfer import PageAccess
 
 
-def follow(
-    deployment: Deployment,
-    follower: Follower,
-    *,
-    build: BuildRuntime,
-    recorder: Recorder | None = None,
-    on_ready: Callable[[], None] = lambda: None,
-    pages: "Callable[[Cell | ColocatedWorker], Sequence[PageAccess]]" = lambda driver: (),
-) -> None:
-    """Runs the leader's plans until it shuts the deployment down.
+class Following:
+    """A follower whose runtime is warm: tells the leader that it is ready, and runs its plans.
 
     Args:
-      build: makes the runtime.
-      pages: what makes this process's part of the pages that are handed over, one a domain.
-
-    Raises:
-      EngineFailedError: the leader is gone or sent something invalid.
-      ConfigError, CheckpointError: this process cannot load its part.
+      pages: access to the pages that are handed over, one a domain.
     """
-    runtime = build(deployment, observer=recorder)
-    follower.wait_warm_up(weights_digest(deployment.model))
-    warm_up(runtime)
-    driver = runtime.driver
-    accesses = pages(driver)
-    follower.position = lambda: position(driver)
-    if recorder is not None:
-        follower.answer(SPANS, lambda: _spans(recorder))
-    probe = Probe(driver, jax.process_index())
-    follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
-    follower.answer(COUNTS, lambda: _counts(driver.slots))
-    completions = _Completions(follower)
-    follower.ready()
-    on_ready()
-    for boundary in follower.boundaries():
-        probe.turn(boundary.measured)
-        for action in boundary.actions:
-            if isinstance(action, ReadPages | WritePages):
-                if accesses:
-                    accesses[action.domain].follow(action)
-            elif driver.slots is not None:
-                driver.slots.carry_out(action)
-        for plan in boundary.plans:
-            driver.begin(plan)
-        completions.put(boundary.number, driver.advance().last if driver.active else None)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        follower: Follower,
+        recorder: Recorder | None = None,
+        pages: "Sequence[PageAccess]" = (),
+    ):
+        self._driver, self._follower, self._pages = runtime.driver, follower, pages
+        driver = self._driver
+        follower.position = lambda: position(driver)
+        if recorder is not None:
+            follower.answer(SPANS, lambda: _spans(recorder))
+        probe = self._probe = Probe(driver, jax.process_index())
+        follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
+        follower.answer(COUNTS, lambda: _counts(driver.slots))
+        self._completions = _Completions(follower)
+        follower.ready()
+
+    def run(self) -> None:
+        """Runs the leader's plans until it shuts the deployment down.
+
+        Raises:
+          EngineFailedError: the leader is gone or sent something invalid.
+        """
+        driver = self._driver
+        for boundary in self._follower.boundaries():
+            self._probe.turn(boundary.measured)
+            for action in boundary.actions:
+                if isinstance(action, ReadPages | WritePages):
+                    if self._pages:
+                        self._pages[action.domain].follow(action)
+                elif driver.slots is not None:
+                    driver.slots.carry_out(action)
+            for plan in boundary.plans:
+                driver.begin(plan)
+            last = driver.advance().last if driver.active else None
+            self._completions.put(boundary.number, last)
 
 
 def _counts(slots: ExpertSlots | None) -> bytes:

@@ -22,9 +22,9 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.arguments import from_arguments
+from jaxserve.fleet.assembly import Options, build_runtime
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.dispatch.transport import Transport
@@ -267,7 +267,7 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
             limits, token_buckets=limits.token_buckets[-1:], page_buckets=limits.page_buckets[-1:]
         ),
     )
-    runtime = build_runtime(deployment, config=config, names=names, open_source=open_random)
+    runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
     warm_up(runtime)
     bucket = runtime.buckets[-1]
     tokens = run_prompt(runtime, bucket)
@@ -348,7 +348,9 @@ def steps(deployment: Deployment, options: argparse.Namespace) -> Found:
         config, names = only_layers(config, names, range(options.layers))
         deployment = msgspec.structs.replace(deployment, speculative=type(deployment.speculative)())
     begun = time.monotonic()
-    runtime = build_runtime(deployment, config=config, names=names, open_source=open_on_devices)
+    runtime = build_runtime(
+        deployment, Options(config=config, names=names, weights=open_on_devices)
+    )
     warm_up(runtime)
     built = time.monotonic() - begun
     return measured_steps(runtime, built)

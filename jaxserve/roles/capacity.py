@@ -1,7 +1,7 @@
 """What a deployment weighs: bytes on every device, from the templates of its model.
 
 Nothing is allocated and no device is needed, so a deployment of a thousand devices is checked on a
-laptop. Called before anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and by
+laptop. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and by
 `serve --check` (`capacity_report.py`); reads no files.
 """
 

@@ -1,7 +1,7 @@
 """Memory and cores that this process may use: those of its devices, of the host, of its groups.
 
 Control groups of containers and systemd units limit both; simulated devices share the host's
-memory. Called before anything is loaded (`engine/open_model.py`, `fleet/role_runtime.py`) and where
+memory. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and where
 sizes are chosen (`fleet/sizing.py`).
 """
 

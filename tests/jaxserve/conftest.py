@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.runtime import Runtime, warm_up
+from jaxserve.fleet.assembly import build_runtime
 from tests.conftest import compile_unoptimised
 from tests.jaxserve import layouts
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import JaxserveError
+from jaxserve.fleet.assembly import build_runtime, make_engine
 from jaxserve.fleet.pages_link import fetch_pages, serve_pages
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines

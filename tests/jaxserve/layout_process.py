@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.build_runtime import builder_of
 from jaxserve.engine.engine import Engine
-from jaxserve.fleet import bootstrap, following, leading
+from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import add_arguments, from_arguments
+from jaxserve.fleet.assembly import DEFAULTS, open_engine, open_follower
+from jaxserve.fleet.following import Following
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.expert_slots import ExpertReader
@@ -41,11 +42,11 @@ def main() -> None:
         else:
             if options.moving and peers.identity.process_id == 2:
                 read_nothing_once()
-            following.follow(deployment, peers, build=builder_of(deployment))
+            Following(open_follower(deployment, peers), peers).run()
 
 
 def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
-    engine = leading.lead(deployment, leader, build=builder_of(deployment))
+    engine = open_engine(deployment, DEFAULTS, leader)
     engine.pipeline()  # Asking has it measured.
     if options.moving:
         move(engine)

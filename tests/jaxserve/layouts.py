@@ -20,11 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime
+from jaxserve.fleet.assembly import make_engine, open_engine
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -141,7 +140,7 @@ def deployment(model: Path, overrides: dict[str, Any]) -> Deployment:
 @contextlib.contextmanager
 def running(model: Path, overrides: dict[str, Any]) -> Iterator[Engine]:
     """An engine of such a deployment, started. It has to be idle at the end."""
-    with _idle_at_the_end(build_engine(deployment(model, overrides))) as engine:
+    with _idle_at_the_end(open_engine(deployment(model, overrides))) as engine:
         yield engine
 
 

@@ -17,12 +17,11 @@ import msgspec
 import pytest
 
 from jaxserve.config.checks import scratch_pages
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import JaxserveError
+from jaxserve.fleet.assembly import build_runtime, make_engine
 from jaxserve.link.pages.source import PagesSource
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request

@@ -36,7 +36,7 @@ def address(engine: FakeEngine) -> Iterator[str]:
 def folder(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model to run in this process."""
     raw_letters().save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr("jaxserve.llm.open_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("jaxserve.llm.open_here", lambda *_, **__: engine)
     return tmp_path
 
 

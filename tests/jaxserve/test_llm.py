@@ -29,7 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """What `LLM` builds instead of a real engine."""
     engine = FakeEngine(ids_of("one two three"))
     monkeypatch.setattr("jaxserve.fleet.devices.initialise", lambda *_: None)
-    monkeypatch.setattr("jaxserve.engine.build.build_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("jaxserve.fleet.assembly.open_engine", lambda *_, **__: engine)
     yield engine
     engine.close()
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.assembly import open_engine
 from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
 from tests.jaxserve.moving import move_at_random
@@ -34,7 +34,7 @@ def test_tokens_are_the_same_through_all_reconfigurations(layout, times, tiny_mo
     """And so is what other workers read of them meanwhile."""
     overrides = {"ffn.redundant_slots": 1, "lanes": 2, "experts.move_gb_per_second": 1000.0}
     overrides |= LAYOUTS[layout]
-    engine = build_engine(layouts.deployment(tiny_model, overrides))
+    engine = open_engine(layouts.deployment(tiny_model, overrides))
     readers = Readers(HeldWeights(engine.driver.held(), engine.driver.slots))
     try:
         expected = layouts.generate(engine, PROMPTS, PARAMS)

@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
+from jaxserve.fleet.assembly import build_runtime
 from jaxserve.llm import LLM
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences

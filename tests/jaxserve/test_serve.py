@@ -49,7 +49,7 @@ from jaxserve.commands import serving
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import ids_of
 
-def open_engine(deployment, **options):
+def open_engine(deployment, *options):
     mode = os.environ["FAKE"]
     if mode == "slow start":
         print("starting", flush=True)
@@ -402,9 +402,7 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
         seen.append(statuses())
         yield follower
 
-    def follow(*arguments: object, on_ready: Callable[[], None], **options: object) -> None:
-        follower.ready()
-        on_ready()
+    def run() -> None:
         seen.append(statuses())
         metrics = httpx.get(f"http://{started['http']}/metrics", timeout=SECONDS).text
         assert re.search(r"^jaxserve:process_ready{.*} 1.0$", metrics, re.MULTILINE)
@@ -429,7 +427,13 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
 
     monkeypatch.setattr(choice, "probe_faces", faces)
     monkeypatch.setattr(following.bootstrap, "joined", joined)
-    monkeypatch.setattr(following.following, "follow", follow)
+    monkeypatch.setattr(following, "open_follower", lambda *_: argparse.Namespace(driver=None))
+
+    def ready(*arguments: object) -> argparse.Namespace:
+        follower.ready()
+        return argparse.Namespace(run=run)
+
+    monkeypatch.setattr(following, "Following", ready)
     ports = {"server.follower_grpc_port": 0, "server.follower_http_port": 0}
     arguments = ProcessArguments(process_id=1, processes=2)
     options = argparse.Namespace(timeline=None, insecure_bind=False)

@@ -10,7 +10,7 @@ from jaxserve.bench import quality
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.quality import BASE
 from jaxserve.bench.workers import BenchError
-from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.fleet.assembly import build_runtime
 from tests.conftest import REPOSITORY
 from tests.reference.step3_numpy import Step3Numpy
 

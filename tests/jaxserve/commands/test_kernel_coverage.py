@@ -7,7 +7,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, device_kind
-from jaxserve.engine.build import build_engine
+from jaxserve.fleet.assembly import open_engine
 from pallas_kernels import coverage
 from pallas_kernels.target import Target, use_target
 from tests.jaxserve import layouts
@@ -110,7 +110,7 @@ def test_a_worker_says_it_once_and_refuses_where_that_is_wanted(
     with use_target(Target("reference", "NVIDIA A100")):
         if strict:
             with pytest.raises(NotImplementedError, match=said):
-                build_engine(deployment)
+                open_engine(deployment)
             return
-        build_engine(deployment).close()
+        open_engine(deployment).close()
     assert sum(text.startswith(said) for text in caplog.messages) == 1

@@ -11,7 +11,7 @@ from jaxserve.checkpoint.peer import weights_hello
 from jaxserve.commands.worker_part import WorkerPart, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.fleet.open import open_engine
+from jaxserve.fleet.assembly import Options, open_here
 from jaxserve.fleet.worker_port import WorkerPort
 from tests.jaxserve import layouts
 from tests.reference.tiny_step3 import write_tiny_step3
@@ -45,7 +45,7 @@ def port(deployment: Deployment) -> Iterator[WorkerPort]:
 def test_a_folder_that_is_replaced_after_loading(deployment: Deployment, port: WorkerPort) -> None:
     """Before the worker says which weights it has: at the end of compiling, say."""
     loaded = Revision(Path(deployment.model)).digest
-    engine = open_engine(deployment, prepare=lambda engine: replace(deployment))
+    engine = open_here(deployment, Options(prepare=lambda engine: replace(deployment)))
     with contextlib.closing(engine):
         port.open(engine)
         assert port.facts is not None
@@ -59,4 +59,4 @@ def test_a_folder_that_is_replaced_after_loading(deployment: Deployment, port: W
 def test_a_folder_that_is_replaced_before_loading(deployment: Deployment) -> None:
     replace(deployment)
     with pytest.raises(CheckpointError, match="was replaced by another version since this process"):
-        open_engine(deployment)
+        open_here(deployment)

@@ -4,6 +4,7 @@ import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -146,7 +147,7 @@ class TestBadRequests:
     def test_ids_of_numpy_become_plain_ones(self, make):
         """Step plans go to other processes, and msgpack knows no NumPy."""
         plans = []
-        engine, _ = make(broadcast=lambda new, measured, actions: plans.extend(new))
+        engine, _ = make(followers=SimpleNamespace(broadcast=lambda new, *_: plans.extend(new)))
         assert ask(engine, list(np.arange(3)), SamplingParams(max_tokens=1)) == Output(
             [3], "length"
         )
@@ -186,7 +187,9 @@ class TestOneStepAhead:
         def broadcast(plans, measured, actions):
             heard.append(([plan.number for plan in plans], list(driver.log)))
 
-        engine, driver = make(broadcast=broadcast, overrides={"lanes": 2})
+        engine, driver = make(
+            followers=SimpleNamespace(broadcast=broadcast), overrides={"lanes": 2}
+        )
         collector = submitted(engine, SamplingParams(max_tokens=3), 3)
         assert [output.finish_reason for output in collector.wait().values()] == ["length"] * 3
         numbers = [number for plans, _ in heard for number in plans]
@@ -464,7 +467,8 @@ class TestFailure:
         def explain(error):
             return EngineFailedError(f"process 1 is gone (then: {error})")
 
-        engine, driver = make(explain=explain, start=False)
+        followers = SimpleNamespace(broadcast=lambda *_: None, explain=explain)
+        engine, driver = make(followers=followers, start=False)
         setattr(driver, fault, RuntimeError("device lost"))
         engine.start()
         collector = submitted(engine)

@@ -18,7 +18,7 @@ from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.fleet.attention_runtime import open_attention
+from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
@@ -499,7 +499,7 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
             into += ["steps"] * len(plans)
 
         end = engine.hand_offs.prefill or engine.hand_offs.domains[0]
-        monkeypatch.setattr(engine._stepper, "_broadcast", broadcast)
+        monkeypatch.setattr(engine._stepper, "_followers", SimpleNamespace(broadcast=broadcast))
         monkeypatch.setattr(end.access.transfer, "spread", True)
     (prompt,) = draw_prompts(14, [150])
     held = prefill(source, prompt, request_id="told")
@@ -601,10 +601,9 @@ def test_a_domain_whose_ffn_worker_is_in_another_runtime(tmp_path):
     server, *_ = open_ffn(limits(tmp_path, apart | anywhere), TOKEN, "127.0.0.1:0")
     address = server.start()
     try:
-        engine, link = open_attention(
+        engine = open_engine(
             limits(tmp_path, apart | {"link.addresses": [address]}),
-            TOKEN,
-            prepare=lambda engine: attach(engine, "decode"),
+            Options(token=TOKEN, prepare=lambda engine: attach(engine, "decode")),
         )
         try:
             prompts = draw_prompts(20)
@@ -616,6 +615,5 @@ def test_a_domain_whose_ffn_worker_is_in_another_runtime(tmp_path):
                     at_rest(each)
         finally:
             engine.close()
-            link.close()
     finally:
         server.close()

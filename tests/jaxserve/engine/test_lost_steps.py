@@ -6,7 +6,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from jaxserve.engine import results
-from jaxserve.engine.make_engine import make_engine
+from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS, Collector
 

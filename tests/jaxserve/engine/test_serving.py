@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.assembly import open_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector, Output, ask
 from tests.reference.step3_numpy import Step3Numpy
@@ -185,7 +185,7 @@ class TestNoCompilationAfterReady:
     @pytest.mark.unoptimised
     def test_200_requests(self, overrides, buckets, tiny_model):
         """Of all threads none compiles, though all buckets are used."""
-        engine = build_engine(layouts.deployment(tiny_model, {"lanes": 2, **overrides}))
+        engine = open_engine(layouts.deployment(tiny_model, {"lanes": 2, **overrides}))
         events, used = [], set()
 
         def listen(event, seconds, **details):

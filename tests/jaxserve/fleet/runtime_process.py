@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jaxserve import serve
 from jaxserve.config.command_line import read_deployment
-from jaxserve.fleet import attention_runtime, bootstrap
+from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import from_arguments
+from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.expert_control import Place, RemoteExperts
 from tests.jaxserve import layouts
 
@@ -48,7 +49,7 @@ def main() -> int:
     deployment = read_deployment(options.config, options.model, options.set)
     process = from_arguments(options)
     with bootstrap.joined(process, deployment):
-        engine, link = attention_runtime.open_attention(deployment, process.token)
+        engine = open_engine(deployment, Options(token=process.token))
         for number in range(int(os.environ["ROUNDS"])):
             wait_for(Path(os.environ["TOLD"]) / str(number))
             if number:
@@ -58,9 +59,8 @@ def main() -> int:
             layouts.idle(engine)
             print(f"round {number}: {json.dumps(tokens)}", flush=True)
         print(f"compilations {engine.compilations_after_ready}", flush=True)
-        print(f"resends {link.counters.resends}", flush=True)
+        print(f"resends {engine.link.counters.resends}", flush=True)
         engine.close()
-        link.close()
     return 0
 
 

@@ -8,11 +8,11 @@ its time, while the follower waits inside a device call as in a real warm-up.
 import os
 import sys
 import time
-from collections.abc import Callable
+from types import SimpleNamespace
 
 from jaxserve import serve
+from jaxserve.commands import following, serving
 from jaxserve.config.deployment import Deployment
-from jaxserve.fleet import following, leading
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from tests.jaxserve.fleet.process import exchange
@@ -22,7 +22,7 @@ from tests.jaxserve.text.letters import ids_of
 FAILURE = os.environ["FAILURE"]
 
 
-def lead(deployment: Deployment, leader: Leader, **options: object) -> FakeEngine:
+def lead(deployment: Deployment, options: object, leader: Leader) -> FakeEngine:
     device_loop = exchange(False)
     leader.begin_warm_up()
     next(device_loop)
@@ -35,9 +35,7 @@ def lead(deployment: Deployment, leader: Leader, **options: object) -> FakeEngin
     return FakeEngine(ids_of("x" * 40), pace=0.05)
 
 
-def follow(
-    deployment: Deployment, follower: Follower, *, on_ready: Callable[[], None], **options: object
-) -> None:
+def follow(deployment: Deployment, follower: Follower, options: object) -> SimpleNamespace:
     device_loop = exchange(False)
     follower.wait_warm_up()
     next(device_loop)
@@ -46,10 +44,19 @@ def follow(
     if FAILURE:
         next(device_loop)
     follower.ready()
-    on_ready()
-    assert not list(follower.boundaries())
+    return SimpleNamespace(driver=None)
+
+
+class Following:
+    """Follows a leader that sends no plans."""
+
+    def __init__(self, runtime: object, follower: Follower, *options: object):
+        self.follower = follower
+
+    def run(self) -> None:
+        assert not list(self.follower.boundaries())
 
 
 if __name__ == "__main__":
-    leading.lead, following.follow = lead, follow
+    serving.open_engine, following.open_follower, following.Following = lead, follow, Following
     sys.exit(serve.main())

@@ -17,10 +17,10 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.shrink import shrunk
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import EngineFailedError
+from jaxserve.fleet.assembly import make_engine
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server

@@ -15,8 +15,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxserve.engine.make_engine import make_engine
 from jaxserve.engine.request import SamplingParams
+from jaxserve.fleet.assembly import make_engine
 from jaxserve.ports import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import started

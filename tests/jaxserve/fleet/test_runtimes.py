@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
+from jaxserve.fleet.assembly import make_engine
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched, started

@@ -9,8 +9,8 @@ import pytest
 from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4
-from jaxserve.engine.build_runtime import build_runtime
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.assembly import build_runtime
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
 from jaxserve.roles.layout import FROM_DEVICE, Bucket

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxserve.engine.build_runtime import build_runtime
+from jaxserve.fleet.assembly import build_runtime
 from jaxserve.roles.layout import REJECTED
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from tests.jaxserve import layouts

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxserve.engine.make_engine import make_engine
+from jaxserve.fleet.assembly import make_engine
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
 from tests.jaxserve.layouts import PROMPTS

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint import tensors
-from jaxserve.engine.build import build_engine
-from jaxserve.engine.build_runtime import build_runtime
-from jaxserve.engine.open_model import open_model
 from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
+from jaxserve.fleet.assembly import build_runtime, open_engine, open_model
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
@@ -149,9 +147,9 @@ class TestBuckets:
 class TestEndIds:
     def test_bad_ones_are_met_before_the_model_is_loaded(self, tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text('{"eos_token_id": true}')
-        monkeypatch.setattr("jaxserve.engine.build.build_runtime", None)
+        monkeypatch.setattr("jaxserve.fleet.assembly.build_runtime", None)
         with pytest.raises(CheckpointError, match="eos_token_id True is no token id"):
-            build_engine(layouts.deployment(tmp_path, {}))
+            open_engine(layouts.deployment(tmp_path, {}))
 
 
 def test_warm_up_measures_as_a_client_that_watches(afd_runtime, monkeypatch):
@@ -165,3 +163,16 @@ def test_logits_have_a_column_for_every_token_and_no_more(colocated_runtime):
     colocated_runtime.driver.begin(warm_up_plans(colocated_runtime)[0])
     finished = colocated_runtime.driver.advance()
     assert np.asarray(finished.logits).shape == (5, 161)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensor", "value", "block"),
+    [
+        (layouts.COLOCATED, "model.layers.1.self_attn.o_proj.weight", np.nan, "layers.1.attention"),
+        ({"mode": "afd"}, "model.layers.0.mlp.down_proj.weight", np.inf, "layers.0.ffn"),
+    ],
+)
+def test_a_block_whose_weights_give_no_numbers_is_named(tmp_path, layout, tensor, value, block):
+    folder = layouts.write_damaged_model(tmp_path, tensor, (0, 0), value)
+    with pytest.raises(CheckpointError, match=rf"logits are not finite, nor are {block}$"):
+        open_engine(layouts.deployment(folder, layout))

@@ -1,0 +1,379 @@
+"""Assembles each part of a deployment: its runtime, the engine around it, and its links.
+
+| part | devices | runs | built by |
+|---|---|---|---|
+| colocated | all | a colocated worker, an engine | `colocated_runtime`, `open_engine` |
+| both roles in one runtime | both roles' | a cell, an engine | `cell_runtime`, `open_engine` |
+| leader of either | its share | its part, an engine with followers | `open_engine`, `lead` |
+| follower of either | its share | its part, no engine | `open_follower`, `following.py` |
+| domain over `pull` | attention's | a cell, an engine | `domain_runtime`, `open_engine` |
+| ffn worker over `pull` | ffn's | a message server | `ffn_runtime.py` |
+| worker of a fleet | as above | an engine behind a port for routers | `commands/serving.py` |
+| router | none | `router.py`, no JAX | `commands/routing.py` |
+| face | none | a remote engine, no JAX | `server/choice.py` |
+
+Called by `commands/`, `llm.py`, the bench and preflight. Importing this module loads no JAX: each
+function imports its own part, so that a process loads and starts only what it plays.
+"""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import CheckpointError, EngineFailedError
+
+if TYPE_CHECKING:
+    from jaxserve.checkpoint.source import CheckpointNames
+    from jaxserve.config.model import ModelConfig
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.request import TokenOutput
+    from jaxserve.engine.runtime import Runtime
+    from jaxserve.engine.stepper import Driver, Followers
+    from jaxserve.fleet.follower import Follower
+    from jaxserve.fleet.leader import Leader
+    from jaxserve.mesh import Submeshes
+    from jaxserve.model.blocks import ModelTemplates
+    from jaxserve.observe.recorder import Recorder
+    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.colocated import ColocatedWorker
+    from jaxserve.roles.weights import LeafSource, OpenSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choices for a part beside its deployment.
+
+    Attributes:
+      token: secret of links to other processes.
+      recorder: measures the stages.
+      prepare: called with the engine before it starts; gives it its ends of links.
+      config, names: replace the configuration in the model's folder (bench, preflight).
+      weights: replaces the weights; None: those of the model's folder, or of `weights.peers`.
+    """
+
+    token: str = ""
+    recorder: "Recorder | None" = None
+    prepare: "Callable[[Engine], object]" = lambda engine: None
+    config: "ModelConfig | None" = None
+    names: "CheckpointNames | None" = None
+    weights: "OpenSource | None" = None
+
+
+DEFAULTS = Options()
+
+
+# ------------------------------------------------------------------------------ parts
+def open_here(deployment: Deployment, options: Options = DEFAULTS) -> "Engine":
+    """A running engine on the devices of this process, which serves nothing else (`LLM`).
+
+    Raises:
+      ConfigError, CheckpointError: the layout or the model does not fit.
+    """
+    from jaxserve.fleet.arguments import ProcessArguments
+    from jaxserve.fleet.devices import initialise
+
+    opened, thread = threading.Event(), threading.current_thread()
+    _opening[thread] = opened
+    try:
+        initialise(ProcessArguments(), deployment)
+        return open_engine(deployment, options)
+    finally:
+        _opening.pop(thread, None)
+        opened.set()
+
+
+def open_engine(
+    deployment: Deployment, options: Options = DEFAULTS, leader: "Leader | None" = None
+) -> "Engine":
+    """A running engine that has given its first token; with a leader its followers step with it.
+
+    Raises:
+      ConfigError, CheckpointError: the layout or the model does not fit.
+      EngineFailedError: a follower failed or did not get ready in time, or no ffn worker came
+        within `link.absent_seconds`.
+    """
+    from jaxserve.config.special_tokens import read_special_tokens
+    from jaxserve.engine.runtime import warm_up
+
+    ends = read_special_tokens(deployment.model).eos
+    followers = None
+    if leader is None:
+        options = with_peers(options)
+        runtime = build_runtime(deployment, options)
+    else:
+        runtime, followers = lead(deployment, options, leader)
+    warm_up(runtime)
+    engine = make_engine(runtime, eos_token_ids=ends, followers=followers)
+    options.prepare(engine)
+    if leader is not None:
+        leader.wait_ready()
+    start_checked(engine)
+    return engine
+
+
+def lead(deployment: Deployment, options: Options, leader: "Leader") -> "tuple[Runtime, Followers]":
+    """The leader's runtime, once every follower has loaded and compiled its own."""
+    from jaxserve.checkpoint.fingerprint import weights_digest
+    from jaxserve.fleet.leading import LedFollowers
+
+    runtime = build_runtime(deployment, options)
+    leader.begin_warm_up(weights_digest(deployment.model))
+    return runtime, LedFollowers(leader)
+
+
+def open_follower(
+    deployment: Deployment, follower: "Follower", options: Options = DEFAULTS
+) -> "Runtime":
+    """A follower's runtime, warm; `following.Following` runs the leader's plans on it.
+
+    Raises:
+      EngineFailedError: the leader is gone or sent something invalid.
+      ConfigError, CheckpointError: this process cannot load its part.
+    """
+    from jaxserve.checkpoint.fingerprint import weights_digest
+    from jaxserve.engine.runtime import warm_up
+
+    runtime = build_runtime(deployment, options)
+    follower.wait_warm_up(weights_digest(deployment.model))
+    warm_up(runtime)
+    return runtime
+
+
+# --------------------------------------------------------------------------- runtimes
+def build_runtime(deployment: Deployment, options: Options = DEFAULTS) -> "Runtime":
+    """Loads and compiles this process's part of a deployment.
+
+    Raises:
+      ConfigError, CheckpointError: before anything large is allocated.
+    """
+    if deployment.topology.crosses_runtimes:
+        return domain_runtime(deployment, options)
+    if deployment.topology.has("colocated"):
+        return colocated_runtime(deployment, options)
+    return cell_runtime(deployment, options)
+
+
+def colocated_runtime(deployment: Deployment, options: Options) -> "Runtime":
+    """The runtime of a colocated deployment."""
+    from jaxserve.roles.colocated import ColocatedWorker, build_colocated
+
+    model = open_model(deployment, options)
+    mesh = model.meshes.attention
+    built = build_colocated(model.templates, deployment, mesh, model.source, model.names)
+    driver = ColocatedWorker(*built)
+    driver.observer = options.recorder
+    return _whole(deployment, model, driver)
+
+
+def cell_runtime(deployment: Deployment, options: Options) -> "Runtime":
+    """A runtime that has both roles, each on devices of its own."""
+    from jaxserve.roles.build_cell import build_cell
+
+    model = open_model(deployment, options)
+    _, names, meshes, templates, source = model
+    driver = build_cell(templates, deployment, meshes, source, names, options.recorder)
+    return _whole(deployment, model, driver)
+
+
+def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
+    """The runtime of an attention domain, whose ffn workers are other runtimes."""
+    from jaxserve.checkpoint.store import open_folder
+    from jaxserve.engine.runtime import Runtime
+    from jaxserve.fleet.attention_runtime import attention_cell
+    from jaxserve.fleet.expert_control import RemoteExperts
+    from jaxserve.fleet.role_runtime import open_role
+    from jaxserve.roles.capacity import deployment_buckets
+
+    role = open_role(deployment, "attention")
+    source = (options.weights or open_folder)(deployment, role.names)
+    cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
+    experts = RemoteExperts(client.ask) if role.config.experts else None
+    buckets = deployment_buckets(deployment)
+    return Runtime(deployment, role.config, cell, buckets, lambda others: experts, client)
+
+
+def _whole(
+    deployment: Deployment, model: "OpenModel", driver: "Cell | ColocatedWorker"
+) -> "Runtime":
+    from jaxserve.engine.runtime import Runtime
+    from jaxserve.roles.capacity import deployment_buckets
+    from jaxserve.roles.expert_balancer import make_balancer
+
+    balancer = partial(make_balancer, model.templates, deployment, driver.slots)
+    return Runtime(deployment, model.config, driver, deployment_buckets(deployment), balancer)
+
+
+class OpenModel(NamedTuple):
+    """A model on this process's devices, before anything large is read."""
+
+    config: "ModelConfig"
+    names: "CheckpointNames"
+    meshes: "Submeshes"
+    templates: "ModelTemplates"
+    source: "LeafSource"
+
+
+def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel:
+    """Reads the model's configuration, and checks that the deployment of it fits here.
+
+    Raises:
+      ConfigError, CheckpointError: before anything large is allocated.
+    """
+    from jaxserve.checkpoint.int8_products import read_model, with_int8_products
+    from jaxserve.checkpoint.store import open_folder
+    from jaxserve.mesh import Submeshes
+    from jaxserve.model.blocks import ModelTemplates
+    from jaxserve.model.float_matrices import placed
+    from jaxserve.roles.compilation import use_compilation_cache
+    from jaxserve.roles.host_resources import check_memory
+    from pallas_kernels.coverage import refuse_fallbacks
+
+    use_compilation_cache()
+    refuse_fallbacks(deployment.strict_kernels)
+    if options.config is None or options.names is None:
+        config, names = read_model(deployment)
+    else:
+        config, names = with_int8_products(options.config, deployment), options.names
+    meshes = Submeshes(deployment)
+    config = placed(config, meshes.ffn)
+    attention = {device for mesh in meshes.domains for device in mesh.local_devices}
+    ffn = set(meshes.ffn.local_devices)
+    check_memory(config, deployment, {"attention": attention, "ffn": ffn})
+    templates = ModelTemplates(config, deployment, meshes)
+    source = (options.weights or open_folder)(deployment, names)
+    return OpenModel(config, names, meshes, templates, source)
+
+
+def with_peers(options: Options) -> Options:
+    """Options whose weights come from `weights.peers`, where the deployment names some."""
+    from jaxserve.checkpoint.peer import open_weights
+
+    weights = options.weights or partial(open_weights, token=options.token)
+    return replace(options, weights=weights)
+
+
+# ---------------------------------------------------------------------------- engines
+def make_engine(
+    runtime: "Runtime",
+    *,
+    eos_token_ids: frozenset[int],
+    followers: "Followers | None" = None,
+) -> "Engine":
+    """An engine around a runtime, not started.
+
+    Args:
+      followers: the other processes of the runtime; None: this is its only one.
+    """
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.scheduler import Scheduler
+    from jaxserve.observe.probe import Probe
+    from jaxserve.observe.watch import Watch
+
+    deployment, limits = runtime.deployment, runtime.deployment.scheduler
+    tokens = sorted({bucket.tokens for bucket in runtime.buckets})
+    domains = deployment.runtime_domains
+    schedulers = [
+        Scheduler(
+            groups=deployment.attention.dp,
+            lanes=deployment.lanes,
+            slots=limits.slots,
+            pages=deployment.cache.pages,
+            page_size=deployment.cache.page_size,
+            max_length=limits.max_length,
+            token_budget=tokens[-1],
+            token_buckets=tokens,
+            page_buckets=limits.page_buckets,
+            max_waiting=limits.max_waiting,
+            prefill_tokens=limits.prefill_tokens,
+            prefix_cache=deployment.cache.prefix,
+            side_by_side=deployment.topology.has("ffn"),
+            drafts=deployment.drafts,
+            modules=deployment.modules,
+            automatic_drafts=deployment.speculative.automatic,
+        )
+        for _ in range(domains)
+    ]
+    collect, counts = (followers.measured, followers.counts) if followers else (None, None)
+    return Engine(
+        deployment,
+        schedulers,
+        cast("Driver", runtime.driver),  # The leader plays the attention role.
+        vocab=runtime.config.vocab,
+        eos_token_ids=eos_token_ids,
+        followers=followers,
+        link=runtime.link,
+        info=_info(runtime),
+        watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
+        experts=runtime.make_balancer(counts),
+    )
+
+
+def _info(runtime: "Runtime") -> dict[str, Any]:
+    deployment = runtime.deployment
+    return {
+        "model": Path(deployment.model).name,
+        "mode": deployment.mode,
+        "dtype": deployment.dtype,
+        "layers": runtime.config.layers,
+        "vocab_size": runtime.config.vocab,
+        "max_length": deployment.scheduler.max_length,
+        "attention": f"dp {deployment.attention.dp} x tp {deployment.attention.tp}",
+        "ffn": f"ep {deployment.ffn.ep} x tp {deployment.ffn.tp}",
+        "lanes": deployment.lanes,
+        "domains": deployment.runtime_domains,
+    }
+
+
+def start_checked(engine: "Engine") -> None:
+    """Starts an engine and runs a first token; closes the engine again if the token is none.
+
+    One token passes every layer, but only the experts that it is routed to. So weights with NaN or
+    Inf are refused by name before the engine takes requests.
+
+    Raises:
+      CheckpointError: The logits are not finite. Names the blocks of this process that are not.
+      EngineFailedError: The engine failed, or gave no token in time.
+    """
+    from jaxserve.engine.runtime import is_finite
+    from jaxserve.engine.stepper import PREFILL_PARAMS
+
+    engine.start()
+    news: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
+    engine.submit([0], PREFILL_PARAMS, news.put)
+    try:
+        output = news.get(timeout=2 * engine.deployment.cluster.step_seconds)
+    except queue.Empty:
+        raise EngineFailedError("the first token did not come in time") from None
+    if output.engine_failed:
+        raise EngineFailedError(output.error or "the engine failed at its first token")
+    if output.error is not None:
+        found = ", ".join(block.name for block in engine.driver.held() if not is_finite(block))
+        engine.close()
+        raise CheckpointError(
+            f"{engine.deployment.model}: logits are not finite, nor are {found or 'other parts'}"
+        )
+
+
+EXIT_SECONDS, LAST_SECONDS = 60.0, 10.0
+"""Waits at the interpreter's end: for an engine to be built, and for the thread that builds it."""
+_opening: dict[threading.Thread, threading.Event] = {}
+
+
+@atexit.register
+def _wait() -> None:
+    """Waits for engines that daemon threads are building: the interpreter would abort when it ends
+    around a thread that loads or compiles. Then ends them, as their module does with others."""
+    if waited := dict(_opening):
+        for opened in waited.values():
+            opened.wait(EXIT_SECONDS)
+        from jaxserve.engine.engine import close_all
+
+        close_all()
+        for thread in waited:
+            thread.join(LAST_SECONDS)
