@@ -7,6 +7,7 @@ time (`simulation.py`), by the `plan simulate` command that it prints.
 import argparse
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,38 +17,33 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation_command import add_fleet, read_simulation
-from jaxserve.planner import deploy_view
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.deploy import Asked, Deployment, Hosts, NoUnitError, Planned, Sizer
-from jaxserve.planner.deploy_demand import Demand, Level, level
-from jaxserve.planner.deploy_file import Named, Writer
+from jaxserve.planner.deploy_demand import Demand, Level, Spares, failures, level
 from jaxserve.planner.deploy_fleet import Times
-from jaxserve.planner.deploy_spares import spares
-from jaxserve.planner.deploy_view import Shown, Simulated
+from jaxserve.planner.deploy_view import Shown, Simulated, deploy_report
+from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.measurements import read_calibration
-from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.quantities import assumptions, seconds, tokens
-from jaxserve.planner.search import Searcher
-from jaxserve.planner.search_options import (
-    add_formats,
-    count,
+from jaxserve.planner.options import (
+    SEARCHED,
+    Parser,
+    add_shared,
+    number,
     positions,
     price_lines,
-    read_acceptance,
     read_formats,
     read_hardware,
+    read_searcher,
+    seconds,
+    tokens,
 )
-from jaxserve.planner.search_view import MODES
 from jaxserve.planner.simulate_command import add_simulate
-from jaxserve.planner.skew import read_skew
-from jaxserve.planner.stages import Calculator
-from jaxserve.planner.text import json_text
+from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
-"""Positions of a model that does not say how many it has."""
+"""Positions of a model whose description does not say how many it has."""
 MOST_SIMULATED = 2 * 10**7
 """Tokens of a simulation: some minutes."""
 COUNTED = 500
@@ -55,27 +51,26 @@ COUNTED = 500
 
 
 def add_deploy(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options."""
     add = command.add_argument
-    add("--model", required=True, help="a known model, or a model folder")
+    add_shared(command, *SEARCHED)
     add("--hardware", nargs="+", metavar="NAME", help="of all roles, any mix")
     for role in ("prefill", "attention", "ffn"):
         add(f"--{role}-hardware", nargs="+", metavar="NAME", help=f"of the {role} role alone")
-    add("--rate", type=float, required=True, help="requests a second, at random")
-    add("--prompts", required=True, help="tokens, on the mean, as 2048 or 2K")
-    add("--outputs", required=True, help="tokens, on the mean")
-    add("--spread", type=float, default=0.5, help="of both, standard deviation over mean: 0.5")
-    add("--prefix-hits", type=float, default=0.0, help="part of prompts in a prefix cache: 0")
-    add("--ttft", required=True, metavar="pN=TIME", help="time to the first token, as p95=2s")
-    add("--tpot", required=True, metavar="pN=TIME", help="time per output token, as p95=50ms")
-    add("--max-devices", type=count, default=64, help="of a prefill worker, of a unit: 64")
-    add("--prefill-devices", type=count, default=0, help="of a prefill worker: these alone")
-    add("--decode-devices", type=count, default=0, help="of a decode unit: these alone")
-    add("--modes", nargs="+", choices=list(MODES), help="of decode units: all of them")
-    add("--spares", type=int, default=0, help="servers of every role that stand by: 0")
-    add("--failures", default="", metavar="EVERY:AWAY", help="of a server, as 1000h:12h: spares")
-    add("--pages-latency", default="2ms", help="of a KV hand-off, beside its bytes: 2ms")
-    add_formats(command)
+    add("--rate", type=number(1e-3, 1e6, float), required=True, help="requests a second, at random")
+    add("--prompts", type=tokens, required=True, help="tokens, on the mean, as 2048 or 2K")
+    add("--outputs", type=tokens, required=True, help="tokens, on the mean")
+    share = "of both, standard deviation over mean: 0.5"
+    add("--spread", type=number(0, 3, float), default=0.5, help=share)
+    add("--prefix-hits", type=number(0, 0.99, float), default=0.0, help="part of prompts: 0")
+    add("--ttft", type=level, required=True, metavar="pN=TIME", help="first token, as p95=2s")
+    add("--tpot", type=level, required=True, metavar="pN=TIME", help="a token, as p95=50ms")
+    for role, unit in (("prefill", "prefill worker"), ("decode", "decode unit")):
+        text = f"of a {unit}: these alone"
+        add(f"--{role}-devices", type=number(1, 4096), default=0, help=text)
+    add("--spares", type=number(0, 4096), default=0, help="servers of every role that stand by: 0")
+    add("--failures", type=failures, default=(0.0, 0.0), metavar="EVERY:AWAY", help="as 1000h:12h")
+    add("--pages-latency", type=seconds, default=2e-3, help="of a KV hand-off: 2ms")
     add("--write", type=Path, metavar="FILE", help="writes the deployment there")
     add("--simulate", action="store_true", help="what is written, in simulated time")
     command.set_defaults(run=run)
@@ -90,165 +85,135 @@ def run(options: argparse.Namespace) -> int:
     hardware = {**prefill, **attention, **ffn}
     formats = read_formats(options, hardware)
     asked = _asked(options, hardware, formats)
-    requests = asked.demand.requests(asked.longest, asked.page)
-    calculator = Calculator(
-        load_model(options.model, options.configs),
-        round(requests.context),
-        formats,
-        assumptions(options.assume),
-        read_calibration(options.calibration, options.configs).of(Path(options.model).name),
-    )
-    skew = read_skew(options.skew) if options.skew is not None else None
-    accepted = read_acceptance(options, calculator.model)
-    searcher = Searcher(calculator, attention, ffn, accepted, skew)
-    sizer = Sizer(calculator, searcher, Hosts(prefill, attention, ffn), asked, skew)
+    context = round(asked.demand.requests(asked.longest, asked.page).context)
+    searcher = read_searcher(options, attention, ffn, context, formats)
+    sizer = Sizer(searcher, Hosts(prefill, attention, ffn), asked)
     try:
         planned = sizer.plan()
     except NoUnitError as error:
-        target = asked.target
-        print(f"error: {why_not(calculator, attention, ffn, target, error.found)}", file=sys.stderr)
+        print(f"error: {why_not(searcher, asked.target, error.found)}", file=sys.stderr)
         return 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     simulated, command = None, ""
     if options.write:
-        planned = _write(options, sizer, searcher, planned, hardware)
+        planned = _write(options, sizer, planned, hardware)
         arguments = _simulation(options, asked, planned.best)
         command = "python -m jaxserve.plan " + shlex.join(arguments)
         if options.simulate:
             simulated = _simulate(arguments, asked)
-    shown = Shown(
-        title=f"{options.model}: {deploy_view.demand_text(asked)}",
-        sizer=sizer,
-        planned=planned,
-        prices=price_lines(hardware, options.price),
-        simulated=simulated,
-        command=command,
-    )
-    if options.html:
-        options.html.write_text(deploy_view.page(shown), encoding="utf-8")
-    print(json_text(deploy_view.tree(shown)) if options.json else deploy_view.text(shown))
+    prices = price_lines(hardware, options.price)
+    title = f"{options.model}: {asked.text}"
+    show(options, deploy_report(Shown(title, sizer, planned, prices, simulated, command)))
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    limits = {"rate": (1e-3, 1e6), "spread": (0.0, 3.0), "prefix_hits": (0.0, 0.99)}
-    for name, (low, high) in limits.items():
-        value = getattr(options, name)
-        if not low <= value <= high:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value:g}: expected {low:g} to {high:g}")
-    if options.simulate and not options.write:
+    if not options.simulate:
+        return
+    if not options.write:
         raise ConfigError("--simulate: without --write there is no deployment to simulate")
-    if options.simulate and options.compute != "auto":
-        raise ConfigError(f"--simulate: a deployment has no --compute {options.compute}; auto")
-    if options.simulate and options.core != "auto":
-        raise ConfigError(f"--simulate: a deployment has no --core {options.core}; auto")
-    if options.simulate and options.drafts:
+    for name in ("compute", "core"):
+        if (value := getattr(options, name)) != "auto":
+            raise ConfigError(f"--simulate: a deployment has no --{name} {value}; auto")
+    if options.drafts:
         raise ConfigError(
             f"--simulate: simulated fleets make no drafts (--drafts {options.drafts})"
         )
 
 
-def _asked(options: argparse.Namespace, hardware: dict[str, Hardware], formats: Formats) -> Asked:
-    prompt, output = tokens(options.prompts, "--prompts"), tokens(options.outputs, "--outputs")
-    most = positions(options) or UNLIMITED
-    if prompt + output > most:
+def _asked(
+    options: argparse.Namespace, hardware: Mapping[str, Hardware], formats: Formats
+) -> Asked:
+    most = positions(options.model, options.configs) or UNLIMITED
+    if options.prompts + options.outputs > most:
         raise ConfigError(
             f"--prompts {options.prompts} and --outputs {options.outputs}: {options.model} has "
             f"{most} positions"
         )
-    tpot = level(options.tpot, "--tpot")
+    between, repair = options.failures
     return Asked(
         demand=Demand(
             rate=options.rate,
-            prompt=prompt,
-            output=output,
+            prompt=options.prompts,
+            output=options.outputs,
             spread=options.spread,
             hits=options.prefix_hits,
         ),
-        ttft=level(options.ttft, "--ttft"),
-        tpot=tpot,
+        ttft=options.ttft,
+        tpot=options.tpot,
         positions=most,
         page=max(page_tokens(one.platform, formats.cache) for one in hardware.values()),
         target=Target(
-            tpot=tpot.seconds,
+            tpot=options.tpot.seconds,
             max_devices=max(options.max_devices, options.prefill_devices, options.decode_devices),
-            modes=tuple(options.modes or MODES),
+            modes=tuple(options.modes),
             most_drafts=options.drafts,
             shared_ranks=options.shared_ranks,
         ),
-        spares=spares(options.spares, options.failures),
-        pages_latency=seconds(options.pages_latency, "--pages-latency"),
+        spares=Spares(count=options.spares, between=between, repair=repair),
+        pages_latency=options.pages_latency,
         prefill_devices=options.prefill_devices,
         decode_devices=options.decode_devices,
     )
 
 
 def _write(
-    options: argparse.Namespace,
-    sizer: Sizer,
-    searcher: Searcher,
-    planned: Planned,
-    hardware: dict[str, Hardware],
+    options: argparse.Namespace, sizer: Sizer, planned: Planned, hardware: Mapping[str, Hardware]
 ) -> Planned:
     """Writes the best plan; with fewer slots than it had, it is sized once more."""
-    folder = model_folder(options.model, options.configs)
-    config = model_config(folder)
-    if config is None:
-        raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
-    names = {one.name: name for name, one in hardware.items()}
-    cost = sizer.model
-    named = Named(folder.resolve(), config, cost, hardware, names)
-    writer = Writer(options.write, named, searcher, sizer.asked)
-    requests = sizer.requests(sizer.asked.demand)
-    best = planned.best
-    slots = writer.write(best, requests)
-    if slots < writer.slots(best):
-        print(
-            f"{options.write}: {slots} sequences a DP group and lane, not {writer.slots(best)}: "
-            "with activations, as serve counts them, more do not fit",
-            file=sys.stderr,
-        )
+    file = plan_file(options, hardware)
+    fleet = FleetFile(file, sizer.model, sizer.searcher.calculator, sizer.asked)
+    requests, best = sizer.requests(sizer.asked.demand), planned.best
+    slots = fleet.write(best, requests)
+    if slots < best.peak_slots:
         best = sizer.with_slots(best, slots)
-        writer.write(best, requests)
+        fleet.write(best, requests)
     return Planned(best=best, others=planned.others, found=planned.found)
 
 
 def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> list[str]:
-    """The arguments of `plan` that simulate the file."""
-    demand, found = asked.demand, made.prediction
+    """Returns the arguments of `plan` that simulate the file."""
+    demand, found, layout = asked.demand, made.prediction, made.plan.layout
     stay = found.ttft.mean + demand.output * (1 + demand.spread) * found.tpot.mean
     uncounted = round(1.5 * demand.rate * stay) + 20
     requests = 2 * uncounted + max(COUNTED, round(demand.rate * stay))
-    arguments = ["simulate", "--config", str(options.write), "--rate", f"{demand.rate:g}"]
-    arguments += ["--prompt", str(demand.prompt), "--output", str(demand.output)]
-    arguments += ["--spread", f"{demand.spread:g}", "--prefix-hits", f"{demand.hits:g}"]
-    arguments += ["--requests", str(requests), "--uncounted", str(uncounted)]
-    arguments += ["--pages-latency", options.pages_latency]
-    if len({one.name for one in made.fleet.unit.hardware}) > 1 or made.plan.layout.topology.has(
-        "ffn"
-    ):
-        arguments += ["--attention-hardware", made.plan.layout.attention]
-        arguments += ["--ffn-hardware", made.plan.layout.ffn]
+    values = {
+        "config": options.write,
+        "rate": f"{demand.rate:g}",
+        "prompt": demand.prompt,
+        "output": demand.output,
+        "spread": f"{demand.spread:g}",
+        "prefix-hits": f"{demand.hits:g}",
+        "requests": requests,
+        "uncounted": uncounted,
+        "pages-latency": f"{1e3 * options.pages_latency:g}ms",
+    }
+    if layout.topology.has("ffn"):
+        values |= {"attention-hardware": layout.attention, "ffn-hardware": layout.ffn}
     else:
-        arguments += ["--hardware", made.plan.layout.attention]
+        values["hardware"] = layout.attention
+    if options.calibration:
+        values["calibration"] = options.calibration
+    if options.configs != CONFIGS:
+        values["configs"] = options.configs
+    arguments = ["simulate"]
+    for name, value in values.items():
+        arguments += [f"--{name}", str(value)]
     if options.skew is not None:
         arguments += ["--skew", options.skew, "--placed"]
-    if options.assume:
-        arguments += ["--assume", *options.assume]
-    if options.calibration:
-        arguments += ["--calibration", str(options.calibration)]
-    if options.configs != CONFIGS:
-        arguments += ["--configs", str(options.configs)]
-    return arguments
+    return arguments + (["--assume", *options.assume] if options.assume else [])
 
 
 def _simulate(arguments: list[str], asked: Asked) -> Simulated:
     """Runs the `plan simulate` command that the plan prints."""
-    options = _simulate_parser().parse_args(arguments[1:])
-    sizes = options.requests * int(options.output)
+    parser = Parser()
+    add_simulate(parser)
+    add_fleet(parser)
+    parser.add_argument("--configs", type=Path, default=CONFIGS)
+    options = parser.parse_args(arguments[1:])
+    sizes = options.requests * options.output
     if sizes > MOST_SIMULATED:
         raise ConfigError(
             f"--simulate: {options.requests} requests of {options.output} tokens, {sizes:.1e} in "
@@ -257,25 +222,16 @@ def _simulate(arguments: list[str], asked: Asked) -> Simulated:
     ready = read_simulation(options, load_deployment(options.config, options.set))
     result = ready.simulation.run()
     ttft, tpot = (np.array(each) for each in ready.simulation.samples())
+
+    def at(samples: np.ndarray, level: Level) -> float:
+        return float(np.percentile(samples, level.percent))
+
     return Simulated(
         ttft=Times.of(ttft),
         tpot=Times.of(tpot),
-        ttft_asked=_at(ttft, asked.ttft),
-        tpot_asked=_at(tpot, asked.tpot),
+        ttft_asked=at(ttft, asked.ttft),
+        tpot_asked=at(tpot, asked.tpot),
         busy=result.busy,
         refused=result.refused,
         requests=result.finished,
     )
-
-
-def _simulate_parser() -> argparse.ArgumentParser:
-    """Of `plan simulate`."""
-    made = argparse.ArgumentParser()
-    add_simulate(made)
-    add_fleet(made)
-    made.add_argument("--configs", type=Path, default=CONFIGS)
-    return made
-
-
-def _at(samples: np.ndarray, asked: Level) -> float:
-    return float(np.percentile(samples, asked.percent))

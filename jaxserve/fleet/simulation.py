@@ -30,10 +30,13 @@ from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
-from jaxserve.observe.spans import AFDStage
-from jaxserve.planner.lanes import undisturbed
-from jaxserve.planner.simulate import Percentiles, no_garbage_collection, percentiles
-from jaxserve.planner.simulated_engine import SimulatedEngine
+from jaxserve.planner.simulate import (
+    Percentiles,
+    SimulatedEngine,
+    disturbance,
+    no_garbage_collection,
+    percentiles,
+)
 from jaxserve.planner.stage_times import StageTimes
 
 SHARED = 2**30
@@ -178,19 +181,14 @@ class FleetSimulation:
         elsewhere: bool = False,
         domains: int = 1,
     ) -> SimulatedEngine:
-        conditions, jitter = self._conditions, self._conditions.jitter
-
-        def noise(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
-            return jitter.draw(self._random, stage, seconds)
-
         return SimulatedEngine(
             deployment,
             times,
             elsewhere=elsewhere,
             prefixes=self._traffic.shared > 0 or self._traffic.hits > 0,
             domains=domains,
-            host_seconds=conditions.host_seconds,
-            disturb=undisturbed if jitter.silent else noise,
+            host_seconds=self._conditions.host_seconds,
+            disturb=disturbance(self._conditions.jitter, self._random),
         )
 
     def _add(

@@ -1,45 +1,44 @@
-"""Why no layout meets a target, and what would. Called by `plan.py search`."""
+"""Why no layout meets a target, and what would; and which rules of Step-3 a plan holds.
+
+Called by `plan search` and `plan deploy`.
+"""
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.planner.cost import (
+    attention_fit,
+    ffn_batch,
+    ffn_fit,
+    minimum_sparsity,
+    network_batch,
+)
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.search import Found, Searcher
-from jaxserve.planner.search_view import layout_text
+from jaxserve.planner.models import CostModel
+from jaxserve.planner.search import Found, Plan, Searcher
 from jaxserve.planner.stages import Calculator
 
 
-def why_not(
-    calculator: Calculator,
-    attention: Mapping[str, Hardware],
-    ffn: Mapping[str, Hardware],
-    target: Target,
-    found: Found,
-) -> str:
+def why_not(searcher: Searcher, target: Target, found: Found) -> str:
     """Explains which bound prevents the target, and lists single changes that would meet it."""
     if found.fastest is None:
-        lines = [_shortage(found, target, _mixed(attention, ffn))]
+        lines = [_shortage(found, target, _mixed(searcher.attention, searcher.ffn))]
     else:
         plan = found.fastest
         name, bound = plan.slowest
-        stage = sum(plan.stages[part].seconds for part in _parts(name))
+        parts = ("dispatch", "combine") if name == "link" else (name,)
+        stage = sum(plan.stages[part].seconds for part in parts)
         lines = [
             f"no layout reaches {target.tpot * 1e3:g} ms a token: the fastest, "
-            f"{layout_text(plan)}, takes {plan.tpot * 1e3:.1f} ms with one sequence a DP group; "
+            f"{plan.layout.text}, takes {plan.tpot * 1e3:.1f} ms with one sequence a DP group; "
             f"its {name} stage takes {stage * 1e6:.0f} µs a layer, bound by {bound}"
         ]
-    changes = list(_changes(calculator, attention, ffn, target, found))
-    if changes:
-        lines.append("what would meet it: " + "; ".join(changes))
-    else:
-        lines.append("no change of one thing meets it")
+    changes = "; ".join(_changes(searcher, target, found))
+    lines.append(f"what would meet it: {changes}" if changes else "no change of one thing meets it")
     return "\n  ".join(lines)
-
-
-def _parts(name: str) -> tuple[str, ...]:
-    return ("dispatch", "combine") if name == "link" else (name,)
 
 
 def _mixed(attention: Mapping[str, Hardware], ffn: Mapping[str, Hardware]) -> bool:
@@ -60,13 +59,9 @@ def _shortage(found: Found, target: Target, mixed: bool) -> str:
     )
 
 
-def _changes(
-    calculator: Calculator,
-    attention: Mapping[str, Hardware],
-    ffn: Mapping[str, Hardware],
-    target: Target,
-    found: Found,
-) -> Iterator[str]:
+def _changes(searcher: Searcher, target: Target, found: Found) -> Iterator[str]:
+    calculator, attention, ffn = searcher.calculator, searcher.attention, searcher.ffn
+
     def meets(calculator: Calculator, target: Target) -> bool:
         return Searcher(calculator, attention, ffn).feasible(target)
 
@@ -91,3 +86,78 @@ def _changes(
             break
     if found.fastest is not None:
         yield f"a TPOT of {found.fastest.tpot * 1e3:.1f} ms"
+
+
+class Check(NamedTuple):
+    """A rule and whether it holds."""
+
+    name: str
+    holds: bool
+    numbers: str
+
+    @property
+    def text(self) -> str:
+        """Whether it holds, its name and its numbers."""
+        return f"{'holds' if self.holds else 'FAILS'}  {self.name}: {self.numbers}"
+
+
+def checks(
+    model: CostModel,
+    context: int,
+    tpot: float,
+    attention: Hardware,
+    ffn: Hardware,
+    plan: Plan | None = None,
+) -> list[Check]:
+    """Checks the rules for a pair of hardware and, given a plan, for its batch.
+
+    Args:
+      tpot: time per output token in seconds; each of the three pipeline stages gets a third.
+    """
+    stage = tpot / 3
+    layer = stage / model.layers
+    found = []
+    moe = model.moe
+    sparsity = moe.sparsity if moe else 1.0
+    fills = ffn_batch(ffn, sparsity)
+    if moe:
+        least = minimum_sparsity(ffn, model.d_model, model.layers, stage)
+        found.append(
+            Check(
+                "sparsity (§5.4)",
+                sparsity >= least,
+                f"experts' sparsity {sparsity:.3f}, least {least:.3f} for {ffn.name} at "
+                f"{tpot * 1e3:g} ms: {fills:.0f} tokens fill the FFN, the network carries "
+                f"{network_batch(ffn, model.d_model, model.layers, stage):.0f} a stage",
+            )
+        )
+    if plan is not None:
+        tokens = plan.layout.dp * plan.batch
+        found.append(
+            Check(
+                "FFN batch (§5.3)",
+                tokens >= fills,
+                f"{tokens} tokens a lane, {fills:.0f} make the FFN compute-bound on {ffn.name}",
+            )
+        )
+    fit = attention_fit(model, attention, layer)
+    sequences = fit.cached_tokens // context
+    found.append(
+        Check(
+            "attention in time (§6)",
+            sequences >= 1,
+            f"{attention.name} reads {fit.readable_bytes / 1e6:.0f} MB in {layer * 1e6:.0f} µs, of "
+            f"which {fit.linear_bytes / 1e6:.0f} MB are weights: {fit.cached_tokens:,} tokens of "
+            f"cache, {sequences} sequences of {context:,} a device and lane",
+        )
+    )
+    needed = ffn_fit(model, ffn, layer)
+    found.append(
+        Check(
+            "FFN in time (§6)",
+            needed.devices < 100,
+            f"{needed.weight_bytes / 1e9:.0f} GB of FFN weights at half of the bandwidth take "
+            f"{needed.hosts} hosts, {needed.devices} {ffn.name} (a hundred and more are trouble)",
+        )
+    )
+    return found

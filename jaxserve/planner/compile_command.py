@@ -4,19 +4,18 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.errors import ConfigError
-from jaxserve.planner import report
-from jaxserve.planner.deployment_options import add_deployment, read_deployment
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.measurements import hardware_of
 from jaxserve.planner.models import model_config, model_folder
-from jaxserve.planner.text import grid, json_text
+from jaxserve.planner.options import DEPLOYMENT, add_shared, number, read_deployment
+from jaxserve.planner.view import Part, Report, show
 from jaxserve.roles.layout import Bucket
 
 if TYPE_CHECKING:
@@ -26,12 +25,12 @@ GB = 1e9
 
 
 def add_compile(command: argparse.ArgumentParser) -> None:
-    """The options."""
-    add_deployment(command)
+    """Adds the options."""
+    add_shared(command, *DEPLOYMENT)
     add = command.add_argument
     add("--topology", metavar="NAME", help="as v6e:8x8, v7x:2x2x4")
-    add("--bucket", action="append", default=[], metavar="TOKENSxPAGES", help="without: all")
-    add("--workers", type=int, default=2, help="compilations at a time: 2")
+    add_shared(command, "--bucket", action="append", default=[], help="without: all")
+    add("--workers", type=number(1, 256), default=2, help="compilations at a time: 2")
     command.set_defaults(run=run)
 
 
@@ -39,9 +38,6 @@ def run(options: argparse.Namespace) -> int:
     """Compiles and shows; 1 if something would fail on the pod."""
     if options.topology is None:
         raise ConfigError("--topology is missing, as v6e:8x8")
-    if not 1 <= options.workers <= 256:
-        raise ConfigError(f"--workers {options.workers}: expected 1 to 256")
-    buckets = [_bucket(text) for text in options.bucket]
     deployment = read_deployment(options)
     config = model_config(model_folder(deployment.model, options.configs))
     if config is None:
@@ -56,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         config,
         deployment,
         there,
-        buckets,
+        options.bucket,
         workers=options.workers,
         report=lambda one: print(_line(one), file=sys.stderr, flush=True),
     )
@@ -65,39 +61,33 @@ def run(options: argparse.Namespace) -> int:
     each = host_lines(programs, aot.hosts(deployment, there))
     problems = failures(deployment, programs, held, hardware)
     notes = [*remarks(deployment, hardware, there.device_kind), *copied(programs)]
-    if options.html:
-        sections = [
-            ("Verdict", report.lines(problems or ["everything compiles and fits"])),
-            ("Programs", report.table(_program_rows(programs))),
-            ("Memory of a device, GB", report.table(_memory_rows(held, deployment, hardware))),
-            ("Hosts", report.lines(each)),
-            ("Notes", report.lines(notes or ["none"])),
-        ]
-        title = f"{options.config.name} for {options.topology}, compiled in {seconds:.0f} s"
-        options.html.write_text(report.page(title, sections), encoding="utf-8")
-    if options.json:
-        print(json_text(_tree(options.topology, seconds, programs, held, problems, notes)))
-    else:
-        print(grid(_program_rows(programs)) + "\n")
-        print(grid(_memory_rows(held, deployment, hardware)) + "\n")
-        print("\n".join(each) + "\n")
-        print(f"{len(programs)} programs in {seconds:.1f} s, {options.workers} at a time")
-        print("\n".join(f"note: {note}" for note in notes))
+    took = f"{len(programs)} programs in {seconds:.1f} s, {options.workers} at a time"
+    parts = [
+        Part("Verdict", lines=problems or ["everything compiles and fits"], aside=True),
+        Part(rows=_program_rows(programs)),
+        Part(rows=_memory_rows(held, deployment, hardware)),
+        Part(lines=each),
+        Part(lines=[took, *(f"note: {note}" for note in notes)]),
+    ]
+    tree = {
+        "topology": options.topology,
+        "seconds": seconds,
+        "programs": [
+            {**one._asdict(), "bucket": msgspec.to_builtins(one.bucket)} for one in programs
+        ],
+        "memory": [{**part._asdict(), "total": part.total} for part in held],
+        "failures": problems,
+        "notes": notes,
+    }
+    show(options, Report(f"{options.config.name} for {options.topology}, compiled", parts, tree))
     for problem in problems:
         print(f"FAILS: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _bucket(text: str) -> Bucket:
-    tokens, _, pages = text.partition("x")
-    if not (tokens.isdecimal() and pages.isdecimal()):
-        raise ConfigError(f"--bucket {text!r}: expected tokens x pages, as in 128x64")
-    return Bucket(int(tokens), int(pages))
-
-
 def _line(one: "CompiledProgram") -> str:
     said = one.error[:120] if one.error else "compiled"
-    return f"{one.name} {one.bucket.tokens}x{one.bucket.pages}: {said}, {one.seconds:.1f} s"
+    return f"{one.name} {_size(one.bucket)}: {said}, {one.seconds:.1f} s"
 
 
 def host_lines(
@@ -213,23 +203,3 @@ def _memory_rows(
         numbers = [f"{size / GB:.2f}" for size in sizes]
         rows.append([part.role, str(part.devices), *numbers[:-2], numbers[-2] + over, numbers[-1]])
     return rows
-
-
-def _tree(
-    topology: str,
-    seconds: float,
-    programs: Sequence["CompiledProgram"],
-    held: Sequence["RoleMemory"],
-    problems: Sequence[str],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    return {
-        "topology": topology,
-        "seconds": seconds,
-        "programs": [
-            {**one._asdict(), "bucket": msgspec.to_builtins(one.bucket)} for one in programs
-        ],
-        "memory": [{**part._asdict(), "total": part.total} for part in held],
-        "failures": list(problems),
-        "notes": list(notes),
-    }

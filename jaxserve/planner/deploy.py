@@ -15,29 +15,31 @@ import numpy as np
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
-from jaxserve.planner.deploy_decode import DecodeUnit, Pace
-from jaxserve.planner.deploy_demand import Demand, Level, Requests
+from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy_fleet import (
+    CHUNKS,
+    DecodeUnit,
     Fleet,
     Handoff,
     Overloaded,
+    Pace,
     Prediction,
+    PrefillWorker,
+    Steps,
     after_prefill,
+    capacity,
+    occupied,
     predict,
+    steps_of,
     units_for,
     workers_for,
 )
-from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, Steps, capacity, steps_of
-from jaxserve.planner.deploy_spares import Spares
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
-from jaxserve.planner.search_options import MONTH
-from jaxserve.planner.skew import Skew
-from jaxserve.planner.stages import Calculator
 
 TRIED = 3
 """Layouts of a mode that are looked at closely."""
@@ -76,6 +78,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """Tokens of a sequence, at most."""
         return min(self.positions, self.demand.longest(self.page))
+
+    @property
+    def text(self) -> str:
+        """The demand and its targets in a few words."""
+        demand = self.demand
+        return (
+            f"{demand.rate:g} requests a second, {demand.prompt:,} tokens in ({demand.hits:.1%} in "
+            f"a prefix cache), {demand.output:,} out; TTFT {self.ttft.text}, TPOT {self.tpot.text}"
+        )
 
     @property
     def percents(self) -> tuple[float, float]:
@@ -118,32 +129,31 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         """USD an hour."""
         return sum(role.dollars for role in self.roles)
 
-    def dollars_of(self, *, prefill: bool) -> float:
-        """USD an hour of prefill, or of decoding."""
-        return sum(role.dollars for role in self.roles if (role.name == "prefill") == prefill)
+    @property
+    def month(self) -> float:
+        """USD a month."""
+        return self.dollars * MONTH
 
+    @property
+    def peak_slots(self) -> int:
+        """Sequences of a DP group and lane that run in all but one moment of a thousand."""
+        unit, units = self.fleet.unit, self.fleet.units
+        peak = occupied(self.prediction.sequences, 99.9)
+        lanes = units * unit.layout.dp * unit.layout.lanes
+        # Whole requests go to DP groups: the fullest of them has one more than its share.
+        return max(1, min(unit.slots, int(peak / lanes) + 2))
 
-class Costs(NamedTuple):
-    """USD."""
-
-    month: float
-    million_in: float
-    """Tokens of prompts, found ones included: what prefill costs."""
-    million_out: float
-    """Tokens of outputs: what decoding costs."""
-
-    @classmethod
-    def of(cls, made: Deployment, requests: Requests, rate: float) -> "Costs":
-        """Of a deployment at work."""
-
-        def million(dollars: float, tokens: np.ndarray) -> float:
-            return dollars / 3600 / (rate * float(tokens.mean())) * 1e6
-
-        return cls(
-            made.dollars * MONTH,
-            million(made.dollars_of(prefill=True), requests.prompt),
-            million(made.dollars_of(prefill=False), requests.output),
+    def millions(self, requests: Requests, rate: float) -> tuple[float, float]:
+        """USD a million tokens of prompts, found ones included, which prefill costs; and of
+        outputs, which decoding costs."""
+        prefill = sum(role.dollars for role in self.roles if role.name == "prefill")
+        hourly = prefill, self.dollars - prefill
+        tokens = requests.prompt, requests.output
+        found = (
+            dollars / 3600 / (rate * float(each.mean())) * 1e6
+            for dollars, each in zip(hourly, tokens, strict=True)
         )
+        return next(found), next(found)
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,22 +169,13 @@ class Sizer:
     """One model on some hardware.
 
     Args:
-      calculator: the model and its formats; of its context nothing is looked at.
-      searcher: of the decode units, at the demand's mean context.
+      searcher: finds decode units, at the demand's mean context.
       hosts: what may be rented.
-      skew: of the experts' popularity.
     """
 
-    def __init__(
-        self,
-        calculator: Calculator,
-        searcher: Searcher,
-        hosts: Hosts,
-        asked: Asked,
-        skew: Skew | None = None,
-    ):
-        self._calculator, self.searcher, self._hosts = calculator, searcher, hosts
-        self.asked, self._skew = asked, skew
+    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked):
+        self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
+        self.asked = asked
         self._requests: dict[Demand, Requests] = {}
         self._steps: dict[tuple[Layout, int, Demand], Steps] = {}
         self._loads: dict[object, ExpertLoads] = {}
@@ -255,7 +256,7 @@ class Sizer:
         """
         layout, target = plan.layout, self.asked.tpot.seconds
         hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
-        pace = Pace(self.searcher, self._calculator, layout, hardware, self._experts(layout))
+        pace = Pace(self.searcher, layout, hardware, self._experts(layout))
         slots = pace.largest(requests, room or self._room(plan, requests), target)
         if not slots:
             return (
@@ -274,12 +275,12 @@ class Sizer:
 
     def _experts(self, layout: Layout) -> ExpertLoads | None:
         moe = self._calculator.model.moe
-        if self._skew is None or moe is None or layout.ep == 1:
+        if self.searcher.skew is None or moe is None or layout.ep == 1:
             return None
         sizes = layout.slots(moe.experts)
         if sizes not in self._loads:
             random = np.random.default_rng(0)
-            rows = self._skew.popularity(random, self._calculator.model.layers, moe.experts)
+            rows = self.searcher.skew.popularity(random, self._calculator.model.layers, moe.experts)
             self._loads[sizes] = ExpertLoads(random, rows, sizes, top_k=moe.top_k, placed=True)
         return self._loads[sizes]
 
@@ -288,7 +289,7 @@ class Sizer:
         asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
         modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
-        layouts = Layouts(calculator.model, hosts, hosts, skewed=self._skew is not None)
+        layouts = Layouts(calculator.model, hosts, hosts, skewed=self.searcher.skew is not None)
         for layout in layouts.of(target):
             if asked.prefill_devices not in (0, layout.devices) or layout.shared_ranks:
                 continue
@@ -305,7 +306,7 @@ class Sizer:
 
     def _holds(self, worker: PrefillWorker) -> bool:
         """Whether a step of full chunks fits beside the weights and the pages of one prompt."""
-        memory = Memory(self.searcher.calculator, self._hosts.prefill, self._hosts.prefill)
+        memory = Memory(self._calculator, self._hosts.prefill, self._hosts.prefill)
         (held,) = memory.held(worker.layout, 1, worker.chunk)
         longest = held._replace(cache=held.cache * self.asked.longest / self.context)
         return longest.fits(worker.hardware, self._calculator.assumed.reserve)
@@ -370,18 +371,12 @@ class Sizer:
 
     def link(self, worker: PrefillWorker, unit: DecodeUnit) -> Handoff:
         """The pages link between them, at the network of the slower."""
-        calculator = self._calculator
-        size = sum(
-            group.layers * calculator.cache_row(group, 1)
-            for group in calculator.model.attention
-            if group.kind != "lightning"
-        )
         ends = (
             worker.hardware.network * worker.layout.devices,
             unit.hardware[0].network * unit.layout.attention_devices,
         )
         return Handoff(
-            token_bytes=size,
+            token_bytes=self._calculator.handed_over,
             bytes_per_second=min(ends),
             latency=self.asked.pages_latency,
             page=self.asked.page,
@@ -443,7 +438,7 @@ class Sizer:
             return fleet._replace(steps=steps)
         unit = fleet.unit
         layout = unit.layout
-        pace = Pace(self.searcher, self._calculator, layout, unit.hardware, self._experts(layout))
+        pace = Pace(self.searcher, layout, unit.hardware, self._experts(layout))
         slots = max(1, int(unit.slots * own.context / requests.context))
         table = pace.table(requests, slots)
         return fleet._replace(steps=steps, unit=unit._replace(slots=slots, pace=table))

@@ -1,30 +1,32 @@
-"""What a deployment is asked for: requests a second, their lengths, and how soon their tokens.
+"""What a deployment is asked for: requests a second, their lengths, how soon their tokens come, and
+which servers stand by.
 
 Called by `deploy.py`. Lengths are those of `noise.Lengths`, as a fixed sample instead of draws, so
 that a plan is the same every time.
 """
 
+import argparse
+import contextlib
+import math
 import re
 from statistics import NormalDist
 
 import msgspec
 import numpy as np
 
-from jaxserve.errors import ConfigError
-from jaxserve.planner.quantities import seconds
+from jaxserve.planner.options import seconds
 
 SAMPLE = 4096
 """Requests that stand for all."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes in.
+    """Requests that come.
 
     Attributes:
       rate: requests a second, at random (Poisson).
-      prompt: tokens, on the mean.
-      output: tokens, on the mean.
-      spread: of both, standard deviation over mean; lognormal.
+      prompt, output: mean tokens.
+      spread: standard deviation over mean of both, which are lognormal.
       hits: part of every prompt that is in a prefix cache.
     """
 
@@ -35,7 +37,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     hits: float = 0.0
 
     def requests(self, longest: int, page: int) -> "Requests":
-        """Those that stand for all.
+        """Returns the requests that stand for all.
 
         Args:
           longest: prompt and output together are cut to this.
@@ -89,14 +91,14 @@ class Requests(msgspec.Struct, frozen=True):
         return float((variance + inside) ** 0.5)
 
     def running(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Cache lengths of so many sequences that run at a moment."""
+        """Draws the cache lengths of `count` sequences that run at a moment."""
         which = random.choice(len(self.output), count, p=self.output / self.output.sum())
         done = random.random(count) * self.output[which]
         return self.prompt[which] + done.astype(int)
 
 
 class Level(msgspec.Struct, frozen=True):
-    """A target of the service level: so many percent of the requests within so many seconds."""
+    """A target of the service level: this percentage of the requests within a time."""
 
     percent: float
     seconds: float
@@ -108,17 +110,72 @@ class Level(msgspec.Struct, frozen=True):
         return f"p{self.percent:g}={shown}"
 
 
-def level(text: str, option: str) -> Level:
-    """`p95=2s`; a time alone is p95.
-
-    Raises:
-      ConfigError: it is something else, or no percentile from 50 to 99.9.
-    """
+def level(text: str) -> Level:
+    """Reads `p95=2s`; a time alone is p95."""
     name, equals, time = text.rpartition("=")
     match = re.fullmatch(r"\s*p([0-9]{2}(?:\.[0-9]+)?)\s*", name) if equals else None
     percent = float(match[1]) if match else 0.0
     if equals and not 50 <= percent <= 99.9:
-        raise ConfigError(
-            f"{option} {text!r}: expected a percentile from p50 to p99.9 and a time, as in p95=2s"
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a percentile from p50 to p99.9 and a time, as in p95=2s"
         )
-    return Level(percent if equals else 95.0, seconds(time, option))
+    return Level(percent if equals else 95.0, seconds(time))
+
+
+class Spares(msgspec.Struct, frozen=True, kw_only=True):
+    """The servers that stand by. A unit or worker that loses a server waits until it has another.
+
+    Attributes:
+      count: servers of every role; with `between` those that failures ask for, at least.
+      between: hours from one failure of a server to its next, on the mean; 0: none are looked at.
+      repair: hours that a failed server is away.
+      share: of the time in which there are enough.
+    """
+
+    count: int = 0
+    between: float = 0.0
+    repair: float = 0.0
+    share: float = 0.999
+
+    def hosts(self, used: int) -> int:
+        """Spare servers of a role: the number of failed ones at a moment is Poisson's.
+
+        Args:
+          used: servers that the role uses.
+        """
+        if not self.between or not used:
+            return self.count if used else 0
+        away = used * self.repair / (self.between + self.repair)
+        if away > 500:  # where e^-away has no digits left, Poisson's numbers are normal
+            failed = math.ceil(away + NormalDist().inv_cdf(self.share) * away**0.5)
+            return max(self.count, min(used, failed))
+        chance = total = math.exp(-away)
+        failed = 0
+        while total < self.share and failed < used:
+            failed += 1
+            chance *= away / failed
+            total += chance
+        return max(self.count, failed)
+
+    @property
+    def text(self) -> str:
+        """In a few words."""
+        if self.between:
+            return (
+                f"a server fails every {self.between:g} h and is away for {self.repair:g} h; "
+                f"enough of them stand by in {self.share:.1%} of the time"
+            )
+        return f"{self.count} servers of every role, as asked" if self.count else "none asked for"
+
+
+def failures(text: str) -> tuple[float, float]:
+    """Reads `1000h:12h`: hours from one failure of a server to its next, and those that it is
+    away."""
+    match = re.fullmatch(r"\s*([0-9.]+)h:([0-9.]+)h\s*", text)
+    with contextlib.suppress(ValueError):
+        if match and 0 < float(match[2]) <= float(match[1]):
+            return float(match[1]), float(match[2])
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected hours between a server's failures, and those that it is away, as in "
+        "1000h:12h"
+    )

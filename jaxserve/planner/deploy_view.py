@@ -1,4 +1,4 @@
-"""A plan of a whole deployment for a terminal, for programs and as a page. Called by
+"""A plan of a whole deployment for a terminal, for programs and as a page with a drawing. Called by
 `fleet/deploy_command.py`."""
 
 from collections.abc import Iterator
@@ -6,20 +6,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.planner import report
-from jaxserve.planner.assumptions import Assumptions
-from jaxserve.planner.deploy import Asked, Costs, Deployment, Planned, Sizer
+from jaxserve.planner.deploy import Asked, Deployment, Planned, Sizer
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.deploy_drawing import drawing
 from jaxserve.planner.deploy_fleet import Overloaded, Times
-from jaxserve.planner.models import CostModel
-from jaxserve.planner.search import front
-from jaxserve.planner.search_options import MONTH
-from jaxserve.planner.search_view import MODES, front_svg, layout_text, plan_tree
-from jaxserve.planner.text import grid
+from jaxserve.planner.hardware import MONTH
+from jaxserve.planner.layouts import MODES
+from jaxserve.planner.search_view import front_svg, plan_tree
+from jaxserve.planner.svg import COLOURS, Arrow, Box, diagram
+from jaxserve.planner.view import Part, Report
 
-Rows = list[list[str]]
 PREDICTED = "Predicted by rooflines and queueing; nothing here was measured."
+UNCHANGED = (
+    "Times are of the fleet as planned; workers, units and USD of one of the same parts, sized "
+    "anew."
+)
+BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[7]
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,87 +50,95 @@ class Shown(NamedTuple):
     simulated: Simulated | None
     command: str
 
+    @property
+    def asked(self) -> Asked:
+        """What the deployment is for."""
+        return self.sizer.asked
 
-def demand_text(asked: Asked) -> str:
-    """In a few words."""
-    demand = asked.demand
-    return (
-        f"{demand.rate:g} requests a second, {demand.prompt:,} tokens in ({demand.hits:.1%} in a "
-        f"prefix cache), {demand.output:,} out; TTFT {asked.ttft.text}, TPOT {asked.tpot.text}"
-    )
+    @property
+    def made(self) -> Deployment:
+        """The best deployment."""
+        return self.planned.best
 
 
-def role_rows(made: Deployment) -> Rows:
-    """What is rented."""
+def deploy_report(shown: Shown) -> Report:
+    """The plan with its latency, load, cost, sensitivity and alternatives."""
+    made, asked = shown.made, shown.asked
+    title = f"Decode alone: cost against TPOT, {shown.sizer.context:,} tokens"
+    picture = front_svg(title, shown.planned.found, asked.target, made.plan)
+    command = [f"in simulated time: {shown.command}"] if shown.command else []
+    sensitivity = _sensitivity_rows(shown)
+    parts = [
+        Part(shown.title, _role_rows(made), pictures=[_drawing(made, asked)]),
+        Part("Latency", _latency_rows(shown)),
+        Part("Load and cost", lines=_facts(shown)),
+        Part(f"Sensitivity. {UNCHANGED}", sensitivity),
+        Part("Kinds of decode units", _other_rows(shown)),
+        Part("What decode units cost", pictures=[picture], aside=True),
+        Part(lines=[PREDICTED, *command]),
+    ]
+    return Report(shown.title, parts, _tree(shown, sensitivity))
+
+
+def _role_rows(made: Deployment) -> list[list[str]]:
     fleet = made.fleet
-    worker, layout = fleet.worker.layout, fleet.unit.layout
+    worker, unit = fleet.worker.layout, fleet.unit
+    dp, tp = unit.layout.dp, unit.layout.tp
     parts = {
         "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), chunks of "
         f"{fleet.worker.chunk} a group",
-        "attention": f"{fleet.units} x (dp {layout.dp} tp {layout.tp}), {layout.lanes} lanes of "
-        f"{fleet.unit.slots}",
-        "ffn": f"{fleet.units} x (ep {layout.ep} tp {layout.ffn_tp})",
-        "decode": f"{fleet.units} x (dp {layout.dp} tp {layout.tp}), {MODES[layout.mode]}, "
-        f"{fleet.unit.slots} a group",
+        "attention": f"{fleet.units} x (dp {dp} tp {tp}), {unit.layout.lanes} lanes of "
+        f"{unit.slots}",
+        "ffn": f"{fleet.units} x (ep {unit.layout.ep} tp {unit.layout.ffn_tp})",
+        "decode": f"{fleet.units} x (dp {dp} tp {tp}), {MODES[unit.layout.mode]}, "
+        f"{unit.slots} a group",
     }
-    rows = [["", "hardware", "devices", "spare servers", "chips", "USD an hour", "USD a month"]]
-    rows[0].insert(1, "workers")
-    for role in made.roles:
-        rows.append(
-            [
-                role.name,
-                parts[role.name],
-                role.hardware.name,
-                str(role.devices),
-                str(role.spare_hosts),
-                f"{role.chips:g}",
-                f"{role.dollars:,.2f}",
-                f"{role.dollars * MONTH:,.0f}",
-            ]
-        )
-    total = [sum(role.devices for role in made.roles), sum(r.spare_hosts for r in made.roles)]
-    chips = sum(role.chips for role in made.roles)
-    money = [f"{made.dollars:,.2f}", f"{made.dollars * MONTH:,.0f}"]
-    return [*rows, ["together", "", "", str(total[0]), str(total[1]), f"{chips:g}", *money]]
+
+    def row(devices: int, spares: int, chips: float, dollars: float) -> list[str]:
+        money = f"{dollars:,.2f}", f"{dollars * MONTH:,.0f}"
+        return [str(devices), str(spares), f"{chips:g}", *money]
+
+    rows = [["", "workers", "hardware", "devices", "spare servers", "chips", "USD an hour"]]
+    rows[0].append("USD a month")
+    numbers = [(role.devices, role.spare_hosts, role.chips, role.dollars) for role in made.roles]
+    for role, each in zip(made.roles, numbers, strict=True):
+        rows.append([role.name, parts[role.name], role.hardware.name, *row(*each)])
+    devices, spares, chips, dollars = (sum(column) for column in zip(*numbers, strict=True))
+    return [*rows, ["together", "", "", *row(int(devices), int(spares), chips, dollars)]]
 
 
-def latency_rows(shown: Shown) -> Rows:
+def _latency_rows(shown: Shown) -> list[list[str]]:
     """TTFT and TPOT, beside what a simulation gave."""
-    asked, found = shown.sizer.asked, shown.planned.best.prediction
+    asked, found, simulated = shown.asked, shown.made.prediction, shown.simulated
     rows = [["ms", "mean", "p50", "p90", "p95", "p99", "asked for", "there"]]
 
-    def row(name: str, times: Times, target: str = "", there: float | None = None) -> list[str]:
+    def row(name: str, times: Times, target: str = "", there: float | None = None) -> None:
         values = msgspec.structs.astuple(times)
         last = "" if there is None else f"{there * 1e3:.1f}"
-        return [name, *(f"{value * 1e3:.1f}" for value in values), target, last]
+        rows.append([name, *(f"{value * 1e3:.1f}" for value in values), target, last])
 
-    rows.append(row("TTFT", found.ttft, asked.ttft.text, found.ttft_asked))
-    if shown.simulated:
-        rows.append(
-            row("  simulated", shown.simulated.ttft, asked.ttft.text, shown.simulated.ttft_asked)
-        )
-    rows += [row(f"  {name}", times) for name, times in found.parts.items()]
-    rows.append(row("TPOT", found.tpot, asked.tpot.text, found.tpot_asked))
-    if shown.simulated:
-        rows.append(
-            row("  simulated", shown.simulated.tpot, asked.tpot.text, shown.simulated.tpot_asked)
-        )
+    row("TTFT", found.ttft, asked.ttft.text, found.ttft_asked)
+    if simulated:
+        row("  simulated", simulated.ttft, asked.ttft.text, simulated.ttft_asked)
+    for name, times in found.parts.items():
+        row(f"  {name}", times)
+    row("TPOT", found.tpot, asked.tpot.text, found.tpot_asked)
+    if simulated:
+        row("  simulated", simulated.tpot, asked.tpot.text, simulated.tpot_asked)
     return rows
 
 
-def fact_lines(shown: Shown) -> list[str]:
+def _facts(shown: Shown) -> list[str]:
     """Load, hand-off, spares, and what it costs."""
-    sizer, made = shown.sizer, shown.planned.best
-    demand, found, fleet = sizer.asked.demand, made.prediction, made.fleet
-    requests = sizer.requests(demand)
-    costs = Costs.of(made, requests, demand.rate)
-    kept, link = found.sequences, made.link
-    layout = fleet.unit.layout
+    made, demand, sizer = shown.made, shown.asked.demand, shown.sizer
+    found, fleet, link = made.prediction, made.fleet, made.link
+    requests, layout = sizer.requests(demand), fleet.unit.layout
+    million_in, million_out = made.millions(requests, demand.rate)
     lines = [
         f"decoding at a time (Little's law): {demand.rate:g} a second x "
-        f"{requests.output.mean():,.0f} tokens x {found.tpot.mean * 1e3:.1f} ms = {kept:,.0f} "
-        f"sequences, {found.slots_busy:.0%} of {fleet.units} x {fleet.unit.sequences:,} slots, "
-        f"{requests.context:,.0f} tokens each",
+        f"{requests.output.mean():,.0f} tokens x {found.tpot.mean * 1e3:.1f} ms = "
+        f"{found.sequences:,.0f} sequences, {found.slots_busy:.0%} of {fleet.units} x "
+        f"{fleet.unit.sequences:,} slots, {requests.context:,.0f} tokens each",
         f"prefill: DP groups busy {found.prefill_busy:.0%}, steps of "
         f"{fleet.steps.alone * 1e3:.1f} ms (one prompt) to {fleet.steps.full * 1e3:.1f} ms (all "
         "groups)",
@@ -140,18 +149,13 @@ def fact_lines(shown: Shown) -> list[str]:
         f"drafts: {layout.drafts} a step, {made.plan.tokens_a_step:.2f} tokens; redundant slots of "
         f"experts: {layout.redundant_slots} a rank (prefill "
         f"{fleet.worker.layout.redundant_slots})",
-        f"spares: {sizer.asked.spares.text}",
-        f"USD: {costs.month:,.0f} a month; {costs.million_in:.3f} a million tokens in (prefill, "
-        f"found ones included), {costs.million_out:.3f} a million out (decoding), at this rate "
-        "around the clock",
+        f"spares: {shown.asked.spares.text}",
+        f"USD: {made.month:,.0f} a month; {million_in:.3f} a million tokens in (prefill, found "
+        f"ones included), {million_out:.3f} a million out (decoding), at this rate around the "
+        "clock",
     ]
-    return lines + assumed_lines(sizer.model, sizer.searcher.calculator.assumed) + shown.prices
-
-
-def assumed_lines(model: CostModel, assumed: Assumptions) -> list[str]:
-    """What the plan takes for granted that is not so on every system."""
-    lines = []
-    if any(group.kind == "mla" for group in model.attention):
+    assumed = sizer.searcher.calculator.assumed
+    if any(group.kind == "mla" for group in sizer.model.attention):
         form = (
             "keys and values expanded everywhere, which this engine does within a chunk alone"
             if assumed.expanded
@@ -161,110 +165,64 @@ def assumed_lines(model: CostModel, assumed: Assumptions) -> list[str]:
         lines.append(f"prompts of latent attention: {form}; `serve --check` names missing kernels")
     if beyond := assumed.beyond_engine:
         lines.append(f"assumed, and not what this engine does: {', '.join(beyond)}")
-    return lines
+    return lines + shown.prices
 
 
-def variants(asked: Asked) -> Iterator[tuple[str, Demand, float]]:
-    """What sensitivity looks at: a fifth less and more. (name, demand, factor of prices)."""
-    demand, replace = asked.demand, msgspec.structs.replace
-    signs = {"-20 %": 0.8, "+20 %": 1.2}
-    for sign, factor in signs.items():
-        yield f"rate {sign}", replace(demand, rate=demand.rate * factor), 1.0
-    for sign, factor in signs.items():
-        yield f"prompts {sign}", replace(demand, prompt=round(demand.prompt * factor)), 1.0
-    for sign, factor in signs.items():
-        yield f"outputs {sign}", replace(demand, output=round(demand.output * factor)), 1.0
-    for sign, factor in signs.items() if demand.hits else ():
-        yield f"hits {sign}", replace(demand, hits=min(0.99, demand.hits * factor)), 1.0
-    for sign, factor in signs.items():
-        yield f"prices {sign}", demand, factor
+def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
+    """Yields demands a fifth less and more: (name, demand, factor of prices)."""
+    fields = {"rate": "rate", "prompts": "prompt", "outputs": "output", "hits": "hits"}
+    for name, field in fields.items():
+        value = getattr(demand, field)
+        for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
+            changed = {"hits": min(0.99, value * factor), "rate": value * factor}
+            more = {field: changed.get(field, round(value * factor))}
+            if value:
+                yield f"{name} {sign}", msgspec.structs.replace(demand, **more), 1.0
+    yield "prices -20 %", demand, 0.8
+    yield "prices +20 %", demand, 1.2
 
 
-def sensitivity_rows(shown: Shown) -> Rows:
+def _sensitivity_rows(shown: Shown) -> list[list[str]]:
     """What changes would do to this fleet, and what a fleet of such parts would then take."""
-    sizer, made = shown.sizer, shown.planned.best
-    asked = sizer.asked
-    names = [level.text.split("=")[0] for level in (asked.ttft, asked.tpot)]
-    rows = [["", f"TTFT {names[0]} ms", f"TPOT {names[1]} ms", "workers", "units", "USD a month"]]
-    rows[0] += ["USD/M in", "USD/M out"]
-
-    def sized(found: Deployment | None, demand: Demand, factor: float) -> list[str]:
-        if found is None:
-            return ["none meet it", "", "", "", ""]
-        costs = Costs.of(found, sizer.requests(demand), demand.rate)
-        return [
-            str(found.fleet.workers),
-            str(found.fleet.units),
-            f"{costs.month * factor:,.0f}",
-            f"{costs.million_in * factor:.3f}",
-            f"{costs.million_out * factor:.3f}",
-        ]
-
-    def times(demand: Demand) -> list[str]:
+    sizer, made, asked = shown.sizer, shown.made, shown.asked
+    rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
+    rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]
+    for name, demand, factor in [("as planned", asked.demand, 1.0), *_variants(asked.demand)]:
         found, _ = sizer.under(made, demand)
-        if isinstance(found, Overloaded):
-            return ["overloaded", "overloaded"]
-        return [f"{found.ttft_asked * 1e3:.0f}", f"{found.tpot_asked * 1e3:.1f}"]
-
-    rows.append(["as planned", *times(asked.demand), *sized(made, asked.demand, 1.0)])
-    for name, demand, factor in variants(asked):
+        times = ["overloaded", "overloaded"]
+        if not isinstance(found, Overloaded):
+            times = [f"{found.ttft_asked * 1e3:.0f}", f"{found.tpot_asked * 1e3:.1f}"]
         again = made if demand == asked.demand else sizer.again(made, demand)
-        rows.append([name, *times(demand), *sized(again, demand, factor)])
+        sized = ["none meet it", "", "", "", ""]
+        if again is not None:
+            millions = again.millions(sizer.requests(demand), demand.rate)
+            sized = [str(again.fleet.workers), str(again.fleet.units)]
+            sized += [f"{again.month * factor:,.0f}", *(f"{one * factor:.3f}" for one in millions)]
+        rows.append([name, *times, *sized])
     return rows
 
 
-def other_rows(shown: Shown) -> Rows:
+def _other_rows(shown: Shown) -> list[list[str]]:
     """The best of every kind of decode unit."""
-    sizer = shown.sizer
-    demand = sizer.asked.demand
+    demand = shown.asked.demand
     rows = [["decode units", "units", "workers", "devices", "USD a month", "USD/M out"]]
-    for made in (shown.planned.best, *shown.planned.others):
-        costs = Costs.of(made, sizer.requests(demand), demand.rate)
-        devices = sum(role.devices for role in made.roles)
-        rows.append(
-            [
-                f"{MODES[made.plan.layout.mode]}: {layout_text(made.plan)}",
-                str(made.fleet.units),
-                str(made.fleet.workers),
-                str(devices),
-                f"{costs.month:,.0f}",
-                f"{costs.million_out:.3f}",
-            ]
-        )
+    for made in (shown.made, *shown.planned.others):
+        _, million = made.millions(shown.sizer.requests(demand), demand.rate)
+        counts = made.fleet.units, made.fleet.workers, sum(role.devices for role in made.roles)
+        name = f"{MODES[made.plan.layout.mode]}: {made.plan.layout.text}"
+        rows.append([name, *map(str, counts), f"{made.month:,.0f}", f"{million:.3f}"])
     return rows
 
 
-UNCHANGED = (
-    "Times are of the fleet as planned; workers, units and USD of one of the same parts, sized "
-    "anew."
-)
-
-
-def text(shown: Shown) -> str:
-    """For a terminal."""
-    parts = [
-        shown.title,
-        grid(role_rows(shown.planned.best)),
-        grid(latency_rows(shown)),
-        "\n".join(fact_lines(shown)),
-        f"Sensitivity. {UNCHANGED}\n\n{grid(sensitivity_rows(shown))}",
-        grid(other_rows(shown)),
-        PREDICTED,
-    ]
-    if shown.command:
-        parts.append(f"in simulated time: {shown.command}")
-    return "\n\n".join(parts)
-
-
-def tree(shown: Shown) -> dict[str, Any]:
-    """For programs: seconds, bytes, USD."""
-    made, sizer = shown.planned.best, shown.sizer
-    demand, fleet = sizer.asked.demand, made.fleet
-    costs = Costs.of(made, sizer.requests(demand), demand.rate)
-    heads, *rows = sensitivity_rows(shown)
+def _tree(shown: Shown, sensitivity: list[list[str]]) -> dict[str, Any]:
+    """The plan for programs: seconds, bytes, USD."""
+    made, asked, fleet = shown.made, shown.asked, shown.made.fleet
+    requests = shown.sizer.requests(asked.demand)
+    million_in, million_out = made.millions(requests, asked.demand.rate)
+    heads, *rows = sensitivity
     return {
-        "demand": msgspec.to_builtins(demand),
-        "targets": {"ttft": sizer.asked.ttft.text, "tpot": sizer.asked.tpot.text},
+        "demand": msgspec.to_builtins(asked.demand),
+        "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
         "roles": [
             {
                 "name": role.name,
@@ -289,31 +247,58 @@ def tree(shown: Shown) -> dict[str, Any]:
         "link": msgspec.to_builtins(made.link),
         "prediction": msgspec.to_builtins(made.prediction),
         "simulated": msgspec.to_builtins(shown.simulated),
-        "dollars_a_month": costs.month,
-        "dollars_per_million_tokens": {"in": costs.million_in, "out": costs.million_out},
+        "dollars_a_month": made.month,
+        "dollars_per_million_tokens": {"in": million_in, "out": million_out},
         "prices": shown.prices,
         "sensitivity": [dict(zip(heads, row, strict=True)) for row in rows],
         "simulate": shown.command,
     }
 
 
-def page(shown: Shown) -> str:
-    """With a drawing, and the cost of decoding against its pace."""
-    planned, sizer = shown.planned, shown.sizer
-    asked = sizer.asked
-    fronts = {
-        name: front([plan for plan in planned.found.points if plan.layout.mode == mode])
-        for mode, name in MODES.items()
-    }
-    title = f"Decode alone: cost against TPOT, {sizer.context:,} tokens"
-    picture = front_svg(title, fronts, asked.tpot.seconds, planned.best.plan)
-    sections = [
-        ("The deployment", drawing(planned.best, asked) + report.table(role_rows(planned.best))),
-        ("Latency", report.table(latency_rows(shown))),
-        ("Load and cost", report.lines(fact_lines(shown))),
-        ("Sensitivity", f"<p>{UNCHANGED}</p>" + report.table(sensitivity_rows(shown))),
-        ("Kinds of decode units", report.table(other_rows(shown))),
-        ("What decode units cost", picture),
-        ("How it was worked out", report.lines([PREDICTED, *filter(None, [shown.command])])),
+def _drawing(made: Deployment, asked: Asked) -> str:
+    """The way of a request from the router to its tokens, as SVG."""
+    fleet, demand, found = made.fleet, asked.demand, made.prediction
+    worker, layout = fleet.worker, fleet.unit.layout
+    a, f = fleet.unit.hardware
+    prefill = [
+        f"{fleet.workers} prefill workers",
+        f"each {worker.layout.devices} {worker.hardware.name}",
+        f"dp {worker.layout.dp} tp {worker.layout.tp}",
+        f"chunks of {worker.chunk}",
+        f"busy {found.prefill_busy:.0%}",
     ]
-    return report.page(shown.title, sections)
+    afd = layout.topology.has("ffn")
+    decode = [
+        f"{fleet.units} x attention" if afd else f"{fleet.units} decode units",
+        f"each {layout.attention_devices} {a.name}",
+        f"dp {layout.dp} tp {layout.tp}, {f'{layout.lanes} lanes' if afd else layout.mode}",
+        f"{found.sequences:,.0f} sequences, {found.slots_busy:.0%} of slots",
+    ]
+    top, height, way = (60, 110, 130) if afd else (110, 130, 175)
+    boxes = [
+        Box(20, 130, 120, 90, ["router", f"{demand.rate:g} requests/s"], GREY),
+        Box(240, 110, 200, 130, prefill, BLUE, fleet.workers > 1),
+        Box(590, top, 210, height, decode, ORANGE, fleet.units > 1),
+    ]
+    out = top + height / 2
+    arrows = [
+        Arrow(140, 175, 240, 175, [f"{demand.prompt:,} tokens", f"{demand.hits:.0%} found"]),
+        Arrow(440, way + 20 * afd, 590, way, ["KV pages", f"{found.link_bytes / 1e9:.2f} GB/s"]),
+        Arrow(800, out, 920, out, [f"{demand.output:,} tokens", f"{found.tpot.mean * 1e3:.1f} ms"]),
+    ]
+    if afd:
+        ffn = [f"{fleet.units} x FFN", f"each {layout.ffn_devices} {f.name}"]
+        ffn.append(f"ep {layout.ep} tp {layout.ffn_tp}")
+        boxes.append(Box(590, 240, 210, 90, ffn, GREEN, fleet.units > 1))
+        arrows.append(Arrow(650, 170, 650, 240, ["dispatch"]))
+        arrows.append(Arrow(740, 240, 740, 170, ["combine"]))
+    spare = [
+        f"{role.spare_hosts} servers of {role.hardware.name} ({role.name})"
+        for role in made.roles
+        if role.spare_hosts
+    ]
+    if spare:
+        lines = ["standing by", *spare]
+        boxes.append(Box(240, 280, 300, 26 + 18 * len(spare), lines, GREY, dashed=True))
+    title = f"{made.dollars:,.0f} USD an hour, TTFT {asked.ttft.text}, TPOT {asked.tpot.text}"
+    return diagram(title, boxes, arrows, (940, 370))

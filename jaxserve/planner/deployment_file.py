@@ -1,22 +1,31 @@
-"""A plan as a deployment file that `jaxserve.serve --config` takes. Called by `plan.py search
---write`; it knows the keys of `config/deployment.py`, not how a plan came about."""
+"""Plans as deployment files that `serve --config` takes. Called by `plan search --write` and, with
+prefill workers, the pages link, addresses and targets, by `plan deploy --write`.
 
+Knows the keys of `config/deployment.py`, not how a plan came about. What `serve --check` would
+refuse is written with fewer slots, or not at all.
+"""
+
+import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
+import yaml
 
 from jaxserve.config.auto import page_tokens
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Deployment as Config
 from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
-from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.deploy import Asked, Deployment
+from jaxserve.planner.deploy_demand import Requests
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import token_budget, usable
-from jaxserve.planner.models import cost_model
+from jaxserve.planner.models import CostModel, model_config, model_folder
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.stages import Calculator
 
@@ -24,156 +33,200 @@ REBALANCE_SECONDS = 600
 """Of plans with slots for replicas, whose predicted balance needs experts that are placed by what
 they get: ten times the default window of counting, as `expert_balancer.SLICES` are looked back
 on."""
+HELD_SLOTS = 16
+"""Prompts of a DP group of a prefill worker at a time."""
+PORT = 9100
+PRECISION = 0.02
+"""Share of a fleet's slots within which the most that `serve` takes is found."""
+USED = 0.95
+"""Share of a prefill worker's free memory that becomes pages."""
+
+Tree = dict[str, Any]
 
 
-def deployment_text(
-    plan: Plan,
-    model: Path,
-    config: ModelConfig,
-    context: int,
-    formats: Formats,
-    assumed: Assumptions,
-    hardware: dict[str, Hardware],
-    folder: Path,
-) -> str:
-    """The deployment of a plan as YAML text.
+class PlanFile(NamedTuple):
+    """The file of a plan, and what the plan is for.
 
-    Args:
-      model: the model folder; written relative to `folder`, where the file will be.
-      hardware: the plan's hardware by name.
+    Attributes:
+      model: its folder.
+      hardware: all that the plan may use, by name.
     """
-    layout = plan.layout
-    page = page_tokens(hardware[layout.attention].platform, formats.cache)
-    colocated = layout.topology.has("colocated")
-    calculator = Calculator(cost_model(config), context, formats, assumed)
-    group = max(calculator.model.ffn, key=lambda each: each.experts)
-    exchange = calculator.exchange_kind(group, layout.ffn_mesh, hardware[layout.ffn])
-    a, f = hardware[layout.attention], hardware[layout.ffn]
-    kept = config.stored == "fp8_block" and formats.weights == "fp8"
-    weights = "auto" if kept else formats.weights
-    longest = min(config.max_positions, 2 * context)
-    pages_longest = -(-longest // page)
-    pages = max(pages_longest, layout.lanes * plan.batch * -(-context // page))
-    decoded = plan.batch * (1 + layout.drafts)
-    budget = token_budget(plan.batch, layout.drafts)
-    beyond = ", ".join(assumed.beyond_engine)
-    lines = [
-        f"# {_sentence(plan, a, f, context)}",
-        f"# Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
-        f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
-        f"{plan.dollars:.3f} USD a million of output. Decoding alone: prompts are not in it.",
-        *([f"# Assumed, and not what this engine does: {beyond}."] if beyond else []),
-        f"model: {_path(model, folder)}",
-        f"mode: {'colocated' if colocated else 'afd'}",
-        f"dtype: {'float32' if a.platform == 'cpu' else 'bfloat16'}",
-        f"lanes: {layout.lanes}",
-        "attention:",
-        f"  dp: {layout.dp}",
-        f"  tp: {layout.tp}",
-        f"  weights: {weights}",
-        f"  memory_gb: {usable(a, assumed.reserve) / 1e9:.1f}",
-        *_hardware(layout.attention),
-        "ffn:",
-        *([] if colocated else [f"  ep: {layout.ep}", f"  tp: {layout.ffn_tp}"]),
-        f"  weights: {weights}",
-        *([f"  redundant_slots: {layout.redundant_slots}"] if layout.redundant_slots else []),
-        *([f"  shared_ranks: {layout.shared_ranks}"] if layout.shared_ranks else []),
-        *(["  exchange: alltoall"] if assumed.alltoall and exchange == "alltoall" else []),
-        *([] if colocated else [f"  memory_gb: {usable(f, assumed.reserve) / 1e9:.1f}"]),
-        *([] if colocated else _hardware(layout.ffn)),
-        f"link: {{dispatch: {formats.dispatch}"
-        + (f", combine: {formats.combine}}}" if formats.combine != "auto" else "}"),
-        "cache:",
-        f"  format: {formats.cache}",
-        f"  page_size: {page}",
-        f"  pages: {pages}",
-        "scheduler:",
-        f"  slots: {plan.batch}",
-        f"  max_length: {longest}",
-        f"  token_budget: {budget}",
-        f"  token_buckets: [{', '.join(map(str, sorted({plan.batch, decoded, budget})))}]",
-    ]
-    if layout.redundant_slots:
-        lines.append(f"experts: {{rebalance_seconds: {REBALANCE_SECONDS}}}")
-    if layout.drafts:
-        lines.append(f"speculative: {{method: mtp, drafts: {layout.drafts}}}")
-    return "\n".join(lines) + "\n"
+
+    path: Path
+    model: Path
+    config: ModelConfig
+    hardware: Mapping[str, Hardware]
+
+    def write(self, text: str) -> None:
+        """Writes a deployment, unless `serve` would refuse it: a search sums up weights by formula,
+        `serve` by the model's own templates (`roles/capacity.py`).
+
+        Raises:
+          ConfigError: the deployment does not fit on its devices; gives the numbers.
+        """
+        from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
+
+        self.path.write_text(text, encoding="utf-8")
+        try:
+            deployment = load_deployment(self.path)
+            loaded = self._loaded(deployment)
+            check_capacity(loaded, deployment, memory_of(deployment))
+            if deployment.prefill.workers:
+                worker = deployment_of(deployment, "prefill")
+                check_capacity(loaded, worker, memory_of(worker))
+        except ConfigError:
+            self.path.unlink()
+            raise
+
+    def pages_beside(self) -> int:
+        """Pages of a DP group of the file's prefill workers, with most of the memory that their
+        least number leaves, as `serve` counts."""
+        from jaxserve.roles.capacity import role_bytes  # imports JAX
+
+        whole = load_deployment(self.path)
+        worker = deployment_of(whole, "prefill")
+        held = role_bytes(self._loaded(whole), worker)[0]
+        free = worker.attention.memory_gb * 1e9 - held.total
+        return worker.cache.pages + max(0, int(USED * free * worker.cache.pages / held.cache))
+
+    def _loaded(self, deployment: Config) -> ModelConfig:
+        """The model as the deployment's ffn hardware runs it."""
+        kind = device_kind(deployment.ffn.hardware or deployment.attention.hardware)
+        told = {"modules": deployment.modules, "platform": platform_of(kind)}
+        return msgspec.structs.replace(self.config, **told)
 
 
-def write_deployment(file: Path, text: str, config: ModelConfig) -> None:
-    """Writes the file, unless `serve` would refuse it: a search sums up weights by formula, `serve`
-    by the model's own templates (`roles/capacity.py`).
+def plan_file(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> PlanFile:
+    """Returns the file that `--write` names.
 
     Raises:
-      ConfigError: the deployment does not fit on its devices; gives the numbers.
+      ConfigError: the engine cannot run the model.
     """
-    from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
-
-    file.write_text(text, encoding="utf-8")
-    try:
-        deployment = load_deployment(file)
-        loaded = _deployed(config, deployment)
-        check_capacity(loaded, deployment, memory_of(deployment))
-        if deployment.prefill.workers:
-            worker = deployment_of(deployment, "prefill")
-            check_capacity(loaded, worker, memory_of(worker))
-    except ConfigError:
-        file.unlink()
-        raise
+    folder = model_folder(options.model, options.configs)
+    config = model_config(folder)
+    if config is None:
+        raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
+    return PlanFile(options.write, folder.resolve(), config, hardware)
 
 
-def _deployed(config: ModelConfig, deployment: Deployment) -> ModelConfig:
-    """Returns the model as the deployment's ffn hardware runs it."""
-    kind = device_kind(deployment.ffn.hardware or deployment.attention.hardware)
-    platform = platform_of(kind)
-    return msgspec.structs.replace(config, modules=deployment.modules, platform=platform)
-
-
-def pages_beside(file: Path, config: ModelConfig, used: float) -> int:
-    """Pages of a DP group of the file's prefill workers, with a part of the memory that their least
-    number leaves, as `serve` counts."""
-    from jaxserve.roles.capacity import role_bytes  # imports JAX
-
-    whole = load_deployment(file)
-    worker = deployment_of(whole, "prefill")
-    loaded = _deployed(config, whole)
-    held = role_bytes(loaded, worker)[0]
-    free = worker.attention.memory_gb * 1e9 - held.total
-    return worker.cache.pages + max(0, int(used * free * worker.cache.pages / held.cache))
-
-
-def write_largest(
-    file: Path,
-    plan: Plan,
-    searcher: Searcher,
-    text_of: Callable[[Plan], str],
-    config: ModelConfig,
-) -> Plan:
-    """Writes the plan, or its layout with the largest batch that `serve` would take: the search
-    knows neither the templates' padding nor the pages that the longest sequence takes.
-
-    Args:
-      text_of: the file of a plan.
-
-    Returns:
-      the plan that was written.
+def write_plan(file: PlanFile, plan: Plan, searcher: Searcher) -> None:
+    """Writes a plan, or its layout with the largest batch that `serve` would take: the search knows
+    neither the templates' padding nor the pages that the longest sequence takes.
 
     Raises:
       ConfigError: `serve` would refuse even one sequence a DP group and lane.
     """
-    plans = {plan.batch: plan}
 
     def write(batch: int) -> None:
-        if batch not in plans:
-            plans[batch] = searcher.evaluate(plan.layout, batch)
-        write_deployment(file, text_of(plans[batch]), config)
+        made = plan if batch == plan.batch else searcher.evaluate(plan.layout, batch)
+        file.write(deployment_text(file, made, searcher.calculator))
 
-    return plans[largest_written(write, plan.batch)]
+    largest_written(file, write, plan.batch)
 
 
-def largest_written(write: Callable[[int], None], most: int, part: float = 0.0) -> int:
+def deployment_text(file: PlanFile, plan: Plan, calculator: Calculator) -> str:
+    """The deployment of a plan as YAML, with what is predicted as comments."""
+    return _yaml(_tree(file, plan, calculator), _comments(file, plan, calculator))
+
+
+def _yaml(tree: Tree, comments: Sequence[str]) -> str:
+    head = "".join(f"# {line}\n" for line in comments)
+    return head + yaml.safe_dump(tree, sort_keys=False, width=100, default_flow_style=None)
+
+
+def _tree(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
+    """The keys of a plan's deployment."""
+    layout, formats, assumed = plan.layout, calculator.formats, calculator.assumed
+    a, f = file.hardware[layout.attention], file.hardware[layout.ffn]
+    page = page_tokens(a.platform, formats.cache)
+    colocated = layout.topology.has("colocated")
+    kept = file.config.stored == "fp8_block" and formats.weights == "fp8"
+    weights = "auto" if kept else formats.weights
+    longest = min(file.config.max_positions, 2 * calculator.context)
+    budget = token_budget(plan.batch, layout.drafts)
+    group = max(calculator.model.ffn, key=lambda each: each.experts)
+    exchange = calculator.exchange_kind(group, layout.ffn_mesh, f)
+    ffn: Tree = {"weights": weights}
+    if not colocated:
+        memory = round(usable(f, assumed.reserve) / 1e9, 1)
+        ffn = {"ep": layout.ep, "tp": layout.ffn_tp, **ffn, "memory_gb": memory}
+        ffn |= _hardware(layout.ffn)
+    for name in ("redundant_slots", "shared_ranks"):
+        if number := getattr(layout, name):
+            ffn[name] = number
+    if assumed.alltoall and exchange == "alltoall":
+        ffn["exchange"] = exchange
+    combine = {} if formats.combine == "auto" else {"combine": formats.combine}
+    sequences = layout.lanes * plan.batch
+    tree = {
+        "model": _path(file.model, file.path.resolve().parent),
+        "mode": "colocated" if colocated else "afd",
+        "dtype": "float32" if a.platform == "cpu" else "bfloat16",
+        "lanes": layout.lanes,
+        "attention": {
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "weights": weights,
+            "memory_gb": round(usable(a, assumed.reserve) / 1e9, 1),
+            **_hardware(layout.attention),
+        },
+        "ffn": ffn,
+        "link": {"dispatch": formats.dispatch, **combine},
+        "cache": {
+            "format": formats.cache,
+            "page_size": page,
+            "pages": max(-(-longest // page), sequences * -(-calculator.context // page)),
+        },
+        "scheduler": {
+            "slots": plan.batch,
+            "max_length": longest,
+            "token_budget": budget,
+            "token_buckets": sorted({plan.batch, plan.batch * (1 + layout.drafts), budget}),
+        },
+    }
+    if layout.redundant_slots:
+        tree["experts"] = {"rebalance_seconds": REBALANCE_SECONDS}
+    if layout.drafts:
+        tree["speculative"] = {"method": "mtp", "drafts": layout.drafts}
+    return tree
+
+
+def _hardware(name: str) -> Tree:
+    """Names a role's hardware, where it comes with the package."""
+    return {"hardware": name} if hardware_file(name) else {}
+
+
+def _path(model: Path, folder: Path) -> str:
+    """The model's path relative to the file, if they are near each other."""
+    relative = os.path.relpath(model, folder)
+    return str(model) if relative.startswith("../..") else relative
+
+
+def _comments(file: PlanFile, plan: Plan, calculator: Calculator) -> list[str]:
+    layout = plan.layout
+    a, f = file.hardware[layout.attention].name, file.hardware[layout.ffn].name
+    devices = f"{layout.attention_devices} {a} for attention, {layout.ffn_devices} {f} for the FFN"
+    if layout.topology.has("colocated"):
+        devices = f"{layout.devices} {a}, colocated"
+    return [
+        f"{devices}: {plan.sequences} sequences of {calculator.context:,} tokens",
+        f"Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
+        f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
+        f"{plan.dollars:.3f} USD a million of output. Decoding alone: prompts are not in it.",
+        *_beyond(calculator),
+    ]
+
+
+def _beyond(calculator: Calculator) -> list[str]:
+    beyond = ", ".join(calculator.assumed.beyond_engine)
+    return [f"Assumed, and not what this engine does: {beyond}."] if beyond else []
+
+
+def largest_written(
+    file: PlanFile, write: Callable[[int], None], most: int, part: float = 0.0
+) -> int:
     """Writes with the largest number from 1 to `most` that is taken, or one less than this part
-    below it; returns it.
+    below it; returns it, and says where it is not the most.
 
     Args:
       write: raises ConfigError where `serve` would refuse what it writes.
@@ -198,26 +251,112 @@ def largest_written(write: Callable[[int], None], most: int, part: float = 0.0) 
             high = last
     if last != low:
         write(low)
+    print(
+        f"{file.path}: {low} sequences a DP group and lane, not {most}: with activations, as serve "
+        "counts them, more do not fit",
+        file=sys.stderr,
+    )
     return low
 
 
-def _hardware(name: str) -> list[str]:
-    """Returns the line that names a role's hardware, where it comes with the package."""
-    return [f"  hardware: {name}"] if hardware_file(name) else []
+class FleetFile(NamedTuple):
+    """The file of a fleet's plan."""
 
+    file: PlanFile
+    cost: CostModel
+    calculator: Calculator
+    asked: Asked
 
-def _path(model: Path, folder: Path) -> str:
-    """The model's path relative to the file, if they are near each other."""
-    relative = os.path.relpath(model, folder)
-    return str(model) if relative.startswith("../..") else relative
+    def write(self, made: Deployment, requests: Requests) -> int:
+        """Writes the fleet; returns its slots.
 
+        Raises:
+          ConfigError: `serve` would refuse it whatever the slots.
+        """
 
-def _sentence(plan: Plan, a: Hardware, f: Hardware, context: int) -> str:
-    layout = plan.layout
-    if layout.topology.has("colocated"):
-        devices = f"{layout.devices} {a.name}, colocated"
-        return f"{devices}: {plan.sequences} sequences of {context:,} tokens"
-    return (
-        f"{layout.attention_devices} {a.name} for attention, {layout.ffn_devices} {f.name} for the "
-        f"FFN: {plan.sequences} sequences of {context:,} tokens"
-    )
+        def write(slots: int) -> None:
+            tree, comments = self._tree(made, requests, slots), self._comments(made)
+            self.file.write(_yaml(tree, comments))
+            tree["prefill"]["cache"]["pages"] = self.file.pages_beside()
+            self.file.write(_yaml(tree, comments))
+
+        return largest_written(self.file, write, made.peak_slots, PRECISION)
+
+    def _tree(self, made: Deployment, requests: Requests, slots: int) -> Tree:
+        fleet, asked = made.fleet, self.asked
+        layout, longest = fleet.unit.layout, asked.longest
+        plan = msgspec.structs.replace(made.plan, batch=slots)
+        tree = _tree(self.file, plan, self.calculator)
+        page = tree["cache"]["page_size"]
+        longest_pages = -(-longest // page)
+        tree["scheduler"]["max_length"] = longest
+        tree["scheduler"]["page_buckets"] = sorted({-(-longest_pages // 4), longest_pages})
+        running = layout.lanes * slots
+        tokens = running * (requests.context + page)
+        tokens += 2 * requests.context_spread * running**0.5
+        tree["cache"]["pages"] = max(longest_pages + 1, -int(-tokens // page))
+        tree["attention"]["hardware"] = layout.attention
+        if layout.topology.has("ffn"):
+            tree["ffn"]["hardware"] = layout.ffn
+        else:
+            tree["domains"] = fleet.units
+        tree["prefill"] = self._prefill(made, longest_pages)
+        tree["pages"] = {"on_failure": "recompute", "recompute_tokens": 8192, "held": 256}
+        tree["fleet"] = {
+            "prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
+            "domains": [f"decode-{number}:{PORT}" for number in range(fleet.units)],
+            "prefill_waiting": max(64, 8 * fleet.worker.layout.dp),
+            "ttft_seconds": asked.ttft.seconds,
+            "tpot_seconds": asked.tpot.seconds,
+        }
+        return tree
+
+    def _prefill(self, made: Deployment, longest_pages: int) -> Tree:
+        worker, unit = made.fleet.worker, made.fleet.unit.layout
+        layout, hardware = worker.layout, worker.hardware
+        usable = 1 - self.calculator.assumed.reserve / 2
+        heads = [group.layers * group.q_heads * group.head_dim for group in self.cost.attention]
+        ffn = {}
+        if layout.redundant_slots or unit.redundant_slots:
+            ffn["redundant_slots"] = layout.redundant_slots
+        if unit.shared_ranks:
+            ffn["shared_ranks"] = 0
+        return {
+            "workers": made.fleet.workers,
+            "mode": "colocated",
+            "lanes": 1,
+            "quadratic_tokens": max(1, round(self.cost.activated / sum(heads))),
+            "attention": {
+                "dp": layout.dp,
+                "tp": layout.tp,
+                "memory_gb": round(hardware.memory_gb * usable, 1),
+                "hardware": layout.attention,
+            },
+            **({"ffn": ffn} if ffn else {}),
+            "cache": {"pages": longest_pages + 1},
+            "scheduler": {
+                "slots": HELD_SLOTS,
+                "token_budget": worker.chunk,
+                "token_buckets": [worker.chunk // 4, worker.chunk],
+            },
+        }
+
+    def _comments(self, made: Deployment) -> list[str]:
+        fleet, asked, found = made.fleet, self.asked, made.prediction
+        worker, layout = fleet.worker, fleet.unit.layout
+        spare = [
+            f"{role.spare_hosts} servers of {role.hardware.name} for {role.name}"
+            for role in made.roles
+            if role.spare_hosts
+        ]
+        names = dict.fromkeys(one.name for one in fleet.unit.hardware)
+        return [
+            f"For {asked.text}.",
+            f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
+            f"{fleet.units} decode units of {layout.devices} {' and '.join(names)} "
+            f"({layout.mode}). Standing by: {', '.join(spare) or 'nothing'}.",
+            f"Predicted, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
+            f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
+            *_beyond(self.calculator),
+            "Start: a router, every worker of `prefill` and every domain, each at its address.",
+        ]

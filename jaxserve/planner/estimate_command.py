@@ -13,10 +13,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_of
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.deployment_options import add_deployment, read_deployment
 from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.quantities import tokens
+from jaxserve.planner.options import DEPLOYMENT, add_shared, read_deployment, tokens
 from jaxserve.planner.stages import Calculator
+from jaxserve.planner.view import Part, Report, json_text, show
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
 
@@ -28,41 +28,42 @@ PROGRAMS = ("enter", "attend", "leave", "ffn")
 
 
 def add_estimate(command: argparse.ArgumentParser) -> None:
-    """The options."""
-    add_deployment(command)
+    """Adds the options."""
+    add_shared(command, *DEPLOYMENT)
     add = command.add_argument
     add("--counts", type=Path, metavar="FILE", help="what was counted, of --config: Step-3's")
     add("--count", action="store_true", help="compile --config and write the counts first")
     add("--topology", default="h200:4x8", metavar="NAME", help="with --count: h200:4x8")
-    add("--bucket", default="128x64", metavar="TOKENSxPAGES", help="with --count: 128x64")
-    add("--context", default="4K", metavar="TOKENS", help="with --count: 4K")
+    add_shared(command, "--bucket", default="128x64", help="with --count: 128x64")
+    add("--context", type=tokens, default="4K", metavar="TOKENS", help="with --count: 4K")
     add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
     add("--ffn-kernel", metavar="CASE", help="likewise: the case of these experts and tokens")
     add("--write", type=Path, metavar="FILE", help="stages, for --calibration of other commands")
     command.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Counts if asked to, shows, and writes."""
     path = options.counts or counts_of(options.config)
     if options.count:
         counted = count(options, read_deployment(options))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(counted)) + b"\n")
+        path.write_text(json_text(counted) + "\n", encoding="utf-8")
     elif options.set:
         raise ConfigError(
             f"--set {' '.join(options.set)}: with --count alone, as {path} is counted"
         )
     counts = estimate.read(path)
-    print("\n".join(estimate.lines(counts)))
+    stages = estimate.measurements(counts)
+    parts = [Part(lines=estimate.lines(counts))]
     if options.config is None and options.counts is None:
         others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
-        print("\n".join(estimate.one_line(estimate.read(each)) for each in others))
+        parts.append(Part(lines=[estimate.one_line(estimate.read(each)) for each in others]))
     if options.write is not None:
-        found = msgspec.json.encode(estimate.measurements(counts))
-        options.write.write_bytes(msgspec.json.format(found) + b"\n")
-        print(f"{options.write}: stages, labelled as estimates")
-    return 0
+        options.write.write_text(json_text(stages) + "\n", encoding="utf-8")
+        parts.append(Part(lines=[f"{options.write}: stages, labelled as estimates"]))
+    tree = {"counts": counts, "stages": stages}
+    show(options, Report(f"{counts.config}, estimated", parts, tree))
 
 
 def counts_of(config: Path | None) -> Path:
@@ -85,16 +86,13 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
             f"{options.config}: attention with a window (layers {windows}) or "
             f"attention.int8_products = {deployment.attention.int8_products} is not counted"
         )
-    rows, _, pages = options.bucket.partition("x")
-    if not (rows.isdecimal() and pages.isdecimal()):
-        raise ConfigError(f"--bucket {options.bucket!r}: expected tokens x pages, as in 128x64")
     from jaxserve.planner import aot  # imports JAX
 
     config = msgspec.structs.replace(config, platform="gpu")
     there = aot.topology(options.topology)
-    bucket = Bucket(int(rows), int(pages))
+    size = options.bucket
     programs = {}
-    for one in aot.compile_deployment(config, deployment, there, [bucket]):
+    for one in aot.compile_deployment(config, deployment, there, [size]):
         if one.error:
             raise ConfigError(f"{one.name}: {one.error}")
         if one.name.partition("_")[0] in PROGRAMS:
@@ -108,8 +106,8 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
                 exchanged=dict(one.exchanged),
                 beside=[estimate.Beside(*window) for window in one.windows],
             )
-    chosen = aot.ffn_rows(config, deployment, bucket).chosen
-    return _counts(options, deployment, config, bucket, programs, chosen)
+    chosen = aot.ffn_rows(config, deployment, size).chosen
+    return _counts(options, deployment, config, size, programs, chosen)
 
 
 def _counts(
@@ -120,7 +118,7 @@ def _counts(
     programs: dict[str, estimate.ProgramCounts],
     chosen: float,
 ) -> estimate.Counts:
-    context = tokens(options.context)
+    context = options.context
     attention, ffn = deployment.attention, deployment.ffn
     message = deployment_row_bytes(config, deployment)
     model = load_model(str(deployment.model), options.configs)

@@ -22,6 +22,9 @@ Count = Annotated[int, Meta(ge=1)]
 MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")
 """The fields that are measured or published figures; a file must give a source for each."""
 
+MONTH = 730.0
+"""Hours of a month, for what is paid by the hour."""
+
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device, and the host and network around it. GB are 10^9 bytes."""

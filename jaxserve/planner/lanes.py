@@ -1,10 +1,11 @@
 """Computes when every stage of every lane runs, device by device: the core of the simulator.
 
-Called by `pipeline.py`. `Disaggregated` follows the order of `roles/schedule.py`, in which the
-driver enqueues, so no event queue is needed: a stage starts when its input is there, its devices
-are free (they work in the order of enqueueing) and the host has enqueued it. A lane here is any
-lane of any domain; lane i belongs to domain i mod domains. `colocated_lanes.py` has the deployments
-without roles of their own.
+Called by `simulate.py` and `deploy_fleet.py`. `Disaggregated` follows the order of
+`roles/schedule.py`, in which the driver enqueues, so no event queue is needed: a stage starts when
+its input is there, its devices are free (they work in the order of enqueueing) and the host has
+enqueued it. A lane here is any lane of any domain; lane i belongs to domain i mod domains.
+`Colocated` runs one step, which is one program, after the other; `Overlapped` has two batches at
+once, which hide each other's messages.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.observe.spans import AFDStage, Span
-from jaxserve.planner.stage_times import StepTimes
+from jaxserve.config.topology import Topology
+from jaxserve.observe.spans import STAGES, AFDStage, Span
+from jaxserve.planner.stage_times import StageTimes, StepTimes
 from jaxserve.roles.schedule import Rotation
 
 LinkMode = Literal["duplex", "shared", "sender"]
@@ -41,6 +43,48 @@ class Busy(NamedTuple):
     combine: float
 
 
+class Seen(NamedTuple):
+    """The duration of a collective as devices see it, waiting for the others included."""
+
+    mean: float
+    least: float
+    most: float
+
+
+class _Pipeline:
+    """What all pipelines have.
+
+    Args:
+      layers: of the model.
+      disturb: adds noise to a stage.
+      note: called with every stage as a span, from the first device's start to the last one's end.
+    """
+
+    def __init__(self, layers: int, disturb: Disturb, note: Note | None):
+        self._layers, self._disturb, self._note = layers, disturb, note
+        self._busy = np.zeros(4)
+
+    @property
+    def busy(self) -> Busy:
+        """Busy seconds so far; of collectives the part without waiting."""
+        return Busy(*map(float, self._busy))
+
+    def _tell(
+        self,
+        stage: AFDStage,
+        lane: int,
+        number: int,
+        layer: int,
+        at: np.ndarray | float,
+        end: np.ndarray | float,
+        side: int = 0,
+    ) -> None:
+        """Notes a stage, if anything listens."""
+        if self._note is not None:
+            begin, last = round(float(np.min(at)) * 1e9), round(float(np.max(end)) * 1e9)
+            self._note(Span(stage, lane, layer, number, begin, last, side, begin))
+
+
 class _Lane:
     """The progress of a lane; arrays have one entry per DP group."""
 
@@ -53,13 +97,12 @@ class _Lane:
         """When the ffn role has its input, or its result."""
 
 
-class Disaggregated:
+class Disaggregated(_Pipeline):
     """Attention and FFN on submeshes of their own.
 
     Args:
-      layers, lanes, groups: of the model, of a domain, DP groups of a domain.
+      lanes, groups: lanes and DP groups of a domain.
       domains: attention meshes, served by one ffn mesh.
-      note: called with every stage as a span, from the first device's start to the last one's end.
     """
 
     def __init__(
@@ -73,15 +116,14 @@ class Disaggregated:
         disturb: Disturb = undisturbed,
         note: Note | None = None,
     ):
-        self._layers, self._domains, self._link = layers, domains, link
-        self._disturb, self._note = disturb, note
+        super().__init__(layers, disturb, note)
+        self._domains, self._link = domains, link
         self._rotation = Rotation(layers, lanes * domains)
         self._lanes = [_Lane(groups) for _ in range(lanes * domains)]
         self._attention_free = [np.zeros(groups) for _ in range(domains)]
         self._link_free = [[np.zeros(groups) for _ in range(domains)] for _ in range(2)]
         self._side_free = [0.0, 0.0]  # the ffn role's end of the link, by direction
         self._ffn_free = 0.0
-        self._busy = np.zeros(4)
 
     @property
     def active(self) -> bool:
@@ -93,11 +135,6 @@ class Disaggregated:
         """Lanes that could begin a step."""
         inside = set(self._rotation.active)
         return [lane for lane in range(len(self._lanes)) if lane not in inside]
-
-    @property
-    def busy(self) -> Busy:
-        """What was done so far."""
-        return Busy(*map(float, self._busy))
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
         """A lane begins a step at `now`, the host's time."""
@@ -197,9 +234,224 @@ class Disaggregated:
             self._link_free[other][domain] = end
 
     def _span(self, stage: AFDStage, lane: int, layer: int, start: float, end: float) -> float:
-        if self._note is not None:
-            number = self._lanes[lane].number
-            side = self._domains if stage in ("dispatch", "ffn") else lane % self._domains
-            begin = round(start * 1e9)
-            self._note(Span(stage, lane, layer, number, begin, round(end * 1e9), side, begin))
+        side = self._domains if stage in ("dispatch", "ffn") else lane % self._domains
+        self._tell(stage, lane, self._lanes[lane].number, layer, start, end, side)
         return end
+
+
+class Colocated(_Pipeline):
+    """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
+    that wait for the last device.
+
+    Experts are divided over the DP groups, and each disturbs its ffn stage by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        lanes: int,
+        groups: int,
+        disturb: Disturb = undisturbed,
+        note: Note | None = None,
+    ):
+        super().__init__(layers, disturb, note)
+        self._free = np.zeros(groups)
+        self._begun: list[tuple[int, int, StepTimes]] = []
+        self._all_lanes = range(lanes)
+        self._seen: dict[AFDStage, list[tuple[float, float, float]]] = {
+            "dispatch": [],
+            "combine": [],
+        }
+
+    @property
+    def active(self) -> bool:
+        """Whether a step waits."""
+        return bool(self._begun)
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        """Lanes that could begin a step."""
+        begun = {lane for lane, _, _ in self._begun}
+        return [lane for lane in self._all_lanes if lane not in begun]
+
+    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
+        """A step enters."""
+        self._begun.append((lane, number, times))
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs the step that waited longest: (lane, when its last device had sampled)."""
+        lane, number, times = self._begun.pop(0)
+        first = np.maximum(self._free, now)
+        attend, there, ffn, back = self._disturbed(times)
+        # A collective ends for all devices at once, so each layer's two follow those before.
+        lasting = np.stack([(attend + there).max(axis=1), (ffn + back).max(axis=1)], axis=1)
+        lasting[0, 0] = (first + attend[0] + there[0]).max()
+        dispatched, combined = np.cumsum(lasting).reshape(-1, 2, 1).swapaxes(0, 1)
+        begun = np.concatenate([first[None], np.broadcast_to(combined[:-1], attend[1:].shape)])
+        attended, done = begun + attend, dispatched + ffn
+        self._wait("dispatch", attended, dispatched)
+        self._wait("combine", done, combined)
+        self._busy += (
+            attend.mean(axis=1).sum(),
+            ffn.mean(axis=1).sum(),
+            sum(times.dispatch),
+            sum(times.combine),
+        )
+        for layer in range(self._layers if self._note else 0):
+            at = begun[layer], attended[layer], dispatched[layer], done[layer], combined[layer]
+            for stage, begin, end in zip(STAGES, at[:-1], at[1:], strict=True):
+                self._tell(stage, lane, number, layer, begin, end)
+        return lane, self._leave(lane, number, np.full_like(first, combined[-1]), times.leave)
+
+    def _disturbed(self, times: StepTimes) -> np.ndarray:
+        """[stages, layers, groups] seconds with noise, drawn in the order in which stages run."""
+        attend = np.stack(times.attend)
+        others = np.array([times.dispatch, times.ffn, times.combine])
+        seconds = np.stack([attend, *np.broadcast_to(others[..., None], (3, *attend.shape))])
+        for layer in range(self._layers if self._disturb is not undisturbed else 0):
+            for place, stage in enumerate(STAGES):
+                seconds[place, layer] = self._disturb(stage, seconds[place, layer])
+        return seconds
+
+    def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
+        """Notes how long devices were in the layers' collectives, [layers, groups]."""
+        waited = end - at
+        columns = waited.mean(axis=1), waited.min(axis=1), waited.max(axis=1)
+        self._seen[stage] += zip(*(column.tolist() for column in columns), strict=True)
+
+    def _leave(self, lane: int, number: int, at: np.ndarray, seconds: float) -> float:
+        """Head and sampling; returns when the last device has sampled."""
+        self._free = at + seconds
+        self._busy[0] += seconds
+        self._tell("attend", lane, number, self._layers, at, self._free)
+        return float(self._free.max())
+
+    def seen(self, stage: AFDStage) -> Seen:
+        """Durations of a collective over all layers, steps and devices."""
+        means, least, most = zip(*self._seen[stage], strict=True)
+        return Seen(float(np.mean(means)), min(least), max(most))
+
+
+class _Batch:
+    """The progress of a batch of `Overlapped`."""
+
+    def __init__(self, lane: int, number: int, times: StepTimes, begun: float):
+        self.lane, self.number, self.times, self.begun = lane, number, times, begun
+        self.layer = 0
+        self.attended = False
+        """Whether its rows of this layer are to go to the FFN."""
+
+
+class Overlapped(Colocated):
+    """A colocated deployment whose two lanes hide each other's messages, as in DeepSeek's decoding
+    (profile-data, "Decoding"): while one lane attends, in two parts, the rows of the other go to
+    the experts, are multiplied between the parts, and come back. A lane that is alone runs one
+    stage after the other."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        groups: int,
+        disturb: Disturb = undisturbed,
+        note: Note | None = None,
+    ):
+        super().__init__(layers=layers, lanes=2, groups=groups, disturb=disturb, note=note)
+        self._inside: list[_Batch] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether a lane is inside a step."""
+        return bool(self._inside)
+
+    @property
+    def idle_lanes(self) -> list[int]:
+        """Lanes that could begin a step."""
+        inside = {batch.lane for batch in self._inside}
+        return [lane for lane in self._all_lanes if lane not in inside]
+
+    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
+        """A step enters."""
+        self._inside.append(_Batch(lane, number, times, now))
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs on until a lane leaves: (lane, when its last device had sampled)."""
+        while True:
+            passing = next((batch for batch in self._inside if batch.attended), None)
+            attending = next((batch for batch in self._inside if not batch.attended), None)
+            if attending is not None:
+                self._free = np.maximum(self._free, attending.begun)
+            self._phase(attending, passing)
+            if attending is not None:
+                attending.attended = True
+            if passing is None:
+                continue
+            passing.attended = False
+            passing.layer += 1
+            if passing.layer == self._layers:
+                self._inside.remove(passing)
+                lane, number = passing.lane, passing.number
+                return lane, self._leave(lane, number, self._free, passing.times.leave)
+
+    def _phase(self, attending: _Batch | None, passing: _Batch | None) -> None:
+        """One lane attends a layer while the other one passes the experts."""
+        start = self._free
+        attend, share = np.zeros_like(start), 1.0
+        if attending is not None:
+            attend = self._disturb("attend", attending.times.attend[attending.layer])
+            self._busy[0] += attend.mean()
+        end = start + attend
+        if passing is not None:
+            lane, number, layer, times = passing.lane, passing.number, passing.layer, passing.times
+            there, back = times.dispatch[layer], times.combine[layer]
+            share = there / (there + back) if there + back else 1.0
+            arrived = self._exchange("dispatch", lane, number, layer, start, there)
+            at = np.maximum(arrived, start + share * attend)
+            work = self._disturb("ffn", np.full_like(at, times.ffn[layer]))
+            self._busy[1] += work.mean()
+            self._tell("ffn", lane, number, layer, at, at + work)
+            at = at + work
+            end = at + (1 - share) * attend
+            self._free = np.maximum(end, self._exchange("combine", lane, number, layer, at, back))
+        else:
+            self._free = end
+        if attending is not None:
+            self._tell("attend", attending.lane, attending.number, attending.layer, start, end)
+
+    def _exchange(
+        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
+    ) -> np.ndarray:
+        moving = self._disturb(stage, np.full_like(at, seconds))
+        end = np.full_like(at, (at + moving).max())
+        self._wait(stage, at[None], end[None])
+        self._busy[2 if stage == "dispatch" else 3] += seconds
+        self._tell(stage, lane, number, layer, at, end)
+        return end
+
+
+def pipeline_of(
+    topology: Topology,
+    times: StageTimes,
+    *,
+    lanes: int,
+    groups: int,
+    domains: int = 1,
+    link: LinkMode = "duplex",
+    disturb: Disturb = undisturbed,
+    note: Note | None = None,
+) -> Disaggregated | Colocated:
+    """Makes the pipeline that runs the lanes of a deployment; the classes explain the arguments."""
+    if topology.has("ffn"):
+        return Disaggregated(
+            layers=times.layers,
+            lanes=lanes,
+            groups=groups,
+            domains=domains,
+            link=link,
+            disturb=disturb,
+            note=note,
+        )
+    if times.overlapped:
+        return Overlapped(layers=times.layers, groups=groups, disturb=disturb, note=note)
+    return Colocated(layers=times.layers, lanes=lanes, groups=groups, disturb=disturb, note=note)

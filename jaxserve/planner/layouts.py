@@ -14,6 +14,7 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import CostModel
 
+MODES: dict[PlannedMode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
 """Numbers of hosts to try for a role."""
 REDUNDANT_SLOTS = (0, 1, 2)
@@ -71,6 +72,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def devices(self) -> int:
         """All of them."""
         return self.attention_devices + self.ffn_devices
+
+    @property
+    def text(self) -> str:
+        """Devices and sharding in a few words."""
+        attention = f"{self.attention_devices} {self.attention} (dp {self.dp} tp {self.tp})"
+        more = f", {self.drafts} draft{'s' * (self.drafts > 1)}" if self.drafts else ""
+        if self.redundant_slots:
+            more += f", {self.redundant_slots} redundant slot{'s' * (self.redundant_slots > 1)}"
+        if self.topology.has("colocated"):
+            shared = f", {self.shared_ranks} with the shared expert" if self.shared_ranks else ""
+            return attention + shared + more
+        ep = f"ep {self.ep}"
+        if self.shared_ranks:
+            ep += f" = {self.ep - self.shared_ranks} + {self.shared_ranks} shared"
+        return f"{attention} + {self.ffn_devices} {self.ffn} ({ep} tp {self.ffn_tp}){more}"
 
     def overlapped(self, assumed: Assumptions) -> bool:
         """Returns whether two batches of a colocated deployment hide each other's messages."""

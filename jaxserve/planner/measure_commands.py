@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner import report
 from jaxserve.planner.calibration import Calibration
 from jaxserve.planner.comparison import Compared, compare, measurements, summary
-from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.measurements import (
     Measurement,
     calibration,
@@ -24,18 +22,23 @@ from jaxserve.planner.measurements import (
 )
 from jaxserve.planner.models import model_config
 from jaxserve.planner.observed import Observed, kinds_of, observe, read_spans, with_load
-from jaxserve.planner.quantities import tokens
+from jaxserve.planner.options import add_scenario, number, read_scenario, tokens
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import layer_kinds
-from jaxserve.planner.text import grid, json_text
+from jaxserve.planner.view import Part, Report, json_text, show
 from jaxserve.roles.layout import StepLoad
+
+UNDETERMINED = (
+    "? measured at too few batches and contexts to tell memory, compute and constant apart: what "
+    "lies beyond them is a guess"
+)
 
 
 def add_calibrate(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options."""
     add = command.add_argument
     add("--measured", nargs="+", type=Path, default=[], metavar="FILE", help="lists of stage times")
-    _timeline_options(command)
+    _add_timeline(command)
     only = "take only loads of the timeline of"
     add("--batches", type=_numbers, metavar="N,N", help=f"{only} so many sequences a DP group")
     add("--contexts", type=_numbers, metavar="N,N", help=f"{only} so many tokens a sequence")
@@ -44,22 +47,27 @@ def add_calibrate(command: argparse.ArgumentParser) -> None:
 
 
 def add_verify(command: argparse.ArgumentParser) -> None:
-    """The options."""
-    _timeline_options(command)
+    """Adds the options."""
+    _add_timeline(command)
     command.set_defaults(run=verify)
 
 
-def _timeline_options(command: argparse.ArgumentParser) -> None:
+def _add_timeline(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--timeline", type=Path, metavar="T", help="of serve, generate or bench stages")
     add_scenario(command)
     old = "of a timeline that does not say"
-    add("--batch", type=int, help=f"{old}: sequences a DP group and lane: scheduler.slots")
-    add("--context", default="2K", help=f"{old}: mean tokens of a sequence: 2K")
+    slots = f"{old}: sequences a DP group and lane: scheduler.slots"
+    add("--batch", type=number(1, 65536), help=slots)
+    add("--context", type=tokens, default="2K", help=f"{old}: mean tokens of a sequence: 2K")
 
 
-def verify(options: argparse.Namespace) -> int:
-    """Predicted against measured, stage by stage and load by load."""
+def _numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Compares predictions with measurements, stage by stage and load by load."""
     if options.timeline is None:
         raise ConfigError("--timeline is missing: a folder that serve --timeline wrote")
     made, seen = observed(options)
@@ -80,20 +88,12 @@ def verify(options: argparse.Namespace) -> int:
                 f"{one.error:+.0%}" + ("" if one.within else " *"),
             ]
         )
-    lines = summary(found)
-    if options.html:
-        sections = [("Stages and steps", report.table(rows)), ("Summary", report.lines(lines))]
-        page = report.page("Predicted against measured", sections)
-        options.html.write_text(page, encoding="utf-8")
-    if options.json:
-        tree = [
-            {**one._asdict(), "load": msgspec.to_builtins(one.load), "error": one.error}
-            for one in found
-        ]
-        print(json_text(tree))
-    else:
-        print("\n".join([grid(rows), "", *lines]))
-    return 0
+    tree = [
+        {**one._asdict(), "load": msgspec.to_builtins(one.load), "error": one.error}
+        for one in found
+    ]
+    parts = [Part(rows=rows, lines=summary(found))]
+    show(options, Report("Predicted against measured", parts, tree))
 
 
 def _name(made: Scenario, one: Compared) -> str:
@@ -107,17 +107,15 @@ def _name(made: Scenario, one: Compared) -> str:
 
 
 def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
-    """The deployment of the options, and the stages and steps in their timeline.
+    """Returns the deployment of the options, and the stages and steps in their timeline.
 
     Raises:
       ConfigError: it is colocated, or the trace is not one of it.
     """
-    made = read_scenario(options, tokens(options.context))
+    made = read_scenario(options, options.context)
     if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
-    batch = int(options.batch or made.deployment.scheduler.slots)
-    if not 0 < batch <= 65536:
-        raise ConfigError(f"--batch {batch}: expected 1 to 65536")
+    batch = options.batch or made.deployment.scheduler.slots
     count, context = made.layout.dp * batch, made.attention.context
     pages = -(-context // made.deployment.cache.page_size)
     unsaid = StepLoad(batch, pages, count, count, count * context, count * context)
@@ -126,7 +124,7 @@ def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     return made, observe(with_load(read_spans(options.timeline), unsaid), kinds)
 
 
-def calibrate(options: argparse.Namespace) -> int:
+def calibrate(options: argparse.Namespace) -> None:
     """Collects measurements, and shows what follows from them."""
     if options.timeline is None and (options.batches or options.contexts):
         raise ConfigError("--batches, --contexts: loads of a --timeline, which is missing")
@@ -143,25 +141,17 @@ def calibrate(options: argparse.Namespace) -> int:
     if options.write is not None:
         options.write.write_text(json_text([_short(one) for one in found]) + "\n")
     medians = calibration(found, options.configs, medians=True)
-    rows = _fit_rows(fits, medians)
     points = _point_rows(found, fits, medians, options.configs)
-    if options.html:
-        sections = [("Fits", report.table(rows)), ("Measurements", report.table(points))]
-        options.html.write_text(report.page("Calibration", sections), encoding="utf-8")
-    if options.json:
-        tree = [
-            {**key._asdict(), **one._asdict(), "median": medians.fits[key]._asdict()}
-            for key, one in fits.fits.items()
-        ]
-        print(json_text(tree))
-        return 0
-    print(f"{grid(rows)}\n\n{grid(points)}")
-    if not all(one.determined for one in fits.fits.values()):
-        print(
-            "\n? measured at too few batches and contexts to tell memory, compute and constant "
-            "apart: what lies beyond them is a guess"
-        )
-    return 0
+    sure = all(one.determined for one in fits.fits.values())
+    parts = [
+        Part(rows=_fit_rows(fits, medians)),
+        Part(rows=points, lines=[] if sure else [UNDETERMINED]),
+    ]
+    tree = [
+        {**key._asdict(), **one._asdict(), "median": medians.fits[key]._asdict()}
+        for key, one in fits.fits.items()
+    ]
+    show(options, Report("Calibration", parts, tree))
 
 
 def _short(one: Measurement) -> dict[str, Any]:
@@ -194,10 +184,6 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
         loads = ", ".join(f"{batch} of {context} tokens" for batch, context in there)
         raise ConfigError(f"--batches, --contexts: the timeline has {loads}")
     return chosen
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
 
 
 def _fit_rows(fits: Calibration, medians: Calibration) -> list[list[str]]:

@@ -1,27 +1,64 @@
-"""When AFD pays: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs.
+"""`plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs. Called by
+`plan.py`.
 
-Called by `plan.py map`. A search finds the largest batch of every layout within one TPOT; here each
-layout is evaluated once at batches a half apart, and every TPOT takes the cheapest of those that
-meet it, so costs are those of a search within some percent.
+A search finds the largest batch of every layout within one TPOT; here each layout is evaluated once
+at batches a half apart, and every TPOT takes the cheapest of those that meet it, so costs are those
+of a search within some percent.
 """
 
+import argparse
+import contextlib
+import multiprocessing
+import os
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.config.topology import PlannedMode
+from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Target
-from jaxserve.planner.models import CostModel
+from jaxserve.planner.hardware import Hardware, load_hardware
+from jaxserve.planner.layouts import MODES, Target
+from jaxserve.planner.models import CostModel, load_model
+from jaxserve.planner.options import (
+    add_shared,
+    assumptions,
+    number,
+    positions,
+    seconds,
+    tokens,
+)
 from jaxserve.planner.search import Plan, Searcher
-from jaxserve.planner.skew import Skew
+from jaxserve.planner.search_view import DECODE_ONLY
+from jaxserve.planner.skew import Skew, read_skew
 from jaxserve.planner.stages import Calculator
+from jaxserve.planner.view import Part, Report, show
 
-MODES: tuple[PlannedMode, ...] = ("afd", "ep", "tp")
+LEGEND = (
+    "the cheapest mode, its USD a million tokens, and x what AFD costs over the cheaper of EP and "
+    "TP; -: nothing meets the TPOT"
+)
+SMALL = {
+    "models": ["step3", "deepseek-v3"],
+    "hardware": ["h800", "h20+h800"],
+    "contexts": ["4K", "32K"],
+    "tpots": ["50ms", "100ms"],
+}
+FULL = {
+    "models": ["step3", "deepseek-v3", "kimi-k2", "qwen3-235b-a22b", "qwen3-32b"],
+    "hardware": [
+        *("h20", "h100", "h200", "h800", "b200", "v5p", "v6e", "v7x"),
+        *("h20+h100", "h20+h800", "h20+b200", "h200+h100", "v6e+v7x", "v5p+v6e"),
+    ],
+    "contexts": ["2K", "8K", "16K", "32K"],
+    "tpots": ["25ms", "50ms", "100ms"],
+}
+"""480 cases on one kind of hardware, and 360 on two."""
 
 
 class Mix(NamedTuple):
@@ -72,10 +109,10 @@ def cases(
     skew: Skew | None = None,
     most: int = 64,
 ) -> Iterator[Case]:
-    """The cheapest plans of a model on a mix.
+    """Yields the cheapest plans of a model on a mix.
 
     Args:
-      most: devices of a deployment.
+      most: the largest number of devices of a deployment.
     """
     both = {**mix.attention, **mix.ffn}
     for context in contexts:
@@ -154,7 +191,7 @@ def tally_rows(found: Sequence[Case], name: str, key: Callable[[Case], str]) -> 
     return rows
 
 
-def tallies(found: Sequence[Case]) -> list[list[list[str]]]:
+def _tallies(found: Sequence[Case]) -> list[list[list[str]]]:
     """By model, hardware, context and TPOT."""
     return [
         tally_rows(found, "model", lambda case: case.model),
@@ -183,7 +220,7 @@ def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
 
 
 def map_summary(found: Sequence[Case]) -> str:
-    """Of how many cases AFD is the cheapest, and the median of its cost over colocation."""
+    """Says in how many cases AFD is the cheapest, and the median of its cost over colocation."""
     ratios = sorted(case.ratio for case in found if case.ratio is not None)
     met = [case for case in found if case.winner is not None]
     won = sum(case.winner == "afd" for case in met)
@@ -197,26 +234,120 @@ def map_summary(found: Sequence[Case]) -> str:
     return "; ".join(lines)
 
 
-def map_tree(found: Sequence[Case]) -> list[dict[str, object]]:
-    """For `--json`, but for what it is about."""
-    return [
-        {
-            "model": case.model,
-            "hardware": case.mix,
-            "context": case.context,
-            "tpot_seconds": case.tpot,
-            "winner": case.winner,
-            "afd_over_colocated": case.ratio,
-            "best": {
-                mode: {
-                    **msgspec.to_builtins(plan.layout),
-                    "batch": plan.batch,
-                    "tpot_seconds": plan.tpot,
-                    "dollars_per_million_tokens": plan.dollars,
-                    "slowest": plan.slowest,
-                }
-                for mode, plan in case.best.items()
-            },
-        }
-        for case in found
+def add_map(command: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add = command.add_argument
+    add_shared(command, "--compute", "--core", "--skew", "--price", "--assume")
+    add("--full", action="store_true", help="5 models, 8 chips and 6 mixes, 4 contexts, 3 TPOTs")
+    add("--models", nargs="+", help=" ".join(SMALL["models"]))
+    add("--hardware", nargs="+", metavar="NAME[+NAME]", help=" ".join(SMALL["hardware"]))
+    add("--contexts", nargs="+", type=tokens, help=f"mean tokens: {' '.join(SMALL['contexts'])}")
+    add("--tpots", nargs="+", type=seconds, help=" ".join(SMALL["tpots"]))
+    add("--max-devices", type=number(1, 512), default=48, help="48")
+    add("--jobs", type=number(0, 256), default=0, help="processes: as many as there are cores")
+    command.set_defaults(run=run)
+
+
+class _Part(NamedTuple):
+    """The cases of a model on a mix: what a process works on."""
+
+    name: str
+    model: CostModel
+    mix: Mix
+    contexts: list[int]
+    tpots: list[float]
+    formats: Formats
+    assumed: Assumptions
+    skew: Skew | None
+    most: int
+
+    def cases(self) -> list[Case]:
+        """All of them."""
+        return list(cases(*self))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Evaluates and shows.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    told = FULL if options.full else SMALL
+    contexts = options.contexts or list(map(tokens, told["contexts"]))
+    tpots = options.tpots or list(map(seconds, told["tpots"]))
+    assumed = assumptions(options.assume)
+    skew = read_skew(options.skew) if options.skew is not None else None
+    mixes = [_mix(name, options) for name in options.hardware or told["hardware"]]
+    parts = []
+    for name in options.models or told["models"]:
+        model, longest = load_model(name, options.configs), positions(name, options.configs)
+        if longest is not None and max(contexts) > longest:
+            raise ConfigError(f"--contexts {max(contexts)}: {name} has {longest} positions")
+        for mix in mixes:
+            formats, most = _formats(mix, options), options.max_devices
+            parts.append(_Part(name, model, mix, contexts, tpots, formats, assumed, skew, most))
+    found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
+    pays = [
+        f"{case.model} on {case.mix}, {case.context // 1024}K, {case.tpot * 1e3:g} ms: "
+        f"x{ratio:.2f} of the cheapest on either alone"
+        for case, ratio in mixes_that_pay(found)
     ]
+    notes = [DECODE_ONLY, LEGEND, map_summary(found), *(["mixes that pay:", *pays] if pays else [])]
+    shown = [Part(rows=map_rows(found), lines=notes)]
+    shown += [Part(rows=rows) for rows in (_tallies(found) if options.full else [])]
+    tree = {"scope": DECODE_ONLY, "cases": [_tree(case) for case in found]}
+    show(options, Report("Where AFD, EP and TP are the cheapest", shown, tree))
+
+
+def _evaluate(parts: Sequence[_Part], jobs: int) -> list[Case]:
+    """The cases of all parts, in processes of their own if there are several."""
+    found: list[Case] = []
+    with contextlib.ExitStack() as stack:
+        results: Iterator[list[Case]] = map(_Part.cases, parts)
+        if min(jobs, len(parts)) > 1:
+            spawn = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(min(jobs, len(parts)), spawn)
+            results = stack.enter_context(pool).map(_Part.cases, parts)
+        for part, own in zip(parts, results, strict=True):
+            print(f"{part.name} on {part.mix.name}", file=sys.stderr)
+            found += own
+    return found
+
+
+def _tree(case: Case) -> dict[str, object]:
+    return {
+        "model": case.model,
+        "hardware": case.mix,
+        "context": case.context,
+        "tpot_seconds": case.tpot,
+        "winner": case.winner,
+        "afd_over_colocated": case.ratio,
+        "best": {
+            mode: {
+                **msgspec.to_builtins(plan.layout),
+                "batch": plan.batch,
+                "tpot_seconds": plan.tpot,
+                "dollars_per_million_tokens": plan.dollars,
+                "slowest": plan.slowest,
+            }
+            for mode, plan in case.best.items()
+        },
+    }
+
+
+def _mix(name: str, options: argparse.Namespace) -> Mix:
+    """Reads `h800`, or `h20+h800`: attention on the one, FFN on the other."""
+    attention, _, ffn = name.lower().partition("+")
+    own = dict(options.price)
+    first = load_hardware(attention, own, options.configs)
+    second = load_hardware(ffn, own, options.configs) if ffn else first
+    return Mix(name.lower(), {attention: first}, {ffn or attention: second})
+
+
+def _formats(mix: Mix, options: argparse.Namespace) -> Formats:
+    """FP8, or INT8 where some of the hardware has no FP8."""
+    all_fp8 = all(each.stores("fp8") for each in (*mix.attention.values(), *mix.ffn.values()))
+    name = "fp8" if all_fp8 else "int8"
+    compute = options.compute if all_fp8 or options.compute != "fp8" else "auto"
+    tree = {**dict.fromkeys(("weights", "cache", "dispatch"), name), "compute": compute}
+    return msgspec.convert({**tree, "core": options.core}, Formats)

@@ -102,10 +102,10 @@ class Searcher:
         acceptance: Acceptance = NO_DRAFTS,
         skew: Skew | None = None,
     ):
-        self._skew = skew
+        self.skew = skew
         self.calculator = calculator
         self.memory = Memory(calculator, attention, ffn)
-        self._attention, self._ffn = attention, ffn
+        self.attention, self.ffn = attention, ffn
         self._acceptance = acceptance
         self._shape: Layout | None = None
         self._stages: dict[tuple[AttentionLayers, FFNLayers, Pass], dict[str, StageTime]] = {}
@@ -171,9 +171,9 @@ class Searcher:
     def _busiest(self, layout: Layout) -> float | None:
         """Tokens of the busiest rank over the mean."""
         moe = self.calculator.model.moe
-        if self._skew is None or moe is None or layout.ep == 1:
+        if self.skew is None or moe is None or layout.ep == 1:
             return None
-        return mean_busiest(self._skew, layout.slots(moe.experts))
+        return mean_busiest(self.skew, layout.slots(moe.experts))
 
     def room(self, layout: Layout) -> int:
         """Sequences a DP group and lane that fit; 0: not even the weights, or not one."""
@@ -182,7 +182,7 @@ class Searcher:
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """What a layout does with a batch; whether it fits is not asked."""
         calculator, model = self.calculator, self.calculator.model
-        a = self._attention[layout.attention]
+        a = self.attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
         whole = Pass(batch, 1 + layout.drafts)
         for a_group in model.attention:
@@ -200,7 +200,7 @@ class Searcher:
         tpot = step / tokens_a_step
         price = a.price * layout.attention_devices
         if layout.topology.has("ffn"):
-            price += self._ffn[layout.ffn].price * layout.ffn_devices
+            price += self.ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
         attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
         return Plan(
@@ -217,14 +217,14 @@ class Searcher:
 
     def _entering(self, layout: Layout, tokens: Pass) -> float:
         """Seconds that a step's first attend was measured to take beyond another one's."""
-        calculator, a = self.calculator, self._attention[layout.attention]
+        calculator, a = self.calculator, self.attention[layout.attention]
         group, asked = calculator.model.attention[0], (tokens.batch, layout.tp, tokens.rows)
         first = calculator.attend(group, a, *asked, stage="enter")
         return first.seconds - calculator.attend(group, a, *asked).seconds
 
     def _drafts_seconds(self, layout: Layout, batch: int) -> float:
         """Seconds of a step's passes of the module, all lanes."""
-        calculator, a = self.calculator, self._attention[layout.attention]
+        calculator, a = self.calculator, self.attention[layout.attention]
         seconds = 0.0
         for one in passes(batch, layout.drafts):
             times = self._layer(layout, *calculator.model.module, one)
@@ -247,7 +247,7 @@ class Searcher:
         program."""
         if layout.topology.has("colocated"):
             return 0.0
-        a, f = self._attention[layout.attention], self._ffn[layout.ffn]
+        a, f = self.attention[layout.attention], self.ffn[layout.ffn]
         leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
         return max(
             self.calculator.host(a, layout.attention_devices) + leading,
@@ -270,7 +270,7 @@ class Searcher:
     def _stages_of(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
-        calculator, a = self.calculator, self._attention[layout.attention]
+        calculator, a = self.calculator, self.attention[layout.attention]
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
         rows = tokens.batch * tokens.rows
         if layout.topology.has("ffn"):
@@ -285,7 +285,7 @@ class Searcher:
 
     def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, StageTime]:
         calculator = self.calculator
-        a, f = self._attention[layout.attention], self._ffn[layout.ffn]
+        a, f = self.attention[layout.attention], self.ffn[layout.ffn]
         tokens = layout.dp * batch
         dispatch, combine = crossings(calculator, layout, a, f, batch)
         return {

@@ -1,32 +1,79 @@
-"""What a search found, for a terminal, for programs, and as a picture. Called by `plan.py`."""
+"""What a search found, for a terminal, for programs, and as a picture. Called by `plan.py` and
+`deploy_view.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxserve.config.topology import PlannedMode
-from jaxserve.planner.checks import Check
-from jaxserve.planner.search import STAGES, Plan
-from jaxserve.planner.search_options import MONTH
+from jaxserve.planner.advice import checks
+from jaxserve.planner.hardware import MONTH, Hardware
+from jaxserve.planner.layouts import MODES, Target
+from jaxserve.planner.search import STAGES, Found, Plan, front
+from jaxserve.planner.stages import Calculator
 from jaxserve.planner.svg import Series, chart
-from jaxserve.planner.text import grid
-
-MODES: dict[PlannedMode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
-
+from jaxserve.planner.view import Part, Report
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
     "prefill, too"
 )
+LEGEND = (
+    "batch: DP groups x lanes x sequences. A stage's time is of one layer and lane, with what "
+    "bounds it: memory, compute, network, overhead."
+)
 
 
-def dollars_a_month(plan: Plan) -> float:
-    """USD for a plan's devices."""
+def search_report(
+    model: str,
+    calculator: Calculator,
+    target: Target,
+    found: Found,
+    hardware: Mapping[str, Hardware],
+    prices: Sequence[str],
+    best: int,
+) -> Report:
+    """Everything about the plans of a search.
+
+    Args:
+      hardware: of all roles, by name.
+      prices: a line a kind of hardware.
+      best: plans of each mode.
+    """
+    parts = [Part(lines=[DECODE_ONLY, *prices])]
+    tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
+    tree["checks"] = {}
+    for mode in target.modes:
+        plans = _best(found.plans, mode, best)
+        tree["front"] += map(plan_tree, _front(found, mode))
+        if not plans:
+            parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
+            continue
+        layout = plans[0].layout
+        roles = hardware[layout.attention], hardware[layout.ffn]
+        rules = checks(calculator.model, calculator.context, target.tpot, *roles, plans[0])
+        parts.append(Part(MODES[mode], _rows(plans), [rule.text for rule in rules]))
+        tree["best"] += map(plan_tree, plans)
+        tree["checks"][mode] = [rule._asdict() for rule in rules]
+    cheapest = found.plans[0]
+    tree["assumptions"] = assumed = msgspec.to_builtins(calculator.assumed)
+    money = f"{cheapest.dollars:.3f} USD a million tokens out, {_month(cheapest):,.0f} USD a month"
+    parts.append(Part(lines=[LEGEND, f"cheapest: {cheapest.layout.text}, {money}"]))
+    title = f"{model}, {calculator.context:,} tokens, decode alone: cost against TPOT"
+    picture = front_svg(title, found, target, cheapest)
+    parts.append(Part("Cost against TPOT", pictures=[picture], aside=True))
+    values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
+    parts.append(Part("Assumptions", lines=[values], aside=True))
+    title = f"{model} at {calculator.context:,} tokens within {target.tpot * 1e3:g} ms"
+    return Report(title, parts, tree)
+
+
+def _month(plan: Plan) -> float:
+    """USD a month for a plan's devices."""
     return plan.dollars * plan.tokens_per_second * 3600 * MONTH / 1e6
 
 
-def best_of(plans: Sequence[Plan], mode: PlannedMode, count: int) -> list[Plan]:
+def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
     """The cheapest of a mode that differ in hardware or in numbers of devices.
 
     Args:
@@ -41,29 +88,27 @@ def best_of(plans: Sequence[Plan], mode: PlannedMode, count: int) -> list[Plan]:
     return list(seen.values())[:count]
 
 
-def plans_text(plans: Sequence[Plan]) -> str:
-    """A table, a plan a line."""
-    return grid(plans_rows(plans))
+def _front(found: Found, mode: str) -> list[Plan]:
+    return front([plan for plan in found.points if plan.layout.mode == mode])
 
 
-def plans_rows(plans: Sequence[Plan]) -> list[list[str]]:
-    """A heading, and a row a plan."""
-    heading = ["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]
-    heading += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
-    rows = [heading]
+def _rows(plans: Sequence[Plan]) -> list[list[str]]:
+    """A heading, and a row for each plan."""
+    rows = [["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]]
+    rows[0] += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
     for plan in plans:
-        name, bound = plan.slowest
+        stages = (plan.stages[name] for name in STAGES)
         rows.append(
             [
-                layout_text(plan),
+                plan.layout.text,
                 str(plan.layout.devices),
                 f"{plan.layout.dp}x{plan.layout.lanes}x{plan.batch}",
                 f"{plan.tpot * 1e3:.1f}",
-                *(_stage(plan, stage) for stage in STAGES),
-                f"{name}: {bound}",
+                *(f"{stage.seconds * 1e6:.0f} {stage.bound[0]}" for stage in stages),
+                ": ".join(plan.slowest),
                 f"{plan.tokens_per_device:.0f}",
                 f"{plan.dollars:.3f}",
-                f"{dollars_a_month(plan):,.0f}",
+                f"{_month(plan):,.0f}",
                 f"{plan.attention_bytes / 1e9:.1f}",
                 f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
             ]
@@ -71,43 +116,8 @@ def plans_rows(plans: Sequence[Plan]) -> list[list[str]]:
     return rows
 
 
-def _stage(plan: Plan, name: str) -> str:
-    stage = plan.stages[name]
-    return f"{stage.seconds * 1e6:.0f} {stage.bound[0]}"
-
-
-LEGEND = (
-    "batch: DP groups x lanes x sequences. A stage's time is of one layer and lane, with what "
-    "bounds it: memory, compute, network, overhead."
-)
-
-
-def layout_text(plan: Plan) -> str:
-    """Devices and sharding in a few words."""
-    layout = plan.layout
-    attention = f"{layout.attention_devices} {layout.attention} (dp {layout.dp} tp {layout.tp})"
-    more = f", {layout.drafts} draft{'s' * (layout.drafts > 1)}" if layout.drafts else ""
-    if layout.redundant_slots:
-        more += f", {layout.redundant_slots} redundant slot{'s' * (layout.redundant_slots > 1)}"
-    if layout.topology.has("colocated"):
-        shared = f", {layout.shared_ranks} with the shared expert" if layout.shared_ranks else ""
-        return attention + shared + more
-    ep = f"ep {layout.ep}"
-    if layout.shared_ranks:
-        ep += f" = {layout.ep - layout.shared_ranks} + {layout.shared_ranks} shared"
-    ffn = f"{layout.ffn_devices} {layout.ffn} ({ep} tp {layout.ffn_tp})"
-    return f"{attention} + {ffn}{more}"
-
-
-def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Whether it holds, its name and its numbers."""
-    return [
-        f"{'holds' if check.holds else 'FAILS'}  {check.name}: {check.numbers}" for check in checks
-    ]
-
-
 def plan_tree(plan: Plan) -> dict[str, Any]:
-    """For `--json`. Seconds, bytes, USD."""
+    """A plan for `--json`: seconds, bytes, USD."""
     slowest, bound = plan.slowest
     return {
         **msgspec.to_builtins(plan.layout),
@@ -116,37 +126,30 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "sequences": plan.sequences,
         "tokens_a_step": plan.tokens_a_step,
         "tpot_seconds": plan.tpot,
-        "stages": {
-            name: {"seconds": stage.seconds, "bound": stage.bound}
-            for name, stage in plan.stages.items()
-        },
+        "stages": {name: stage._asdict() for name, stage in plan.stages.items()},
         "slowest": {"stage": slowest, "bound": bound},
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_and_device": plan.tokens_per_device,
         "dollars_per_million_tokens": plan.dollars,
-        "dollars_a_month": dollars_a_month(plan),
+        "dollars_a_month": _month(plan),
         "attention_bytes": plan.attention_bytes,
         "ffn_bytes": plan.ffn_bytes,
     }
 
 
-def front_svg(
-    title: str, fronts: Mapping[str, Sequence[Plan]], tpot: float, chosen: Plan | None = None
-) -> str:
-    """TPOT against cost, a line a mode, on logarithmic axes, with the target.
-
-    Args:
-      chosen: is marked.
-    """
+def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
+    """TPOT against cost, a line for each mode, on logarithmic axes, with the target and the chosen
+    plan."""
+    fronts = {MODES[mode]: _front(found, mode) for mode in target.modes}
     series = [
         Series(name, [(plan.tpot * 1e3, plan.dollars) for plan in plans])
         for name, plans in fronts.items()
         if plans
     ]
     costs = [cost for one in series for _, cost in one.points]
-    target = [(tpot * 1e3, min(costs)), (tpot * 1e3, max(costs))]
-    series.append(Series(f"target {tpot * 1e3:g} ms", target, dashed=True))
-    if chosen is not None:
-        place = [(chosen.tpot * 1e3, chosen.dollars)]
-        series.append(Series("chosen", place, line=False, names=["chosen"], chosen=True))
+    tpot = target.tpot * 1e3
+    ends = [(tpot, min(costs)), (tpot, max(costs))]
+    series.append(Series(f"target {tpot:g} ms", ends, dashed=True))
+    place = [(chosen.tpot * 1e3, chosen.dollars)]
+    series.append(Series("chosen", place, line=False, names=["chosen"], chosen=True))
     return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)

@@ -1,13 +1,17 @@
 """A serving deployment in simulated time: requests come, the scheduler plans, lanes run.
 
-Called by `plan.py simulate`. The schedulers, one a domain, and the loop are the engine's own
-(`engine/loop.py`); this module carries its actions out in simulated time. What devices do meanwhile
-is worked out by `lanes.py` from the times of `stage_times.py`.
+Called by `plan simulate`; `fleet/simulation.py` runs several engines. The schedulers, one for each
+domain, and the loop are the engine's own (`engine/loop.py`); this module carries the loop's actions
+out in simulated time. `lanes.py` works out what devices do meanwhile, from the times of
+`stage_times.py`. An engine without a device: its clock is its own, and it takes turns when it is
+told to.
 """
 
 import gc
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -15,17 +19,183 @@ import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.loop import Await, Enqueue, Loop, ScheduledStep
-from jaxserve.engine.outputs import StepResult
+from jaxserve.engine.admission import choose_domain
+from jaxserve.engine.loop import Await, Enqueue, Loop
+from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage, Span
-from jaxserve.planner.colocated_lanes import Colocated, Seen
-from jaxserve.planner.lanes import Busy, LinkMode
+from jaxserve.planner.lanes import (
+    Busy,
+    Colocated,
+    Disturb,
+    LinkMode,
+    Note,
+    Seen,
+    pipeline_of,
+    undisturbed,
+)
 from jaxserve.planner.noise import Jitter, Lengths
-from jaxserve.planner.pipeline import pipeline_of
-from jaxserve.planner.simulated_engine import make_scheduler, rows_of
-from jaxserve.planner.stage_times import StageTimes
+from jaxserve.planner.stage_times import Rows, StageTimes
+from jaxserve.roles.step_plan import StepPlan
+
+NEVER = float("inf")
+
+
+def make_scheduler(deployment: Deployment, *, elsewhere: bool, prefixes: bool = False) -> Scheduler:
+    """The scheduler of a domain.
+
+    Args:
+      elsewhere: a prompt's cache comes ready from a prefill worker: it is one step's work, whatever
+        its length.
+      prefixes: whether prompts begin alike, so that there is something to find in a prefix cache.
+    """
+    limits, cache = deployment.scheduler, deployment.cache
+    budget = limits.slots * limits.max_length if elsewhere else limits.token_budget
+    return Scheduler(
+        groups=deployment.attention.dp,
+        lanes=deployment.lanes,
+        slots=limits.slots,
+        pages=cache.pages,
+        page_size=cache.page_size,
+        max_length=limits.max_length,
+        token_budget=budget,
+        token_buckets=sorted({*([] if elsewhere else limits.token_buckets), budget}),
+        page_buckets=limits.page_buckets,
+        max_waiting=2**20,
+        prefill_tokens=0 if elsewhere else limits.prefill_tokens,
+        prefix_cache=prefixes and cache.prefix,
+    )
+
+
+def rows_of(deployment: Deployment, plan: StepPlan, *, elsewhere: bool) -> Rows:
+    """The sequences of a step, for its times; `elsewhere` as above."""
+    group, tokens = plan.rows // deployment.scheduler.slots, plan.token_counts
+    padded = plan.bucket.tokens
+    if elsewhere:
+        tokens = np.ones_like(tokens)
+        most = np.bincount(group).max()
+        sizes = deployment.scheduler.token_buckets
+        padded = next((size for size in sizes if size >= most), int(most))
+    sampled = min(padded, deployment.scheduler.slots)
+    reach = plan.bucket.pages * deployment.cache.page_size
+    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded, reach, sampled)
+
+
+class News(NamedTuple):
+    """Outputs, and when the engine had them."""
+
+    at: float
+    outputs: StepOutputs
+
+
+class SimulatedEngine:
+    """Called with nondecreasing times: `submit` no earlier than the last `turn` of any engine.
+
+    Args:
+      elsewhere: whether prompts come with their KV entries.
+      prefixes: whether prompts begin alike.
+      domains: attention meshes on one ffn mesh.
+      host_seconds: of the host at every step's end.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        times: StageTimes,
+        *,
+        elsewhere: bool = False,
+        prefixes: bool = False,
+        domains: int = 1,
+        link: LinkMode = "duplex",
+        host_seconds: float = 0.0,
+        disturb: Disturb = undisturbed,
+        note: Note | None = None,
+    ):
+        self.deployment = deployment
+        self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
+        groups, lanes = deployment.attention.dp, deployment.lanes
+        self._pipeline = pipeline_of(
+            deployment.topology,
+            times,
+            lanes=lanes,
+            groups=groups,
+            domains=domains,
+            link=link,
+            disturb=disturb,
+            note=note,
+        )
+        self.schedulers = [
+            make_scheduler(deployment, elsewhere=elsewhere, prefixes=prefixes)
+            for _ in range(domains)
+        ]
+        self.now = 0.0
+        self._loop = Loop(self.schedulers, lanes * domains, lambda: self.now)
+        self._sampled = StepResult(np.zeros((groups, deployment.scheduler.slots), np.int32), {}, {})
+        self._ends: deque[float] = deque()
+        self._arrivals: list[tuple[float, int, Request]] = []
+        self._numbers = itertools.count()
+        self._idle = True
+        self._steps = 0
+
+    @property
+    def busy(self) -> Busy:
+        """Busy seconds so far."""
+        return self._pipeline.busy
+
+    @property
+    def next_at(self) -> float:
+        """When the engine does something next."""
+        if not self._idle:
+            return self.now
+        return max(self.now, self._arrivals[0][0]) if self._arrivals else NEVER
+
+    def submit(self, request: Request, at: float) -> None:
+        """A request comes; its arrival is set to that."""
+        heapq.heappush(self._arrivals, (at, next(self._numbers), request))
+
+    def turn(self) -> list[News]:
+        """Carries out one action of the loop, at `next_at`."""
+        self.now, self._idle = self.next_at, False
+        news: list[News] = []
+        while self._ends and self._ends[0] <= self.now:
+            news.append(self._read())
+        self._arrive()
+        match self._loop.next(self._lanes_to_plan()):
+            case Enqueue(steps):
+                for lane, plan in steps:
+                    self._begin(lane, plan)
+                self.now += self._host
+                lane, end = self._pipeline.advance(self.now)
+                self._loop.enqueued(lane)
+                self._ends.append(end)
+            case Await():
+                news.append(self._read())
+            case _:
+                self._idle = True
+        return news
+
+    def _arrive(self) -> None:
+        """Submits the requests that have come."""
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            _, _, request = heapq.heappop(self._arrivals)
+            self._loop.submit(request, choose_domain(self.schedulers, request))
+
+    def _lanes_to_plan(self) -> Iterable[int]:
+        return self._pipeline.idle_lanes
+
+    def _begin(self, lane: int, plan: StepPlan) -> Rows:
+        rows = rows_of(self.deployment, plan, elsewhere=self._elsewhere)
+        self._pipeline.begin(lane, self._steps, self.now, self._times.step(rows))
+        self._steps += 1
+        return rows
+
+    def _read(self) -> News:
+        """Waits for the oldest step in flight and takes its result."""
+        lane, plan = self._loop.in_flight[0]
+        self.now = max(self.now, self._ends.popleft())
+        return News(self.now, self._loop.complete(lane, plan, self._sampled))
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +295,7 @@ class _LaneProgress(NamedTuple):
     tokens: int
 
 
-class Simulation:
+class Simulation(SimulatedEngine):
     """One run; `run` once."""
 
     def __init__(
@@ -135,49 +305,35 @@ class Simulation:
         traffic: Traffic,
         conditions: Conditions,
     ):
-        self._deployment, self._times = deployment, times
         self._traffic, self._conditions = traffic, conditions
         self._random = np.random.default_rng(conditions.seed)
         self._domains = conditions.domains
-        self._groups = deployment.attention.dp
-        self._slots = deployment.scheduler.slots
-        lanes = deployment.lanes
-        self._lanes = lanes * self._domains
+        self._lanes = deployment.lanes * self._domains
+        self._slots = deployment.attention.dp * deployment.scheduler.slots
         if deployment.topology.has("colocated") and self._domains > 1:
             raise ConfigError(f"{self._domains} domains in a colocated deployment")
         self._spans: deque[Span] = deque(
             maxlen=(4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
         )
-        disturb = self._disturb
-        self._pipeline = pipeline_of(
-            deployment.topology,
+        super().__init__(
+            deployment,
             times,
-            lanes=lanes,
-            groups=self._groups,
+            elsewhere=traffic.prefill == "elsewhere",
             domains=self._domains,
             link=conditions.link,
-            disturb=disturb,
+            host_seconds=conditions.host_seconds,
+            disturb=disturbance(conditions.jitter, self._random),
             note=self._spans.append,
         )
-        self._elsewhere = traffic.prefill == "elsewhere"
-        self._schedulers = [
-            make_scheduler(deployment, elsewhere=self._elsewhere) for _ in range(self._domains)
-        ]
-        self._loop = Loop(self._schedulers, self._lanes, lambda: self._now)
-        self._sampled = StepResult(np.zeros((self._groups, self._slots), np.int32), {}, {})
         self._prompt = [0] * deployment.scheduler.max_length
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
         self._count = 0
-        self._now = 0.0
         self._next_arrival = 0.0
         self._indices: list[deque[int]] = [deque() for _ in range(self._lanes)]
         """By lane, the global step indices of its steps that are not complete, oldest first."""
-        self._ends: deque[float] = deque()
-        """When the steps end that the loop has in flight."""
-        self._steps = conditions.steps + 2
-        """Of the lane that has the most of them."""
-        self._issued = 0
+        self._last = conditions.steps + 2
+        """Steps of the lane that has the most of them."""
         self._uncounted = 2**62
         """Global index of the first step that no longer counts."""
         self._counted = 0
@@ -187,18 +343,24 @@ class Simulation:
         self._start: tuple[float, Busy] | None = None
         self._end: tuple[float, Busy] | None = None
 
+    @property
+    def next_at(self) -> float:
+        """When the engine does something next: without a rate it never waits for requests."""
+        return max(self.now, self._next_arrival) if self._idle else self.now
+
     def run(self) -> tuple[Result, list[Span]]:
         """Simulates to the end."""
         with no_garbage_collection():
             if not self._traffic.rate:
                 self._fill()
-            while self._turn():
-                pass
+            self.turn()
+            while not self._idle or (self._traffic.rate and not self._all_issued):
+                self.turn()
         return self._result(), self._kept_spans()
 
     def _fill(self) -> None:
         """A request for every slot, for a start in the middle of things."""
-        for _ in range(self._domains * self._deployment.lanes * self._groups * self._slots):
+        for _ in range(self._lanes * self._slots):
             prompt, output = self._traffic.lengths.draw(self._random)
             if self._traffic.staggered:
                 age = int(self._random.integers(output))
@@ -215,65 +377,39 @@ class Simulation:
         self._count += 1
 
     def _arrive(self) -> None:
-        while self._traffic.rate and self._next_arrival <= self._now:
+        while self._traffic.rate and self._next_arrival <= self.now:
             self._add(*self._traffic.lengths.draw(self._random), self._next_arrival)
             self._next_arrival += float(self._random.exponential(1 / self._traffic.rate))
-
-    def _turn(self) -> bool:
-        """Carries out one action of the loop; False: everything is done."""
-        while self._ends and self._ends[0] <= self._now:
-            self._read()
-        self._arrive()
-        match self._loop.next(self._lanes_to_plan()):
-            case Enqueue(steps):
-                for step in steps:
-                    self._begin(step)
-                self._now += self._conditions.host_seconds
-                lane, end = self._pipeline.advance(self._now)
-                self._loop.enqueued(lane)
-                self._ends.append(end)
-            case Await():
-                self._read()
-            case _:
-                if not self._traffic.rate or self._all_issued:
-                    return False
-                self._now = max(self._now, self._next_arrival)
-        return True
 
     @property
     def _all_issued(self) -> bool:
         """Whether a lane has had all its steps, so that no lane begins another one."""
-        return max(self._loop.issued) >= self._steps
+        return max(self._loop.issued) >= self._last
 
     def _lanes_to_plan(self) -> Iterator[int]:
         """Idle lanes, as long as the lanes before them leave steps to issue."""
         return (lane for lane in self._pipeline.idle_lanes if not self._all_issued)
 
-    def _begin(self, step: ScheduledStep) -> None:
-        lane = step.lane
-        rows = rows_of(self._deployment, step.plan, elsewhere=self._elsewhere)
-        self._indices[lane].append(self._issued)
-        if self._loop.issued[lane] == self._steps - 1:
-            self._uncounted = min(self._uncounted, self._issued)
-        self._pipeline.begin(lane, self._issued, self._now, self._times.step(rows))
-        self._issued += 1
+    def _begin(self, lane: int, plan: StepPlan) -> Rows:
+        self._indices[lane].append(self._steps)
+        if self._loop.issued[lane] == self._last - 1:
+            self._uncounted = min(self._uncounted, self._steps)
+        rows = super()._begin(lane, plan)
         if self._start is not None:
             self._running += len(rows.tokens)
             self._length += float(rows.length.sum())
             self._counted += 1
+        return rows
 
-    def _disturb(self, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
-        return self._conditions.jitter.draw(self._random, stage, seconds)
-
-    def _read(self) -> None:
+    def _read(self) -> News:
         """Waits for the oldest step in flight and takes its result."""
-        lane, plan = self._loop.in_flight[0]
-        end, number = self._ends.popleft(), self._indices[lane].popleft()
-        self._now = max(self._now, end)
-        outputs = self._loop.complete(lane, plan, self._sampled)
+        lane, _ = self._loop.in_flight[0]
+        end, number = self._ends[0], self._indices[lane].popleft()
+        news = super()._read()
         if number >= self._uncounted:
-            self._end = self._end or (self._now, self._pipeline.busy)
-            return
+            self._end = self._end or (self.now, self.busy)
+            return news
+        outputs = news.outputs
         if self._start is not None:
             # A lane's clock runs from the end of its first counted step.
             before = self._progress.setdefault(lane, _LaneProgress(end, end, 0))
@@ -283,9 +419,10 @@ class Simulation:
         for output in outputs:
             self._deliver(output, end)
         if self._start is None and min(self._loop.issued) >= self._conditions.warm_up:
-            self._start = self._now, self._pipeline.busy
+            self._start = self.now, self.busy
             for request in self._requests.values():
                 request.first = -1.0
+        return news
 
     def _deliver(self, output: TokenOutput, end: float) -> None:
         request = self._requests[output.request_id]
@@ -303,7 +440,7 @@ class Simulation:
 
     def _result(self) -> Result:
         start, before = self._start or (0.0, Busy(0, 0, 0, 0))
-        end, after = self._end or (self._now, self._pipeline.busy)
+        end, after = self._end or (self.now, self.busy)
         seconds = max(end - start, 1e-12)
         shares = [(b - a) / seconds for a, b in zip(before, after, strict=True)]
         seen = [*self._done, *self._requests.values()]
@@ -314,7 +451,7 @@ class Simulation:
             if r.tokens > 1 and r.first >= 0
         ]
         ttft = [r.first - r.arrival for r in seen if r.whole]
-        a = self._deployment
+        a = self.deployment
         devices = self._domains * a.attention.devices
         devices += 0 if a.topology.has("colocated") else a.ffn.devices
         lanes = [lane for lane in self._progress.values() if lane.tokens]
@@ -330,7 +467,7 @@ class Simulation:
             sequences=self._running / counted * self._lanes,
             context=self._length / max(1.0, self._running),
             finished=len(self._done),
-            preemptions=sum(scheduler.num_preemptions for scheduler in self._schedulers),
+            preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=percentiles(tpot),
             ttft=percentiles(ttft),
             attention_busy=shares[0],
@@ -351,6 +488,15 @@ class Simulation:
             for step in sorted(steps)[-self._conditions.keep_steps :]
         }
         return [span for span in self._spans if (span.lane, span.step) in keep]
+
+
+def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
+    """Returns what adds a jitter's noise to stages."""
+
+    def noise(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
+        return jitter.draw(random, stage, seconds)
+
+    return undisturbed if jitter.silent else noise
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:

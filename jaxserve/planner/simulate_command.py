@@ -11,15 +11,23 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import steady_window, summarise, typical_steps
-from jaxserve.planner import report
-from jaxserve.planner.deployment_options import add_scenario, read_scenario
 from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.noise import ExpertLoads, Lengths
-from jaxserve.planner.quantities import jitter, seconds, tokens
+from jaxserve.planner.options import (
+    add_scenario,
+    add_shared,
+    jitter,
+    number,
+    read_scenario,
+    seconds,
+    spread,
+    stall,
+    tokens,
+)
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
 from jaxserve.planner.skew import read_skew
-from jaxserve.planner.text import grid, json_text
+from jaxserve.planner.view import Part, Report, show
 
 PREFILL_ELSEWHERE = (
     "decode only: prompts come computed from elsewhere, so TTFT is the wait for a slot and a first "
@@ -29,39 +37,45 @@ PREFILL_HERE = "prompts are computed here"
 
 
 def add_simulate(command: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options."""
     add = command.add_argument
     add_scenario(command)
-    add("--domains", type=int, help="attention meshes on one ffn mesh: those of the deployment")
-    add("--prompt", default="2K", help="tokens, on the mean: 2K")
-    add("--output", default="512", help="tokens, on the mean: 512")
-    add("--spread", type=float, default=0.0, help="of both, standard deviation over mean: 0")
-    add("--rate", type=float, default=0.0, help="requests a second; 0: every slot always taken")
+    add_shared(command, "--skew")
+    add("--domains", type=number(1, 64), help="on one ffn mesh: those of the deployment")
+    add("--prompt", type=tokens, default="2K", help="tokens, on the mean: 2K")
+    add("--output", type=tokens, default="512", help="tokens, on the mean: 512")
+    add("--spread", type=number(0, 10, float), default=0.0, help="of both, deviation over mean: 0")
+    rate = "requests a second; 0: every slot always taken"
+    add("--rate", type=number(0, 1e6, float), default=0.0, help=rate)
     add("--prefill", choices=("here", "elsewhere"), help="here if there is a rate")
-    add("--steps", type=int, default=60, help="of every lane: 60")
-    add("--warm-up", type=int, default=10, help="steps that do not count: 10")
+    add("--steps", type=number(2, 1e6), default=60, help="of every lane: 60")
+    add("--warm-up", type=number(0, 1e6), default=10, help="steps that do not count: 10")
     add("--link", choices=get_args(LinkMode), default="duplex", help="duplex")
-    add("--jitter", nargs="+", default=[], metavar="[STAGE=]SPREAD", help="of stages' durations")
+    add(
+        "--jitter",
+        nargs="+",
+        type=spread,
+        default=[],
+        metavar="[STAGE=]SPREAD",
+        help="of stages' durations",
+    )
     add(
         "--stall",
-        default="",
+        type=stall,
+        default=(0.0, 0.0, 0.0),
         metavar="PROBABILITY:TIME[:EXPONENT]",
         help="of every stage and device; with an exponent, TIME is the shortest of a Pareto's",
     )
-    add(
-        "--skew",
-        help="of the experts' popularity: its spread, zipf:EXPONENT, or counts as JSON; without: a "
-        "constant",
-    )
     add("--placed", action="store_true", help="experts where a rebalance puts them")
-    add("--host", default="0.1ms", help="the host's time a step: 0.1ms")
-    add("--acceptance", type=float, default=0.0, help="tokens a step beyond the first: 0")
-    add("--seed", type=int, default=0, help="0")
+    add("--host", type=seconds, default="0.1ms", help="the host's time a step: 0.1ms")
+    accepted = "tokens a step beyond the first: 0"
+    add("--acceptance", type=number(0, 16, float), default=0.0, help=accepted)
+    add("--seed", type=number(0, 2**32), default=0, help="0")
     add("--timeline", type=Path, metavar="DIR", help="writes timeline.svg, .json, .perfetto.json")
     command.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Simulates and shows."""
     made, traffic, conditions = _asked(options)
 
@@ -76,18 +90,7 @@ def run(options: argparse.Namespace) -> int:
         gain = Gain.of(loads, moved, home, result)
     if options.timeline:
         timeline_view.write(options.timeline, spans, "as simulated")
-    scope = [PREFILL_ELSEWHERE] if traffic.prefill == "elsewhere" else []
-    if options.html:
-        page = _page(made, traffic, conditions, result, spans, gain, scope)
-        options.html.write_text(page, encoding="utf-8")
-    if options.json:
-        about = {"scope": " ".join(scope) or PREFILL_HERE}
-        print(json_text({**about, **_tree(traffic, conditions, result, gain)}))
-    else:
-        print("\n".join([grid(_rows(result, gain)), *scope]))
-        if not result.steps:
-            print("nothing was counted: more --steps, or fewer of --warm-up")
-    return 0
+    show(options, _report(made, traffic, conditions, result, spans, gain))
 
 
 class Gain(NamedTuple):
@@ -125,20 +128,30 @@ def read_loads(
     return home, made.expert_loads(skew, seed=options.seed, placed=True) if options.placed else None
 
 
-def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
-    _check(options)
-    prompt, output = tokens(options.prompt, "--prompt"), tokens(options.output, "--output")
-    made = read_scenario(options, prompt + output // 2)
+def check_lengths(options: argparse.Namespace, made: Scenario) -> Lengths:
+    """Returns the lengths of prompts and outputs.
+
+    Raises:
+      ConfigError: a sequence of mean lengths is longer than the deployment allows.
+    """
     longest = made.deployment.scheduler.max_length
-    if prompt + output > longest:
+    if options.prompt + options.output > longest:
         raise ConfigError(
-            f"--prompt {prompt} and --output {output} exceed scheduler.max_length = {longest}"
+            f"--prompt {options.prompt} and --output {options.output} exceed scheduler.max_length "
+            f"= {longest}"
         )
-    prefill = options.prefill or ("here" if options.rate else "elsewhere")
+    lengths = {"prompt": options.prompt, "output": options.output}
+    return Lengths(**lengths, spread=options.spread, longest=longest)
+
+
+def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
+    if options.warm_up >= options.steps:
+        raise ConfigError(f"--warm-up {options.warm_up}: expected 0 to {options.steps - 1}")
+    made = read_scenario(options, options.prompt + options.output // 2)
     traffic = Traffic(
-        lengths=Lengths(prompt=prompt, output=output, spread=options.spread, longest=longest),
+        lengths=check_lengths(options, made),
         rate=options.rate,
-        prefill="here" if prefill == "here" else "elsewhere",
+        prefill=options.prefill or ("here" if options.rate else "elsewhere"),
     )
     afd = made.deployment.topology.has("ffn")
     conditions = Conditions(
@@ -146,38 +159,18 @@ def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
         steps=options.steps,
         warm_up=options.warm_up,
         link=options.link,
-        jitter=jitter(options.jitter, options.stall),
-        host_seconds=seconds(options.host, "--host"),
+        jitter=jitter(options),
+        host_seconds=options.host,
         tokens_a_step=1 + options.acceptance,
         seed=options.seed,
     )
     return made, traffic, conditions
 
 
-def _check(options: argparse.Namespace) -> None:
-    limits: dict[str, tuple[float, float]] = {
-        "domains": (1, 64),
-        "spread": (0, 10),
-        "rate": (0, 1e6),
-        "steps": (2, 1e6),
-        "warm_up": (0, options.steps - 1),
-        "acceptance": (0, 16),
-        "seed": (0, 2**32),
-    }
-    for name, (low, high) in limits.items():
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value:g}: expected {low:g} to {high:g}")
-
-
 def _rows(result: Result, gain: Gain | None = None) -> list[list[str]]:
     """A quantity a row."""
     rows = [["", "mean", "p50", "p90", "p99"]]
-    rows += [
-        _times("TTFT ms", result.ttft, 1e3),
-        _times("TPOT ms", result.tpot, 1e3),
-    ]
+    rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
     numbers = {
         "tokens/s": f"{result.tokens_per_second:.0f}",
         "tokens/s/device": f"{result.tokens_per_device:.1f}",
@@ -214,8 +207,9 @@ def _ratio(pair: tuple[float, float]) -> float:
     return pair[1] / pair[0] if pair[0] else 0.0
 
 
-def _times(name: str, found: Percentiles | None, factor: float) -> list[str]:
-    return [name, *(["-"] * 4 if found is None else (f"{value * factor:.2f}" for value in found))]
+def times_row(name: str, found: Percentiles | None) -> list[str]:
+    """A row of percentiles in milliseconds."""
+    return [name, *(["-"] * 4 if found is None else (f"{value * 1e3:.2f}" for value in found))]
 
 
 def _tree(
@@ -235,17 +229,19 @@ def _tree(
     return tree
 
 
-def _page(
+def _report(
     made: Scenario,
     traffic: Traffic,
     conditions: Conditions,
     result: Result,
     spans: Sequence[Span],
     gain: Gain | None,
-    scope: Sequence[str],
-) -> str:
-    steady = summarise(spans, steady_window(spans, typical_steps(spans)))
+) -> Report:
     layout = made.layout
+    scope = PREFILL_ELSEWHERE if traffic.prefill == "elsewhere" else PREFILL_HERE
+    notes = [scope]
+    if not result.steps:
+        notes.append("nothing was counted: more --steps, or fewer of --warm-up")
     told = [
         f"{conditions.domains} x {layout.attention_devices} {made.roles.attention.name} for "
         f"attention (dp {layout.dp}, tp {layout.tp}), {layout.ffn_devices} {made.roles.ffn.name} "
@@ -254,11 +250,12 @@ def _page(
         f"conditions: {msgspec.json.encode(conditions).decode()}",
         f"assumed: {msgspec.json.encode(made.attention.assumed).decode()}",
     ]
-    return report.page(
-        "A deployment, simulated",
-        [
-            ("What came of it", report.table(_rows(result, gain))),
-            ("The last steps", timeline_view.svg(spans, steady, "as simulated")),
-            ("What went in", report.lines([*scope, *told])),
-        ],
-    )
+    steady = summarise(spans, steady_window(spans, typical_steps(spans)))
+    picture = timeline_view.svg(spans, steady, "as simulated")
+    parts = [
+        Part(rows=_rows(result, gain), lines=notes),
+        Part("The last steps", pictures=[picture], aside=True),
+        Part("What went in", lines=told, aside=True),
+    ]
+    tree = {"scope": scope, **_tree(traffic, conditions, result, gain)}
+    return Report("A deployment, simulated", parts, tree)

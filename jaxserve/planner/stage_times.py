@@ -1,7 +1,8 @@
 """The duration of every stage of a step, for the batch that the scheduler planned.
 
-Called by `simulate.py`. `Rooflines` computes times from a deployment and its hardware, `Given`
-returns fixed ones, such as a paper's. Times are without noise, which `noise.py` adds.
+Called by `simulate.py` and `deploy_fleet.py`. `Rooflines` computes times from a deployment and its
+hardware, corrected by what was measured or counted from compiled programs. Times are without noise,
+which `noise.py` adds.
 """
 
 import math
@@ -89,35 +90,6 @@ class StageTimes(Protocol):
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""
         ...
-
-
-class Given:
-    """The same times whatever the batch: a paper's, or a formula's.
-
-    Args:
-      groups: DP groups of a domain.
-      overlapped: as of `StageTimes`.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        groups: int,
-        attend: float,
-        dispatch: float,
-        ffn: float,
-        combine: float,
-        leave: float = 0.0,
-        overlapped: bool = False,
-    ):
-        self.layers, self.overlapped = layers, overlapped
-        there, work, back = ([seconds] * layers for seconds in (dispatch, ffn, combine))
-        self._times = StepTimes([np.full(groups, attend)] * layers, there, work, back, leave)
-
-    def step(self, rows: Rows) -> StepTimes:
-        """The given ones."""
-        return self._times
 
 
 class Rooflines:

@@ -461,6 +461,15 @@ class Calculator(NamedTuple):
             for group in self.model.attention
         )
 
+    @property
+    def handed_over(self) -> float:
+        """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
+        return sum(
+            group.layers * self.cache_row(group, 1)
+            for group in self.model.attention
+            if group.kind != "lightning"
+        )
+
     def attention_weights(self, tp: int) -> float:
         """Bytes of weights on an attention device."""
         maps = sum(group.layers * self._linear_bytes(group, tp) for group in self.model.attention)

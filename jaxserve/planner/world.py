@@ -6,24 +6,24 @@ one layout and batch that was measured.
 """
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode, topology_of
-from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.drafts import NO_DRAFTS, acceptance
-from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.hardware import load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.quantities import assumptions
+from jaxserve.planner.options import assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
+from jaxserve.planner.view import Part, Report
 
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]
@@ -110,12 +110,7 @@ def read_measurements(folder: Path = CONFIGS) -> list[Measurement]:
     Raises:
       ConfigError: the file is missing or wrong.
     """
-    path = folder / "world" / "measurements.yaml"
-    try:
-        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return msgspec.convert(tree, list[Measurement])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return read_struct(folder / "world" / "measurements.yaml", list[Measurement])
 
 
 def predict(one: Measurement, folder: Path = CONFIGS) -> float:
@@ -145,51 +140,24 @@ def compare(folder: Path = CONFIGS) -> list[Compared]:
     return [Compared(one, predict(one, folder)) for one in read_measurements(folder)]
 
 
-def world_rows(found: list[Compared]) -> list[list[str]]:
-    """A heading, and a row a measurement."""
+def world_report(found: Sequence[Compared]) -> Report:
+    """Every measurement beside our prediction, with its source and what was taken for granted."""
     rows = [["", "quantity", "measured", "predicted", "error"]]
-    for measurement, predicted in found:
-        error = Compared(measurement, predicted).error
-        mark = " fitted" if measurement.fitted else ""
-        rows.append(
-            [
-                measurement.name,
-                measurement.quantity,
-                f"{measurement.measured:g}",
-                f"{predicted:.4g}",
-                f"{error:+.0%}{mark}",
-            ]
-        )
-    return rows
-
-
-def world_notes(found: list[Compared]) -> list[str]:
-    """Where each number is from, what was taken for granted, and why it is far off."""
-    lines = [SCOPE]
-    for one in found:
-        measurement = one.measurement
-        lines.append(f"{measurement.name}: {measurement.source}, {measurement.date}")
-        lines.append(f"  given: {measurement.given}")
-        lines.append(f"  taken: {measurement.taken}")
-        if measurement.why:
-            lines.append(f"  {one.error:+.0%}: {measurement.why}")
-    return lines
-
-
-def world_summary(found: list[Compared]) -> str:
-    """The mean error of the rows that nothing was fitted to, and how many are far off."""
-    free = [abs(one.error) for one in found if not one.measurement.fitted]
-    far = [one for one in found if abs(one.error) > LARGE]
-    return (
-        f"mean |error| {sum(free) / len(free):.0%} of {len(free)} numbers that nothing was fitted "
-        f"to; {len(far)} above {LARGE:.0%}, {sum(one.unexplained for one in far)} of them "
-        "without a reason"
-    )
-
-
-def world_tree(found: list[Compared]) -> list[dict[str, Any]]:
-    """For `--json`."""
-    return [
+    notes = [SCOPE]
+    for each in found:
+        one = each.measurement
+        mark = " fitted" if one.fitted else ""
+        numbers = [f"{one.measured:g}", f"{each.predicted:.4g}", f"{each.error:+.0%}{mark}"]
+        rows.append([one.name, one.quantity, *numbers])
+        notes.append(f"{one.name}: {one.source}, {one.date}")
+        notes += [f"  given: {one.given}", f"  taken: {one.taken}"]
+        if one.why:
+            notes.append(f"  {each.error:+.0%}: {one.why}")
+    parts = [
+        Part(rows=rows, lines=[summary(found)]),
+        Part("Sources, and what was taken for granted", lines=notes),
+    ]
+    tree = [
         {
             "scope": SCOPE,
             **msgspec.to_builtins(one.measurement),
@@ -198,3 +166,15 @@ def world_tree(found: list[Compared]) -> list[dict[str, Any]]:
         }
         for one in found
     ]
+    return Report("What others measured, and what the planner predicts", parts, tree)
+
+
+def summary(found: Sequence[Compared]) -> str:
+    """Says the mean error of the rows that nothing was fitted to, and how many are far off."""
+    free = [abs(one.error) for one in found if not one.measurement.fitted]
+    far = [one for one in found if abs(one.error) > LARGE]
+    return (
+        f"mean |error| {sum(free) / len(free):.0%} of {len(free)} numbers that nothing was fitted "
+        f"to; {len(far)} above {LARGE:.0%}, {sum(one.unexplained for one in far)} of them "
+        "without a reason"
+    )

@@ -11,7 +11,7 @@ from jaxserve.fleet.simulation import FleetSimulation
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
 from jaxserve.plan import main
 from jaxserve.planner.noise import Lengths
-from jaxserve.planner.stage_times import Given
+from tests.jaxserve.planner.making import Given
 
 STEP = 0.1
 """Seconds of a step: 10 layers of 4 + 1 + 4 + 1 ms."""

@@ -1,4 +1,6 @@
-"""Layouts, calculators and searches, made from what a test of the planner is about."""
+"""Layouts, calculators, searches and stage times, made from what a test of the planner is about."""
+
+import numpy as np
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import Assumptions, Formats
@@ -7,6 +9,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
+from jaxserve.planner.stage_times import Rows, StepTimes
 from jaxserve.planner.stages import Calculator
 
 H100, H800 = load_hardware("h100"), load_hardware("h800")
@@ -37,3 +40,19 @@ def searcher(
     """A search over layouts of this hardware, or of several kinds divided by spaces."""
     named = {each: load_hardware(each) for each in hardware.split()}
     return Searcher(calculator(model, context, assumed, **formats), named, named, acceptance)
+
+
+class Given:
+    """Stage times that are the same whatever the batch: a paper's, or a formula's."""
+
+    def __init__(
+        self, *, layers: int, groups: int, leave: float = 0.0, overlapped: bool = False, **s: float
+    ):
+        self.layers, self.overlapped = layers, overlapped
+        there, work, back = ([s[name]] * layers for name in ("dispatch", "ffn", "combine"))
+        attend = [np.full(groups, s["attend"])] * layers
+        self._times = StepTimes(attend, there, work, back, leave)
+
+    def step(self, rows: Rows | None = None) -> StepTimes:
+        """The given ones."""
+        return self._times

@@ -9,11 +9,18 @@ import msgspec
 
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.deploy import Asked, Hosts, Sizer
-from jaxserve.planner.deploy_decode import DecodeUnit, Pace
-from jaxserve.planner.deploy_demand import Demand, Level, Requests
-from jaxserve.planner.deploy_fleet import Fleet, Prediction, decoding, predict
-from jaxserve.planner.deploy_prefill import CHUNKS, PrefillWorker, capacity
-from jaxserve.planner.deploy_spares import Spares
+from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
+from jaxserve.planner.deploy_fleet import (
+    CHUNKS,
+    DecodeUnit,
+    Fleet,
+    Pace,
+    Prediction,
+    PrefillWorker,
+    capacity,
+    decoding,
+    predict,
+)
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
@@ -63,7 +70,7 @@ def deepseek() -> list[Compared]:
     )
     node_in = prefill / 4
     two = layout("ep", dp=144, lanes=2)
-    pace = Pace(sizer.searcher, sizer.searcher.calculator, two, (h800, h800))
+    pace = Pace(sizer.searcher, two, (h800, h800))
     batch = pace.largest(requests, 256, 1 / SPEED)
     node_out = 8 * two.lanes * batch / pace.seconds(requests, batch)
     nodes = in_rate / node_in + out_rate / node_out
@@ -113,7 +120,7 @@ def xdeepserve() -> list[Compared]:
 
 def _unit_on_910c(sizer: Sizer, demand: Demand) -> DecodeUnit:
     requests, unit = sizer.requests(demand), layout("ep", "910c", dp=128)
-    pace = Pace(sizer.searcher, sizer.searcher.calculator, unit, (DIE, DIE))
+    pace = Pace(sizer.searcher, unit, (DIE, DIE))
     slots = pace.largest(requests, 256, 2 * TPOT * ACCEPTED)
     table = tuple((taken, each / ACCEPTED) for taken, each in pace.table(requests, slots))
     return DecodeUnit(unit, slots, (DIE, DIE), table, ACCEPTED)
@@ -150,7 +157,7 @@ def _sizer(
     calculator = Calculator(load_model("deepseek-v3"), round(requests.context), formats, assumed)
     hosts = {"h800": hardware, "910c": hardware}
     searcher = Searcher(calculator, hosts, hosts)
-    return Sizer(calculator, searcher, Hosts(hosts, hosts, hosts), asked)
+    return Sizer(searcher, Hosts(hosts, hosts, hosts), asked)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Jitter, Lengths
-from jaxserve.planner.quantities import PAPER
+from jaxserve.planner.options import PAPER
 from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
-from jaxserve.planner.stage_times import Given, StageTimes
+from jaxserve.planner.stage_times import StageTimes
+from tests.jaxserve.planner.making import Given
 from tests.jaxserve.planner.published import Compared, show
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.planner.text import grid, json_text
+from jaxserve.planner.view import grid, json_text
 
 
 class Compared(NamedTuple):

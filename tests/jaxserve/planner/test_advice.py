@@ -1,19 +1,18 @@
-"""Advice where no layout meets a target."""
+"""Advice where no layout meets a target; Step-3's rules on large and small GPUs."""
 
-from jaxserve.planner.advice import why_not
+from jaxserve.planner.advice import checks, why_not
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
+from jaxserve.planner.models import load_model
 from tests import golden
-from tests.jaxserve.planner.making import calculator, searcher
+from tests.jaxserve.planner.making import searcher
 
 
 def advice(model: str, hardware: str, context: int, tpot: float, devices: int, **formats) -> str:
-    found = searcher(model, hardware, context=context, **formats).search(
-        target := Target(tpot=tpot, max_devices=devices)
-    )
+    search = searcher(model, hardware, context=context, **formats)
+    found = search.search(target := Target(tpot=tpot, max_devices=devices))
     assert found.plans == []
-    named = {hardware: load_hardware(hardware)}
-    return why_not(calculator(model, context, **formats), named, named, target, found)
+    return why_not(search, target, found)
 
 
 def test_what_would_meet_a_target():
@@ -32,3 +31,16 @@ def test_the_tpot_that_it_names_can_be_met():
     named = float(text.rpartition("a TPOT of ")[2].partition(" ms")[0]) * 1e-3
     target = Target(tpot=named + 1e-4, max_devices=8)
     assert searcher("qwen3-30b-a3b", "h100").search(target).plans
+
+
+def test_models_on_hardware():
+    """DeepSeek-V3 is not dense enough for H800, an L4 too small; dense models have no sparsity."""
+    lines = []
+    for model, name in (
+        *(("step3", "h800"), ("step3", "l20"), ("step3", "l4")),
+        *(("deepseek-v3", "h800"), ("deepseek-v3", "h20"), ("qwen3-32b", "h800")),
+    ):
+        hardware = load_hardware(name)
+        found = checks(load_model(model), 8192, 0.05, hardware, hardware)
+        lines += [f"{model} on {name}", *(rule.text for rule in found)]
+    golden.check("planner/checks.txt", "\n".join(lines) + "\n")

@@ -1,10 +1,12 @@
-"""Requests that stand for all, and targets as they are typed."""
+"""Requests that stand for all, targets as they are typed, and spare servers."""
+
+import argparse
+import math
 
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError
-from jaxserve.planner.deploy_demand import Demand, Level, level
+from jaxserve.planner.deploy_demand import Demand, Level, Spares, failures, level
 from jaxserve.planner.noise import Lengths
 
 
@@ -47,10 +49,35 @@ def test_the_longest():
 
 
 def test_levels():
-    assert level("p95=2s", "--ttft") == Level(95.0, 2.0)
-    assert level("p99.9=50ms", "--tpot") == Level(99.9, 0.05)
-    assert level("50ms", "--tpot") == Level(95.0, 0.05)
+    assert level("p95=2s") == Level(95.0, 2.0)
+    assert level("p99.9=50ms") == Level(99.9, 0.05)
+    assert level("50ms") == Level(95.0, 0.05)
     assert Level(95.0, 0.05).text == "p95=50ms"
-    for text in ("p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"):
-        with pytest.raises(ConfigError, match="--ttft"):
-            level(text, "--ttft")
+    assert failures("1000h:12h") == (1000, 12)
+    texts = "p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"
+    times = "1000:10", "10h:1000h", "h:1h", "1000h", "1..0h:1h"
+    for read, wrong in ((level, texts), (failures, times)):
+        for text in wrong:
+            with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+                read(text)
+
+
+def test_as_asked():
+    assert Spares(count=2).hosts(100) == 2
+    assert Spares(count=2).hosts(0) == 0
+    assert Spares().text == "none asked for"
+
+
+def test_by_failures():
+    """100 servers, each away for 10 of 1,010 hours: Poisson's number with mean 100/101."""
+    away = 100 / 101
+    enough = [math.exp(-away) * away**n / math.factorial(n) for n in range(6)]
+    assert sum(enough[:5]) < 0.999 <= sum(enough[:6])
+    assert Spares(between=1000, repair=10).hosts(100) == 5
+    assert Spares(count=6, between=1000, repair=10).hosts(100) == 6
+
+
+def test_very_many():
+    """700 away on the mean: 3.09 standard deviations more."""
+    found = Spares(between=9.0, repair=1.0).hosts(7000)
+    assert found == math.ceil(700 + 3.0902 * 700**0.5)

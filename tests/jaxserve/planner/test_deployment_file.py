@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from jaxserve.config.load import load_deployment
-from jaxserve.planner.deployment_file import deployment_text
+from jaxserve.planner.deployment_file import PlanFile, deployment_text
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import model_config, model_folder
@@ -19,8 +19,8 @@ def written(tmp_path, name: str, planned: Layout, batch: int = 32, **formats: st
     config = model_config(folder)
     search = searcher(name, "h800 h20", context=8192, **formats)
     made, hardware = search.calculator, {each: load_hardware(each) for each in ("h800", "h20")}
-    given = folder, config, 8192, made.formats, made.assumed, hardware, tmp_path
-    text = deployment_text(search.evaluate(planned, batch), *given)
+    file = PlanFile(tmp_path / "plan.yaml", folder, config, hardware)
+    text = deployment_text(file, search.evaluate(planned, batch), made)
     (tmp_path / "plan.yaml").write_text(text, encoding="utf-8")
     return load_deployment(tmp_path / "plan.yaml"), text
 

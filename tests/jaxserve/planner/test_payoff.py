@@ -7,6 +7,7 @@ from jaxserve.plan import main
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
+from jaxserve.planner.options import PUBLISHED
 from jaxserve.planner.payoff import (
     Case,
     Mix,
@@ -16,7 +17,6 @@ from jaxserve.planner.payoff import (
     mixes_that_pay,
     tally_rows,
 )
-from jaxserve.planner.quantities import PUBLISHED
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 

@@ -4,9 +4,8 @@ import pytest
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout, Target
-from jaxserve.planner.quantities import PAPER
+from jaxserve.planner.options import PAPER
 from jaxserve.planner.search import Plan, Searcher, front, layer_seconds, overlapped_seconds
-from jaxserve.planner.search_view import layout_text
 from jaxserve.planner.skew import Skew
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
@@ -148,7 +147,7 @@ def test_the_shared_expert_may_have_ranks_of_its_own():
     with_all, without = search.evaluate(wide, 64), search.evaluate(apart, 64)
     expert = 58 * 3 * 7168 * 2048  # in every layer, FP8
     assert with_all.ffn_bytes - without.ffn_bytes == expert
-    assert "288 h800 (ep 288 = 256 + 32 shared tp 1)" in layout_text(without)
+    assert "288 h800 (ep 288 = 256 + 32 shared tp 1)" in without.layout.text
     none = Target(tpot=0.05, max_devices=304, modes=("afd",))
     assert not any(each.shared_ranks for each in search.layouts(none))
     step3 = searcher("step3", "h800").layouts(msgspec.structs.replace(target, max_devices=65))
@@ -169,7 +168,7 @@ def test_replicas_where_experts_are_unevenly_popular():
     assert with_replicas.stages["ffn"].seconds < 0.8 * without.stages["ffn"].seconds
     slot = 58 * 3 * 7168 * 2048  # of one expert in every layer, FP8
     assert with_replicas.ffn_bytes - without.ffn_bytes == slot
-    assert "1 redundant slot" in layout_text(with_replicas)
+    assert "1 redundant slot" in with_replicas.layout.text
     assert all(not each.redundant_slots for each in searcher("step3").layouts(target))
 
 

@@ -5,10 +5,14 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
+from jaxserve.planner.assumptions import Assumptions
+from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.deploy_fleet import Pace
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
-from jaxserve.planner.stage_times import Given
+from jaxserve.planner.stage_times import Rooflines
+from tests.jaxserve.planner.making import H800, Given, layout, searcher
 
 LENGTHS = Lengths(prompt=100, output=60, longest=256)
 
@@ -69,7 +73,7 @@ class TestClosed:
 
     def test_who_ends_is_followed_by_another(self):
         result, simulation = simulate(steps=60)
-        for scheduler in simulation._schedulers:
+        for scheduler in simulation.schedulers:
             scheduler.check_integrity()
         assert result.finished > 10
         assert result.sequences == pytest.approx(24, rel=0.1)
@@ -144,3 +148,43 @@ def test_the_timeline_has_the_form_of_a_measured_one(tmp_path):
     lanes = {(span.lane, span.step) for span in spans}
     assert len(lanes) == 3 * 4
     assert len(spans) == 12 * (4 * 10 + 1)
+
+
+OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lanes", "assumed", "apart"),
+    [
+        ("ep", 2, OVERLAPPED, 0.03),
+        ("ep", 2, Assumptions(), 0.03),
+        ("ep", 1, Assumptions(), 0.03),
+        # The search has both directions of the link in one stage, and hides no lane's head.
+        ("afd", 3, Assumptions(host_seconds=0.0, host_device_seconds=0.0), 0.07),
+    ],
+)
+def test_one_plan_three_ways(mode, lanes, assumed, apart):
+    """The search, the sizing of a deployment and the simulation give one plan the same TPOT:
+    16 DP groups of 8 sequences of 4,064 tokens, all alike but for their outputs."""
+    plan = layout(mode, dp=16, ep=16, lanes=lanes)
+    search = searcher("deepseek-v3", context=4064, assumed=assumed)
+    searched = search.evaluate(plan, 8).tpot
+    requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
+    pace = Pace(search, plan, (H800, H800)).seconds(requests, 8)
+    made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
+    limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
+    made = msgspec.structs.replace(made, scheduler=limits)
+    traffic = Traffic(lengths=Lengths(prompt=4032, output=64, longest=8192))
+    times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
+    conditions = Conditions(steps=12, warm_up=4)
+    result = Simulation(made, times, traffic, conditions).run()[0]
+    assert pace == pytest.approx(searched, rel=apart)
+    assert result.tpot.mean == pytest.approx(searched, rel=apart)
+
+
+def test_two_lanes_are_faster_where_they_overlap():
+    two = layout("ep", dp=16, lanes=2)
+    assert two.overlapped(OVERLAPPED)
+    assert not two.overlapped(Assumptions())
+    assert not msgspec.structs.replace(two, lanes=1).overlapped(OVERLAPPED)
+    assert not msgspec.structs.replace(two, mode="tp").overlapped(OVERLAPPED)

@@ -11,7 +11,7 @@ from jaxserve.planner.blocks import blocks_met
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
-from jaxserve.planner.quantities import PAPER
+from jaxserve.planner.options import PAPER
 from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
 from tests import golden

@@ -5,8 +5,8 @@
 
 import pytest
 
-from jaxserve.planner.tables import Table, figures, load_sources, tables
-from jaxserve.planner.text import agreement, as_tree, compared_text
+from jaxserve.planner.tables import Table, agreement, figures, load_sources, tables
+from jaxserve.planner.view import Part
 from tests import golden
 
 
@@ -23,7 +23,8 @@ def drawn() -> dict[str, Table]:
 def test_every_cell(printed: dict[str, Table], drawn: dict[str, Table]):
     """The figures are 1, 2, 3a, 3b, 4 and 5."""
     assert (len(printed), len(drawn)) == (6, 6)
-    texts = map(compared_text, [*printed.values(), *drawn.values()])
+    everything = [*printed.values(), *drawn.values()]
+    texts = [Part(f"{one.name}: {one.title}", one.text_rows).text for one in everything]
     golden.check("planner/tables.txt", "\n\n".join(texts) + "\n")
 
 
@@ -59,7 +60,7 @@ class TestFigures:
 
 
 def test_a_tree_for_programs(printed: dict[str, Table]):
-    tree = as_tree(printed["Table 4"])
+    tree = printed["Table 4"].tree
     none = {"value": 0.0, "printed": "N/A", "difference": None, "agrees": True}
     assert tree["rows"]["A800"]["FP8 FLOP/s"] == none
     assert tree["rows"]["H800"]["USD/hour"]["difference"] == 0.0

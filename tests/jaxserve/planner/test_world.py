@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
-from jaxserve.planner.world import LARGE, compare, read_measurements, world_summary
+from jaxserve.planner.world import LARGE, compare, read_measurements, summary
 from tests import golden
 
 
@@ -19,7 +19,7 @@ def test_errors_and_their_reasons():
     assert not any(one.unexplained for one in found.values())
     free = [abs(one.error) for one in found.values() if not one.measurement.fitted]
     assert sum(free) / len(free) <= 0.201
-    assert world_summary(list(found.values())).startswith("mean |error| 20% of 27 numbers")
+    assert summary(list(found.values())).startswith("mean |error| 20% of 27 numbers")
 
 
 def test_every_number_has_a_source_and_says_what_was_taken():

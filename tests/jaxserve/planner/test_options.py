@@ -1,3 +1,4 @@
+import argparse
 import contextlib
 
 import pytest
@@ -7,7 +8,17 @@ from hypothesis import strategies as st
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
-from jaxserve.planner.quantities import PAPER, assumptions, jitter, prices, seconds, tokens
+from jaxserve.planner.options import (
+    PAPER,
+    assumptions,
+    jitter,
+    number,
+    price,
+    seconds,
+    spread,
+    stall,
+    tokens,
+)
 
 
 def test_times_and_contexts():
@@ -17,33 +28,31 @@ def test_times_and_contexts():
 
 
 WRONG = [
-    (seconds, "--tpot", ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf"]),
-    (tokens, "--context", ["", "0", "-1", "8M", "1e4", "99999999"]),
-    (lambda text: seconds(text, "--host"), "--host 'soon'", ["soon"]),
-    (lambda text: tokens(text, "--prompt"), "--prompt 'many'", ["many"]),
-    (lambda text: prices([text]), "--price", ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
-    (lambda text: jitter([text], ""), "--jitter", ["11", "-1", "head=0.1", "ffn=x", "nan"]),
-    (lambda text: jitter([], text), "--stall", ["0.1", "2:1ms", "0.1:never"]),
-    (lambda text: jitter([], text), "--stall", ["0.1:1ms:0", "0.1:1ms:x"]),
+    (seconds, ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf", "soon"]),
+    (tokens, ["", "0", "-1", "8M", "1e4", "99999999", "many"]),
+    (price, ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
+    (spread, ["11", "-1", "head=0.1", "ffn=x", "nan"]),
+    (stall, ["0.1", "2:1ms", "0.1:never", "0.1:1ms:0", "0.1:1ms:x", "0.1:1ms:2:3"]),
+    (number(1, 8), ["0", "9", "1.5", "x"]),
 ]
 
 
-@pytest.mark.parametrize(("read", "option", "texts"), WRONG)
-def test_wrong_texts_are_refused_with_the_option(read, option, texts):
+@pytest.mark.parametrize(("read", "texts"), WRONG)
+def test_wrong_texts_are_refused(read, texts):
     for text in texts:
-        with pytest.raises(ConfigError, match=option):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}': expected"):
             read(text)
 
 
 @given(st.text(max_size=12))
 def test_any_text_is_a_quantity_or_an_error(text):
-    for read in (seconds, tokens, lambda item: prices([item]), lambda item: assumptions([item])):
-        with contextlib.suppress(ConfigError):
+    for read in (seconds, tokens, price, spread, stall, lambda item: assumptions([item])):
+        with contextlib.suppress(ConfigError, argparse.ArgumentTypeError):
             assert read(text)
 
 
 def test_prices():
-    assert prices(["H100=1.9", "h20=1"]) == {"h100": 1.9, "h20": 1.0}
+    assert [price(text) for text in ("H100=1.9", "h20=1")] == [("h100", 1.9), ("h20", 1.0)]
 
 
 def test_assumptions():
@@ -60,9 +69,11 @@ def test_assumptions():
 
 
 def test_jitter_of_all_stages_and_of_one():
-    assert jitter([], "") == Jitter()
-    found = jitter(["0.05", "combine=0.3"], "0.001:1ms")
+    none = argparse.Namespace(jitter=[], stall=(0.0, 0.0, 0.0))
+    assert jitter(none) == Jitter()
+    given = [spread("0.05"), spread("combine=0.3")]
+    found = jitter(argparse.Namespace(jitter=given, stall=stall("0.001:1ms:1.5")))
     assert found.spread == {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
     assert (found.stall_probability, found.stall_seconds) == (0.001, 1e-3)
-    assert found.stall_exponent == 0.0
-    assert jitter([], "0.001:1ms:1.5").stall_exponent == 1.5
+    assert found.stall_exponent == 1.5
+    assert stall("0.001:1ms") == (0.001, 1e-3, 0.0)

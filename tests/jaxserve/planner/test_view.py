@@ -1,10 +1,11 @@
 import xml.etree.ElementTree as ElementTree
 
-from jaxserve.planner.report import lines, page, table
+from jaxserve.planner.view import Part, Report
 
 
 def test_a_page_is_well_formed_and_needs_nothing_else():
-    text = page("a < b", [("one", table([["", "x"], ["row", "1"]])), ("two", lines(["<i>"]))])
+    parts = [Part("one", [["", "x"], ["row", "1"]]), Part("two", lines=["<i>"])]
+    text = Report("a < b", parts, None).page
     assert text.startswith("<!doctype html>\n")
     body = text.partition("</head>")[2].removesuffix("</html>\n").strip()
     root = ElementTree.fromstring(body)
@@ -14,8 +15,12 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
     assert "http" not in text
 
 
-def test_cells_that_do_not_agree_are_red_and_quiet_rows_grey():
-    text = table([["", "x"], ["row", "+1.00% !"]])
+def test_cells_that_do_not_agree_are_red_and_indented_rows_grey():
+    text = Part(rows=[["", "x"], ["ours", "1"], ["  paper", "+1.00% !"]]).html
     assert '<td class="wrong">+1.00% !</td>' in text
-    text = table([["", "x"], ["ours", "1"], ["paper", "1"]], quiet=[2])
     assert text.count('class="muted"') == 1
+
+
+def test_a_terminal_shows_neither_pictures_nor_what_is_aside():
+    parts = [Part("one", lines=["a", "b"], pictures=["<svg/>"]), Part("two", aside=True)]
+    assert Report("title", [*parts, Part(lines=["c"])], None).text == "one\n\na\nb\n\nc"

@@ -1,0 +1,381 @@
+"""Options of the `plan` commands: how their texts are read, and those that commands share.
+
+Called by `plan.py` and the command modules. Readers of a single option raise ArgumentTypeError;
+`Parser` adds the option's name.
+"""
+
+import argparse
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import msgspec
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
+from jaxserve.errors import ConfigError
+from jaxserve.observe.spans import AFDStage
+from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
+from jaxserve.planner.drafts import NO_DRAFTS, acceptance
+from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
+from jaxserve.planner.layouts import MODES
+from jaxserve.planner.measurements import read_calibration
+from jaxserve.planner.models import load_model, model_config, model_folder
+from jaxserve.planner.noise import Jitter
+from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
+from jaxserve.planner.search import Searcher
+from jaxserve.planner.skew import read_skew
+from jaxserve.planner.stages import Calculator
+from jaxserve.roles.layout import Bucket
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what is wrong with a command line, instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Names the option and its text first, as every other error does."""
+        message = re.sub(r"^argument (--[\w-]+).*?: (?=['\"])", r"\1 ", message)
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def number(low: float, high: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Returns a reader of numbers in a range that includes both ends."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {low:g} to {high:g}")
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """Reads `50ms`, `200us`, `0.05s`; a bare number is in milliseconds."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|us|s|)\s*", text, re.ASCII)
+    value = float(match[1]) * {"s": 1.0, "us": 1e-6}.get(match[2], 1e-3) if match else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a time above 0, as in 50ms")
+    return value
+
+
+def tokens(text: str) -> int:
+    """Reads `8192`, or `8K`, which is 8 × 1024."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*([kK]?)\s*", text)
+    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if not 0 < value <= 2**24:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, as in 8192 or 8K")
+    return value
+
+
+def bucket(text: str) -> Bucket:
+    """Reads `128x64`: tokens and pages."""
+    rows, _, pages = text.partition("x")
+    if not (rows.isdecimal() and pages.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected tokens x pages, as in 128x64")
+    return Bucket(int(rows), int(pages))
+
+
+def price(text: str) -> tuple[str, float]:
+    """Reads `h100=1.9`: USD for a device and hour."""
+    name, _, value = text.partition("=")
+    with contextlib.suppress(ValueError):
+        if name and 0 < float(value) < 1e6:
+            return name.strip().lower(), float(value)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected name=USD an hour, as in h100=1.9")
+
+
+def spread(text: str) -> dict[AFDStage, float]:
+    """Reads `0.05`, of every stage, or `combine=0.3`, of one."""
+    names = get_args(AFDStage)
+    name, equals, value = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        if (not equals or name in names) and 0 <= float(value) <= 10:
+            return dict.fromkeys((name,) if equals else names, float(value))
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected a spread from 0 to 10, of all stages or of one of "
+        f"{', '.join(names)}, as in 0.05 or combine=0.3"
+    )
+
+
+def stall(text: str) -> tuple[float, float, float]:
+    """Reads `0.001:1ms`, or with the exponent of a heavy tail `0.001:1ms:1.5`."""
+    chance, *times = text.split(":")
+    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
+        exponent = float(times[1]) if times[1:] else 0.0
+        possible = exponent == 0.0 if not times[1:] else 0.5 <= exponent <= 100
+        if possible and len(times) in (1, 2) and 0 <= float(chance) <= 1:
+            return float(chance), seconds(times[0]), exponent
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected probability:time, as in 0.001:1ms, and perhaps an exponent from 0.5 "
+        "to 100, as in 0.001:1ms:1.5"
+    )
+
+
+def jitter(options: argparse.Namespace) -> Jitter:
+    """Reads `--jitter` and `--stall`."""
+    spreads: dict[AFDStage, float] = {}
+    for one in options.jitter:
+        spreads |= one
+    chance, duration, exponent = options.stall
+    return Jitter(
+        spread=spreads,
+        stall_probability=chance,
+        stall_seconds=duration,
+        stall_exponent=exponent,
+    )
+
+
+PAPER = Assumptions(
+    overlap=1.0,
+    broadcast=True,
+    host_seconds=0.0,
+    host_device_seconds=0.0,
+    plan_seconds=0.0,
+    plan_below_seconds=0.0,
+)
+"""How Step-3's own system moves rows (§7.1)."""
+
+PUBLISHED = msgspec.structs.replace(
+    PAPER, alltoall=True, overlapped=True, whole_dense=True, replicas=True
+)
+"""AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
+
+_RANGES = {"compute": (0.01, 1.0), "memory": (0.01, 1.0), "network": (0.01, 1.0)}
+_RANGES |= {"imbalance": (0.0, 100.0), "reserve": (0.0, 0.9)}
+"""Ranges of assumptions; other numbers are from 0 to 1."""
+
+
+def assumptions(items: Sequence[str]) -> Assumptions:
+    """Reads `compute=0.8`, `broadcast=true`. `paper` stands for `PAPER`, `published` for
+    `PUBLISHED`.
+
+    Raises:
+      ConfigError: an unknown name (lists the known ones) or a value out of range.
+    """
+    named = {"paper": PAPER, "published": PUBLISHED}
+    chosen = [named[item] for item in items if item in named]
+    tree = msgspec.to_builtins(chosen[-1] if chosen else Assumptions())
+    for item in items:
+        name, equals, text = item.partition("=")
+        if item in named:
+            continue
+        if not equals or name not in tree:
+            raise ConfigError(
+                f"--assume {item!r}: expected one of {', '.join(tree)}, as in compute=0.8"
+            )
+        tree[name] = text
+    try:
+        found = msgspec.convert(tree, Assumptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--assume: {error}") from None
+    wrong = []
+    for name in tree:
+        low, high = _RANGES.get(name, (0.0, 1.0))
+        if not low <= getattr(found, name) <= high:
+            wrong.append(f"{name} = {getattr(found, name)} (from {low} to {high})")
+    if wrong:
+        raise ConfigError(f"--assume: out of range: {'; '.join(wrong)}")
+    return found
+
+
+_PRODUCTS = ("auto", *PLANNED)
+_SHARED: dict[str, dict[str, Any]] = {
+    "--model": {"required": True, "help": "a known model, or a model folder"},
+    "--modes": {"nargs": "+", "choices": list(MODES), "default": list(MODES), "help": "all"},
+    "--max-devices": {"type": number(1, 4096), "default": 64, "help": "of a layout: 64"},
+    "--weights": {"choices": PLANNED, "help": "number format: fp8, or int8 where there is none"},
+    "--cache": {"choices": PLANNED, "help": "likewise"},
+    "--dispatch": {"choices": PLANNED, "help": "likewise"},
+    "--combine": {"choices": ("auto", "int8"), "default": "auto", "help": "of results: as rows"},
+    "--compute": {"choices": _PRODUCTS, "default": "auto", "help": "of matrix products"},
+    "--core": {"choices": _PRODUCTS, "default": "auto", "help": "of attention's own products"},
+    "--drafts": {"type": number(0, 8), "default": 0, "help": "a step, of a module: at most: 0"},
+    "--acceptance": {"default": "0.85", "help": "of drafts: 0.85 each, or one each, as 0.9,0.7"},
+    "--skew": {
+        "help": "of the experts' popularity: its spread, zipf:EXPONENT, or counts as JSON; a "
+        "search places them, with replicas; without: all alike"
+    },
+    "--shared-ranks": {"action": "store_true", "help": "tries some for the shared expert alone"},
+    "--price": {
+        "nargs": "+",
+        "type": price,
+        "default": [],
+        "metavar": "NAME=USD",
+        "help": "a device and hour",
+    },
+    "--assume": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "NAME=VALUE",
+        "help": "or `paper`, `published`; see the README",
+    },
+    "--calibration": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "measured stages, from `calibrate`",
+    },
+    "--bucket": {"type": bucket, "metavar": "TOKENSxPAGES"},
+    "--config": {"type": Path, "metavar": "FILE", "help": "a deployment, as of serve"},
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "a key of it, e.g. lanes=3",
+    },
+}
+"""Options that mean the same in several commands."""
+
+DEPLOYMENT = ("--config", "--set")
+SEARCHED: tuple[str, ...] = ("--model", "--modes", "--max-devices", "--weights", "--cache")
+SEARCHED += ("--dispatch", "--combine", "--compute", "--core", "--drafts", "--acceptance")
+SEARCHED += ("--skew", "--shared-ranks", "--price", "--assume", "--calibration")
+
+
+def add_shared(command: argparse.ArgumentParser, *names: str, **more: Any) -> None:
+    """Adds options that several commands have, with `more` about them."""
+    for name in names:
+        command.add_argument(name, **_SHARED[name], **more)
+
+
+def add_scenario(command: argparse.ArgumentParser) -> None:
+    """Adds the options that name a deployment, its hardware, assumptions and measurements."""
+    add_shared(command, *DEPLOYMENT, "--assume", "--calibration")
+    add = command.add_argument
+    add("--hardware", metavar="NAME", help="of both roles; what the deployment names")
+    add("--attention-hardware", metavar="NAME", help="of the attention role alone")
+    add("--ffn-hardware", metavar="NAME", help="of the ffn role alone")
+
+
+def read_hardware(
+    options: argparse.Namespace, *roles: Sequence[str] | None
+) -> list[dict[str, Hardware]]:
+    """Returns the hardware that each role may use, by name.
+
+    Args:
+      roles: what the option of each says; None: what `--hardware` says.
+
+    Raises:
+      ConfigError: a role has none, a name is unknown, or a price is of none of them.
+    """
+    own = dict(options.price)
+    found = []
+    for given in roles:
+        names = given or options.hardware
+        if not names:
+            raise ConfigError("--hardware is missing, or one of the roles has none")
+        each = [name for text in names for name in text.lower().split(",") if name]
+        found.append({name: load_hardware(name, own, options.configs) for name in each})
+    used = {name for role in found for name in role}
+    if idle := sorted(set(own) - used):
+        raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
+    return found
+
+
+def price_lines(
+    hardware: Mapping[str, Hardware], own: Iterable[tuple[str, float]] = ()
+) -> list[str]:
+    """Says what each costs, and who says so.
+
+    Args:
+      own: names whose prices were given, with them.
+    """
+    given, lines = dict(own), []
+    for name, one in sorted(hardware.items()):
+        source = "given by --price" if name in given else one.sources["price"]
+        if name not in given and "not verified" not in source:
+            source += "; not verified"
+        chip = one.price * one.jax_devices
+        month = f"{chip * MONTH:,.0f} a month of {MONTH:g} hours"
+        lines.append(f"price of {name}: {chip:g} USD an accelerator and hour, {month} ({source})")
+    return lines
+
+
+def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> Formats:
+    """Returns the number formats; what is not given is FP8, or INT8 if some of the hardware has no
+    FP8.
+
+    Raises:
+      ConfigError: FP8 is asked of hardware that has none.
+    """
+    without = [name for name, each in hardware.items() if not each.stores("fp8")]
+    asked = {name: getattr(options, name) for name in ("weights", "cache", "dispatch")}
+    for name, value in asked.items():
+        if value == "fp8" and without:
+            raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
+        asked[name] = value or ("int8" if without else "fp8")
+    asked["combine"] = options.combine
+    return Formats(**asked, compute=options.compute, core=options.core)
+
+
+def read_searcher(
+    options: argparse.Namespace,
+    attention: Mapping[str, Hardware],
+    ffn: Mapping[str, Hardware],
+    context: int,
+    formats: Formats,
+) -> Searcher:
+    """Returns a search for layouts of `--model` at a mean context.
+
+    Raises:
+      ConfigError: an option is wrong, or drafts are asked of a model without a module for them.
+    """
+    measured = read_calibration(options.calibration, options.configs)
+    model = load_model(options.model, options.configs)
+    if options.drafts and not model.mtp_layers:
+        raise ConfigError(
+            f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
+        )
+    calculator = Calculator(
+        model,
+        context,
+        formats,
+        assumptions(options.assume),
+        measured.of(Path(options.model).name),
+    )
+    accepted = acceptance(options.acceptance, options.drafts) if options.drafts else NO_DRAFTS
+    skew = read_skew(options.skew) if options.skew is not None else None
+    return Searcher(calculator, attention, ffn, accepted, skew)
+
+
+def positions(model: str, configs: Path) -> int | None:
+    """Returns the positions of a model; None: its description does not say."""
+    config = model_config(model_folder(model, configs))
+    return None if config is None else config.max_positions
+
+
+def read_deployment(options: argparse.Namespace) -> Deployment:
+    """Returns the deployment that the options name.
+
+    Raises:
+      ConfigError: they name none, or it is wrong.
+    """
+    if options.config is None:
+        raise ConfigError("--config is missing: a deployment file, as search --write makes one")
+    return load_deployment(options.config, options.set)
+
+
+def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
+    """Reads the options of `add_scenario`. Where none names the hardware, the deployment does.
+
+    Raises:
+      ConfigError: one of them is wrong.
+    """
+    deployment = read_deployment(options)
+    model, stored = model_of(deployment, options.configs)
+    measured = read_calibration(options.calibration, options.configs)
+    assumed, named = assumptions(options.assume), deployment.attention.hardware
+    names = []
+    for given, own in (
+        (options.attention_hardware, named),
+        (options.ffn_hardware, deployment.ffn.hardware or named),
+    ):
+        name = given or options.hardware or own
+        if not name:
+            raise ConfigError("--hardware is missing, or one of the roles has none")
+        names.append(name if name.endswith(".yaml") else name.lower())
+    attention, ffn = (load_hardware(name, None, options.configs) for name in names)
+    roles = Roles(attention, ffn, (names[0], names[1]))
+    return scenario(deployment, model, stored, roles, context, assumed, measured)
