@@ -325,7 +325,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
     def copies(position: Any, piece: Any, place: Any) -> list[Any]:
         """The copies of one piece, columns `place` of the tile at a position of the stream."""
         group, slot = visits.stream[position % groups], position % 2
-        column = (position // groups) * plan.tile_columns + place.start
+        column = place.start
+        if call.column_tiles > 1:
+            column += (position // groups) * plan.tile_columns
         if plan.tile_columns % LANES == 0:
             column = pl.multiple_of(column, LANES)
         return [
@@ -340,6 +342,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
     def for_pieces(function: Callable[[Any, Any], None]) -> None:
         """Call `function(number of the piece, its columns)` for all pieces of a tile."""
         for pieces in plan.pieces:
+            if pieces.number == 1:  # a column known here is aligned, whatever the width
+                function(pieces.first, pl.ds(pieces.column, pieces.columns))
+                continue
 
             def call_it(index: Any, _: None, pieces: Pieces = pieces) -> None:
                 column = pieces.column + index * pieces.columns

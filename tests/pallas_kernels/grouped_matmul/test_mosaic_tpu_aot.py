@@ -193,6 +193,14 @@ def test_inside_shard_map():
     assert "all-reduce" in text
 
 
+@pytest.mark.parametrize(("d_out", "d_in"), [(461, 512), *nightly((461, 7168), (7168, 461))])
+def test_a_width_that_no_tile_divides(d_out, d_in):
+    """Kimi K2's dense layer over 40 devices: 18432 / 40 columns, rounded up."""
+    rows, stack = jax.ShapeDtypeStruct((31, d_in), jnp.bfloat16), weight(1, d_out, d_in, "int8")
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
+    assert "grouped_matmul" in compiled(dense_matmul, mesh_of("v6e"), (rows, one)).as_text()
+
+
 @pytest.mark.parametrize(("d_out", "d_in"), [(7168, 16384), *nightly((576, 7168))])
 def test_one_weight_for_all_rows(d_out, d_in):
     """Projections of attention, on two devices: no weights are copied, and XLA plans nothing."""
