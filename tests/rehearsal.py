@@ -22,6 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.launch import __main__ as launch
+
 HOSTS, NETWORK, URL = 4, "10.99.0", "http://127.0.0.1:8000"
 NAMES = [f"rehearsal{number}" for number in range(HOSTS)]
 SWITCH = "rehearsal-switch"
@@ -32,6 +35,24 @@ scheduler.slots=4 scheduler.token_buckets=[16,64] scheduler.max_length=256 cache
 scheduler.page_buckets=[16] server.http_port=8000 server.follower_http_port=8000"""
 ADDRESSES = {"JAXSERVE_COORDINATOR": f"{NETWORK}.1:9001", "JAXSERVE_CONTROL": f"{NETWORK}.1:9002"}
 SHARED = {"JAXSERVE_PROCESSES": f"{HOSTS}", "JAXSERVE_CLUSTER_TOKEN": "of this rehearsal"}
+SRUN = f"""#!/usr/bin/env bash
+# Two tasks a node, each in its host's namespace, with what Slurm tells a task.
+while [[ $1 == -* ]]; do shift; done
+set -m # a process group a task, which Slurm signals
+for number in {{0..{2 * HOSTS - 1}}}; do
+  host=$((number / 2))
+  SLURM_PROCID=$number SLURM_LOCALID=$((number % 2)) ip netns exec "{NAMES[0][:-1]}$host" \\
+    unshare --uts sh -c "hostname host$host && exec \\"\\$@\\"" - "$@" &
+done
+trap 'for task in $(jobs -p); do kill -TERM -- "-$task"; done' TERM
+code=0
+for task in $(jobs -p); do
+  until wait "$task"; got=$?; ((got != 143)); do :; done # 143: a signal to this script
+  ((got <= code)) || code=$got
+done
+exit "$code"
+"""
+"""Stand-in for Slurm's command."""
 FIRST = re.compile(r"waiting for|WARNING|ERROR|CRITICAL|^jaxserve:|^ready")
 
 
@@ -66,8 +87,8 @@ def network() -> Iterator[None]:
             ip("-n", name, "link", "set", "eth0", "up")
             folder = Path("/etc/netns") / name
             folder.mkdir(parents=True, exist_ok=True)
-            own = f"127.0.0.1 localhost\n{NETWORK}.{number + 1} host{number}\n"
-            (folder / "hosts").write_text(own)  # gloo looks its own name up
+            named = [f"{NETWORK}.{place + 1} host{place}\n" for place in range(HOSTS)]
+            (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *named]))
         yield
     finally:
         for name in (SWITCH, *NAMES):
@@ -82,6 +103,7 @@ class Cluster:
         self._logs = [folder / f"host{host}.log" for host in range(HOSTS)]
         settings = [*SETTINGS.split(), f"cluster.start_seconds={start_seconds}"]
         self._settings = [word for setting in settings for word in ("--set", setting)]
+        self.folder = folder
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "JAX_PLATFORMS": "cpu"}
         self._environment = {**os.environ, **ADDRESSES, **SHARED, **cache}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -94,6 +116,39 @@ class Cluster:
                 self.processes[host] = subprocess.Popen(
                     inside(host, *words), env=own, stdout=log, stderr=subprocess.STDOUT
                 )
+
+    def submit(self) -> None:
+        """Runs the rendered batch script as Slurm does on four nodes with two devices each."""
+        node = (CONFIGS / "hardware/h100.yaml").read_text().replace("host: 8", "host: 2")
+        (self.folder / "pair.yaml").write_text(node.replace("link_devices: 8", "link_devices: 2"))
+        here = ["--write", str(self.folder), "--hardware", str(self.folder / "pair.yaml")]
+        options = ["--target", "slurm", "--without-keys", "--set", "server.host=0.0.0.0"]
+        assert launch.main(["--config", "demo", *self._settings, *options, *here]) == 0
+        for name, text in (("srun", SRUN), ("sinfo", "#!/bin/sh\nprintf 'host%s\\n' 0 1 2 3\n")):
+            (self.folder / name).write_text(text)
+            (self.folder / name).chmod(0o755)
+        own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+        own |= {"PYTHONPATH": str(CONFIGS.parent), "SLURM_JOB_ID": "4097"}
+        own |= {f"SLURM_{name}_NODELIST": "host[0-3]" for name in ("JOB", "STEP")}
+        own |= {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_NODES": "4", "SLURM_TASKS_PER_NODE": "2(x4)"}
+        # The script makes its own secret and takes numbers and addresses from Slurm.
+        shown = {k: v for k, v in self._environment.items() if not k.startswith("JAXSERVE_")}
+        with self._logs[0].open("wb") as log:
+            self.processes[0] = subprocess.Popen(
+                ["bash", "jaxserve.sbatch"],
+                cwd=self.folder,
+                env=shown | own,
+                stdout=log,
+                stderr=log,
+            )
+
+    def cancel(self) -> None:
+        """Ends a batch script as `scancel` does, which signals its steps, too."""
+        script = self.processes[0].pid
+        steps = Path(f"/proc/{script}/task/{script}/children").read_text().split()
+        for process in (script, *map(int, steps)):
+            os.kill(process, signal.SIGTERM)
+        self.end(0)
 
     def ready(self) -> None:
         self.expect(0, r"^ready .*", START_SECONDS)
@@ -202,6 +257,13 @@ def firewalled(ports: str, port: str) -> Callable[[Cluster], None]:
     return case
 
 
+def slurm(cluster: Cluster) -> None:
+    cluster.submit()
+    cluster.ready()
+    cluster.complete()
+    cluster.cancel()
+
+
 def slow(cluster: Cluster) -> None:
     rate = ["tbf", "rate", "8mbit", "burst", "64kb", "limit", "1mb"]  # netem may be absent
     on(1, "tc", "qdisc", "add", "dev", "eth0", "root", *rate)
@@ -222,6 +284,7 @@ CASES: dict[str, tuple[Callable[[Cluster], None], int]] = {
     "firewalled-control": (firewalled("9001", "9001"), 30),
     "firewalled-plans": (firewalled("9110-9199", r"91\d\d"), 30),
     "slow": (slow, 1800),
+    "slurm": (slurm, 1800),
 }
 """Name → the case, and `cluster.start_seconds` in it."""
 
