@@ -599,9 +599,9 @@ class TestDrafts(DraftsMachine.TestCase):
 
 @pytest.mark.nightly
 class TestDraftsAtLength(DraftsMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=60)
+    settings = settings(max_examples=1000, stateful_step_count=60)
 
 
 @pytest.mark.nightly
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=60)
+    settings = settings(max_examples=1000, stateful_step_count=60)
