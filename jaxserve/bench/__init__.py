@@ -1,4 +1,4 @@
-"""Measurements: `python -m jaxserve.bench pipeline`. Every number is printed next to its target.
+"""Measurements: `python -m jaxserve.bench NAME`. Every number is printed next to its target.
 
 Nothing here is a test: a number depends on the machine and on what else runs there.
 """

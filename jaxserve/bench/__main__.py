@@ -1,154 +1,129 @@
-"""`python -m jaxserve.bench NAME`: the benches by name."""
+"""`python -m jaxserve.bench NAME`: all benchmarks by name."""
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jaxserve.bench import (
+    batch,
     compare,
     drafts,
     experts,
-    fleet,
     front,
-    kills,
+    hand_off,
+    host,
+    interference,
     load,
     machine,
+    options,
+    overlap,
     peers,
-    pipeline,
     plans,
     quality,
     router,
+    sampling,
     serving,
     stages,
+    startup,
     step_host,
+    streams,
+    tokens,
 )
-from jaxserve.bench import options as sampling_options
-from jaxserve.bench.tokens import CONFIG
+from jaxserve.bench.report import Part, add_report_arguments, publish
 from jaxserve.errors import JaxserveError
 
 
+class Bench(NamedTuple):
+    """A benchmark without options of its own.
+
+    Attributes:
+      help: one line for `--help`.
+      parts: name of a part → measures it; the argument asks for a quick smoke test.
+    """
+
+    help: str
+    parts: Mapping[str, Callable[[bool], Iterable[Part]]]
+
+
+BENCHES = {
+    "pipeline": Bench(
+        "host time, overlap, tokens/s, start-up",
+        {
+            "host": host.measure,
+            "overlap": overlap.measure,
+            "tokens": tokens.measure,
+            "startup": startup.measure,
+        },
+    ),
+    "fleet": Bench(
+        "hand-off of KV pages, decodes beside prefills",
+        {"hand-off": hand_off.measure, "interference": interference.measure},
+    ),
+    "engine": Bench(
+        "shared prefixes, and the cost of sampling options",
+        {"options": options.measure, "sampling": sampling.measure},
+    ),
+    "front": Bench(
+        "the network faces, over an engine stub",
+        {
+            "front": front.measure,
+            "smooth": front.measure_smoothness,
+            "streams": streams.measure,
+            "batch": batch.measure,
+        },
+    ),
+    "quality": Bench(
+        "held-out bits a byte of every number format",
+        {
+            "formats": quality.measure,
+            "outliers": quality.measure_outliers,
+            "int4": quality.measure_int4,
+        },
+    ),
+    "load": Bench("load of a checkpoint, next to cat on its files", {"load": load.measure}),
+    "peers": Bench("weights from a running worker, next to files", {"peers": peers.measure}),
+    "host": Bench("the leader's Python a lane and step", {"host": step_host.measure}),
+    "plans": Bench("the leader's CPU for plans to followers", {"plans": plans.measure}),
+    "router": Bench("one router before a thousand stub workers", {"router": router.measure}),
+    "drafts": Bench("the gain of drafts on the demo model", {"drafts": drafts.measure}),
+    "experts": Bench("the gain and cost of moving experts", {"experts": experts.measure}),
+}
+COMMANDS = {"compare": compare, "machine": machine, "stages": stages, "serve": serving}
+"""Benchmarks with options of their own."""
+
+
 def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Builds the parser of the command."""
     made = argparse.ArgumentParser(prog="python -m jaxserve.bench", description="Measure.")
-    benches = made.add_subparsers(dest="bench", required=True)
-    of_pipeline = benches.add_parser("pipeline", help="host time, overlap, tokens/s, start-up")
-    of_pipeline.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_pipeline.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(pipeline.PARTS),
-        metavar="PARTS",
-        help=f"some of {','.join(pipeline.PARTS)}",
-    )
-    of_pipeline.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
-    of_fleet = benches.add_parser("fleet", help="domains on one ffn worker")
-    of_fleet.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_fleet.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(fleet.PARTS),
-        metavar="PARTS",
-        help=f"some of {','.join(fleet.PARTS)}",
-    )
-    of_fleet.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
-    of_quality = benches.add_parser("quality", help="held-out bits a byte of every number format")
-    of_quality.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_quality.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(quality.PARTS),
-        metavar="PARTS",
-        help=f"some of {','.join(quality.PARTS)}",
-    )
-    of_quality.add_argument("--quick", action="store_true", help="few formats, little text")
-    of_load = benches.add_parser("load", help="load of a checkpoint, next to cat on its files")
-    of_load.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_load.add_argument("--quick", action="store_true", help="a small checkpoint: a smoke test")
-    of_peers = benches.add_parser("peers", help="weights from a running worker, next to files")
-    of_peers.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_peers.add_argument("--quick", action="store_true", help="a small model: a smoke test")
-    of_engine = benches.add_parser("engine", help="shared prefixes, and what options cost")
-    of_engine.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_engine.add_argument("--quick", action="store_true", help="one round: a smoke test")
-    of_front = benches.add_parser("front", help="the network faces, over an engine stub")
-    of_front.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_front.add_argument("--quick", action="store_true", help="few tokens: a smoke test")
-    of_host = benches.add_parser("host", help="the leader's Python a lane and step")
-    of_host.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_host.add_argument("--quick", action="store_true", help="few sequences: a smoke test")
-    of_plans = benches.add_parser("plans", help="the leader's CPU for plans to followers")
-    of_plans.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_plans.add_argument("--quick", action="store_true", help="few followers: a smoke test")
-    of_router = benches.add_parser("router", help="one router before a thousand stub workers")
-    of_router.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_router.add_argument("--quick", action="store_true", help="few workers: a smoke test")
-    of_drafts = benches.add_parser("drafts", help="what drafts gain on the demo model")
-    of_drafts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_drafts.add_argument("--quick", action="store_true", help="one round: a smoke test")
-    of_experts = benches.add_parser("experts", help="what moving experts gains and costs")
-    of_experts.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_experts.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
-    compare.add_arguments(benches.add_parser("compare", help="a folder beside transformers"))
-    of_kills = benches.add_parser("kills", help="ffn workers are killed while requests run")
-    of_kills.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    of_kills.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="deployment")
-    of_kills.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    of_kills.add_argument("--kills", type=int, default=100, help="how many (100)")
-    of_kills.add_argument("--standbys", type=int, default=0, help="further ffn workers (0)")
-    machine.add_arguments(
-        benches.add_parser("machine", help="a hardware file of a core of this one")
-    )
-    stages.add_arguments(benches.add_parser("stages", help="a timeline of batches and contexts"))
-    serving.add_arguments(benches.add_parser("serve", help="load on a running server"))
+    names = made.add_subparsers(dest="bench", required=True)
+    for name, bench in BENCHES.items():
+        options = names.add_parser(name, help=bench.help)
+        add_report_arguments(options)
+        options.add_argument(
+            "--only",
+            type=lambda text: text.split(","),
+            default=list(bench.parts),
+            metavar="PARTS",
+            help=f"some of {','.join(bench.parts)}",
+        )
+    for name, command in COMMANDS.items():
+        command.add_arguments(names.add_parser(name, help=command.HELP))
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a bench; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
+    """Runs a benchmark; 0 if every target is met, 1 if one is missed, 2 if it could not be run."""
     made = parser()
     options = made.parse_args(arguments)
-    for bench in (pipeline, fleet, quality):
-        known = bench.PARTS
-        name = bench.__name__.rpartition(".")[2]
-        if options.bench == name and (unknown := set(options.only) - set(known)):
-            made.error(f"--only: {', '.join(sorted(unknown))} is not in {','.join(known)}")
     try:
-        if options.bench == "serve":
-            return serving.run(options)
-        if options.bench == "machine":
-            return machine.run(options)
-        if options.bench == "stages":
-            return stages.run(options)
-        if options.bench == "compare":
-            return compare.run(options)
-        if options.bench == "kills":
-            return kills.run(
-                options.config, options.kills, options.standbys, options.set, options.json
-            )
-        if options.bench == "front":
-            return front.run_bench(options.quick, options.json)
-        if options.bench == "router":
-            return router.run(options.quick, options.json)
-        if options.bench == "drafts":
-            return drafts.run(options.quick, options.json)
-        if options.bench == "experts":
-            return experts.run(options.quick, options.json)
-        if options.bench == "host":
-            return step_host.run(options.quick, options.json)
-        if options.bench == "plans":
-            return plans.run(options.quick, options.json)
-        if options.bench == "load":
-            return load.run(options.quick, options.json)
-        if options.bench == "peers":
-            return peers.run(options.quick, options.json)
-        if options.bench == "engine":
-            return sampling_options.run(options.quick, options.json)
-        if options.bench == "quality":
-            return quality.run(options.only, options.quick, options.json)
-        if options.bench == "fleet":
-            return fleet.run(options.only, options.quick, options.json)
-        return pipeline.run(options.only, options.quick, options.json)
+        if options.bench in COMMANDS:
+            return COMMANDS[options.bench].run(options)
+        parts = BENCHES[options.bench].parts
+        if unknown := sorted(set(options.only) - set(parts)):
+            made.error(f"--only: {', '.join(unknown)} is not in {','.join(parts)}")
+        measured = (part for name in options.only for part in parts[name](options.quick))
+        return publish(options.bench, measured, options)
     except JaxserveError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

@@ -1,28 +1,21 @@
 """The same batch over HTTP and through `LLM.generate`: the cost of the server and its clients.
 
-The demo model runs in one process, which also serves; the clients run in another, on the same
-cores. Both ways alternate. Run by `front.py`: `python -m jaxserve.bench.batch …`.
+Part of `bench front`. The demo model runs in one process, which also serves; the clients run in
+another, on the same cores. Both ways take turns.
 """
 
-import argparse
 import asyncio
+import itertools
 import random
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-import msgspec
-
-from jaxserve.bench.client import Client
-from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.tokens import CONFIG
-from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
+from jaxserve.bench.client import Client, completion_body
+from jaxserve.bench.report import Measure, Part, median_ratio
+from jaxserve.bench.requests import DEMO, greedy, random_prompts
+from jaxserve.bench.timing import take_turns, wall_seconds
+from jaxserve.bench.workers import BenchError, Helper, Worker, asked, run_worker, say
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.request import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.server.http.server import HttpServer
 
@@ -34,20 +27,17 @@ ROUNDS = 8
 _SECONDS = 300.0
 
 
-def measure(quick: bool) -> Part:
+def measure(quick: bool) -> Iterator[Part]:
     """Runs the measurement in a process of its own; starts no JAX in this one."""
-    deployment = load_deployment(CONFIG)
-    arguments = ["--rounds", str(1 if quick else ROUNDS)]
-    environment = {"JAX_NUM_CPU_DEVICES": str(deployment.devices)}
-    found = run_worker(Worker("jaxserve.bench.batch", arguments, environment), _SECONDS)
-    return part_of(found)
+    devices = load_deployment(DEMO).devices
+    worker = Worker(measure_ways, {"rounds": 1 if quick else ROUNDS}, devices)
+    yield part_of(run_worker(worker, _SECONDS))
 
 
 def part_of(found: dict[str, list[float]]) -> Part:
-    """A report of the seconds of every round."""
+    """Builds the report of the seconds of every round."""
     tokens = SEQUENCES * OUTPUT_TOKENS
     direct, over_http = (tokens / min(found[way]) for way in ("generate", "http"))
-    ratios = [a / b for a, b in zip(found["generate"], found["http"], strict=True)]
     return Part(
         "batch",
         "The demo model: a batch over HTTP beside LLM.generate",
@@ -55,114 +45,61 @@ def part_of(found: dict[str, list[float]]) -> Part:
             Measure("LLM.generate", direct, "tokens/s"),
             Measure("HTTP, streamed", over_http, "tokens/s"),
             Measure("  ÷ LLM.generate", over_http / direct, "", LIMIT, "more"),
-            Measure("  ÷ LLM.generate, median of the rounds", statistics.median(ratios)),
+            Measure(
+                "  ÷ LLM.generate, median of the rounds",
+                median_ratio(found["generate"], found["http"]),
+            ),
         ],
         [
             f"{SEQUENCES} requests together, {PROMPT_TOKENS} prompt tokens and {OUTPUT_TOKENS} "
-            f"greedy tokens each; the best of {len(ratios)} rounds, which took turns."
+            f"greedy tokens each; the best of {len(found['http'])} rounds, which took turns."
         ],
         dict(found),
     )
 
 
-def _prompts(number: int, vocab: int) -> list[list[int]]:
-    """The prompts of a round; no two rounds share prefixes."""
-    draw = random.Random(number)
-    return [[draw.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(SEQUENCES)]
-
-
-def _measure(rounds: int) -> dict[str, list[float]]:
+def measure_ways(rounds: int) -> dict[str, list[float]]:
     """Seconds of the batch both ways, in the process of the model."""
-    found: dict[str, list[float]] = {"generate": [], "http": []}
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(CONFIG) as llm:
+    with LLM(DEMO) as llm:
         server = HttpServer(port=0)
-        address = server.start()
+        clients = Worker(send_batches, {"address": server.start()})
         server.open(llm._generator)  # the one that `generate` uses
-        vocab = llm.tokenizer.vocab_size
+        numbers, vocab = itertools.count(), llm.tokenizer.vocab_size
+
+        def prompts() -> list[list[int]]:
+            """Draws prompts that share no prefixes with those of earlier rounds."""
+            return random_prompts(random.Random(next(numbers)), SEQUENCES, PROMPT_TOKENS, vocab)
+
+        def directly() -> float:
+            given = prompts()
+            return wall_seconds(lambda: llm.generate(given, greedy(OUTPUT_TOKENS)))
+
+        def over_http() -> float:
+            answer = helper.ask(prompts())
+            if not isinstance(answer, float):
+                raise BenchError(f"HTTP: {answer}")
+            return answer
+
         try:
-            with _clients(address) as batch:
-                for number in range(rounds + 1):
-                    prompts = _prompts(2 * number, vocab)
-                    start = time.perf_counter()
-                    llm.generate(prompts, params)
-                    direct = time.perf_counter() - start
-                    seconds = batch(_prompts(2 * number + 1, vocab))
-                    if number:  # the first one warms up
-                        found["generate"].append(direct)
-                        found["http"].append(seconds)
+            with Helper(clients.command(), _SECONDS) as helper:
+                return take_turns({"generate": directly, "http": over_http}, rounds)
         finally:
             server.stop(1.0)
-    return found
 
 
-@contextmanager
-def _clients(address: str) -> Iterator[Any]:
-    """Starts a process that sends batches; yields a function that sends one and returns its
-    seconds."""
-    command = [sys.executable, "-m", "jaxserve.bench.batch", "--clients", address]
-    # In the session of the model's process: schedulers share the cores between sessions.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
+def send_batches(address: str) -> None:
+    """In the clients' process: sends a batch for every list of prompts that it is given, and says
+    the seconds that it took, or the error."""
 
-    def batch(prompts: list[list[int]]) -> float:
-        stdin.write(msgspec.json.encode(prompts) + b"\n")
-        stdin.flush()
-        answer = msgspec.json.decode(stdout.readline() or b'"the clients died"')
-        if not isinstance(answer, float):
-            raise BenchError(f"HTTP: {answer}")
-        return answer
+    async def send() -> None:
+        client = Client(address)
+        while (prompts := await asyncio.to_thread(next, questions, None)) is not None:
+            bodies = [completion_body(prompt, OUTPUT_TOKENS) for prompt in prompts]
+            start = time.perf_counter()
+            outcomes = await asyncio.gather(*map(client.complete, bodies))
+            seconds = time.perf_counter() - start
+            bad = [one for one in outcomes if one.error or one.tokens != OUTPUT_TOKENS]
+            say(f"{bad[0].tokens} tokens, {bad[0].error}" if bad else seconds)
 
-    try:
-        yield batch
-    finally:
-        process.kill()
-        process.wait()
-        stdin.close()
-        stdout.close()
-
-
-async def _batch(client: Client, prompts: list[list[int]]) -> float | str:
-    """Seconds until all requests were answered, or the error."""
-    fields: dict[str, Any] = {
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    fields["stream_options"] = {"include_usage": True}
-    bodies = [msgspec.json.encode({"prompt": prompt, **fields}) for prompt in prompts]
-    start = time.perf_counter()
-    outcomes = await asyncio.gather(*map(client.complete, bodies))
-    seconds = time.perf_counter() - start
-    for outcome in outcomes:
-        if outcome.error or outcome.tokens != OUTPUT_TOKENS:
-            return f"{outcome.tokens} tokens, {outcome.error}"
-    return seconds
-
-
-async def _serve_batches(address: str) -> None:
-    """Sends a batch for every line of standard input, and prints the seconds that it took."""
-    client = Client(address)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        answer = await _batch(client, msgspec.json.decode(line))
-        print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--clients")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--result")
-    options = parser.parse_args()
-    if options.clients is not None:
-        asyncio.run(_serve_batches(options.clients))
-        return
-    with writing(options.result) as result:
-        result.update(_measure(options.rounds))
-
-
-if __name__ == "__main__":
-    _main()
+    questions = asked()
+    asyncio.run(send())

@@ -1,8 +1,7 @@
-"""A load-generating client of OpenAI's completions: streamed requests with the times of their
-tokens.
+"""Load-generating client of OpenAI's completions: streamed requests with the times of their tokens.
 
 Implements HTTP/1.1 itself, since otherwise a slow client would be measured instead of the server.
-Called by `serving.py` and `front.py`; works against any server of that API.
+Used by all benchmarks and by `chaos/`; works against any server of that API.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ LIMIT = 2**22
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """The outcome of a request; times are seconds after its start.
+    """Outcome of a request; times are seconds after its start.
 
     Attributes:
       start: start time, by `time.perf_counter`.
@@ -39,6 +38,13 @@ class Outcome(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     end: float = 0.0
     error: str = ""
+
+
+def completion_body(prompt: str | list[int], tokens: int, **fields: Any) -> bytes:
+    """JSON of a streamed completion of exactly `tokens` greedy tokens, which reports its usage."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    return msgspec.json.encode(body | fields)
 
 
 class _Usage(msgspec.Struct):
@@ -80,8 +86,8 @@ class Client:
     async def complete(
         self, body: bytes, outcome: Outcome | None = None, idempotency_key: str = ""
     ) -> Outcome:
-        """Sends one streamed completion; `body` is JSON that requests usage. Whoever cancels it, or
-        wants to look at it in between, brings the outcome."""
+        """Sends one streamed completion; `body` is JSON that requests usage. A caller that cancels
+        it, or looks at it in between, passes the outcome to fill in."""
         outcome = outcome or Outcome(start=time.perf_counter())
         try:
             async with asyncio.timeout(self._seconds):

@@ -1,4 +1,4 @@
-"""A model folder that nobody has tuned anything for, beside Hugging Face transformers on this CPU.
+"""A model folder without any tuning, beside Hugging Face transformers on this CPU.
 
 `python -m jaxserve.bench compare`: both generate the same greedy tokens in FP32, at 1, 8 and 32
 sequences, in processes of their own that take turns. Ours is `LLM(folder)` with the sizes that it
@@ -12,34 +12,47 @@ read, four bytes a weight.
 """
 
 import argparse
+import contextlib
+import functools
+import itertools
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxserve.bench import compare_transformers
-from jaxserve.bench.report import Measure, Part, Report, conclude, describe_machine, table
-from jaxserve.bench.report import this_machine as machine_now
-from jaxserve.bench.workers import BenchError
+from jaxserve.bench.load import write_checkpoint
+from jaxserve.bench.report import (
+    Measure,
+    Part,
+    add_report_arguments,
+    count,
+    median_ratio,
+    publish,
+)
+from jaxserve.bench.requests import greedy, random_prompts
+from jaxserve.bench.timing import take_turns
+from jaxserve.bench.workers import Helper, Worker, asked, say
+from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.errors import ConfigError
+from jaxserve.llm import LLM
 
+HELP = "a model folder beside transformers"
 SEQUENCES = {1: 1.0, 8: 1.0, 32: 2.0}
-"""Of a batch, and what ours is to be of transformers' tokens a second."""
+"""Sequences of a batch → our target, as a multiple of transformers' tokens a second."""
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 64
 ROUNDS = 5
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-START_SECONDS = 300.0
+SECONDS = 3600.0
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -68,9 +81,8 @@ CONFIG: dict[str, Any] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the bench."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--quick", action="store_true", help="few tokens: a smoke test")
+    """Adds the options of the benchmark."""
+    add_report_arguments(parser)
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder (random weights)")
     parser.add_argument(
         "--python",
@@ -84,51 +96,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="dtype of the random weights' tensors (bfloat16)",
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each batch ({ROUNDS})")
+    parser.add_argument("--rounds", type=count, default=ROUNDS, help=f"of each batch ({ROUNDS})")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our deployment"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures both sides; 1 if a target is missed."""
-    machine = machine_now()
-    print(describe_machine(machine), flush=True)
-    with tempfile.TemporaryDirectory(prefix="jaxserve-compare-") as made:
-        folder = options.model or write_model(Path(made), options.stored)
-        part = measure(folder, options)
-    print(f"\n{table(part)}", flush=True)
-    return conclude(Report("compare", options.quick, machine, [part]), options.json)
-
-
-def measure(folder: Path, options: argparse.Namespace) -> Part:
-    """Runs both sides in turns.
+    """Measures both sides; 1 if a target is missed.
 
     Raises:
-      BenchError: a side died, or transformers is asked for and missing.
+      BenchError: a side died; ConfigError: `--model` or `--python` is wrong.
     """
-    tokens, rounds = (8, 1) if options.quick else (OUTPUT_TOKENS, options.rounds)
-    ours = [sys.executable, "-m", "jaxserve.bench.compare", str(folder), *options.set]
-    theirs = [options.python, compare_transformers.__file__, str(folder)]
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise ConfigError(f"--model {options.model}: no config.json there")
     with_theirs = has_transformers(options.python)
-    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    found: dict[str, Any] = {}
-    with (
-        contextmanager(_side)(ours) as us,
-        contextmanager(_side)(theirs if with_theirs else None) as them,
-    ):
+    with tempfile.TemporaryDirectory(prefix="jaxserve-compare-") as made:
+        folder = options.model or Path(made)
+        if options.model is None:
+            tree = CONFIG | {"torch_dtype": options.stored}
+            write_checkpoint(folder, tree, file_bytes=1 << 30, dtype=STORED[options.stored])
+        return publish("compare", measure(folder, with_theirs, options), options)
+
+
+def measure(folder: Path, with_theirs: bool, options: argparse.Namespace) -> Iterator[Part]:
+    """Runs both sides in turns."""
+    tokens, rounds = (8, 1) if options.quick else (OUTPUT_TOKENS, options.rounds)
+    vocab = read_config(folder)[0].vocab
+    ours = Worker(generate, {"folder": str(folder), "overrides": options.set})
+    theirs = [options.python, compare_transformers.__file__, str(folder)]
+    found: dict[str, Any] = {"ours": None, "transformers": None}
+    with contextlib.ExitStack() as stack:
+        sides = {"ours": stack.enter_context(Helper(ours.command(), SECONDS))}
+        if with_theirs:
+            sides["transformers"] = stack.enter_context(Helper(theirs, SECONDS))
+        for name, side in sides.items():
+            found[name] = side.answer()
         for sequences in SEQUENCES:
-            found[str(sequences)] = _rounds(us, them, sequences, tokens, rounds, vocab)
-        found["ours"], found["transformers"] = us.said, None if them is None else them.said
-    stored = json.loads((folder / "config.json").read_text()).get("torch_dtype", "dtype not said")
-    return part_of(found, tokens, stored)
+            found[str(sequences)] = _rounds(sides, sequences, tokens, rounds, vocab)
+    stored = json.loads((folder / "config.json").read_text()).get("torch_dtype", "not said")
+    yield part_of(found, tokens, stored)
 
 
 def part_of(found: dict[str, Any], tokens: int, stored: str) -> Part:
-    """A report of the seconds of every round.
+    """Builds the report of the seconds of every round.
 
     Args:
-      stored: what the folder says of its tensors.
+      stored: dtype of the tensors, according to the folder.
     """
     measures, notes = [], []
     for sequences, target in SEQUENCES.items():
@@ -138,8 +152,7 @@ def part_of(found: dict[str, Any], tokens: int, stored: str) -> Part:
         measures.append(Measure(f"ours, {sequences} sequences", best, "tokens/s"))
         if rounds["transformers"]:
             theirs = all_tokens / min(rounds["transformers"])
-            pairs = zip(rounds["transformers"], rounds["ours"], strict=True)
-            ratio = statistics.median(a / b for a, b in pairs)
+            ratio = median_ratio(rounds["transformers"], rounds["ours"])
             measures.append(Measure("  transformers", theirs, "tokens/s"))
             measures.append(
                 Measure("  ours ÷ transformers, median", ratio, "", target, "more"),
@@ -162,138 +175,48 @@ def part_of(found: dict[str, Any], tokens: int, stored: str) -> Part:
 
 
 def has_transformers(python: str) -> bool:
-    """Whether an interpreter has both packages."""
+    """True if an interpreter has both packages."""
     seek = "import importlib.util as u; raise SystemExit(not(u.find_spec('torch') and "
     seek += "u.find_spec('transformers')))"
     try:
         return subprocess.run([python, "-c", seek], timeout=60, check=False).returncode == 0
     except OSError as error:
-        raise BenchError(f"--python {python}: {error.strerror}") from None
-
-
-def write_model(folder: Path, stored: str) -> Path:
-    """A folder of `CONFIG` with random weights and no tokenizer, as `transformers` would write.
-
-    Args:
-      stored: dtype of all tensors, of `STORED`.
-    """
-    draw, config, dtype = np.random.default_rng(0), CONFIG | {"torch_dtype": stored}, STORED[stored]
-    d, layers, experts = (
-        config[key] for key in ("hidden_size", "num_hidden_layers", "num_experts")
-    )
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    width, head = config["moe_intermediate_size"], config["head_dim"]
-    matrices = {
-        "model.embed_tokens": (config["vocab_size"], d),
-        "lm_head": (config["vocab_size"], d),
-    }
-    norms = {"model.norm": d}
-    for layer in range(layers):
-        own = f"model.layers.{layer}"
-        norms |= {f"{own}.input_layernorm": d, f"{own}.post_attention_layernorm": d}
-        norms |= {f"{own}.self_attn.q_norm": head, f"{own}.self_attn.k_norm": head}
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            matrices[f"{own}.self_attn.{name}_proj"] = (rows, d)
-        matrices[f"{own}.self_attn.o_proj"] = (d, queries)
-        matrices[f"{own}.mlp.gate"] = (experts, d)
-        for expert in range(experts):
-            one = f"{own}.mlp.experts.{expert}"
-            matrices |= {f"{one}.gate_proj": (width, d), f"{one}.up_proj": (width, d)}
-            matrices[f"{one}.down_proj"] = (d, width)
-    tensors = {
-        f"{name}.weight": draw.normal(0, shape[1] ** -0.5, shape).astype(dtype)
-        for name, shape in matrices.items()
-    }
-    tensors |= {f"{name}.weight": np.ones(size, dtype) for name, size in norms.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
-
-
-class Side:
-    """A process that generates; `said` is its first line."""
-
-    def __init__(self, process: "subprocess.Popen[str]", name: str):
-        self._process, self._name = process, name
-        self.said = self._line()
-
-    def __call__(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every prompt."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
-        answer = self._line()
-        return answer["seconds"], answer["tokens"]
-
-    def _line(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"{self._name} died: see above")
-        return json.loads(line)
-
-
-def _side(command: Sequence[str] | None) -> Iterator[Any]:
-    if command is None:
-        yield None
-        return
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield Side(process, command[1] if command[1] != "-m" else command[2])
-    finally:
-        process.kill()
-        process.communicate()
+        raise ConfigError(f"--python {python}: {error.strerror}") from None
 
 
 def _rounds(
-    us: Side, them: Side | None, sequences: int, tokens: int, rounds: int, vocab: int
+    sides: Mapping[str, Helper], sequences: int, tokens: int, rounds: int, vocab: int
 ) -> dict[str, Any]:
-    """Seconds of every round of both, in turns, after one that warms up."""
-    found: dict[str, Any] = {"ours": [], "transformers": []}
-    same = total = 0
-    for number in range(rounds + 1):
-        draw = random.Random(f"{sequences} {number}")
-        prompts = [[draw.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(sequences)]
-        seconds, ids = us(prompts, tokens)
-        if number:
-            found["ours"].append(seconds)
-        if them is None:
-            continue
-        seconds, others = them(prompts, tokens)
-        if number:
-            found["transformers"].append(seconds)
-        for mine, other in zip(ids, others, strict=True):
-            total += tokens
-            same += next(
-                (i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), tokens
-            )
-    return found | {"same": same / total if total else 1.0}
+    """Seconds of every round of each side, in turns, after one that warms up; and the share of
+    tokens that are the same up to the first difference."""
+    numbers = {name: itertools.count() for name in sides}  # each side gets the same prompts
+
+    def ask(name: str) -> dict[str, Any]:
+        draw = random.Random(f"{sequences} {next(numbers[name])}")
+        prompts = random_prompts(draw, sequences, PROMPT_TOKENS, vocab)
+        return sides[name].ask({"prompts": prompts, "tokens": tokens})
+
+    ways = {name: functools.partial(ask, name) for name in sides}
+    answers = {"transformers": [], **take_turns(ways, rounds)}
+    same = [
+        next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), tokens)
+        for ours, theirs in zip(answers["ours"], answers["transformers"], strict=False)
+        for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True)
+    ]
+    seconds = {name: [one["seconds"] for one in found] for name, found in answers.items()}
+    return seconds | {"same": sum(same) / (tokens * len(same)) if same else 1.0}
 
 
-def _main(folder: str, overrides: Sequence[str]) -> None:
-    """Our side, in its own process."""
-    from jaxserve.engine.request import SamplingParams
-    from jaxserve.llm import LLM
-
+def generate(folder: str, overrides: Sequence[str]) -> None:
+    """Our side, in a helper."""
     start = time.perf_counter()
     with LLM(folder, overrides) as llm:
         limits = llm.deployment.scheduler
-        said = {
-            "seconds": time.perf_counter() - start,
-            "sizes": f"{llm.deployment.mode}, {limits.slots} slots, steps of "
-            f"{limits.token_buckets} tokens, {llm.deployment.cache.pages} pages",
-        }
-        print(json.dumps(said), flush=True)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            params = SamplingParams(max_tokens=asked["tokens"], temperature=0.0, ignore_eos=True)
+        sizes = f"{llm.deployment.mode}, {limits.slots} slots, steps of {limits.token_buckets} "
+        sizes += f"tokens, {llm.deployment.cache.pages} pages"
+        say({"seconds": time.perf_counter() - start, "sizes": sizes})
+        for question in asked():
             start = time.perf_counter()
-            outputs = llm.generate(asked["prompts"], params)
+            outputs = llm.generate(question["prompts"], greedy(question["tokens"]))
             seconds = time.perf_counter() - start
-            answer = {"seconds": seconds, "tokens": [output.token_ids for output in outputs]}
-            print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2:])
+            say({"seconds": seconds, "tokens": [output.token_ids for output in outputs]})

@@ -1,25 +1,20 @@
-"""`python -m jaxserve.bench drafts`: what drafts gain on the demo model, on text it has not seen.
+"""`python -m jaxserve.bench drafts`: the gain of drafts on the demo model, on held-out text.
 
 One process has an engine without drafts and one for each way to draft, all of one layout. They take
-turns, so what else runs on the machine falls on all of them.
+turns, so other work on the machine affects all engines alike.
 """
 
-import argparse
 import itertools
-import queue
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.quality import held_out
-from jaxserve.bench.report import Measure, Part, run_parts
-from jaxserve.bench.tokens import CONFIG
-from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
+from jaxserve.bench.report import Measure, Part, median_ratio
+from jaxserve.bench.requests import DEMO, greedy, run_requests
+from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.engine import Engine
-from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.fleet.assembly import open_engine
 
 SETTINGS = ["mode=colocated"]
@@ -34,44 +29,32 @@ PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 96
 FASTER_LIMIT, SLOWER_LIMIT, TOKENS_LIMIT = 1.3, 0.97, 1.6
 _SECONDS = 1500.0
-_OUTPUT_SECONDS = 60.0
 
 
-def throughput(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """Tokens a second of requests that run together, greedy."""
-    outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    start = time.perf_counter()
-    for prompt in prompts:
-        engine.submit(prompt, params, outputs.put)
-    tokens = ended = 0
-    while ended < len(prompts):
-        output = outputs.get(timeout=_OUTPUT_SECONDS)
-        if output.finish_reason in ("error", "cancelled", "stop"):
-            raise BenchError(str(output))
-        tokens += len(output.token_ids)
-        ended += output.finish_reason is not None
-    return tokens / (time.perf_counter() - start)
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures in a process with one device."""
+    arguments = {"rounds": 1 if quick else 8}
+    yield part_of(run_worker(Worker(measure_methods, arguments, devices=1), _SECONDS))
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """All samples: method → sequences → tokens a second, and what came of its drafts."""
-    folder = Path(load_deployment(CONFIG).model)
+def measure_methods(rounds: int) -> dict[str, Any]:
+    """All samples: method → sequences → tokens a second, and how many of its drafts held."""
+    folder = Path(load_deployment(DEMO).model)
     texts = held_out(folder, files=max(SEQUENCES), tokens=PROMPT_TOKENS)
     prompts = [text.token_ids[:PROMPT_TOKENS] for text in texts]
     engines = {
-        name: open_engine(load_deployment(CONFIG, [*SETTINGS, *settings]))
+        name: open_engine(load_deployment(DEMO, [*SETTINGS, *settings]))
         for name, settings in METHODS.items()
     }
     for engine in engines.values():  # learns which steps are faster with drafts
         for count in SEQUENCES:
-            throughput(engine, prompts[:count])
+            run_requests(engine, prompts[:count], greedy(OUTPUT_TOKENS))
     rates: dict[str, dict[str, list[float]]] = {
         name: {str(count): [] for count in SEQUENCES} for name in METHODS
     }
     for count, turn, (name, engine) in itertools.product(SEQUENCES, range(rounds), engines.items()):
         some = [prompts[(turn + place) % len(prompts)] for place in range(count)]
-        rates[name][str(count)].append(throughput(engine, some))
+        rates[name][str(count)].append(run_requests(engine, some, greedy(OUTPUT_TOKENS)).rate)
     found: dict[str, Any] = {}
     for name, engine in engines.items():
         drafts = engine.load().drafts
@@ -87,7 +70,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def part_of(found: dict[str, dict[str, Any]]) -> Part:
-    """The samples in words."""
+    """Builds the report of all samples."""
     measures = []
     base = found["none"]["tokens_per_second"]
     for name, samples in found.items():
@@ -106,9 +89,7 @@ def part_of(found: dict[str, dict[str, Any]]) -> Part:
             label = f"{title}{count} sequence{'s' * (count != '1')}"
             measures.append(Measure(label, statistics.median(values), "tokens/s"))
             if name != "none":
-                ratio = statistics.median(
-                    mine / other for mine, other in zip(values, base[count], strict=True)
-                )
+                ratio = median_ratio(values, base[count])
                 limit = SLOWER_LIMIT if count != "1" or name.startswith("ngram") else FASTER_LIMIT
                 measures.append(Measure("  ÷ none", ratio, "", limit, "more"))
         measures.append(Measure("  compiled after ready", samples["compilations"], "", 0.0))
@@ -118,29 +99,3 @@ def part_of(found: dict[str, dict[str, Any]]) -> Part:
         "Ratios are medians over rounds, in which the engines took turns.",
     ]
     return Part("drafts", "Drafts on the demo model", measures, notes, found)
-
-
-def run(quick: bool, json_file: Path | None) -> int:
-    """Measures and prints; 1 if a target is missed."""
-    return run_parts("drafts", {"drafts": _measured}, ["drafts"], quick, json_file)
-
-
-def _measured(quick: bool) -> Part:
-    """By a process with one device."""
-    arguments = ["--rounds", "1" if quick else "8"]
-    worker = Worker("jaxserve.bench.drafts", arguments, {"JAX_NUM_CPU_DEVICES": "1"})
-    return part_of(run_worker(worker, _SECONDS))
-
-
-def main() -> None:
-    """The worker."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args()
-    with writing(options.result) as result:
-        result.update(measure(options.rounds))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,25 @@
-"""`python -m jaxserve.bench experts`: what moving experts gains, and what moving and counting cost.
+"""`python -m jaxserve.bench experts`: the gain of moving experts, the cost of moving and counting.
 
 One MoE layer over eight simulated devices with a redundant slot each, whose busiest expert gets
 more than eight times the mean. Devices share the cores here, so a stage's time is that of the
 busiest rank, every rank timed alone; its rows are those that the moved placement gives it.
 """
 
-import argparse
 import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.random_model import deployment_of, templates_of
-from jaxserve.bench.report import Measure, Part, run_parts
+from jaxserve.bench.report import Measure, Part, median_ratio, percentile
+from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
@@ -32,6 +30,7 @@ from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
 from jaxserve.roles.actions import CountExperts, FetchExperts, MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts, propose
+from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 
@@ -39,38 +38,17 @@ RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256
 TITLE = f"{EXPERTS} experts, EP {RANKS}, one redundant slot a device, {ROWS} rows of {TOP_K}"
 LAYERS = 8
-"""Messages that make a step."""
+"""Messages of a step."""
 WINDOW = 5
-"""Steps at rest, and then as many while experts move, again and again: both see the same load."""
+"""Steps at rest, followed by as many while experts move; the turns give both the same load."""
 SECONDS = 1200.0
 SETTINGS = Experts(window_seconds=3600.0)
 
 
-def run(quick: bool, json_file: Path | None) -> int:
-    """Measures in a process with nine simulated devices; 1 if a target is missed."""
-    return run_parts("experts", {"experts": _measure}, ["experts"], quick, json_file)
-
-
-def _measure(quick: bool) -> Part:
-    return _part(_measured(quick, []))
-
-
-def measure_counting(quick: bool) -> Part:
-    """What counting alone costs, as a part of `bench pipeline`: of the one stage of a layer that
-    counts, so that a step costs less."""
-    found = _measured(quick, ["--counting"])
-    return Part("counting", TITLE, [_counting_measure(found)], [], found)
-
-
-def _measured(quick: bool, arguments: list[str]) -> dict[str, Any]:
-    """By a process with a device of attention, and of ffn as many as there are ranks."""
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(RANKS + 1)}
-    arguments = [*arguments, *(["--quick"] if quick else [])]
-    return run_worker(Worker("jaxserve.bench.experts", arguments, environment), SECONDS)
-
-
-def _counting_measure(found: dict[str, Any]) -> Measure:
-    return Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01)
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures in a process with one attention device and an ffn device a rank."""
+    worker = Worker(measure_layer, {"quick": quick}, devices=RANKS + 1)
+    yield _part(run_worker(worker, SECONDS))
 
 
 def _part(found: dict[str, Any]) -> Part:
@@ -86,7 +64,7 @@ def _part(found: dict[str, Any]) -> Part:
         Measure("the same of its core time", found["p99_core"], limit=1.1),
         Measure("core time of a piece to every rank ÷ a step's", fetch / found["step_ms"]),
         Measure("the same of every rank's load", load / found["step_ms"]),
-        _counting_measure(found),
+        Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01),
     ]
     notes = [
         f"{found['moves']} experts moved; {found['steps']} steps at rest and as many moving, in "
@@ -96,7 +74,7 @@ def _part(found: dict[str, Any]) -> Part:
 
 
 class _Layer(NamedTuple):
-    """A MoE layer on the ffn mesh, and who moves its experts."""
+    """MoE layer on the ffn mesh, with the balancer of its experts."""
 
     worker: FFNWorker
     balancer: ExpertBalancer
@@ -105,8 +83,14 @@ class _Layer(NamedTuple):
     programs: Any
     weights: Any
 
+    @property
+    def slots(self) -> ExpertSlots:
+        """Slots of the experts."""
+        assert self.worker.slots is not None
+        return self.worker.slots
+
     def step(self) -> None:
-        """Runs as many messages as a step has layers, with what is due before them."""
+        """Runs as many messages as a step has layers, after the actions that are due."""
         self.boundary()
         size = self.programs.contract.size(ROWS)
         for _ in range(LAYERS):
@@ -114,19 +98,16 @@ class _Layer(NamedTuple):
         jax.block_until_ready(answer)
 
     def boundary(self) -> None:
-        """Carries out what is due."""
-        actions, slots = self.balancer.due(), self.worker.slots
-        assert slots is not None
+        """Carries out the actions that are due."""
+        actions = self.balancer.due()
         for action in actions:
-            slots.carry_out(action)
+            self.slots.carry_out(action)
         self.balancer.carried_out(actions)
 
     def counted(self) -> np.ndarray:
-        """Tokens so far, [ranks, experts]."""
-        slots = self.worker.slots
-        assert slots is not None
-        slots.carry_out(CountExperts(0))
-        ranks = slots.read_counts(0).counts
+        """Returns the tokens so far, [ranks, experts]."""
+        self.slots.carry_out(CountExperts(0))
+        ranks = self.slots.read_counts(0).counts
         return np.stack([ranks[rank][0] for rank in sorted(ranks)]).astype(np.int64)
 
 
@@ -156,7 +137,7 @@ def skewed_rows(seed: int = 0) -> Message:
 
 
 def make_layer() -> _Layer:
-    """Built, loaded and warm."""
+    """Builds and loads the layer, and runs it once."""
     sizes: dict[str, Any] = {"ffn.ep": RANKS, "ffn.redundant_slots": 1, "ffn.exchange": "gather"}
     deployment = deployment_of(slots=ROWS, max_length=16, page_size=16, **sizes)
     config = model_config()
@@ -164,23 +145,22 @@ def make_layer() -> _Layer:
     built = build_ffn(templates, deployment, meshes.ffn, RandomLeaves(), step3_names(config))
     worker, facts = FFNWorker(*built), expert_facts(templates, SETTINGS)
     assert facts is not None
-    slots = worker.slots
-    assert slots is not None
-
     rows, programs = skewed_rows(), built[0]
     packed = np.asarray(programs.formats["moe"].pack(rows))
     everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
     everywhere[:ROWS] = packed
     sharding = cached_sharding(programs.mesh, jax.sharding.PartitionSpec(FFN_AXES))
     message = jax.device_put(everywhere, sharding)
-    balancer = ExpertBalancer(facts, SETTINGS, lambda number, seconds: slots.read_counts(number))
+    balancer = ExpertBalancer(
+        facts, SETTINGS, lambda number, seconds: layer.slots.read_counts(number)
+    )
     layer = _Layer(worker, balancer, message, rows, programs, built[2])
     layer.step()
     return layer
 
 
 def rebalance(layer: _Layer) -> None:
-    """Places by what was counted, and moves all of it."""
+    """Places experts by the counted tokens, and moves all of them."""
     counts = layer.counted().sum(axis=0)[None]
     facts = layer.balancer.facts
     proposal = propose({0: counts}, layer.balancer.placements, facts, Experts())
@@ -211,10 +191,9 @@ def counting(layer: _Layer, rounds: int) -> float:
     def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
         return *program.body(message, tables, counts, leaves)[:-1], *counts
 
-    slots = layer.worker.slots
-    assert slots is not None
-    leaves, counts = layer.weights.layers[0], {}
-    calls: dict[str, Callable[[], Any]] = {}
+    slots, leaves = layer.slots, layer.weights.layers[0]
+    counts: dict[str, Any] = {}
+    ways: dict[str, Callable[[], float]] = {}
     for name, each in (("with", program), ("without", program._replace(body=body))):
         compiled = each.compile()
         counts[name] = jax.device_put(np.asarray(slots.counts[0]), slots.counts[0].sharding)
@@ -223,14 +202,9 @@ def counting(layer: _Layer, rounds: int) -> float:
             answer, counts[name] = compiled(layer.message, slots.tables[0], counts[name], *leaves)
             return answer
 
-        calls[name] = functools.partial(run_layer, name, compiled)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(_core_ms(call, 5))
-    return statistics.median(
-        a / b for a, b in zip(samples["with"], samples["without"], strict=True)
-    )
+        ways[name] = functools.partial(_core_ms, functools.partial(run_layer, name, compiled), 5)
+    samples = take_turns(ways, rounds, warm_ups=0)
+    return median_ratio(samples["with"], samples["without"])
 
 
 class StepTimes(NamedTuple):
@@ -240,11 +214,11 @@ class StepTimes(NamedTuple):
     core: list[float]
 
     def p99(self, rest: "StepTimes") -> tuple[float, float]:
-        """The 99th percentiles over those of another."""
-        ratios = [
-            np.percentile(a, 99) / np.percentile(b, 99) for a, b in zip(self, rest, strict=True)
-        ]
-        return float(ratios[0]), float(ratios[1])
+        """99th percentiles over those of `rest`."""
+        wall, core = (
+            percentile(a, 99) / percentile(b, 99) for a, b in zip(self, rest, strict=True)
+        )
+        return wall, core
 
 
 def step_times(layer: _Layer, steps: int, times: StepTimes, *, moving: bool) -> int:
@@ -266,7 +240,7 @@ def step_times(layer: _Layer, steps: int, times: StepTimes, *, moving: bool) -> 
 
 
 def finish_moves(layer: _Layer) -> None:
-    """Carries out what is left, between steps."""
+    """Carries out the remaining moves, between steps."""
     while layer.balancer.view().moving:
         layer.boundary()
         time.sleep(0.001)
@@ -274,9 +248,8 @@ def finish_moves(layer: _Layer) -> None:
 
 def action_ms(layer: _Layer, rounds: int) -> tuple[float, float]:
     """Core milliseconds of the largest actions: a piece of an expert to every rank, and every
-    rank's expert into its slot. Afterwards slots do not hold what the placement says."""
-    slots, local = layer.worker.slots, layer.balancer.facts.sizes.local
-    assert slots is not None
+    rank's expert into its slot. Afterwards the slots no longer match the placement."""
+    slots, local = layer.slots, layer.balancer.facts.sizes.local
     ring = [(((rank + 1) % RANKS) * local, rank * local) for rank in range(RANKS)]
     orders = (FetchExperts(0, ring, 0), MoveExperts(0, ring, list(slots.placements[0])))
 
@@ -289,16 +262,11 @@ def action_ms(layer: _Layer, rounds: int) -> tuple[float, float]:
 
 
 def _core_ms(call: Callable[[], Any], calls: int) -> float:
-    samples = []
-    for _ in range(calls + 1):
-        start = time.process_time()
-        jax.block_until_ready(call())
-        samples.append(time.process_time() - start)
-    return statistics.median(samples[1:]) * 1e3
+    return statistics.median(core_seconds(call, calls)) * 1e3
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """All of it, in this process."""
+def measure_layer(quick: bool) -> dict[str, Any]:
+    """Measures everything in this process."""
     layer, rounds, windows = make_layer(), 3 if quick else 15, 2 if quick else 40
     home = layer.balancer.placements[0]
     per_expert = np.bincount(np.asarray(layer.rows.experts).ravel(), minlength=EXPERTS)
@@ -333,21 +301,3 @@ def measure(quick: bool) -> dict[str, Any]:
         "action_ms": [fetch, load],
         "counting": cost,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The process that measures."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--counting", action="store_true")
-    parser.add_argument("--result", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    if options.counting:
-        found: dict[str, Any] = {"counting": counting(make_layer(), 3 if options.quick else 15)}
-    else:
-        found = measure(options.quick)
-    options.result.write_bytes(msgspec.json.encode(found))
-
-
-if __name__ == "__main__":
-    main()

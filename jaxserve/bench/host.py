@@ -1,4 +1,5 @@
-"""Host time per layer and lane on 1A1F in one process: the driver against two loops (part a).
+"""Host time per layer and lane on 1A1F in one process: the driver against two loops; part of
+`bench pipeline`.
 
 The *naive* loop is what one would write first: jitted calls, a message of four arrays (values,
 scales, expert ids, gate weights), JAX's public `device_put`. The *bare* loop is the driver without
@@ -6,15 +7,11 @@ a driver: the driver's own programs and copies, called one after the other in a 
 knows everything beforehand. All three run the same model, tiny, so that devices wait for the host;
 they take turns, and each ratio is the median of the ratios of single rounds. The clock runs while
 one step is enqueued onto empty queues.
-
-Run by `pipeline.py` as a worker: `python -m jaxserve.bench.host --result FILE`.
 """
 
-import argparse
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +24,12 @@ from jaxserve.bench.random_model import (
     deployment_of,
     idle_experts,
 )
-from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.bench.report import Measure, Part, median_ratio
+from jaxserve.bench.timing import take_turns
+from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router
 from jaxserve.model.message import Message
 from jaxserve.model.quant.rows import decode_rows, encode_rows
-from jaxserve.roles.attention import AttentionExecutables
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.compilation import hot_call
 from jaxserve.roles.program import Program
@@ -47,30 +44,30 @@ KIND = LayerKind(
     FFN(router=Router(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
 )
 _SECONDS = 300.0
-NAIVE_LIMIT, BARE_LIMIT = 0.25, 1.15
+LIMITS = {"naive": 0.25, "bare": 1.15}
+"""Targets of the driver's time over that of another loop."""
 LOOPS = ("driver", "bare", "naive")
 
 
-def measure(quick: bool) -> Part:
-    """Runs the worker and puts its numbers into words; starts no JAX in this process."""
-    arguments = ["--rounds", "20" if quick else "400"]
-    environment = {"JAX_NUM_CPU_DEVICES": "2"}
-    result = run_worker(Worker("jaxserve.bench.host", arguments, environment), _SECONDS)
-    wall, cpu, stages = result["wall"], result["cpu"], result["stages"]
-    measures = [
-        Measure("driver ÷ naive loop, wall", wall["driver ÷ naive"], "", NAIVE_LIMIT),
-        Measure("driver ÷ bare loop, wall", wall["driver ÷ bare"], "", BARE_LIMIT),
-        Measure("driver ÷ naive loop, CPU", cpu["driver ÷ naive"]),
-        Measure("driver ÷ bare loop, CPU", cpu["driver ÷ bare"]),
-        *[Measure(f"{loop}, a layer", wall[loop]["median"], "µs") for loop in LOOPS],
-        *[Measure(f"  {name}", times["median"], "µs") for name, times in stages.items()],
-    ]
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures in a process with a device of each role."""
+    rounds = 20 if quick else 400
+    found = run_worker(Worker(compare, {"rounds": rounds}, devices=2), _SECONDS)
+    # A step's seconds by the clock and of the enqueuing thread, for each loop and round.
+    wall, cpu = ({loop: [one[at] for one in found[loop]] for loop in LOOPS} for at in (0, 1))
+    measures = []
+    for other, limit in LIMITS.items():
+        for clock, times, most in (("wall", wall, limit), ("CPU", cpu, None)):
+            ratio = median_ratio(times["driver"], times[other])
+            measures.append(Measure(f"driver ÷ {other} loop, {clock}", ratio, "", most))
+    for loop in LOOPS:
+        median = statistics.median(wall[loop]) / LAYERS
+        measures.append(Measure(f"{loop}, a layer", median * 1e6, "µs"))
     notes = [
-        "Medians. Targets: wall time on an idle machine; CPU is the enqueuing thread's own time.",
-        "Single stages are timed one by one inside their loop, on queues that are not drained.",
+        "Medians. Targets: wall time on an idle machine; CPU is the enqueuing thread's own time."
     ]
-    title = "(a) host time per layer and lane, 1A1F in one process"
-    return Part("host", title, measures, notes, result)
+    title = "host time per layer and lane, 1A1F in one process"
+    yield Part("host", title, measures, notes, {"wall": wall, "cpu": cpu})
 
 
 def tiny_model() -> RandomModel:
@@ -159,24 +156,16 @@ def experts_of(model: RandomModel, ffn: Any) -> Callable[..., jax.Array]:
     return call
 
 
-Wrap = Callable[[str, Any], Any]
-"""(stage, call) → the call to make in its place."""
-
-
-def _as_it_is(stage: str, call: Any) -> Any:
-    return call
-
-
-def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
+def bare_step(model: RandomModel) -> Step:
     """The cheapest loop over the driver's own calls."""
     executables, weights = model.executables, model.weights
     enter, leave = executables.enter, executables.leave
     tokens, link = model.bucket.tokens, model.link
-    attend = wrap("attend", hot_call(executables.attend[KIND]))
+    attend = hot_call(executables.attend[KIND])
     size = model.ffn.contract.size(tokens)
-    ffn = experts_of(model, wrap("ffn", hot_call(model.ffn_executables[KIND.ffn, size])))
-    dispatch = wrap("dispatch", link.dispatch(0, tokens).copier())
-    combine = wrap("combine", link.combine[tokens].copier())
+    ffn = experts_of(model, hot_call(model.ffn_executables[KIND.ffn, size]))
+    dispatch = link.dispatch(0, tokens).copier()
+    combine = link.combine[tokens].copier()
     attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
@@ -198,15 +187,13 @@ def bare_step(model: RandomModel, wrap: Wrap = _as_it_is) -> Step:
     return step
 
 
-def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is) -> Step:
+def naive_step(model: RandomModel, naive: NaivePrograms) -> Step:
     """The loop that one would write first."""
     weights, leave = model.weights, model.executables.leave
-    attend, ffn = wrap("attend", naive.attend), experts_of(model, wrap("ffn", naive.ffn))
+    attend, ffn = naive.attend, experts_of(model, naive.ffn)
     tokens, link = model.bucket.tokens, model.link
     here = link.combine[tokens].destination_sharding
     there = link.dispatch(0, tokens).destination_sharding
-    dispatch = wrap("dispatch", lambda message: jax.device_put(message, there))
-    combine = wrap("combine", lambda result: jax.device_put(result, here))
     attention = weights.layers
 
     def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
@@ -216,12 +203,12 @@ def naive_step(model: RandomModel, naive: NaivePrograms, wrap: Wrap = _as_it_is)
         )
         message = [values, scales, experts, gates]
         pages[0] = k, v
-        combined = combine(ffn(0, *dispatch(message)))
+        combined = jax.device_put(ffn(0, *jax.device_put(message, there)), here)
         for layer in range(1, LAYERS):
             k, v = pages[layer]
             x, *message, k, v = attend(x, table, *shared, k, v, combined, *attention[layer])
             pages[layer] = k, v
-            combined = combine(ffn(layer, *dispatch(message)))
+            combined = jax.device_put(ffn(layer, *jax.device_put(message, there)), here)
         return leave(x, last, batch, combined, *weights.head)
 
     return step
@@ -272,119 +259,12 @@ def timed_loop(model: RandomModel, step: Step) -> Run:
     return run
 
 
-class _Nowhere:
-    """A link whose ends do nothing."""
-
-    def __init__(self, nothing: jax.Array):
-        self.attention = self.ffn = self
-        self._nothing = nothing
-
-    def sender(self, *_: int) -> Callable[..., None]:
-        return lambda *_: None
-
-    def receiver(self, *_: int) -> Callable[..., Any]:
-        return lambda: (self._nothing,)
-
-
-def without_calls(model: RandomModel) -> Cell:
-    """Workers whose programs and copies do nothing: what is left is their own Python."""
-    nothing = jax.numpy.zeros(())
-    hollow: Any = {
-        "enter": lambda *arguments: (nothing,) * 4,
-        "attend": {KIND: lambda *arguments: (nothing,) * 4},
-        "leave": lambda *arguments: (nothing,) * 3,
-        "sampling": None,
+def compare(rounds: int) -> dict[str, list[_Timed]]:
+    """Times of every loop and round; the first tenth of the rounds warms up."""
+    model = tiny_model()
+    ways = {
+        "driver": timed_driver(model, model.cell()),
+        "bare": timed_loop(model, bare_step(model)),
+        "naive": timed_loop(model, naive_step(model, compile_naive(model))),
     }
-    size = model.ffn.contract.size(model.bucket.tokens)
-    ffn: Any = {(KIND.ffn, size): lambda *arguments: (nothing,) * 2}  # and the experts' tokens
-    return model.cell(AttentionExecutables(**hollow), ffn, _Nowhere(nothing))
-
-
-class _Stopwatch:
-    """Wall seconds of every call it wraps, by name."""
-
-    def __init__(self, loop: str):
-        self._loop = loop
-        self.samples: dict[str, list[float]] = {}
-
-    def __call__(self, stage: str, call: Any) -> Any:
-        samples = self.samples.setdefault(f"{self._loop}: {stage}", [])
-
-        def run(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*arguments)
-            samples.append(time.perf_counter() - start)
-            return result
-
-        return run
-
-
-def _microseconds(seconds: Sequence[float], calls: int = 1) -> dict[str, float]:
-    """Median and tenth percentile of one call's time."""
-    ordered = sorted(value / calls * 1e6 for value in seconds)
-    return {"median": statistics.median(ordered), "p10": ordered[len(ordered) // 10]}
-
-
-def _take_turns(runs: Mapping[str, Run], rounds: int) -> dict[str, list[_Timed]]:
-    """Runs all in every round, in an order drawn anew; the first tenth is for warming up."""
-    draw, names = random.Random(0), list(runs)
-    taken: dict[str, list[_Timed]] = {name: [] for name in names}
-    for number in range(-(rounds // 10) - 1, rounds):
-        draw.shuffle(names)
-        for name in names:
-            timed = runs[name]()
-            if number >= 0:
-                taken[name].append(timed)
-    return taken
-
-
-def compare(model: RandomModel, rounds: int) -> dict[str, Any]:
-    """Everything that this part measures."""
-    naive = compile_naive(model)
-    taken = _take_turns(
-        {
-            "driver": timed_driver(model, model.cell()),
-            "bare": timed_loop(model, bare_step(model)),
-            "naive": timed_loop(model, naive_step(model, naive)),
-        },
-        rounds,
-    )
-    result: dict[str, Any] = {"rounds": rounds, "layers": LAYERS}
-    for place, clock in enumerate(_Timed._fields):
-        seconds = {name: [timed[place] for timed in taken[name]] for name in taken}
-        result[clock] = {name: _microseconds(seconds[name], LAYERS) for name in seconds} | {
-            f"driver ÷ {other}": statistics.median(
-                mine / theirs
-                for mine, theirs in zip(seconds["driver"], seconds[other], strict=True)
-            )
-            for other in ("bare", "naive")
-        }
-    watches = _Stopwatch("bare"), _Stopwatch("naive")
-    _take_turns(
-        {
-            "bare": timed_loop(model, bare_step(model, watches[0])),
-            "naive": timed_loop(model, naive_step(model, naive, watches[1])),
-        },
-        rounds,
-    )
-    samples = watches[0].samples | watches[1].samples
-    result["stages"] = {name: _microseconds(seconds) for name, seconds in samples.items()}
-    hollow = _take_turns({"driver": timed_driver(model, without_calls(model))}, rounds)["driver"]
-    result["stages"]["driver: its own Python"] = _microseconds(
-        [timed.wall for timed in hollow], LAYERS
-    )
-    return result
-
-
-def main() -> None:
-    """The worker."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args()
-    with writing(options.result) as result:
-        result |= compare(tiny_model(), options.rounds)
-
-
-if __name__ == "__main__":
-    main()
+    return take_turns(ways, rounds, warm_ups=rounds // 10 + 1)

@@ -1,68 +1,58 @@
-"""(b) of `bench fleet`: what long prefills do to the time between tokens of running decodes.
+"""The effect of long prefills on the time between tokens of running decodes: part of `bench fleet`.
 
 One process plays a prefill worker and one a domain, each on a core of its own, with random weights.
 A few sequences decode in the domain, in turn
 
 - alone;
-- while long prompts come, one for so many tokens, and the other process prefills them and hands
-  them over;
+- while long prompts come, one for each `TOKENS_BETWEEN` tokens, and the other process prefills them
+  and hands them over;
 - while the same prompts come to the domain itself, which prefills them in chunks beside its
   decodes, as a colocated worker does.
-
-Run by `fleet.py` as workers: `python -m jaxserve.bench.interference --role ROLE --folder F …`.
 """
 
-import argparse
-import itertools
+import os
 import random
-import socket
 import statistics
-import struct
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
-from jaxserve.bench.hand_off import start_worker, wait_for, write_whole
-from jaxserve.bench.random_model import deployment_of
-from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Worker, run_workers, writing
+from jaxserve.bench.hand_off import (
+    answer_prompts,
+    prefill_worker,
+    prefilled,
+    start_worker,
+)
+from jaxserve.bench.report import Measure, Part, percentile
+from jaxserve.bench.requests import greedy, random_prompts, run_requests
+from jaxserve.bench.workers import BenchError, Helper, Worker, run_worker, say, two_cores
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request import TokenOutput
 from jaxserve.link.pages.source import PagesSource
 
-MODULE = "jaxserve.bench.interference"
 LIMIT = 1.3
 DECODES, SLOTS = 4, 8
 PROMPT_TOKENS = 769
-"""Of a long prompt, 48 pages and a token."""
+"""Length of a long prompt: 48 pages and a token."""
 CHUNK_TOKENS = 64
-"""Of a long prompt in one step beside decodes, where they are prefilled together."""
+"""Tokens of a long prompt in one step beside decodes, where both run together."""
 TOKENS_BETWEEN = 100
-"""Tokens of a decoding sequence for every long prompt: the loads are the same on any machine."""
-PAGE_SIZE, MAX_LENGTH = 16, 1088
+"""Tokens of a decoding sequence for each long prompt: the loads are the same on any machine."""
+VOCAB, PAGE_SIZE, MAX_LENGTH = 256, 16, 1088
 LOADS = ("none", "handed over", "chunked")
 _SECONDS = 1200.0
-_LENGTH = struct.Struct("<I")
 
 
-def measure(quick: bool) -> Part:
-    """Runs both workers and compares; starts no JAX in this process."""
+def measure(quick: bool) -> Iterator[Part]:
+    """Runs both processes and compares; starts no JAX in this one."""
     rounds, tokens = (1, 60) if quick else (4, 400)
-    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder:
-        arguments = ["--folder", folder, "--rounds", str(rounds), "--tokens", str(tokens)]
-        workers = [
-            Worker(MODULE, [*arguments, "--role", role], {}, core)
-            for core, role in enumerate(("prefill", "domain"))
-        ]
-        _, found = run_workers(workers, _SECONDS)
+    cores = two_cores("interference")
+    arguments = {"rounds": rounds, "tokens": tokens, "prefill_core": cores[0]}
+    found = run_worker(Worker(measure_loads, arguments, core=cores[1]), _SECONDS)
     gaps, prompts = found["gaps"], found["prompts"]
-    p99 = {load: _percentile(gaps[load], 0.99) for load in LOADS}
+    p99 = {load: percentile(gaps[load], 99) for load in LOADS}
     measures = []
     for load, name in zip(LOADS, ("no prefills", "handed over", "chunked here"), strict=True):
         middle = statistics.median(gaps[load])
@@ -81,12 +71,12 @@ def measure(quick: bool) -> Part:
         f"{prompts['handed over']} and {prompts['chunked']}.",
         "Processes pinned: the prefill worker to one core, the domain to the other.",
     ]
-    title = "(b) time between tokens beside long prefills"
-    return Part("interference", title, measures, notes, found)
+    title = "time between tokens beside long prefills"
+    yield Part("interference", title, measures, notes, found)
 
 
 def open_worker(role: str) -> Engine:
-    """An engine with its end of the link; the weights do not depend on the role."""
+    """Starts an engine of this bench (see `hand_off.start_worker`)."""
     attention = MFA(q_heads=2, kv_heads=1, head_dim=256, latent=128, rope=Rope(theta=1e4))
     config = ModelConfig(
         vocab=256,
@@ -95,164 +85,85 @@ def open_worker(role: str) -> Engine:
         norm_epsilon=1e-5,
         max_positions=MAX_LENGTH,
     )
-    deployment = deployment_of(
-        slots=SLOTS,
-        max_length=MAX_LENGTH,
-        page_size=PAGE_SIZE,
-        mode="colocated",
-        **{
-            "scheduler.token_budget": 128,
-            "scheduler.token_buckets": [SLOTS, CHUNK_TOKENS + SLOTS, 128],
-            "scheduler.prefill_tokens": CHUNK_TOKENS,
-            "pages.step_tokens": 128,
-        },
-    )
-    return start_worker(deployment, config, role)
+    overrides = {
+        "scheduler.token_budget": 128,
+        "scheduler.token_buckets": [SLOTS, CHUNK_TOKENS + SLOTS, 128],
+        "scheduler.prefill_tokens": CHUNK_TOKENS,
+        "pages.step_tokens": 128,
+    }
+    return start_worker(role, config, SLOTS, overrides)
 
 
-def prefill(folder: Path) -> None:
-    """The prefill worker: holds the prompts that come over a socket until it is closed."""
+def prefill(core: int) -> None:
+    """The prefill worker; says that it is ready."""
+    os.sched_setaffinity(0, {core})
     engine = open_worker("prefill")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        write_whole(folder / "port", str(server.getsockname()[1]).encode())
-        server.settimeout(_SECONDS)
-        sock, _ = server.accept()
-    with sock:
-        sending = threading.Lock()
-        for message in _messages(sock):
-            number, prompt = msgspec.msgpack.decode(message, type=tuple[int, list[int]])
-
-            def held(news: object, number: int = number) -> None:
-                source = news if isinstance(news, PagesSource) else None
-                with sending:
-                    _send(sock, (number, source))
-
-            engine.prefill(prompt, held)
-    engine.close()
+    say("ready")
+    answer_prompts(engine)
 
 
-def decode(folder: Path, rounds: int, tokens: int) -> dict[str, Any]:
+def measure_loads(rounds: int, tokens: int, prefill_core: int) -> dict[str, Any]:
     """The domain: seconds between tokens of the running decodes by load, and prompts that came."""
-    engine = open_worker("domain")
-    wait_for(folder / "port")
-    port = int((folder / "port").read_text())
     gaps: dict[str, list[float]] = {load: [] for load in LOADS}
     prompts = dict.fromkeys(LOADS, 0)
-    draw = random.Random(0)
-    with socket.create_connection(("127.0.0.1", port), timeout=_SECONDS) as sock:
-        long = _LongPrompts(engine, sock, draw)
+    with prefill_worker(prefill, prefill_core) as helper:
+        engine, draw = open_worker("domain"), random.Random(0)
+        helper.answer()
+        long = _LongPrompts(engine, helper)
         for number in range(rounds + 1):
             for load in LOADS:
-                turns: list[str] = []
-
-                def on_turn(load: str = load, turns: list[str] = turns) -> None:
-                    if load != "none":
-                        turns.append(load)
-                        long.submit(load == "handed over")
-
-                seen = _decodes(engine, draw, tokens if number else 20, on_turn)
-                long.wait(len(turns))
+                long.load = load
+                short = random_prompts(draw, DECODES, PAGE_SIZE, VOCAB)
+                asked = greedy(tokens if number else 20)
+                ran = run_requests(engine, short, asked, on_output=long.on_output)
+                came = long.wait()
                 if number:  # the first one connects, and faults memory in
-                    gaps[load] += seen
-                    prompts[load] += len(turns)
-    engine.close()
+                    gaps[load] += ran.gaps
+                    prompts[load] += came
+        engine.close()
     return {"gaps": gaps, "prompts": prompts}
 
 
 class _LongPrompts:
-    """Prompts that are submitted beside the decodes, by any thread."""
+    """Long prompts that come beside the decodes, one for each `TOKENS_BETWEEN` tokens of the first
+    decoding sequence."""
 
-    def __init__(self, engine: Engine, sock: socket.socket, draw: random.Random):
-        self._engine, self._sock, self._draw = engine, sock, draw
-        self._asked: list[list[int]] = []
-        self._answered = threading.Semaphore(0)
-        threading.Thread(target=self._submit_held, daemon=True).start()
+    def __init__(self, engine: Engine, helper: Helper):
+        self.load = "none"
+        self._engine, self._helper, self._draw = engine, helper, random.Random(1)
+        self._tokens = 0
+        self._handing = ThreadPoolExecutor(1)
+        self._submitted: list[Future[None]] = []
+        self._ended = threading.Semaphore(0)
 
-    def submit(self, hand_over: bool) -> None:
-        """Begins another one."""
-        prompt = [self._draw.randrange(256) for _ in range(PROMPT_TOKENS)]
-        if hand_over:
-            self._asked.append(prompt)
-            _send(self._sock, (len(self._asked) - 1, prompt))
-        else:
-            self._submit(prompt, None)
+    def on_output(self, number: int, output: TokenOutput) -> None:
+        """Counts the tokens of the first sequence, and begins a prompt in time."""
+        self._tokens += number == 0
+        if number or self.load == "none" or self._tokens % TOKENS_BETWEEN != 10:
+            return
+        (prompt,) = random_prompts(self._draw, 1, PROMPT_TOKENS, VOCAB)
+        self._submitted.append(self._handing.submit(self._submit, prompt))
 
-    def wait(self, count: int) -> None:
-        """Until so many more have been answered."""
-        for _ in range(count):
-            if not self._answered.acquire(timeout=_SECONDS):
+    def wait(self) -> int:
+        """Waits until all prompts have been answered; returns their number.
+
+        Raises:
+          BenchError: one was not held, or not answered in time.
+        """
+        for one in self._submitted:
+            one.result(_SECONDS)
+            if not self._ended.acquire(timeout=_SECONDS):
                 raise BenchError(f"a long prompt was not answered within {_SECONDS:g} s")
+        came, self._submitted, self._tokens = len(self._submitted), [], 0
+        return came
 
-    def _submit_held(self) -> None:
-        for message in _messages(self._sock):
-            number, source = msgspec.msgpack.decode(message, type=tuple[int, PagesSource | None])
-            self._submit(self._asked[number], source)
-
-    def _submit(self, prompt: list[int], source: PagesSource | None) -> None:
-        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    def _submit(self, prompt: list[int]) -> None:
+        source: PagesSource | None = None
+        if self.load == "handed over":
+            source = prefilled(self._helper, prompt)
 
         def on_output(output: TokenOutput) -> None:
             if output.finish_reason is not None:
-                self._answered.release()
+                self._ended.release()
 
-        self._engine.submit(prompt, params, on_output, source=source)
-
-
-def _decodes(
-    engine: Engine, draw: random.Random, tokens: int, on_turn: Callable[[], None]
-) -> list[float]:
-    """Runs the sequences and returns the seconds between their tokens; every `TOKENS_BETWEEN`
-    tokens of the first one it calls `on_turn`."""
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    times: list[list[float]] = [[] for _ in range(DECODES)]
-    ended = threading.Semaphore(0)
-    for number, seen in enumerate(times):
-
-        def on_output(output: TokenOutput, number: int = number, seen: Any = seen) -> None:
-            seen.append(time.perf_counter())
-            if number == 0 and len(seen) % TOKENS_BETWEEN == 10:
-                on_turn()
-            if output.finish_reason is not None:
-                ended.release()
-
-        engine.submit([draw.randrange(256) for _ in range(PAGE_SIZE)], params, on_output)
-    for _ in times:
-        if not ended.acquire(timeout=_SECONDS):
-            raise BenchError(f"a sequence did not end within {_SECONDS:g} s")
-    return [after - before for seen in times for before, after in itertools.pairwise(seen)]
-
-
-def _send(sock: socket.socket, what: object) -> None:
-    data = msgspec.msgpack.encode(what)
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _messages(sock: socket.socket) -> Iterator[bytes]:
-    """Until the other end closes."""
-    with sock.makefile("rb") as stream:
-        while header := stream.read(_LENGTH.size):
-            yield stream.read(*_LENGTH.unpack(header))
-
-
-def _percentile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))]
-
-
-def main() -> None:
-    """One of the workers."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--role", choices=["prefill", "domain"], required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args()
-    with writing(options.result) as result:
-        if options.role == "prefill":
-            prefill(options.folder)
-        else:
-            result |= decode(options.folder, options.rounds, options.tokens)
-
-
-if __name__ == "__main__":
-    main()
+        self._engine.submit(prompt, greedy(2), on_output, source=source)

@@ -9,8 +9,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.bench.random_model import templates_of
-from jaxserve.bench.report import Measure, Part, run_parts
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.timing import wall_seconds
+from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.peer import open_weights
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.load import load_deployment
 from jaxserve.roles.attention import AttentionWeights
@@ -33,12 +35,13 @@ from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 
 LOAD_LIMIT = 2.5
 CONVERSION_LIMIT = 2.0
-LAYOUTS = {"1A1F": {"mode": "afd"}, "colocated": {"mode": "colocated"}}
+LAYOUTS = ("1A1F", "colocated")
+BF16 = ml_dtypes.bfloat16
 _SECONDS = 600.0
 
 
 def config_tree(quick: bool) -> dict[str, Any]:
-    """config.json of a model of 2.2 GB (quick: 20 MB) with Step-3's proportions."""
+    """Returns the config.json of a model of 2.2 GB (quick: 20 MB) with Step-3's proportions."""
     width = 256 if quick else 2048
     return {
         "model_type": "step3_text",
@@ -63,11 +66,14 @@ def config_tree(quick: bool) -> dict[str, Any]:
     }
 
 
-def write_checkpoint(folder: Path, tree: Mapping[str, Any], file_bytes: int = 500 << 20) -> int:
-    """Writes random weights for a config.json; returns their bytes.
+def write_checkpoint(
+    folder: Path, tree: Mapping[str, Any], file_bytes: int = 500 << 20, dtype: Any = BF16
+) -> int:
+    """Writes random weights of one dtype for a config.json; returns their bytes.
 
-    The values are slices of one block of normal numbers; drawing 2 GB would take longer than all
-    the rest.
+    Matrices have the scale of their rows and norms are 1, so that activations stay of one size. The
+    values are slices of one block of normal numbers; drawing 2 GB would take longer than all the
+    rest.
     """
     (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
     _, names = read_config(folder)
@@ -76,36 +82,49 @@ def write_checkpoint(folder: Path, tree: Mapping[str, Any], file_bytes: int = 50
         for source in sources.values():
             shapes |= source.tensors
     rng = np.random.default_rng(0)
-    noise = rng.normal(scale=0.02, size=1 << 22).astype(ml_dtypes.bfloat16)
+    noise = rng.normal(size=1 << 22).astype(np.float32)
     tensors: dict[str, np.ndarray] = {}
-    size = total = files = 0
+    total = size = files = 0
     for name, shape in shapes.items():
-        count = int(np.prod(shape))
-        start = int(rng.integers(0, 1 << 16))
-        tensors[name] = np.resize(noise[start:], count).reshape(shape)
-        size += 2 * count
-        if size >= file_bytes:
-            files, total, size = files + 1, total + size, 0
+        made = np.ones(shape, dtype)
+        if len(shape) > 1:
+            start = int(rng.integers(0, 1 << 16))
+            values = np.resize(noise[start:], made.size).reshape(shape)
+            made = (values * shape[-1] ** -0.5).astype(dtype)
+        if size + made.nbytes > file_bytes:
+            files, size = files + 1, 0
             save_file(tensors, folder / f"model-{files:05d}.safetensors")
             tensors.clear()
-    if tensors:
-        save_file(tensors, folder / f"model-{files + 1:05d}.safetensors")
-    return total + size
+        tensors[name] = made
+        size += made.nbytes
+        total += made.nbytes
+    last = f"model-{files + 1:05d}.safetensors" if files else "model.safetensors"
+    save_file(tensors, folder / last, metadata={"format": "pt"})
+    return total
 
 
-def measure(quick: bool) -> Part:
-    """Loads the checkpoint in every layout, converts it, and loads the result."""
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures in a process with two devices."""
+    seconds, size = run_worker(Worker(measure_ways, {"quick": quick}, devices=2), _SECONDS)
+    yield part_of(seconds, size)
+
+
+def measure_ways(quick: bool) -> tuple[dict[str, list[float]], int]:
+    """Loads a checkpoint in every layout, converts it, and loads the result. Returns the seconds of
+    every way and the bytes of the checkpoint."""
+    quieten_libraries()
     rounds = 2 if quick else 5
     with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as name:
         folder, converted = Path(name) / "source", Path(name) / "converted"
         folder.mkdir()
         size = write_checkpoint(folder, config_tree(quick))
-        ways: dict[str, Callable[[], Any]] = {
-            layout: loader(folder, overrides) for layout, overrides in LAYOUTS.items()
-        }
         convert(folder, converted)
-        ways["convert"] = lambda: convert(folder, converted)
-        ways["converted, 1A1F"] = loader(converted, LAYOUTS["1A1F"])
+        ways: dict[str, Callable[[], Any]] = {
+            "1A1F": lambda: Loaded(folder, {"mode": "afd"}),
+            "colocated": lambda: load_colocated(folder),
+            "convert": lambda: convert(folder, converted),
+            "converted, 1A1F": lambda: Loaded(converted, {"mode": "afd"}),
+        }
         seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
         # Not interleaved: memory that was just freed is allocated faster, on virtual machines much
         # faster.
@@ -115,9 +134,12 @@ def measure(quick: bool) -> Part:
                 if way == "convert":
                     shutil.rmtree(converted)
                     seconds["cp, sync"].append(copy_seconds(folder))
-                begin = time.perf_counter()
-                run()
-                seconds[way].append(time.perf_counter() - begin)
+                seconds[way].append(wall_seconds(run))
+    return seconds, size
+
+
+def part_of(seconds: Mapping[str, Sequence[float]], size: int) -> Part:
+    """Builds the report of the seconds of all ways to handle a checkpoint of `size` bytes."""
     best = {way: min(times) for way, times in seconds.items()}
     slowest = max(best[layout] for layout in LAYOUTS)
     measures = [
@@ -126,57 +148,55 @@ def measure(quick: bool) -> Part:
         Measure("convert ÷ cp, sync", best["convert"] / best["cp, sync"]),
         *(Measure(f"  {way}", size / 1e9 / best[way], "GB/s") for way in seconds),
     ]
-    notes = [f"{size / 1e9:.2f} GB, best of {rounds} rounds each, page cache warm."]
+    notes = [f"{size / 1e9:.2f} GB, best of {len(seconds['convert'])} rounds, page cache warm."]
     title = "Load of a BF16 checkpoint, from opening the folder to arrays on the devices"
     return Part("load", title, measures, notes, {"bytes": size, "seconds": seconds})
 
 
 def cat_seconds(folder: Path) -> float:
     """Seconds of `cat` on the weight files."""
-    files = sorted(str(path) for path in folder.glob("*.safetensors"))
-    begin = time.perf_counter()
-    subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
-    return time.perf_counter() - begin
+    command = ["cat", *map(str, sorted(folder.glob("*.safetensors")))]
+    return wall_seconds(
+        lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
+    )
 
 
 def copy_seconds(folder: Path) -> float:
     """Seconds of `cp` and `sync` on the weight files; a conversion ends on the disk, too."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as target:
-        files = sorted(str(path) for path in folder.glob("*.safetensors"))
-        begin = time.perf_counter()
-        subprocess.run(["cp", *files, target], check=True, timeout=_SECONDS)
-        subprocess.run(["sync", "-f", target], check=True, timeout=_SECONDS)
-        return time.perf_counter() - begin
+        files = map(str, sorted(folder.glob("*.safetensors")))
+        commands = [["cp", *files, target], ["sync", "-f", target]]
+        return sum(
+            wall_seconds(lambda: subprocess.run(each, check=True, timeout=_SECONDS))  # noqa: B023
+            for each in commands
+        )
 
 
-def loader(folder: Path, overrides: Mapping[str, Any]) -> Callable[[], None]:
-    """A function that loads the folder in a layout and lets the arrays go."""
-    deployment = load_deployment(folder, overrides)
+class Loaded:
+    """Weights of both roles of 1A1F, loaded as their workers do.
+
+    Args:
+      overrides: of the deployment.
+    """
+
+    def __init__(self, folder: Path, overrides: Mapping[str, Any]):
+        deployment = load_deployment(folder, overrides)
+        config, names = read_config(folder)
+        self.templates, deployment, meshes = templates_of(deployment, config)
+        self.source = open_weights(deployment, names, token="")
+        attention = AttentionPrograms(self.templates, deployment, meshes.attention)
+        ffn = FFNPrograms(self.templates, deployment, meshes.ffn)
+        self.attention = AttentionWeights(self.source, names, attention)
+        self.ffn = FFNWeights(self.source, names, ffn)
+        jax.block_until_ready(
+            [self.attention.embedding, self.attention.head, self.attention.layers, self.ffn.layers]
+        )
+
+
+def load_colocated(folder: Path) -> None:
+    """Loads the folder as a colocated worker does, and lets the arrays go."""
+    deployment = load_deployment(folder, {"mode": "colocated"})
     config, names = read_config(folder)
     templates, deployment, meshes = templates_of(deployment, config)
-    if deployment.topology.has("colocated"):
-        colocated = ColocatedPrograms(templates, deployment, meshes.attention)
-
-        def load_colocated() -> None:
-            checkpoint = open_checkpoint(folder, names)
-            jax.block_until_ready(ColocatedWeights(checkpoint, names, colocated).flat)
-
-        return load_colocated
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
-    ffn = FFNPrograms(templates, deployment, meshes.ffn)
-
-    def load_afd() -> None:
-        checkpoint = open_checkpoint(folder, names)
-        weights = AttentionWeights(checkpoint, names, attention)
-        experts = FFNWeights(checkpoint, names, ffn)
-        jax.block_until_ready([weights.embedding, weights.head, weights.layers, experts.layers])
-
-    return load_afd
-
-
-def run(quick: bool, json_file: Path | None) -> int:
-    """Measures and prints; 1 if a target is missed."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    quieten_libraries()
-    return run_parts("load", {"load": measure}, ["load"], quick, json_file)
+    programs = ColocatedPrograms(templates, deployment, meshes.attention)
+    jax.block_until_ready(ColocatedWeights(open_checkpoint(folder, names), names, programs).flat)

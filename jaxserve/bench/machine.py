@@ -1,41 +1,40 @@
-"""What a core of this machine can do at most, as a hardware file of the planner.
+"""`python -m jaxserve.bench machine`: peak rates of a core, as a hardware file of the planner.
 
-One process on one core. Products and reads are timed in CPU seconds, their least of several calls,
-so that what else runs here matters little; the link is a loopback connection, by the clock.
+One process on one core. Products and reads are timed in core seconds, the least of several calls,
+so that other work on the machine matters little; the link is a loopback connection, by the clock.
 """
 
 import argparse
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import yaml
 
-from jaxserve.bench.report import describe_machine, this_machine
-from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.bench.report import amount, describe_machine, this_machine
+from jaxserve.bench.timing import core_seconds, wall_seconds
+from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.errors import ConfigError
 
-MODULE = "jaxserve.bench.machine"
+HELP = "a hardware file of a core of this machine"
 SIZE = 1024
 """Rows and columns of the matrices."""
 READ_BYTES = 256 * 2**20
-"""More than a cache holds."""
+"""Larger than any cache."""
 SENT_BYTES = 64 * 2**20
 CALLS = 9
 _SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="a hardware file, for --hardware"
     )
-    parser.add_argument("--price", type=float, default=0.04, help="USD a core and hour (0.04)")
+    parser.add_argument("--price", type=amount, default=0.04, help="USD a core and hour (0.04)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,23 +42,29 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       BenchError: the process that measures failed.
+      ConfigError: the file cannot be written.
     """
+    if options.write is not None:
+        try:  # before anything is measured
+            options.write.parent.mkdir(parents=True, exist_ok=True)
+            options.write.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--write {options.write}: {error.strerror}") from None
     machine = this_machine()
     print(describe_machine(machine), flush=True)
-    found = run_worker(Worker(MODULE, [], {}, min(os.sched_getaffinity(0))), _SECONDS)
+    found = run_worker(Worker(measure, core=min(os.sched_getaffinity(0))), _SECONDS)
     text = hardware_text(machine.cpu, machine.date, machine.cores, found, options.price)
     print(text, end="")
     if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(text, encoding="utf-8")
     return 0
 
 
 def hardware_text(cpu: str, date: str, cores: int, found: dict[str, float], price: float) -> str:
-    """A hardware file (`planner/hardware.py`) of one core.
+    """Formats a hardware file (`planner/hardware.py`) of one core.
 
     Args:
-      found: what `measure` returns.
+      found: result of `measure`.
     """
     command = f"python -m jaxserve.bench machine, {cpu}, {date[:10]}"
     tree = {
@@ -88,33 +93,22 @@ def hardware_text(cpu: str, date: str, cores: int, found: dict[str, float], pric
 
 
 def measure() -> dict[str, float]:
-    """FLOP/s by format, bytes/s read and sent, bytes of memory."""
+    """Measures FLOP/s by format, bytes/s read and sent, and bytes of memory."""
     found: dict[str, float] = {}
     for name in ("bfloat16", "float32"):
         matrix = jnp.full((SIZE, SIZE), 1e-3, name)
         product = jax.jit(jnp.matmul)
-        found[name] = 2 * SIZE**3 / _least(lambda: product(matrix, matrix), time.process_time)  # noqa: B023
+        found[name] = 2 * SIZE**3 / min(core_seconds(lambda: product(matrix, matrix), CALLS))  # noqa: B023
     array = jnp.zeros(READ_BYTES // 4, jnp.float32)
     total = jax.jit(jnp.sum)
-    found["read"] = READ_BYTES / _least(lambda: total(array), time.process_time)
-    found["sent"] = SENT_BYTES / _least(_send, time.perf_counter)
+    found["read"] = READ_BYTES / min(core_seconds(lambda: total(array), CALLS))
+    found["sent"] = SENT_BYTES / min(wall_seconds(_send) for _ in range(CALLS))
     found["memory"] = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return found
 
 
-def _least(call: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """Seconds of the fastest call."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(CALLS):
-        start = clock()
-        jax.block_until_ready(call())
-        times.append(clock() - start)
-    return min(times)
-
-
 def _send() -> None:
-    """Bytes from one thread to another over a loopback connection."""
+    """Sends bytes from one thread to another over a loopback connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname(), timeout=30)
         receiver, _ = server.accept()
@@ -126,15 +120,3 @@ def _send() -> None:
         while left:
             left -= receiver.recv_into(buffer)
         thread.join(30)
-
-
-def main() -> None:
-    """The worker."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--result", required=True)
-    with writing(parser.parse_args().result) as result:
-        result |= measure()
-
-
-if __name__ == "__main__":
-    main()

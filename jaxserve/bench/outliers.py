@@ -1,4 +1,4 @@
-"""A Step-3 checkpoint in which quantisation hurts: `python -m jaxserve.bench.outliers SRC DST`.
+"""Writes a Step-3 checkpoint in which quantisation hurts.
 
 Trained on little text, the demo model has no channels that stand out; in models of real size
 activations are 10 to 100 times wider than weights in a few channels (xDeepServe §4.7, figure 15).
@@ -10,7 +10,6 @@ calibration that is judged by it.
 """
 
 import shutil
-import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
@@ -20,19 +19,19 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.bench.workers import BenchError
 
 WIDTHS = (32.0, 64.0, 100.0)
-"""Of the channels, over the median channel's."""
+"""Widths of the chosen channels, as multiples of the median channel's."""
 SHARE = 0.02
-"""Of all channels, those that are made wider; at least two."""
+"""Share of the channels that are made wider; at least two."""
 SEED = 7
 
 Tensors = MutableMapping[str, np.ndarray]
 
 
 def write_outliers(source: Path, target: Path) -> int:
-    """Writes the folder; returns how many channels were made wider.
+    """Writes the folder; returns the number of channels that were made wider.
 
     Raises:
-      BenchError: the source is not a Step-3 checkpoint in one file, or the target is there.
+      BenchError: the source is not a Step-3 checkpoint in one file, or the target exists.
     """
     path = source / "model.safetensors"
     if not path.is_file():
@@ -46,7 +45,7 @@ def write_outliers(source: Path, target: Path) -> int:
     if not layers:
         raise BenchError(f"outliers: {path} is not of a Step-3 model: no self_attn.wq.weight")
     if target.exists():
-        raise BenchError(f"outliers: {target} is there")
+        raise BenchError(f"outliers: {target} exists")
     wider = sum(_widen_layer(tensors, layer) for layer in layers)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, target / path.name, metadata={"format": "pt"})
@@ -96,22 +95,3 @@ def _widen(tensors: Tensors, written: Sequence[str], read: Sequence[str]) -> int
 
 def _times(tensor: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return (tensor.astype(np.float32) * factors).astype(tensor.dtype)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """SRC DST; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 2:
-        print("usage: python -m jaxserve.bench.outliers SRC DST", file=sys.stderr)
-        return 2
-    try:
-        wider = write_outliers(Path(given[0]), Path(given[1]))
-    except (BenchError, OSError) as error:
-        print(f"outliers: {error}", file=sys.stderr)
-        return 2
-    print(f"{given[1]}: {wider} channels are up to 100 times wider")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

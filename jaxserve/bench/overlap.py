@@ -1,19 +1,17 @@
-"""Throughput of three lanes against one, in two processes of one core each (part b).
+"""Throughput of three lanes against one, in two processes of one core each: part of
+`bench pipeline`.
 
 Attention lives in one process and FFN in the other, on a random model whose attend and ffn take
-equally long: one lane leaves each core idle half of the time, three lanes hide all but what the
-link and the hosts cost. The processes run the same plans without a control plane, in the engine's
-order: a lane that has left begins its next step at once, and its tokens are read one step late.
+equally long: one lane leaves each core idle half of the time, three lanes hide all but the cost of
+link and hosts. The processes run the same plans without a control plane, in the engine's order: a
+lane that has left begins its next step at once, and its tokens are read one step late.
 
-Run by `pipeline.py` as workers: `calibrate` once, to find the width at which the stages balance,
-then `run` twice, side by side.
+One worker finds the width at which the stages balance, then two run side by side.
 """
 
-import argparse
-import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,14 +29,9 @@ from jaxserve.bench.random_model import (
     templates_of,
 )
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import (
-    BenchError,
-    Worker,
-    barrier,
-    run_worker,
-    run_workers,
-    writing,
-)
+from jaxserve.bench.stages import run_steps
+from jaxserve.bench.timing import core_seconds
+from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
@@ -52,12 +45,9 @@ from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.ffn import FFNPrograms
-from jaxserve.roles.sampling import Finished
 from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
-from jaxserve.roles.worker import Passed
 
-MODULE = "jaxserve.bench.overlap"
 LAYERS = 8
 ROWS = 32
 """Sequences of a lane, each with one decode token."""
@@ -70,27 +60,22 @@ TOLERANCE = 0.05
 LIMITS = {"device_put": 1.7, "pull": 1.4}
 """Of three lanes over one."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
-_LEADER_STAYS_SECONDS = 3.0
 
 
-def measure(quick: bool) -> Part:
-    """Calibrates and runs both transports; starts no JAX in this process."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        raise BenchError("overlap: needs two cores")
-    calls = ["--calls", "10" if quick else "40"]
-    stages = run_worker(Worker(MODULE, ["calibrate", *calls], {}, cores[0]), _CALIBRATE_SECONDS)
-    shared = ["run", "--width", str(stages["width"])]
-    shared += ["--steps", "3" if quick else "6", "--rounds", "2" if quick else "8"]
+def measure(quick: bool) -> Iterator[Part]:
+    """Calibrates and runs all transports; starts no JAX in this process."""
+    cores = two_cores("overlap")
+    calls = {"calls": 10 if quick else 40}
+    stages = run_worker(Worker(calibrate, calls, 2, cores[0]), _CALIBRATE_SECONDS)
     found: dict[str, list[Any]] = {}
     for transport in TRANSPORTS:
-        both = [*shared, "--transport", transport, "--coordinator", f"127.0.0.1:{free_port()}"]
-        workers = [
-            Worker(MODULE, [*both, "--process", str(process)], {}, core)
-            for process, core in enumerate(cores)
-        ]
+        shared = {"width": stages["width"], "transport": transport}
+        shared |= {"steps": 3 if quick else 6, "rounds": 2 if quick else 8}
+        shared["address"] = f"127.0.0.1:{free_port()}"
+        way = run_apart if TRANSPORTS[transport].crosses_runtimes else run_joined
+        workers = [Worker(way, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
         found[transport] = run_workers(workers, _RUN_SECONDS)
-    return report(stages, found)
+    yield report(stages, found)
 
 
 def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
@@ -124,7 +109,7 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
         "Ideal: cycle max(t_a, t_f, t_link) with 3 lanes, max(t_a, t_f) + t_link / 2 with 2.",
         "Core time above attend or ffn alone is what host and link cost that core.",
     ]
-    title = "(b) throughput of lanes, two processes of one core each"
+    title = "throughput of lanes, two processes of one core each"
     return Part("overlap", title, measures, notes, {"stages": stages, "runs": found})
 
 
@@ -168,7 +153,6 @@ def calibrate(calls: int) -> dict[str, Any]:
     An ffn's time is a constant and a part in proportion to the width, so two widths tell which one
     is wanted.
     """
-    jax.config.update("jax_num_cpu_devices", 2)
     model = build(deployment(1, "device_put"), model_config(WIDTH))
     attend, message = time_attend(model, calls)
     times = {WIDTH: time_ffn(WIDTH, message, calls)}
@@ -204,7 +188,7 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
         x, message, k, v = attend(x, table, *shared, k, v, combined, *leaves)
         return message
 
-    spent = _milliseconds(call, calls)
+    spent = statistics.median(core_seconds(call, calls, 2)) * 1e3
     (arrived,) = model.link.dispatch(0, model.bucket.tokens).copier()([message])
     return spent, arrived
 
@@ -227,17 +211,7 @@ def time_ffn(width: int, message: jax.Array, calls: int) -> float:
         answer, counts = compiled(message, table, counts, *leaves)
         return answer
 
-    return _milliseconds(call, calls)
-
-
-def _milliseconds(call: Callable[[], Any], calls: int) -> float:
-    """Core time of a call: its time on a core of its own, whatever else runs here now."""
-    samples = []
-    for _ in range(calls + 2):
-        start = time.process_time()
-        jax.block_until_ready(call())
-        samples.append(time.process_time() - start)
-    return statistics.median(samples[2:]) * 1e3
+    return statistics.median(core_seconds(call, calls, 2)) * 1e3
 
 
 def _multiple(width: float) -> int:
@@ -256,116 +230,61 @@ class _Window(NamedTuple):
 
 
 def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> _Window:
-    """`steps` steps on each of the first `lanes` lanes, in the order of the engine's loop."""
-    left = dict.fromkeys(range(lanes), steps)
-    unread: dict[int, Finished | Passed] = {}
+    """Runs `steps` steps on each of the first `lanes` lanes, in the order of the engine's loop."""
+    plans = [decode_plan(settings, lane, CONTEXT) for _ in range(steps) for lane in range(lanes)]
     wall, core = time.perf_counter(), time.process_time()
-    for lane in left:
-        driver.begin(decode_plan(settings, lane, CONTEXT))
-    while driver.active:
-        finished = driver.advance()
-        at = driver.at
-        assert at is not None
-        lane = at.lane
-        if lane in unread:
-            _read(unread.pop(lane))
-        unread[lane] = finished
-        left[lane] -= 1
-        if left[lane]:
-            driver.begin(decode_plan(settings, lane, CONTEXT))
-    for finished in unread.values():
-        _read(finished)
+    run_steps(driver, plans)
     return _Window(time.perf_counter() - wall, time.process_time() - core, lanes * steps)
 
 
-def _read(finished: Finished | Passed) -> None:
-    """What the leader does with a step's tokens, and a follower with the end of its part."""
-    np.asarray(finished.last.addressable_data(0))
-
-
-def run_apart(options: argparse.Namespace) -> dict[str, Any]:
+def run_apart(
+    process: int, width: int, transport: str, address: str, steps: int, rounds: int
+) -> dict[str, Any]:
     """One of two runtimes: the attention side measures, the ffn side answers until it has gone."""
-    address, token = options.coordinator, "bench"
-    settings = deployment(max(LANES), "pull", address)
-    config = model_config(options.width)
-    role: Role = "ffn" if options.process else "attention"
+    token, settings = "bench", deployment(max(LANES), transport, address)
+    config = model_config(width)
+    role: Role = "ffn" if process else "attention"
     initialise(ProcessArguments(role=role, token=token), settings)
     runtime = RoleRuntime.of(config, step3_names(config), settings, role)
     if role == "ffn":
         server, _ = message_server(runtime, settings, RandomLeaves(), token, address)
         server.start()
         deadline = time.monotonic() + _RUN_SECONDS
-        while not server.domains and time.monotonic() < deadline:
-            time.sleep(0.1)
-        while server.domains and time.monotonic() < deadline:
-            time.sleep(0.1)
+        for present in (True, False):
+            while bool(server.domains) != present and time.monotonic() < deadline:
+                time.sleep(0.1)
         server.close()
         return {}
     driver, client = attention_cell(runtime, settings, RandomLeaves(), token)
-    measured = measure_lanes(settings, driver, options)
+    measured = measure_lanes(settings, driver, steps, rounds)
     client.close()
     return measured
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One of the two processes: all numbers of lanes in turn, several rounds."""
-    if TRANSPORTS[options.transport].crosses_runtimes:
-        return run_apart(options)
-    settings = deployment(max(LANES), options.transport)
-    initialise(
-        ProcessArguments(process_id=options.process, processes=2, coordinator=options.coordinator),
-        settings,
-    )
-    driver = build_local_cell(settings, model_config(options.width))
-    measured = measure_lanes(settings, driver, options)
-    # The leader goes last: JAX aborts a process whose coordination service is gone.
-    barrier("measured")
-    if options.process == 0:
-        time.sleep(_LEADER_STAYS_SECONDS)
-    jax.distributed.shutdown()
+def run_joined(
+    process: int, width: int, transport: str, address: str, steps: int, rounds: int
+) -> dict[str, Any]:
+    """One of two processes of one runtime, whose coordinator is at the address."""
+    settings = deployment(max(LANES), transport)
+    initialise(ProcessArguments(process_id=process, processes=2, coordinator=address), settings)
+    driver = build_local_cell(settings, model_config(width))
+    measured = measure_lanes(settings, driver, steps, rounds)
+    leave_runtime(process)
     return measured
 
 
-def measure_lanes(
-    settings: Deployment, driver: Cell, options: argparse.Namespace
-) -> dict[str, Any]:
-    """All numbers of lanes in turn, several rounds."""
+def measure_lanes(settings: Deployment, driver: Cell, steps: int, rounds: int) -> dict[str, Any]:
+    """Measures all numbers of lanes in turn, several rounds. Both processes take the same turns."""
     for lanes in LANES:
         run_lanes(settings, driver, lanes, 2)
     windows: dict[int, list[_Window]] = {lanes: [] for lanes in LANES}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for lanes in LANES:
-            windows[lanes].append(run_lanes(settings, driver, lanes, options.steps))
+            windows[lanes].append(run_lanes(settings, driver, lanes, steps))
     return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
 
 
 def _per_layer(windows: list[_Window]) -> dict[str, Any]:
-    layers = [window.steps * LAYERS for window in windows]
-    wall = [w.seconds / n * 1e3 for w, n in zip(windows, layers, strict=True)]
-    core = [w.core_seconds / n * 1e3 for w, n in zip(windows, layers, strict=True)]
-    return {
-        "layer_ms": min(wall),
-        "core_ms": statistics.median(core),
-        "rounds_ms": wall,
-    }
-
-
-def main() -> None:
-    """The workers."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["calibrate", "run"])
-    parser.add_argument("--calls", type=int, default=40)
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="device_put")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--coordinator", default="")
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args()
-    with writing(options.result) as result:
-        result |= calibrate(options.calls) if options.mode == "calibrate" else run(options)
-
-
-if __name__ == "__main__":
-    main()
+    layers = windows[0].steps * LAYERS
+    wall, core = ([w[clock] / layers * 1e3 for w in windows] for clock in (0, 1))
+    return {"layer_ms": min(wall), "core_ms": statistics.median(core), "rounds_ms": wall}

@@ -1,5 +1,5 @@
-"""`python -m jaxserve.bench quality`: the quality loss of the number formats, and what calibration
-wins back of it where it is large.
+"""`python -m jaxserve.bench quality`: the quality loss of the number formats, and the part of it
+that calibration wins back.
 
 Held-out bits per byte of the demo model for every format of weights, KV cache and wire relative to
 BF16, and how often each format's most likely token is BF16's. It measures the serving programs
@@ -9,13 +9,12 @@ activations have outlier channels (`outliers.py`), in INT8 by rounding and by ca
 `int4` with the demo's FFNs in INT4 groups.
 """
 
-import functools
 import itertools
 import math
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,21 +22,21 @@ import jax
 import numpy as np
 
 from jaxserve.bench.outliers import write_outliers
-from jaxserve.bench.report import Measure, Part, run_parts
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.requests import DEMO
 from jaxserve.bench.workers import BenchError
-from jaxserve.calibration.gptq import Target
+from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from jaxserve.text.tokenizer import Tokenizer
 
-DEMO = CONFIGS / "demo.yaml"
 FORMATS = ("bfloat16", "fp8", "int8")
 STEP = 128
 """Tokens a step, and slots."""
@@ -45,14 +44,14 @@ PAGE = 16
 LIMIT = 0.5
 """Percent of BF16's bits a byte that a format may cost."""
 WON_BACK = 80
-"""Percent of what rounding to INT8 costs that calibration is to win back."""
+"""Target: percent of the loss of rounding to INT8 that calibration wins back."""
 PARTS = ("formats", "outliers", "int4")
 GROUPS = (128, 32)
 """Columns that share a scale in INT4."""
 
 
 class Format(NamedTuple):
-    """One point of the product."""
+    """Formats of one deployment."""
 
     weights: str
     cache: str
@@ -69,7 +68,7 @@ class Format(NamedTuple):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Of a deployment."""
+        """Keys of a deployment."""
         return {
             "attention.weights": self.weights,
             "ffn.weights": self.weights,
@@ -85,88 +84,105 @@ PLAIN = {"attention.weights": "auto", "ffn.weights": "auto"}
 
 
 class Text(NamedTuple):
-    """The beginning of a held-out file."""
+    """Beginning of a held-out file."""
 
     token_ids: list[int]
     size: int
-    """Bytes of its text."""
+    """Bytes of the text."""
 
 
 class Score(NamedTuple):
-    """The scores of a model on all texts."""
+    """Scores of a model on all texts."""
 
     bits: float
-    """A byte."""
+    """Bits a byte."""
     choices: np.ndarray
     """int [tokens]: the best next token at every position."""
 
 
-def run(only: Sequence[str], quick: bool, json_file: Path | None, config: Path = DEMO) -> int:
-    """Measures the chosen parts; 1 if a format costs more than 0.5 % or calibration wins back less
-    than 80 %."""
-    conversion.quieten_libraries()
-    parts = {
-        "formats": functools.partial(measure, config=config),
-        "outliers": functools.partial(measure_outliers, config=config),
-        "int4": functools.partial(measure_int4, config=config),
-    }
-    return run_parts("quality", parts, only, quick, json_file)
+class Judge:
+    """Scores deployments of the demo model, or of folders made of it, on the same held-out texts.
+
+    Attributes:
+      folder: folder of the demo model.
+      texts: held-out texts.
+    """
+
+    def __init__(self, quick: bool):
+        conversion.quieten_libraries()
+        self.folder = Path(load_deployment(DEMO).model)
+        self.texts = held_out(self.folder, 2 if quick else 24, 256 if quick else 1024)
+        self._settings = Settings(tokens=2048 if quick else 16384)
+
+    def __call__(
+        self, name: str, format: Format, folder: Path | None = None, more: Mapping[str, Any] = {}
+    ) -> Score:
+        """Scores one deployment, and prints the score; see `deployment` for the arguments."""
+        made = deployment(self.texts, format, folder, more)
+        found = score(build_runtime(made), self.texts)
+        print(f"{name}: {found.bits:.4f}", file=sys.stderr, flush=True)
+        return found
+
+    def calibration(self, target: Target = INT8) -> Calibration:
+        """Text to calibrate on, from files that are not held out."""
+        text = calibration_text(self.folder, self._settings.tokens)
+        return Calibration(self._settings, cut(text, self._settings, len(text)), target)
+
+    @property
+    def note(self) -> str:
+        """Describes the text of a calibration."""
+        return f"Calibrated on {self._settings.tokens:,} tokens of other files."
 
 
-def measure(quick: bool, config: Path) -> Part:
+def _agreement(one: Score, other: Score) -> float:
+    """Percent of the positions at which both choose the same token."""
+    return 100 * float(np.mean(one.choices == other.choices))
+
+
+def measure(quick: bool) -> Iterator[Part]:
     """Scores every format on the same texts."""
-    folder = Path(load_deployment(config).model)
-    texts = held_out(folder, files=2 if quick else 24, tokens=256 if quick else 1024)
+    judge = Judge(quick)
     formats = [Format(a, b, c) for a, b, c in itertools.product(FORMATS, repeat=3)]
     if quick:
         formats = [format for format in formats if len(set(format[:3])) == 1]
-    formats.append(Format("bfloat16", "int8", "bfloat16", products=every_layer(folder)))
-    scores: dict[Format, Score] = {}
-    for format in [BASE, *(format for format in formats if format != BASE)]:
-        scores[format] = score(build_runtime(deployment(config, texts, format)), texts)
-        print(f"{format}: {scores[format].bits:.4f}", file=sys.stderr, flush=True)
+    formats.append(Format("bfloat16", "int8", "bfloat16", products=every_layer(judge.folder)))
+    scores = {format: judge(str(format), format) for format in formats}
+    base = scores[BASE]
     measures = []
-    for format in formats:
-        ratio = scores[format].bits / scores[BASE].bits
-        agreement = float(np.mean(scores[format].choices == scores[BASE].choices))
+    for format, found in scores.items():
+        more = 100 * (found.bits / base.bits - 1)
         measures += [
-            Measure(f"{format}: bits a byte", scores[format].bits),
-            Measure("  more than BF16", 100 * (ratio - 1), "%", LIMIT if format != BASE else None),
-            Measure("  same greedy token", 100 * agreement, "%"),
+            Measure(f"{format}: bits a byte", found.bits),
+            Measure("  more than BF16", more, "%", LIMIT if format != BASE else None),
+            Measure("  same greedy token", _agreement(found, base), "%"),
         ]
-    size, tokens = sum(text.size for text in texts), sum(len(text.token_ids) for text in texts)
+    size, tokens = sum(t.size for t in judge.texts), sum(len(t.token_ids) for t in judge.texts)
     notes = [
         "weights × KV cache × wire.",
-        f"{len(texts)} held-out files, {tokens:,} tokens, {size:,} bytes: the beginning of each.",
+        f"The beginnings of {len(judge.texts)} held-out files: {tokens:,} tokens, {size:,} bytes.",
     ]
     details = {
-        str(format): {"bits": found.bits, "ratio": found.bits / scores[BASE].bits}
+        str(format): {"bits": found.bits, "ratio": found.bits / base.bits}
         for format, found in scores.items()
     }
-    return Part("formats", "what the formats cost", measures, notes, details)
+    yield Part("formats", "quality loss of the formats", measures, notes, details)
 
 
-def measure_outliers(quick: bool, config: Path) -> Part:
+def measure_outliers(quick: bool) -> Iterator[Part]:
     """Scores the model with outlier channels, rounded to INT8 and calibrated."""
-    source = Path(load_deployment(config).model)
-    texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
+    judge = Judge(quick)
     formats = [Format("int8", other, other) for other in ("bfloat16", "int8")]
     formats.append(Format("int8", "int8", "int8", "int8"))
-    formats.append(Format("int8", "int8", "int8", products=every_layer(source)))
+    formats.append(Format("int8", "int8", "int8", products=every_layer(judge.folder)))
     with tempfile.TemporaryDirectory() as directory:
         wide, calibrated = Path(directory) / "outliers", Path(directory) / "int8"
-        channels = write_outliers(source, wide)
-        settings = Settings(tokens=2048 if quick else 16384)
-        text = calibration_text(source, settings.tokens)
-        calibration = Calibration(settings, cut(text, settings, len(text)))
-        conversion.convert(wide, calibrated, "int8", calibration=calibration)
+        channels = write_outliers(judge.folder, wide)
+        conversion.convert(wide, calibrated, "int8", calibration=judge.calibration())
 
         def scored(folder: Path, format: Format) -> Score:
-            found = score(build_runtime(deployment(config, texts, format, folder)), texts)
-            print(f"{folder.name}, {format}: {found.bits:.4f}", file=sys.stderr, flush=True)
-            return found
+            return judge(f"{folder.name}, {format}", format, folder)
 
-        demo, base = scored(source, BASE), scored(wide, BASE)
+        demo, base = scored(judge.folder, BASE), scored(wide, BASE)
         pairs = [(format, scored(wide, format), scored(calibrated, format)) for format in formats]
     measures = [
         Measure("BF16: bits a byte", base.bits),
@@ -175,35 +191,28 @@ def measure_outliers(quick: bool, config: Path) -> Part:
     details = {}
     for format, nearest, better in pairs:
         losses = [100 * (found.bits / base.bits - 1) for found in (nearest, better)]
-        agreement = [100 * float(np.mean(s.choices == base.choices)) for s in (nearest, better)]
         measures += [
             Measure(f"{format}, rounded to the nearest: more than BF16", losses[0], "%"),
-            Measure("  same greedy token", agreement[0], "%"),
+            Measure("  same greedy token", _agreement(nearest, base), "%"),
             Measure("  calibrated: more than BF16", losses[1], "%"),
-            Measure("  same greedy token", agreement[1], "%"),
+            Measure("  same greedy token", _agreement(better, base), "%"),
             Measure("  won back", 100 * (1 - losses[1] / losses[0]), "%", WON_BACK, "more"),
         ]
         details[str(format)] = {"rounded": nearest.bits, "calibrated": better.bits}
     notes = [
         f"weights × KV cache × wire; {channels} channels are up to 100 times wider.",
-        f"Calibrated on {settings.tokens:,} tokens of other files.",
+        judge.note,
     ]
-    return Part("outliers", "INT8 where activations have outliers", measures, notes, details)
+    yield Part("outliers", "INT8 where activations have outliers", measures, notes, details)
 
 
-def measure_int4(quick: bool, config: Path) -> Part:
+def measure_int4(quick: bool) -> Iterator[Part]:
     """Scores the model with FFNs in INT4, rounded and calibrated, against FP32 and against FFNs in
     INT8; the routed experts' rows as they are (W4A16) and in INT8 (W4A8)."""
-    source = Path(load_deployment(config).model)
-    texts = held_out(source, files=2 if quick else 24, tokens=256 if quick else 1024)
-    settings = Settings(tokens=2048 if quick else 16384)
-    text = calibration_text(source, settings.tokens)
+    judge = Judge(quick)
 
-    def scored(name: str, overrides: dict[str, Any], folder: Path | None = None) -> Score:
-        made = deployment(config, texts, BASE, folder, {**PLAIN, **overrides})
-        found = score(build_runtime(made), texts)
-        print(f"{name}: {found.bits:.4f}", file=sys.stderr, flush=True)
-        return found
+    def scored(name: str, more: dict[str, Any], folder: Path | None = None) -> Score:
+        return judge(name, BASE, folder, PLAIN | more)
 
     wide = {"dtype": "float32", "cache.format": "float32", "link.dispatch": "float32"}
     exact = scored("float32", wide)
@@ -213,11 +222,10 @@ def measure_int4(quick: bool, config: Path) -> Part:
     }
     with tempfile.TemporaryDirectory() as directory:
         for group in GROUPS[: 1 if quick else 2]:
-            target = Target(4, group, int8_rows=False)
-            calibration = Calibration(settings, cut(text, settings, len(text)), target)
+            calibration = judge.calibration(Target(4, group, int8_rows=False))
             for name, own in (("rounded", None), ("calibrated", calibration)):
                 folder = Path(directory) / f"{name}{group}"
-                conversion.convert(source, folder, "int4", group=group, calibration=own)
+                conversion.convert(judge.folder, folder, "int4", group=group, calibration=own)
                 name = f"FFN int4 in groups of {group}, {name}"
                 scores[name] = scored(name, {}, folder)
                 name += ", experts' rows int8"
@@ -225,30 +233,29 @@ def measure_int4(quick: bool, config: Path) -> Part:
     eight = scores["FFN int8, rounded"]
     measures = [Measure("float32: bits a byte", exact.bits)]
     for name, found in scores.items():
-        agreement = float(np.mean(found.choices == exact.choices))
         measures += [
             Measure(f"{name}: more than FP32", 100 * (found.bits / exact.bits - 1), "%"),
             Measure("  more than INT8", 100 * (found.bits / eight.bits - 1), "%"),
-            Measure("  same greedy token", 100 * agreement, "%"),
+            Measure("  same greedy token", _agreement(found, exact), "%"),
         ]
     notes = [
         "Attention, cache and wire are in BF16; INT8 FFNs quantise rows, INT4 ones where said.",
-        f"Calibrated on {settings.tokens:,} tokens of other files.",
+        judge.note,
     ]
     details = {name: {"bits": found.bits} for name, found in scores.items()}
-    return Part("int4", "FFNs in INT4", measures, notes, details)
+    yield Part("int4", "FFNs in INT4", measures, notes, details)
 
 
 def every_layer(folder: Path) -> tuple[int, ...]:
-    """The layers of a model."""
+    """Numbers of all layers of a model."""
     return tuple(range(read_config(folder)[0].layers))
 
 
 def calibration_text(folder: Path, tokens: int) -> list[int]:
-    """The beginnings of files of the standard library that are not held out.
+    """Token ids of the beginnings of files of the standard library that are not held out.
 
     Raises:
-      BenchError: the list of those that are is not there.
+      BenchError: the list of held-out files is missing.
     """
     tokenizer = Tokenizer.from_folder(folder)
     library = Path(sysconfig.get_path("stdlib"))
@@ -266,10 +273,10 @@ def calibration_text(folder: Path, tokens: int) -> list[int]:
 
 
 def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
-    """The beginnings of the held-out files that are named in the model's folder.
+    """Beginnings of the held-out files that the model's folder names.
 
     Raises:
-      BenchError: the list or a file is not there.
+      BenchError: the list or a file is missing.
     """
     tokenizer = Tokenizer.from_folder(folder)
     texts = []
@@ -285,21 +292,21 @@ def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
 
 
 def deployment(
-    config: Path,
     texts: Sequence[Text],
     format: Format,
     folder: Path | None = None,
-    more: dict[str, Any] | None = None,
-) -> Any:
-    """Colocated, BF16 but for the format, one bucket; it quantises where the link would.
+    more: Mapping[str, Any] | None = None,
+) -> Deployment:
+    """Describes a colocated deployment of the demo, BF16 but for the format, with one bucket; it
+    quantises where the link would.
 
     Args:
-      folder: of a model; None: the deployment's own.
+      folder: model folder; None: the demo's.
       more: keys that take precedence.
     """
     pages = -(-max(len(text.token_ids) for text in texts) // PAGE)
     return load_deployment(
-        config,
+        DEMO,
         {
             **format.overrides,
             **({} if folder is None else {"model": str(folder)}),
@@ -319,7 +326,7 @@ def deployment(
 
 
 def score(runtime: Runtime, texts: Sequence[Text]) -> Score:
-    """Bits of every token but the first of each text, and the choices."""
+    """Scores every token but the first of each text."""
     nats, choices = 0.0, []
     for text in texts:
         ids = np.asarray(text.token_ids)

@@ -1,4 +1,4 @@
-"""AFD with random weights and one bucket: what `host.py`, `link.py` and `overlap.py` measure on.
+"""AFD with random weights and one bucket, for `host.py` and `overlap.py`.
 
 No checkpoint, no engine, no control plane: programs, weights and workers, the same in every process
 that calls it.

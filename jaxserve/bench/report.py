@@ -1,22 +1,27 @@
-"""The report of a bench: measures with targets, the machine, a table, a JSON file.
+"""Report of a benchmark: measures with targets, the machine, a table, a JSON file.
 
-Used by all benches; knows none of them and starts no JAX backend.
+Used by all benchmarks and by `chaos/`; knows none of them and starts no JAX backend.
 """
 
+import argparse
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.errors import ConfigError
+
 
 class Measure(msgspec.Struct, frozen=True):
-    """One number."""
+    """Named number, perhaps with a target."""
 
     name: str
     value: float
@@ -27,25 +32,25 @@ class Measure(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """True if the target is met; None without a target."""
         if self.limit is None:
             return None
         return self.value <= self.limit if self.better == "less" else self.value >= self.limit
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The results of one part of a bench."""
+    """Results of one part of a benchmark."""
 
     name: str
     title: str
     measures: list[Measure]
     notes: list[str] = []
     details: dict[str, Any] = {}
-    """Everything else worth keeping: settings, samples, percentiles."""
+    """Further values worth keeping: settings, samples, percentiles."""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where and when it was measured."""
+    """Machine, versions and time of a measurement."""
 
     date: str
     system: str
@@ -53,14 +58,14 @@ class Machine(msgspec.Struct, frozen=True):
     cores: int
     """Cores this process may use."""
     load: float
-    """Load average of the last minute when the bench began: what else was running."""
+    """Load average of the minute before the benchmark: other work on the machine."""
     python: str
     jax: str
     jaxlib: str
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole bench."""
+    """Results of a whole benchmark."""
 
     bench: str
     quick: bool
@@ -69,7 +74,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def this_machine() -> Machine:
-    """The machine as it is now."""
+    """Describes this machine as of now."""
     affinity = getattr(os, "sched_getaffinity", None)
     return Machine(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -95,7 +100,7 @@ def _cpu_model() -> str:
 
 
 def describe_machine(machine: Machine) -> str:
-    """One line."""
+    """Formats the machine as one line."""
     return (
         f"{machine.cpu}, {machine.cores} cores, load {machine.load:g}; {machine.system}; "
         f"Python {machine.python}, jax {machine.jax}; {machine.date}"
@@ -103,7 +108,7 @@ def describe_machine(machine: Machine) -> str:
 
 
 def table(part: Part) -> str:
-    """The part's measures as aligned lines, with targets and verdicts where there are any."""
+    """Formats the measures of a part as aligned lines, with targets and verdicts."""
     rows = [(m.name, f"{_number(m.value)} {m.unit}".rstrip(), _target(m)) for m in part.measures]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     lines = [part.title]
@@ -113,13 +118,8 @@ def table(part: Part) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, report: Report) -> None:
-    """The whole report, indented."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-
-
 def missed(parts: Sequence[Part]) -> list[str]:
-    """The measures that miss their target, as `part: measure`."""
+    """Lists the measures that miss their target, as `part: measure`."""
     return [f"{part.name}: {m.name}" for part in parts for m in part.measures if m.met is False]
 
 
@@ -131,33 +131,81 @@ def _target(measure: Measure) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Formats a number with three significant digits and no exponent."""
     size = abs(value)
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3}f}"
 
 
-def run_parts(
-    name: str,
-    parts: Mapping[str, Callable[[bool], Part]],
-    chosen: Sequence[str],
-    quick: bool,
-    json_file: Path | None,
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `publish` reads: --json and --quick."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few rounds")
+
+
+def publish(
+    bench: str,
+    measured: Iterable[Part],
+    options: argparse.Namespace,
+    page: Callable[[Report], None] = lambda report: None,
 ) -> int:
-    """Measures the chosen parts one after the other and prints each; 1 if a target is missed."""
-    machine = this_machine()
+    """Prints the machine and each part as it is measured, writes the report to `--json`, and names
+    the missed targets; 1 if any is missed.
+
+    Args:
+      measured: the parts; a generator measures each when it is asked for it.
+      options: with `json`, and perhaps `quick`.
+      page: writes a further form of the report.
+
+    Raises:
+      ConfigError: the file cannot be written; a missing folder is noticed before the first part.
+    """
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: no folder {options.json.parent}")
+    machine, parts = this_machine(), []
     print(describe_machine(machine), flush=True)
-    measured = []
-    for key in chosen:
-        part = parts[key](quick)
+    for part in measured:
         print(f"\n{table(part)}", flush=True)
-        measured.append(part)
-    return conclude(Report(name, quick, machine, measured), json_file)
-
-
-def conclude(report: Report, json_file: Path | None) -> int:
-    """Writes the report, if it is wanted, and names the missed targets; 1 if there are any."""
-    if json_file is not None:
-        write_json(json_file, report)
-    if late := missed(report.parts):
+        parts.append(part)
+    report = Report(bench, getattr(options, "quick", False), machine, parts)
+    page(report)
+    if options.json is not None:
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+        try:
+            options.json.write_bytes(text)
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror}") from None
+    if late := missed(parts):
         print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
     return int(bool(late))
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median of the ratios of single rounds, in which both were measured one after the other."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns the smallest value that `percent` of the values do not exceed (nearest rank); nan for
+    no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def count(text: str) -> int:
+    """Type of options that take a number of things: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Type of options that take an amount: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return number

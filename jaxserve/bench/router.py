@@ -1,31 +1,22 @@
-"""`python -m jaxserve.bench router`: what one router costs in front of a thousand workers.
+"""`python -m jaxserve.bench router`: the cost of one router in front of a thousand workers.
 
 The router of this process has 500 prefill workers and 500 domains, stubs in another process
 (`router_stubs.py`). Requests come as from its faces, without tokenising and text. Measured is this
-process' CPU time: of a request by those of one token, of a token by longer ones, of the workers by
-doing nothing.
+process's CPU time: for a request with requests of one token, for a token with longer ones, for the
+workers while nothing happens.
 """
 
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    Report,
-    describe_machine,
-    table,
-    this_machine,
-    write_json,
-)
-from jaxserve.bench.router_stubs import MODEL, TOKEN, VOCAB
-from jaxserve.bench.workers import BenchError
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.router_stubs import MODEL, TOKEN, VOCAB, serve
+from jaxserve.bench.workers import BenchError, Helper, Worker
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
@@ -34,40 +25,25 @@ from jaxserve.fleet.router import RouterEngine
 WORKERS = 1000
 REQUESTS = 5000
 OPEN = 1000
-"""Requests that run at a time."""
+"""Requests that run at the same time."""
 PROMPT, SHARED = 1024, 256
-"""Tokens of a prompt, of which so many are those of one of a hundred others."""
+"""Tokens of a prompt, and of its beginning, which is one of a hundred."""
 MORE_TOKENS = 32
 IDLE_SECONDS = 5.0
 SECONDS = 300.0
 
 
-def run(quick: bool, json_path: Path | None) -> int:
-    """Measures, prints, and writes."""
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
+def measure(quick: bool) -> Iterator[Part]:
+    """Starts the stubs and measures the router in this process."""
     workers, requests = (20, 200) if quick else (WORKERS, REQUESTS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    command = [sys.executable, "-m", "jaxserve.bench.router_stubs", f"{workers}"]
-    stubs = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert stubs.stdout is not None
-        ports = stubs.stdout.readline().split()
-        if len(ports) != workers:
-            raise BenchError("the stub workers did not start")
-        part = _measure(deployment_of(ports), requests, 0.5 if quick else IDLE_SECONDS)
-    finally:
-        stubs.kill()
-        stubs.wait()
-    print(table(part))
-    if json_path is not None:
-        write_json(json_path, Report("router", quick, machine, [part]))
-    return 0
+    with Helper(Worker(serve, {"workers": workers}).command(), SECONDS) as stubs:
+        yield _measure(deployment_of(stubs.answer()), requests, 0.5 if quick else IDLE_SECONDS)
 
 
-def deployment_of(ports: list[str]) -> Deployment:
-    """A fleet on loopback: half of the ports are prefill workers."""
+def deployment_of(ports: list[int]) -> Deployment:
+    """Describes a fleet on loopback; the first half of the ports are prefill workers."""
     addresses = [f"127.0.0.1:{port}" for port in ports]
     half = len(addresses) // 2
     return load_deployment(
@@ -95,7 +71,7 @@ def _measure(deployment: Deployment, requests: int, idle: float) -> Part:
     begin = time.process_time()
     time.sleep(idle)
     idle_share = (time.process_time() - begin) / idle
-    _run(router, requests // 10, 1)  # what is warm afterwards
+    _run(router, requests // 10, 1)  # warms up
     wall, cpu, submits = _run(router, requests, 1)
     _, more, _ = _run(router, requests, 1 + MORE_TOKENS)
     router.close()
@@ -112,7 +88,7 @@ def _measure(deployment: Deployment, requests: int, idle: float) -> Part:
         f"Prompts of {PROMPT} tokens, {OPEN} requests at a time, a hand-off each; without "
         "tokenising, text and HTTP. The stubs take their part of the machine.",
     ]
-    return Part("router", f"one router, {workers} stub workers", measures, notes, {})
+    return Part("router", f"one router, {workers} stub workers", measures, notes)
 
 
 def _run(router: RouterEngine, requests: int, tokens: int) -> tuple[float, float, float]:

@@ -1,8 +1,7 @@
-"""Workers without a model, many of them in one process: `python -m jaxserve.bench.router_stubs N`.
+"""Workers without a model, a thousand in one process. Started by `router.py`.
 
 Each listens on a port of its own and speaks the protocol of `fleet/worker_frames.py`; the first
-half computes prompts at once, the second gives every request a token each step. Started by
-`router.py`; prints the ports and ends with its standard input.
+half computes prompts at once, the second gives every request a token each step.
 """
 
 import resource
@@ -15,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from jaxserve.bench.workers import say
 from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
@@ -30,15 +30,14 @@ VOCAB = 50_000
 _LENGTH = struct.Struct("!i")
 
 
-def main(workers: int) -> int:
-    """Serves until the standard input ends."""
+def serve(workers: int) -> None:
+    """In a helper: says the ports of the workers, and serves until standard input ends."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stubs = Stubs(workers)
-    print(*stubs.ports, flush=True)
+    say(stubs.ports)
     threading.Thread(target=stubs.run, daemon=True).start()
     sys.stdin.read()
-    return 0
 
 
 class Stubs:
@@ -91,7 +90,7 @@ class _Stub:
         self._state_at = 0.0
 
     def read(self) -> bool:
-        """Takes what came; False at the end."""
+        """Handles the frames that arrived; False at the end of the connection."""
         try:
             data = self._socket.recv(1 << 18)
         except OSError:
@@ -116,7 +115,7 @@ class _Stub:
         return bool(data)
 
     def step(self, now: float) -> None:
-        """A token for every request."""
+        """Sends a token for every request, and the state now and then."""
         outputs = []
         for request_id, left in list(self._left.items()):
             outputs.append(
@@ -148,7 +147,7 @@ class _Stub:
 
 
 def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:
-    """A worker of eight DP groups."""
+    """Describes a worker of eight DP groups."""
     return frames.WorkerFacts(
         name=f"stub {number}",
         role="prefill" if prefill else "domain",
@@ -163,7 +162,3 @@ def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:
         info={"model": "stub", "vocab_size": VOCAB, "max_length": 131_072},
         instance=secrets.token_hex(4),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

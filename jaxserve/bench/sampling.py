@@ -1,26 +1,24 @@
-"""The cost of drawing tokens from a large vocabulary: part of `python -m jaxserve.bench engine`.
+"""The cost of drawing tokens from a large vocabulary: part of `bench engine`.
 
-The demo's layers with random weights and as many tokens as Qwen3 has, colocated: CPU seconds a step
-of requests that draw over those of greedy ones. The worker runs in a process of its own.
+The demo's layers with random weights and as many tokens as Qwen3 has, colocated: core seconds a
+step of requests that draw over those of greedy ones. It runs in a process of its own.
 """
 
-import argparse
 import itertools
-import queue
 import random
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.tokens import CONFIG
-from jaxserve.bench.workers import BenchError, Worker, run_worker, writing
+from jaxserve.bench.requests import DEMO, random_prompts, run_requests
+from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.assembly import Options, build_runtime, make_engine
 
@@ -37,19 +35,18 @@ MIXES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "top_k and top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
 }
-"""What the requests of a run ask for."""
+"""Options of all requests of a run."""
 _SECONDS = 600.0
-_OUTPUT_SECONDS = 60.0
 
 
-def measure(rounds: int) -> Part:
+def measure(quick: bool) -> Iterator[Part]:
     """Runs the worker; starts no JAX in this process."""
-    worker = Worker("jaxserve.bench.sampling", [f"--rounds={rounds}"])
-    return part_of(run_worker(worker, _SECONDS), rounds)
+    rounds = 1 if quick else 8
+    yield part_of(run_worker(Worker(measure_mixes, {"rounds": rounds}), _SECONDS), rounds)
 
 
 def part_of(found: dict[str, list[float]], rounds: int) -> Part:
-    """The samples in words: CPU seconds a step, by the number of sequences and the mix."""
+    """Builds the report of core seconds a step, by the number of sequences and the mix."""
     measures = []
     for sequences in SEQUENCES:
         seconds = {mix: min(found[f"{sequences} {mix}"]) for mix in MIXES}
@@ -68,7 +65,7 @@ def part_of(found: dict[str, list[float]], rounds: int) -> Part:
 
 
 def _engine() -> Engine:
-    deployment = load_deployment(CONFIG, SETTINGS)
+    deployment = load_deployment(DEMO, SETTINGS)
     config, names = read_config(deployment.model, deployment.ignored_model_keys)
     config = msgspec.structs.replace(config, vocab=VOCAB)
     runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
@@ -78,38 +75,17 @@ def _engine() -> Engine:
     return engine
 
 
-def _seconds(engine: Engine, sequences: int, mix: str) -> float:
-    """CPU time of the process for a step of so many requests together."""
-    draw = random.Random(sequences)
-    outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
-    start = time.process_time()
-    for number in range(sequences):
-        params = SamplingParams(
-            max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=number, **MIXES[mix]
-        )
-        engine.submit([draw.randrange(VOCAB)], params, outputs.put)
-    ended = 0
-    while ended < sequences:
-        output = outputs.get(timeout=_OUTPUT_SECONDS)
-        if output.finish_reason in ("error", "cancelled", "stop"):
-            raise BenchError(f"{mix}: {output}")
-        ended += output.finish_reason is not None
-    return (time.process_time() - start) / OUTPUT_TOKENS
-
-
-def main() -> None:
-    """The worker."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args()
-    with writing(options.result) as result:
-        engine = _engine()
-        for _, sequences, mix in itertools.product(range(options.rounds), SEQUENCES, MIXES):
-            seconds = _seconds(engine, sequences, mix)
-            result.setdefault(f"{sequences} {mix}", []).append(seconds)
-        engine.close()
-
-
-if __name__ == "__main__":
-    main()
+def measure_mixes(rounds: int) -> dict[str, list[float]]:
+    """Core seconds a step of requests that run together, by their number and mix."""
+    engine = _engine()
+    found: dict[str, list[float]] = {}
+    for _, sequences, mix in itertools.product(range(rounds), SEQUENCES, MIXES):
+        params = [
+            SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=number, **MIXES[mix])
+            for number in range(sequences)
+        ]
+        prompts = random_prompts(random.Random(sequences), sequences, 1, VOCAB)
+        core = run_requests(engine, prompts, params).core_seconds
+        found.setdefault(f"{sequences} {mix}", []).append(core / OUTPUT_TOKENS)
+    engine.close()
+    return found

@@ -8,8 +8,9 @@ throughput, and goodput: the requests that met all latency targets (SLA).
 
 import argparse
 import asyncio
+import functools
 import html
-import math
+import itertools
 import random
 import re
 import sys
@@ -20,19 +21,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.bench.client import Client, Outcome
+from jaxserve.bench.client import Client, Outcome, completion_body
 from jaxserve.bench.report import (
     Measure,
     Part,
     Report,
+    amount,
+    count,
     describe_machine,
-    table,
-    this_machine,
-    write_json,
+    percentile,
+    publish,
 )
 from jaxserve.errors import ConfigError
 from jaxserve.planner.svg import Series, chart
 
+HELP = "load on a running server"
 PERCENTILES = (50, 90, 95, 99)
 SHAREGPT = ((4.6, 1.3), (5.0, 0.9))
 """Logarithm's mean and deviation of prompt and output lengths; medians of 100 and 150 tokens, long
@@ -40,15 +43,8 @@ tails. The shape of public conversation logs, not one of them."""
 
 
 class Planned(NamedTuple):
-    """One request: when it is sent, in seconds after the start, and its lengths in tokens."""
-
-    at: float
-    prompt: int
-    output: int
-
-
-class TraceLine(msgspec.Struct):
-    """A line of a trace file."""
+    """One request: the time at which it is sent, in seconds after the start, and its lengths in
+    tokens."""
 
     at: float
     prompt: int
@@ -56,50 +52,50 @@ class TraceLine(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of the command."""
     parser.add_argument("--url", required=True, help="of the server, as in http://127.0.0.1:8000")
     parser.add_argument("--key", default="", help="API key")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, help="closed loop: so many at a time (8)")
-    load.add_argument("--rate", type=float, help="open loop: requests a second, Poisson")
+    load.add_argument("--concurrency", type=count, help="closed loop: requests at a time (8)")
+    load.add_argument("--rate", type=amount, help="open loop: requests a second, Poisson")
     load.add_argument(
         "--trace", type=Path, help='open loop: lines {"at": s, "prompt": n, "output": n}'
     )
-    parser.add_argument("--requests", type=int, default=64, help="how many (64)")
+    parser.add_argument("--requests", type=count, default=64, help="number (64)")
     parser.add_argument(
         "--lengths", default="128,128", help="prompt and output in tokens, or sharegpt (128,128)"
     )
-    parser.add_argument("--longest", type=int, default=1000, help="tokens of prompt and output")
-    parser.add_argument("--vocab", type=int, default=1000, help="prompts are random ids below")
+    parser.add_argument("--longest", type=count, default=1000, help="tokens of prompt and output")
+    parser.add_argument("--vocab", type=count, default=1000, help="prompts are random ids below")
     parser.add_argument("--shared", type=float, default=0.0, help="shared part of prompts, 0 to 1")
     parser.add_argument("--sla", default="", help="as in ttft=1,tpot=0.05 (seconds)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=600.0, help="limit of one request (600)")
+    parser.add_argument("--seconds", type=amount, default=600.0, help="limit of one request (600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots there")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sends the load, prints and writes what came back; 1 if a request failed.
+    """Sends the load, prints and writes the result; 1 if a request failed.
 
     Raises:
       ConfigError: an option is wrong.
     """
     sla = parse_sla(options.sla)
+    if not 0 <= options.shared <= 1:
+        raise ConfigError(f"--shared {options.shared:g}: expected 0 to 1")
+    if options.vocab < 3:
+        raise ConfigError(f"--vocab {options.vocab}: expected 3 or more")
     plan = list(planned(options))
-    machine = this_machine()
-    print(describe_machine(machine), flush=True)
     bodies = [body(request, options, number) for number, request in enumerate(plan)]
-    start = time.perf_counter()
-    outcomes = asyncio.run(_send(options, plan, bodies))
-    seconds = time.perf_counter() - start
-    part = summary(outcomes, seconds, sla)
-    print(table(part))
-    report = Report("serve", False, machine, [part])
-    if options.json is not None:
-        write_json(options.json, report)
-    if options.html is not None:
-        options.html.write_text(page(part, outcomes, describe_machine(machine)), encoding="utf-8")
+    outcomes: list[Outcome] = []
+
+    def measured() -> Iterator[Part]:
+        start = time.perf_counter()
+        outcomes.extend(asyncio.run(_send(options, plan, bodies)))
+        yield summary(outcomes, time.perf_counter() - start, sla)
+
+    publish("serve", measured(), options, functools.partial(_write_page, options.html, outcomes))
     errors = [outcome.error for outcome in outcomes if outcome.error]
     for error in sorted(set(errors))[:5]:
         print(f"failed: {error}", file=sys.stderr)
@@ -107,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> Iterator[Planned]:
-    """The requests of the options; the same seed gives the same ones.
+    """Yields the requests of the options; the same seed gives the same ones.
 
     Raises:
       ConfigError: an option is wrong.
@@ -116,13 +112,11 @@ def planned(options: argparse.Namespace) -> Iterator[Planned]:
         try:
             lines = options.trace.read_bytes().splitlines()
             for line in lines:
-                one = msgspec.json.decode(line, type=TraceLine)
-                yield Planned(one.at, one.prompt, one.output)
-        except (OSError, msgspec.DecodeError) as error:
+                one = msgspec.json.decode(line, type=dict[str, float])
+                yield Planned(one["at"], int(one["prompt"]), int(one["output"]))
+        except (OSError, msgspec.DecodeError, KeyError) as error:
             raise ConfigError(f"--trace {options.trace}: {error}") from None
         return
-    if options.rate is not None and not options.rate > 0:
-        raise ConfigError(f"--rate {options.rate}: must be above 0")
     source = random.Random(options.seed)
     at = 0.0
     for _ in range(options.requests):
@@ -143,10 +137,10 @@ def _lengths(words: str, longest: int, source: random.Random) -> tuple[int, int]
 
 
 def parse_sla(text: str) -> dict[str, float]:
-    """`ttft=1,tpot=0.05` as seconds by name.
+    """Parses `ttft=1,tpot=0.05` into seconds by name.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the text has another form.
     """
     found = {}
     for item in filter(None, text.split(",")):
@@ -161,21 +155,13 @@ def parse_sla(text: str) -> dict[str, float]:
 
 
 def body(request: Planned, options: argparse.Namespace, number: int) -> bytes:
-    """The request as JSON: random token ids, optionally with a prefix shared by all requests."""
+    """Encodes a request of random token ids; `--shared` is the part that all requests share."""
     shared = random.Random(options.seed)
     own = random.Random(f"{options.seed} {number}")
     common = round(request.prompt * options.shared)
     prompt = [shared.randrange(2, options.vocab) for _ in range(common)]
     prompt += [own.randrange(2, options.vocab) for _ in range(request.prompt - common)]
-    fields = {
-        "prompt": prompt,
-        "max_tokens": request.output,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return msgspec.json.encode(fields)
+    return completion_body(prompt, request.output)
 
 
 async def _send(
@@ -198,7 +184,7 @@ async def _send(
 
 
 class Latencies(NamedTuple):
-    """Seconds, one a request; of the times between tokens one a pair."""
+    """Seconds: one entry a request, and in `itl` one a pair of tokens."""
 
     ttft: list[float]
     itl: list[float]
@@ -207,8 +193,8 @@ class Latencies(NamedTuple):
 
 
 def latencies(outcomes: Sequence[Outcome]) -> Latencies:
-    """Of the requests that did not fail. A server may send several tokens in one event: TPOT
-    spreads the time over all of them, ITL is the time between events."""
+    """Latencies of the requests that did not fail. A server may send several tokens in one event:
+    TPOT spreads the time over all tokens, ITL is the time between events."""
     found = Latencies([], [], [], [])
     for outcome in outcomes:
         if outcome.error or not outcome.arrivals:
@@ -216,16 +202,14 @@ def latencies(outcomes: Sequence[Outcome]) -> Latencies:
         first, last = outcome.arrivals[0], outcome.arrivals[-1]
         found.ttft.append(first)
         found.e2e.append(outcome.end)
-        found.itl.extend(
-            b - a for a, b in zip(outcome.arrivals, outcome.arrivals[1:], strict=False)
-        )
+        found.itl.extend(b - a for a, b in itertools.pairwise(outcome.arrivals))
         if outcome.tokens > 1:
             found.tpot.append((last - first) / (outcome.tokens - 1))
     return found
 
 
 def meets(outcome: Outcome, sla: dict[str, float]) -> bool:
-    """Whether a request met every latency target."""
+    """True if a request met every latency target."""
     times = latencies([outcome])
     measured = {"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e}
     return bool(times.ttft) and all(
@@ -233,16 +217,8 @@ def meets(outcome: Outcome, sla: dict[str, float]) -> bool:
     )
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed (nearest rank); nan of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
-
-
 def summary(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]) -> Part:
-    """Everything in numbers."""
+    """Builds the report."""
     done = [outcome for outcome in outcomes if not outcome.error]
     tokens = sum(outcome.tokens for outcome in done)
     prompts = sum(outcome.prompt_tokens for outcome in done)
@@ -266,19 +242,26 @@ def summary(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]) 
     return Part("serve", "load on a server", measures, details=details)
 
 
-def page(part: Part, outcomes: Sequence[Outcome], where: str) -> str:
-    """An HTML page with the numbers and the distributions."""
+def _write_page(file: Path | None, outcomes: Sequence[Outcome], report: Report) -> None:
+    """Writes an HTML page with the numbers and the distributions."""
+    if file is None:
+        return
     rows = "".join(
         f"<tr><td>{html.escape(m.name)}<td align=right>{m.value:.2f}<td>{html.escape(m.unit)}"
-        for m in part.measures
+        for m in report.parts[0].measures
     )
     charts = []
     for name, values in latencies(outcomes)._asdict().items():
         if values:
             points = [(percentile(values, p) * 1e3, float(p)) for p in range(1, 101)]
             line = Series(name, points)
-            charts.append(chart(f"{name}: how many percent took at most", "ms", "%", [line]))
-    return (
+            charts.append(chart(f"{name}: percent that took at most", "ms", "%", [line]))
+    where = html.escape(describe_machine(report.machine))
+    text = (
         "<!doctype html><meta charset=utf-8><title>jaxserve bench serve</title>"
-        f"<h1>Load on a server</h1><p>{html.escape(where)}<table>{rows}</table>{''.join(charts)}"
+        f"<h1>Load on a server</h1><p>{where}<table>{rows}</table>{''.join(charts)}"
     )
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file}: {error.strerror}") from None

@@ -1,29 +1,27 @@
-"""Stages of a deployment at given batches and contexts, in two processes of one core each.
+"""`python -m jaxserve.bench stages`: stages of a deployment at given batches and contexts, in two
+processes of one core each.
 
 Attention lives in one process and FFN in the other, each on a core of its own, as in `overlap.py`,
 with the deployment's model and buckets. Every round takes all batches and contexts in an order of
-its own, so that what else runs here falls on all of them alike, and is not taken for the effect of
-a batch. Threads that enqueue, and those that note when a stage ended, may run on either core: one
-that waits for the core of the stage that follows would note its end late. What is measured is a
-timeline, for `plan calibrate` and `plan verify`.
+its own, so that other work on the machine affects all points alike, and is not taken for the effect
+of a batch. Threads that enqueue, and those that note the end of a stage, may run on either core:
+one that waits for the core of the next stage would note that end late. The result is a timeline,
+for `plan calibrate` and `plan verify`.
 """
 
 import argparse
 import itertools
 import os
 import random
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
 
-from jaxserve.bench.report import describe_machine, this_machine
-from jaxserve.bench.workers import BenchError, Worker, barrier, run_workers, writing
+from jaxserve.bench.report import count, describe_machine, this_machine
+from jaxserve.bench.workers import Worker, barrier, leave_runtime, run_workers, two_cores
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.runtime import warm_up
@@ -40,21 +38,20 @@ from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
 from jaxserve.roles.worker import Passed
 
-MODULE = "jaxserve.bench.stages"
+HELP = "a timeline of batches and contexts"
 _RUN_SECONDS, _COMPILE_SECONDS = 600.0, 300.0
-_LEADER_STAYS_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add = parser.add_argument
     add("--config", default="demo", metavar="FILE", help="an afd deployment on this machine (demo)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of it, as lanes=1")
-    add("--batches", type=_counts, default=[4, 16], metavar="N,N", help="sequences a DP group")
-    add("--contexts", type=_counts, default=[128, 512], metavar="N,N", help="tokens of a sequence")
-    add("--steps", type=int, default=6, help="in a row (6)")
-    add("--rounds", type=int, default=4, help="over all batches and contexts (4)")
-    add("--timeline", type=Path, required=True, metavar="DIR", help="what was measured goes there")
+    add("--batches", type=counts, default=[4, 16], metavar="N,N", help="sequences a DP group")
+    add("--contexts", type=counts, default=[128, 512], metavar="N,N", help="tokens of a sequence")
+    add("--steps", type=count, default=6, help="in a row (6)")
+    add("--rounds", type=count, default=4, help="over all batches and contexts (4)")
+    add("--timeline", type=Path, required=True, metavar="DIR", help="receives the timeline")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,32 +67,24 @@ def run(options: argparse.Namespace) -> int:
     for sequences in options.batches:
         for context in options.contexts:
             bucket_of(deployment, sequences, context)
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        raise BenchError("stages: needs two cores")
+    cores = two_cores("stages")
     print(describe_machine(this_machine()), flush=True)
-    shared = ["--config", options.config, "--coordinator", f"127.0.0.1:{free_port()}"]
-    shared += [f"--set={item}" for item in options.set]
-    for name in ("batches", "contexts"):
-        shared += [f"--{name}", ",".join(map(str, getattr(options, name)))]
-    shared += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
-    shared += ["--cores", ",".join(map(str, cores))]
-    workers = [
-        Worker(MODULE, [*shared, "--process", str(process)], {}, core)
-        for process, core in enumerate(cores)
-    ]
+    shared = {name: getattr(options, name) for name in ("batches", "contexts", "steps", "rounds")}
+    shared |= {"config": options.config, "overrides": options.set, "cores": cores}
+    shared["coordinator"] = f"127.0.0.1:{free_port()}"
+    workers = [Worker(work, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
     found = run_workers(workers, _RUN_SECONDS)
-    spans = [msgspec.convert(each["spans"], list[Span]) for each in found]
+    spans = [msgspec.convert(each, list[Span]) for each in found]
     summary = timeline_view.write(options.timeline, merge(spans))
     print(f"{options.timeline}: {timeline_view.describe(summary)}")
     return 0
 
 
 def bucket_of(deployment: Deployment, sequences: int, context: int) -> Bucket:
-    """The bucket in which the scheduler runs a decode step of so many sequences a DP group.
+    """Returns the bucket of a decode step with `sequences` sequences a DP group.
 
     Raises:
-      ConfigError: there is none that is large enough, or the pages do not suffice.
+      ConfigError: no bucket is large enough, or the pages do not suffice.
     """
     limits, cache = deployment.scheduler, deployment.cache
     pages = -(-context // cache.page_size)
@@ -116,8 +105,8 @@ def bucket_of(deployment: Deployment, sequences: int, context: int) -> Bucket:
 def decode_plan(
     deployment: Deployment, lane: int, number: int, bucket: Bucket, sequences: int, context: int
 ) -> StepPlan:
-    """A decode step of sequences of this context, whose tokens are drawn at random: so are the
-    experts that they choose, as far as the model goes."""
+    """Builds a decode step of sequences with this context. Their tokens are drawn at random, so
+    that their experts are random, too."""
     random = np.random.default_rng(number)
     pages = -(-context // deployment.cache.page_size)
     groups = [
@@ -137,15 +126,15 @@ def decode_plan(
 
 
 def measure(deployment: Deployment, driver: Any, options: argparse.Namespace, rounds: int) -> None:
-    """All rounds; the loop enqueues a lane's next step before it reads the last one's tokens.
+    """Runs all rounds; the loop enqueues a lane's next step before it reads the last one's tokens.
 
     Args:
       driver: a `Cell`.
     """
     number = 0
     points = list(itertools.product(options.batches, options.contexts))
-    for count in range(rounds):
-        random.Random(count).shuffle(points)  # alike in both processes
+    for turn in range(rounds):
+        random.Random(turn).shuffle(points)  # alike in both processes
         for sequences, context in points:
             bucket = bucket_of(deployment, sequences, context)
             plans = [
@@ -159,7 +148,7 @@ def measure(deployment: Deployment, driver: Any, options: argparse.Namespace, ro
 
 
 def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
-    """Steps of all lanes in turn, one of each lane at a time; returns when all are done.
+    """Runs steps of all lanes in turn, one of each lane at a time, to their end.
 
     Args:
       driver: a `Cell`.
@@ -191,55 +180,34 @@ def _read(driver: Any, lane: int, finished: Finished | Passed) -> None:
     np.asarray(finished.last.addressable_data(0))
 
 
-def work(options: argparse.Namespace) -> dict[str, Any]:
-    """One of the two processes."""
-    deployment = load_deployment(options.config, options.set)
-    process = ProcessArguments(
-        process_id=options.process, processes=2, coordinator=options.coordinator
+def work(
+    config: str,
+    overrides: list[str],
+    coordinator: str,
+    process: int,
+    cores: list[int],
+    rounds: int,
+    **points: Any,
+) -> list[Span]:
+    """One of the two processes. `points` has `batches`, `contexts` and `steps`."""
+    deployment, wanted = load_deployment(config, overrides), argparse.Namespace(**points)
+    initialise(
+        ProcessArguments(process_id=process, processes=2, coordinator=coordinator), deployment
     )
-    initialise(process, deployment)
     runtime = build_runtime(deployment)
     barrier("compiled", _COMPILE_SECONDS)  # attention has more programs; the link waits for less
     warm_up(runtime)
-    measure(deployment, runtime.driver, options, rounds=1)  # warm everywhere
+    measure(deployment, runtime.driver, wanted, rounds=1)  # warm everywhere
     barrier("warm")
-    os.sched_setaffinity(0, options.cores)  # this thread's, and that of those which it starts
-    recorder = Recorder(options.process)
+    os.sched_setaffinity(0, cores)  # this thread's, and that of those which it starts
+    recorder = Recorder(process)
     runtime.driver.observer = recorder
-    measure(deployment, runtime.driver, options, options.rounds)
+    measure(deployment, runtime.driver, wanted, rounds)
     spans = recorder.ended(30.0)
-    # The leader goes last: JAX aborts a process whose coordination service is gone.
-    barrier("measured")
-    if options.process == 0:
-        time.sleep(_LEADER_STAYS_SECONDS)
-    jax.distributed.shutdown()
-    return {"spans": msgspec.to_builtins(spans)}
+    leave_runtime(process)
+    return spans
 
 
-def _counts(text: str) -> list[int]:
-    """`4,16` as numbers above 0."""
-    found = _numbers(text)
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
-
-
-def main() -> None:
-    """A worker."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--coordinator", default="")
-    parser.add_argument("--cores", type=_numbers)
-    parser.add_argument("--result", required=True)
-    options = parser.parse_args([*sys.argv[1:], "--timeline", "."])
-    with writing(options.result) as result:
-        result |= work(options)
-
-
-if __name__ == "__main__":
-    main()
+def counts(text: str) -> list[int]:
+    """Type of options that take several numbers of things, as in `4,16`."""
+    return [count(item) for item in text.split(",")]

@@ -1,4 +1,7 @@
-"""`serve` from the command to its `ready` line, with an empty and with a full compile cache (d)."""
+"""`serve` from the command to its `ready` line, with an empty and with a full compile cache.
+
+Part of `bench pipeline`.
+"""
 
 import os
 import re
@@ -8,17 +11,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.tokens import CONFIG
+from jaxserve.bench.requests import DEMO
 from jaxserve.bench.workers import BenchError, end, prepare
 
 COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
 _SECONDS = 180.0
 
 
-def measure(quick: bool) -> Part:
+def measure(quick: bool) -> Iterator[Part]:
     """Starts `serve` cold once and warm once (three times unless quick)."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as cache:
         cold = start(cache)
@@ -32,17 +36,18 @@ def measure(quick: bool) -> Part:
             Measure(f"  {name}, {state}", run[name], "s") for name in run if name != "ready"
         ]
     notes = ["From exec to `ready`. Warm: the fastest of the runs that find the first one's cache."]
-    title = "(d) python -m jaxserve.serve --config configs/demo.yaml, to ready"
-    return Part("startup", title, measures, notes, {"cold": cold, "warm": warm})
+    title = "python -m jaxserve.serve --config configs/demo.yaml, to ready"
+    yield Part("startup", title, measures, notes, {"cold": cold, "warm": warm})
 
 
 def start(cache: str) -> dict[str, float]:
-    """Seconds from exec until `serve` is ready, in total and by part; ends it with SIGTERM.
+    """Starts `serve`, and ends it with SIGTERM. Returns the seconds from exec until it is ready, in
+    total and by part.
 
     Raises:
       BenchError: it ended before it was ready, or is late.
     """
-    command = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", str(CONFIG)]
+    command = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", str(DEMO)]
     command += ["--set", "server.grpc_port=0", "--set", "server.http_port=0"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -17,15 +17,14 @@ clock is the thread's own CPU time: nothing here waits,
 and what else the machine does is not counted. Knows nothing of JAX.
 """
 
-import functools
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.bench.report import Measure, Part, run_parts
+from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.workers import BenchError
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
@@ -87,15 +86,10 @@ class Times(NamedTuple):
         return [sum(parts) for parts in zip(*self[:4], strict=True)]
 
 
-def run(quick: bool, json_file: Path | None) -> int:
-    """Measures every shape; 1 if the target is missed."""
-    shapes = SHAPES[:2] if quick else SHAPES
-    parts = {f"{shape.sequences}": functools.partial(_measured, shape) for shape in shapes}
-    return run_parts("host", parts, [*parts], quick, json_file)
-
-
-def _measured(shape: Shape, quick: bool) -> Part:
-    return part_of(shape, measure(shape, rounds=3 if quick else 60))
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures every shape."""
+    for shape in SHAPES[:2] if quick else SHAPES:
+        yield part_of(shape, SteadyState(shape).measure(3 if quick else 60))
 
 
 def part_of(shape: Shape, times: Times) -> Part:
@@ -109,16 +103,11 @@ def part_of(shape: Shape, times: Times) -> Part:
     measures += [
         Measure("plan + arrays + encode + complete", median(total), "ms", limit),
         Measure("  mean", statistics.mean(total), "ms"),
-        Measure("  95th percentile", float(np.percentile(total, 95)), "ms"),
+        Measure("  95th percentile", percentile(total, 95), "ms"),
         Measure(f"  {LANES} lanes", LANES * median(total), "ms"),
     ]
     title = f"{shape.sequences} sequences a lane, {shape.groups} groups ({shape.name})"
     return Part(str(shape.sequences), title, measures, details=times._asdict())
-
-
-def measure(shape: Shape, rounds: int) -> Times:
-    """Runs `rounds` decode steps of every lane after the slots are filled."""
-    return SteadyState(shape).measure(rounds)
 
 
 class SteadyState:

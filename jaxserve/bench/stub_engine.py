@@ -1,25 +1,24 @@
-"""Engines without a model, for benches of what stands before one.
-
-Called by `front.py` and `streams.py`.
-"""
+"""Engines without a model, for benchmarks of the faces. Used by `front.py` and `streams.py`."""
 
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe.view import PipelineView
 from jaxserve.text.tokenizer import Tokenizer
 
-PORTION = 1
-"""Tokens that the stub hands out at a time."""
+FOLDER = CONFIGS / "demo"
+"""Model that the stubs pretend to be."""
+PROMPT = [5, 6, 7]
 
 
 class StubEngine:
-    """A `TokenEngine` that has every token at once, `PORTION` a callback."""
+    """A `TokenEngine` that has every token at once, one a callback."""
 
     status = "ready"
     failure: EngineFailedError | None = None
@@ -45,16 +44,8 @@ class StubEngine:
     ) -> str:
         assert request_id is not None
         script = (self._script * (params.max_tokens // len(self._script) + 1))[: params.max_tokens]
-        for start in range(0, len(script), PORTION):
-            token_ids = script[start : start + PORTION]
-            last = start + PORTION >= len(script)
-            on_output(
-                TokenOutput(
-                    request_id=request_id,
-                    token_ids=token_ids,
-                    finish_reason="length" if last else None,
-                )
-            )
+        for number, token_id in enumerate(script, 1):
+            on_output(_output(request_id, token_id, number == len(script)))
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -73,16 +64,21 @@ class StubEngine:
         return self._info
 
 
+def _output(request_id: str, token_id: int, last: bool) -> TokenOutput:
+    reason: FinishReason | None = "length" if last else None
+    return TokenOutput(request_id=request_id, token_ids=[token_id], finish_reason=reason)
+
+
 class PacedEngine(StubEngine):
     """A `TokenEngine` whose thread gives every request one token per step until it has them all.
 
     Args:
-      tokenizer: of the model that it pretends to be.
-      step_seconds: from one step to the next.
+      tokenizer: tokenizer of the model that it pretends to be.
+      step_seconds: seconds from one step to the next.
 
     Attributes:
-      thread: the step loop's.
-      emitting: CPU seconds that handing out the tokens took, of every step.
+      thread: thread of the step loop.
+      emitting: for each step, the CPU seconds of handing out its tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, step_seconds: float):
@@ -96,7 +92,7 @@ class PacedEngine(StubEngine):
 
     @property
     def running(self) -> int:
-        """Requests that get tokens."""
+        """Number of requests that get tokens."""
         return len(self._running)
 
     def submit(
@@ -120,15 +116,11 @@ class PacedEngine(StubEngine):
     def _run(self) -> None:
         next_step = time.monotonic()
         while True:
-            token_ids = [self._script[len(self.emitting) % len(self._script)]]
+            token_id = self._script[len(self.emitting) % len(self._script)]
             begin = time.thread_time()
             for request_id, on_output in list(self._running.items()):
                 last = len(self.emitting) >= self._ends.get(request_id, 0)
-                reason: FinishReason | None = "length" if last else None
-                output = TokenOutput(
-                    request_id=request_id, token_ids=token_ids, finish_reason=reason
-                )
-                on_output(output)
+                on_output(_output(request_id, token_id, last))
                 if last:
                     self.cancel(request_id)
             self.emitting.append(time.thread_time() - begin)

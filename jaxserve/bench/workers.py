@@ -1,15 +1,17 @@
-"""Runs the workers of a bench: processes that measure and write their result to a file.
+"""Runs functions of a benchmark in processes of their own.
 
-JAX fixes the number of devices once per process, so every setting gets its own process. No worker
-outlives its deadline or the bench.
+JAX fixes the number of devices once per process, so every setting gets its own process. No process
+outlives its deadline or the benchmark.
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,30 +22,44 @@ import msgspec
 from jaxserve.commands.children import ending_with_parent
 from jaxserve.errors import JaxserveError
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
-"""What starts a deployment's processes on this host; in a checkout alone."""
 _LOOK_SECONDS = 0.05
-_BARRIER_SECONDS = 60.0
+_BARRIER_SECONDS, _LEADER_STAYS_SECONDS = 60.0, 3.0
 
 
 class BenchError(JaxserveError):
-    """A worker failed or was late; the message holds the end of its output."""
+    """A measurement failed or was late; for a process, the message has the end of its output."""
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One process of a bench."""
+    """Function to run in a process of its own.
 
-    module: str
-    """Run as `python -m module arguments --result FILE`."""
-    arguments: list[str] = []
-    environment: Mapping[str, str] = {}
-    """On top of this process's own."""
+    Attributes:
+      function: function of a module; its result has to be representable in JSON.
+      arguments: its keyword arguments, likewise.
+      devices: number of simulated CPU devices; 0: as the environment says.
+      core: the only core that the process may use; None: all cores of this process.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = {}
+    devices: int = 0
     core: int | None = None
-    """The one core it runs on; None: all that this process may use."""
+
+    def command(self, *result: str) -> list[str]:
+        """Command line of the process. Without a result file, the function reads questions from
+        standard input and prints answers (see `Helper`)."""
+        given = msgspec.json.encode(self.arguments).decode()
+        function = self.function.__module__, self.function.__name__
+        return [sys.executable, "-m", "jaxserve.bench.workers", *function, given, *result]
+
+    def environment(self) -> dict[str, str]:
+        """Environment of the process: that of this one, on CPUs unless it names a platform."""
+        found = {"JAX_PLATFORMS": "cpu", **os.environ}
+        return found | ({"JAX_NUM_CPU_DEVICES": f"{self.devices}"} if self.devices else {})
 
 
 def run_worker(worker: Worker, seconds: float) -> Any:
-    """Runs one worker and returns its result.
+    """Runs one worker and returns the function's result.
 
     Raises:
       BenchError: it failed, or did not end within `seconds`.
@@ -52,61 +68,104 @@ def run_worker(worker: Worker, seconds: float) -> Any:
 
 
 def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
-    """Runs workers concurrently; returns each one's result, or None where it wrote none.
+    """Runs workers concurrently and returns the functions' results.
 
     Raises:
       BenchError: one failed, or they did not all end within `seconds`. None is left running.
     """
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder, _Group() as group:
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         results = [Path(folder, f"{number}.json") for number in range(len(workers))]
         outputs = [Path(folder, f"{number}.txt") for number in range(len(workers))]
+        processes = []
         for worker, result, output in zip(workers, results, outputs, strict=True):
-            command = [sys.executable, "-m", worker.module, *worker.arguments]
-            group.start([*command, "--result", str(result)], worker, output)
-        while (codes := group.poll()).count(None):
-            if any(codes) or time.monotonic() > deadline:
-                break
-            time.sleep(_LOOK_SECONDS)
-        for number, code in enumerate(codes):
-            if code:
-                raise BenchError(_failure(workers[number], f"ended with {code}", outputs[number]))
-        if None in codes:
-            number = codes.index(None)
-            late = f"took more than {seconds:g} s"
-            raise BenchError(_failure(workers[number], late, outputs[number]))
-        return [msgspec.json.decode(r.read_bytes()) if r.exists() else None for r in results]
-
-
-class _Group:
-    """Starts processes that are ended when the block is left."""
-
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> "_Group":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for process in self._processes:
-            end(process)
-
-    def start(self, command: list[str], worker: Worker, output: Path) -> None:
-        with output.open("wb") as target:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env={"JAX_PLATFORMS": "cpu", **os.environ, **worker.environment},
+            with output.open("wb") as target:
+                process = subprocess.Popen(
+                    worker.command(str(result)),
+                    env=worker.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=target,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=prepare(worker.core),  # noqa: PLW1509  (no thread runs here)
                 )
-            )
+            stack.callback(end, process)
+            processes.append(process)
+        while (codes := [process.poll() for process in processes]).count(None):
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        # A failure first: it is why the others are late.
+        for number in sorted(range(len(codes)), key=lambda number: not codes[number]):
+            if (code := codes[number]) != 0:
+                why = f"ended with {code}" if code else f"took more than {seconds:g} s"
+                lines = outputs[number].read_text(errors="replace").splitlines()[-20:]
+                name = " ".join(workers[number].command()[3:])
+                raise BenchError("\n".join([f"{name} {why}:", *(f"  {line}" for line in lines)]))
+        return [msgspec.json.decode(result.read_bytes()) for result in results]
 
-    def poll(self) -> list[int | None]:
-        return [process.poll() for process in self._processes]
+
+class Helper:
+    """Child process that reads questions and prints answers, one line of JSON each.
+
+    It has to end when its standard input does. It may be started while threads run here.
+
+    Args:
+      command: command line; `Worker.command` gives that of a function.
+      seconds: deadline of the whole conversation.
+      environment: of the process; None: that of this one.
+    """
+
+    def __init__(
+        self, command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+    ):
+        self._command, self._seconds = " ".join(command[1:]), seconds
+        # In the session of this process: schedulers share the cores between sessions.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._late = threading.Timer(seconds, self._process.kill)
+        self._late.start()
+
+    def __enter__(self) -> "Helper":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._late.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, question: object) -> Any:
+        """Sends a question and returns the answer; raises as `answer`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(msgspec.json.encode(question).decode() + "\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Returns the next answer.
+
+        Raises:
+          BenchError: the process ended instead, or was ended because it was late.
+        """
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return msgspec.json.decode(line)
+        raise BenchError(f"{self._command}: ended early, or after more than {self._seconds:g} s")
+
+
+def say(answer: object) -> None:
+    """In a helper: prints an answer."""
+    print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+def asked() -> Iterator[Any]:
+    """In a helper: yields the questions until the end of standard input."""
+    yield from map(msgspec.json.decode, sys.stdin)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -118,7 +177,8 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def prepare(core: int | None = None) -> Callable[[], None]:
-    """Run by a child before exec: pins it to its core, and has it die with its parent."""
+    """Returns what a child runs before exec: pins it to its core, and has it die with its
+    parent."""
     end_with_parent = ending_with_parent(signal.SIGKILL)
 
     def run() -> None:
@@ -129,11 +189,23 @@ def prepare(core: int | None = None) -> Callable[[], None]:
     return run
 
 
+def two_cores(bench: str) -> list[int]:
+    """Returns two cores, one for each process of a pair.
+
+    Raises:
+      BenchError: this process may use only one.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise BenchError(f"{bench}: needs two cores")
+    return cores
+
+
 def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
     """In a worker: waits for the others of its runtime; JAX's public one wants equal device counts.
 
     Raises:
-      JaxRuntimeError: they did not come within so many seconds: a minute.
+      JaxRuntimeError: they did not come in time.
     """
     from jax._src import distributed
 
@@ -142,15 +214,24 @@ def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
     client.wait_at_barrier(name, int(seconds * 1000))
 
 
-@contextlib.contextmanager
-def writing(path: str) -> Iterator[dict[str, Any]]:
-    """For workers: yields a dictionary that is written to the result file at the end."""
-    result: dict[str, Any] = {}
-    yield result
-    Path(path).write_bytes(msgspec.json.encode(result))
+def leave_runtime(process: int) -> None:
+    """In a worker of a runtime: waits for the others and leaves. Process 0 goes last, since JAX
+    aborts a process whose coordination service is gone."""
+    import jax
+
+    barrier("measured")
+    if process == 0:
+        time.sleep(_LEADER_STAYS_SECONDS)
+    jax.distributed.shutdown()
 
 
-def _failure(worker: Worker, what: str, output: Path) -> str:
-    lines = output.read_text(errors="replace").splitlines()[-20:]
-    name = " ".join([worker.module, *worker.arguments])
-    return "\n".join([f"{name} {what}:", *(f"  {line}" for line in lines)])
+def _main(module: str, name: str, arguments: str, result: str = "") -> None:
+    found = getattr(importlib.import_module(module), name)(**msgspec.json.decode(arguments))
+    if result:
+        Path(result).write_bytes(msgspec.json.encode(found))
+    sys.stdout.flush()
+    os._exit(0)  # an ordinary exit would wait for threads of servers
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

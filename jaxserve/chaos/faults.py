@@ -9,26 +9,20 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import cast
 
 from jaxserve.chaos.deployment import Deployment, Process
 from jaxserve.chaos.proxy import Mode
 from jaxserve.chaos.schedule import Fault
 
 TURN_SECONDS = 0.1
-"""Of a slow process: in every one it stands for a part."""
-_MODES: Mapping[str, Mode] = {
-    "cut": "cut",
-    "stall": "stall",
-    "truncate": "truncate",
-    "delay": "delay",
-    "corrupt": "corrupt",
-}
+"""Period of a slow process, which is stopped for a part of each."""
 
 
 @contextlib.contextmanager
 def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator[None]:
-    """For as long as the block takes."""
+    """Has the fault happen while the block runs."""
     pid = victim.pid
     match fault.kind:
         case "kill":
@@ -51,12 +45,12 @@ def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator
                 over.set()
                 thread.join()
         case "drop" | "delay" | "corrupt":
-            mode = _MODES[fault.how or fault.kind]
-            deployment.proxies[victim.dialled].disturb(mode, fault.size)
+            proxy = deployment.proxies[victim.dialled]
+            proxy.disturb(cast(Mode, fault.how or fault.kind), fault.size)
             try:
                 yield
             finally:
-                deployment.proxies[victim.dialled].disturb("")
+                proxy.disturb("")
         case "disk":
             before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))

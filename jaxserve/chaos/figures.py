@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.chaos.load import Record
 from jaxserve.chaos.resources import Life, held
 
@@ -114,6 +114,16 @@ def waits(record: Record) -> Iterator[tuple[float, float]]:
     return itertools.pairwise([record.wanted, *record.arrivals])
 
 
+def silence(event: Event, until: float, records: Sequence[Record]) -> float:
+    """Returns the longest time without a token of any request, in seconds, from the fault until
+    everything was ready again or the next fault came, and the first token after that."""
+    arrivals = sorted(at for record in records for at in record.arrivals if event.at < at < until)
+    near = [event.at, *itertools.takewhile(lambda at: at < event.until, arrivals)]
+    near += arrivals[len(near) - 1 : len(near)]
+    steps = [later - earlier for earlier, later in itertools.pairwise(near)]
+    return max(steps, default=float("inf"))
+
+
 def gaps(
     records: Sequence[Record], begin: float, end: float, without: Collection[int] = ()
 ) -> list[float]:
@@ -138,7 +148,7 @@ def undisturbed(found: Found) -> list[float]:
 
 
 def _p99(found: Sequence[float]) -> float | None:
-    return statistics.quantiles(found, n=100)[98] if len(found) >= FEW else None
+    return percentile(found, 99) if len(found) >= FEW else None
 
 
 def trouble(record: Record) -> float:
@@ -184,6 +194,7 @@ def _part(
     ends = [*(event.at for event in events[1:]), float("inf")]
     own = [(events[n], ends[n]) for n in numbers]
     backs = [back(event, end, found.records) for event, end in own]
+    quiet = [silence(event, end, found.records) for event, end in own]
     whole = [event.until - event.at - event.seconds for event, _ in own]
     seen = [event for event, _ in own if event.to_be_noticed]
     noticed = [float("inf") if event.noticed is None else event.noticed for event in seen]
@@ -201,6 +212,8 @@ def _part(
             "s",
             TOGETHER_BACK_SECONDS if together else BACK_SECONDS,
         ),
+        Measure("no token of any request, median", statistics.median(quiet), "s"),
+        Measure("no token of any request, longest", max(quiet), "s"),
         Measure(
             "all processes ready again, longest",
             max(whole),
@@ -227,7 +240,7 @@ def _part(
         words[event.by or "nobody"] = words.get(event.by or "nobody", 0) + 1
     notes = [f"noticed by: {by} ({count})" for by, count in sorted(words.items())[:4]]
     victims = "+".join(roles)
-    details = {"back": backs, "ready": whole}
+    details = {"back": backs, "quiet": quiet, "ready": whole}
     return Part(f"{kind} {victims}", f"{kind}, {victims}", measures, notes, details)
 
 

@@ -15,15 +15,14 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
 
-from jaxserve.bench.report import Measure, Part, Report, conclude, describe_machine, table
-from jaxserve.bench.report import this_machine as machine_now
+from jaxserve.bench.report import Measure, Part, count, percentile, publish
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 
@@ -43,14 +42,14 @@ SERVER_ERRORS = ("UNKNOWN", "INTERNAL", "DATA_LOSS", "UNIMPLEMENTED", "DEADLINE_
 
 Random = random.Random
 Send = Callable[[], Awaitable[int | str]]
-"""Sends a request; returns its status."""
+"""Sends a request and returns its status."""
 
 
-# ------------------------------------------------------------------------------- what is sent
+# ------------------------------------------------------------------------------- requests
 
 
 def hostile_grammar(rng: Random) -> tuple[str, Any]:
-    """A form of `structured_outputs`, and its value."""
+    """Draws a form of `structured_outputs`, and its value."""
     count = rng.choice([3, 30, 300, 900, 1500, 3000])
     letters = "abc(){}[]|*+?.\\^$:\"'/~&-,0129pLN \n"
     garbage = "".join(rng.choice(letters) for _ in range(count))
@@ -166,7 +165,7 @@ def hostile_chat(rng: Random) -> dict[str, Any]:
 
 
 def hostile_body(rng: Random) -> bytes:
-    """A whole HTTP request, or what begins like one."""
+    """Draws a whole HTTP request, or bytes that begin like one."""
     good = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
     count = rng.choice([3, 300, 3000, 90_000])
     mutated = bytearray(good)
@@ -187,7 +186,7 @@ def hostile_body(rng: Random) -> bytes:
 
 
 def hostile_message(rng: Random) -> bytes:
-    """A gRPC request that is no message, or one with hostile fields."""
+    """Draws a gRPC request that is no message, or one with hostile fields."""
     count = rng.choice([3, 300, 90_000])
     good = pb.GenerateRequest(text="hi", max_tokens=2)
     mutated = bytearray(good.SerializeToString())
@@ -218,8 +217,8 @@ async def over_http(address: str, request: bytes, whole: bool = True) -> int:
 
     Args:
       address: host:port.
-      request: is sent as it is.
-      whole: False: some answers need more than was sent, and hanging up makes them unnecessary.
+      request: bytes to send unchanged.
+      whole: False: the request may be incomplete, so hang up rather than wait for the answer.
     """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -238,14 +237,14 @@ async def over_http(address: str, request: bytes, whole: bool = True) -> int:
 
 
 def http_request(path: str, body: str) -> bytes:
-    """A request whose connection ends with its answer."""
+    """Encodes a request whose connection ends with its answer."""
     data = body.encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def over_grpc(call: Awaitable[Any]) -> str:
-    """The name of the code of a call."""
+    """Returns the name of the code of a call."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -254,7 +253,7 @@ async def over_grpc(call: Awaitable[Any]) -> str:
 
 
 def http_kinds(address: str, rng: Random) -> dict[str, Callable[[], Send]]:
-    """Kind → makes a request over HTTP."""
+    """Kind → function that makes a request over HTTP."""
 
     def completion(form: str) -> Send:
         body = f'{{"prompt":"hi","max_tokens":{MAX_TOKENS},"structured_outputs":{form}}}'
@@ -281,7 +280,7 @@ def http_kinds(address: str, rng: Random) -> dict[str, Callable[[], Send]]:
 
 
 def grpc_kinds(channel: grpc.aio.Channel, rng: Random) -> dict[str, Callable[[], Send]]:
-    """Kind → makes a request over gRPC, which has no templates."""
+    """Kind → function that makes a request over gRPC, which has no templates."""
     stub = InferenceStub(channel)
     raw: Any = channel.unary_unary(GENERATE)
 
@@ -306,7 +305,7 @@ def grpc_kinds(channel: grpc.aio.Channel, rng: Random) -> dict[str, Callable[[],
 
 
 def wrong(kind: str, status: int | str) -> bool:
-    """Whether the server must not answer so."""
+    """True if the server must not answer with this status."""
     if isinstance(status, int):
         return status >= 500 or (status == HANG_UP and kind != "http bodies")
     return status in SERVER_ERRORS
@@ -316,7 +315,7 @@ def wrong(kind: str, status: int | str) -> bool:
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a process and its descendants hold."""
+    """Resources of a process and its descendants."""
 
     files: int = 0
     threads: int = 0
@@ -342,7 +341,7 @@ class Held(msgspec.Struct, frozen=True):
         )
 
     def within(self, other: "Held") -> bool:
-        """Whether it is nowhere more."""
+        """True if no count is more than that of `other`."""
         own, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return all(one <= most for one, most in zip(own, others, strict=True))
 
@@ -364,8 +363,8 @@ class Run:
         self.waits: list[float] = []
         self._options = options
 
-    async def measure(self) -> list[Part]:
-        """Sends everything; the parts of a report."""
+    async def measure(self) -> Part:
+        """Sends everything and builds the report."""
         warm_up, seed = self._options.warm_up, self._options.seed
         await self._every_process()
         await self._send(warm_up, Random(f"warm-up {seed}"))
@@ -378,7 +377,7 @@ class Run:
         if not bystander.cancelled():
             self.failed.append(f"ordinary requests: {bystander.exception()!r}")
         after = await self._settled(before)
-        return self._parts(before, after)
+        return self._part(before, after)
 
     async def _send(self, number: int, rng: Random) -> None:
         async with grpc.aio.insecure_channel(self._options.grpc) as channel:
@@ -418,13 +417,13 @@ class Run:
             await asyncio.sleep(0.05)
 
     async def _every_process(self) -> None:
-        """Has the processes for templates and grammars started, where the last one has ended."""
+        """Makes the server start its processes for templates and grammars again, if they ended."""
         await self._ordinary("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
         new = "".join(random.choices("abcdefgh", k=20))  # not one that is kept
         await self._ordinary(prompt="hi", structured_outputs={"regex": f"({new}){{1,9}}"})
 
     async def _settled(self, most: Held | None) -> Held:
-        """What the server holds once that does not change any more, or is within `most`."""
+        """Counts the server's resources once they no longer change, or are within `most`."""
         await self._every_process()
         deadline = time.monotonic() + SETTLE_SECONDS
         held = Held.of(self._options.pid)
@@ -435,7 +434,7 @@ class Run:
                 break
         return held
 
-    def _parts(self, before: Held, after: Held) -> list[Part]:
+    def _part(self, before: Held, after: Held) -> Part:
         measures = []
         for kind, statuses in self.statuses.items():
             counts = ", ".join(f"{number} × {status}" for status, number in statuses.most_common())
@@ -445,33 +444,31 @@ class Run:
         measures.append(
             Measure(f"{len(self.waits)} ordinary requests: longest", max(self.waits), "s")
         )
-        middle = sorted(self.waits)[len(self.waits) // 2]
-        measures.append(Measure("ordinary requests: p50", middle, "s"))
+        measures.append(Measure("ordinary requests: p50", percentile(self.waits, 50), "s"))
         for name, earlier in msgspec.structs.asdict(before).items():
             measures.append(Measure(f"{name} ({earlier})", getattr(after, name), "", earlier))
-        return [Part("hostile", "hostile requests", measures, sorted(set(self.failed))[:20])]
+        return Part("hostile", "hostile requests", measures, sorted(set(self.failed))[:20])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sends hostile requests and prints what became of them; the exit code."""
+    """Sends hostile requests and prints the results; returns the exit code."""
     made = argparse.ArgumentParser(
         prog="python -m jaxserve.chaos.hostile",
         description="Hostile requests to a server on this host.",
     )
     made.add_argument("--http", required=True, metavar="HOST:PORT", help="of the server")
     made.add_argument("--grpc", required=True, metavar="HOST:PORT", help="of the server")
-    made.add_argument("--pid", type=int, required=True, help="of the server")
-    made.add_argument("--number", type=int, default=500, help="of each kind (%(default)s)")
-    made.add_argument("--warm-up", type=int, default=WARM_UP, help="of each kind (%(default)s)")
+    made.add_argument("--pid", type=count, required=True, help="of the server")
+    made.add_argument("--number", type=count, default=500, help="of each kind (%(default)s)")
+    made.add_argument("--warm-up", type=count, default=WARM_UP, help="of each kind (%(default)s)")
     made.add_argument("--seed", type=int, default=0, help="of the requests (%(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="for the report")
     options = made.parse_args(arguments)
-    machine = machine_now()
-    print(describe_machine(machine), flush=True)
-    parts = asyncio.run(Run(options).measure())
-    for part in parts:
-        print(f"\n{table(part)}", flush=True)
-    return conclude(Report("hostile", False, machine, parts), options.json)
+    return publish("hostile", _measured(Run(options)), options)
+
+
+def _measured(run: Run) -> Iterator[Part]:
+    yield asyncio.run(run.measure())
 
 
 if __name__ == "__main__":

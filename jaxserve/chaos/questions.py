@@ -1,21 +1,18 @@
 """Requests whose answers are known: prompts of source code, completed greedily or with a seed.
 
-`python -m jaxserve.chaos.questions --config FILE --questions FILE --result FILE` writes their
-answers, as one colocated engine without a fleet and without a prefix cache gives them. Used by
-`storm.py`.
+The right answers are those of one colocated engine without a fleet and without a prefix cache. Used
+by `storm.py`.
 """
 
-import argparse
-import os
 import random
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from jaxserve.bench.workers import Worker, run_worker, writing
+from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.config.command_line import read_deployment
+from jaxserve.engine.request import SamplingParams
 
 WORDS = (
     "def fibonacci(n):\n    if n",
@@ -133,41 +130,21 @@ def answers(
     asked: Sequence[Question], config: str | None, model: str | None, sets: Sequence[str]
 ) -> list[list[int]]:
     """Returns the token ids of each answer, from a process of its own; raises as `run_worker`."""
-    with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as folder:
-        file = Path(folder, "questions.json")
-        file.write_bytes(msgspec.json.encode(asked))
-        arguments = ["--questions", str(file)]
-        for name, value in (("--config", config), ("--model", model)):
-            arguments += [name, value] if value is not None else []
-        for one in sets:
-            arguments += ["--set", one]
-        found = run_worker(Worker("jaxserve.chaos.questions", arguments), SECONDS)
-    return msgspec.convert(found["answers"], list[list[int]])
+    given = {"asked": msgspec.to_builtins(asked), "config": config, "model": model}
+    found = run_worker(Worker(answer, {**given, "sets": sets}), SECONDS)
+    return msgspec.convert(found, list[list[int]])
 
 
-def _main() -> None:
-    from jaxserve.config.command_line import add_deployment_arguments, read_deployment
-    from jaxserve.engine.request import SamplingParams
+def answer(
+    asked: Sequence[Any], config: str | None, model: str | None, sets: Sequence[str]
+) -> list[list[int]]:
+    """In the worker: answers the questions with a colocated engine."""
     from jaxserve.llm import LLM
 
-    parser = argparse.ArgumentParser()
-    add_deployment_arguments(parser)
-    parser.add_argument("--questions", required=True)
-    parser.add_argument("--result")
-    options = parser.parse_args()
-    asked = msgspec.json.decode(Path(options.questions).read_bytes(), type=list[Question])
-    deployment = read_deployment(options.config, options.model, [*options.set, *COLOCATED])
-    with writing(options.result) as result, LLM(deployment) as llm:
-        outputs = llm.generate(
-            [question.prompt for question in asked],
-            [
-                SamplingParams(max_tokens=question.tokens, ignore_eos=True, **question.sampling)
-                for question in asked
-            ],
-        )
-        result["answers"] = [output.token_ids for output in outputs]
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()
+    known = msgspec.convert(asked, list[Question])
+    with LLM(read_deployment(config, model, [*sets, *COLOCATED])) as llm:
+        params = [
+            SamplingParams(max_tokens=one.tokens, ignore_eos=True, **one.sampling) for one in known
+        ]
+        outputs = llm.generate([one.prompt for one in known], params)
+    return [output.token_ids for output in outputs]

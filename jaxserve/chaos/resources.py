@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.bench.launched import Process
 from jaxserve.bench.report import Measure, Part
+from jaxserve.chaos.deployment import Process
 
 MATURE_SECONDS = 20.0
 """Age under which a process still loads, and is not compared."""

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.launched import Line, Process
 from jaxserve.bench.workers import BenchError
-from jaxserve.chaos.deployment import Deployment
+from jaxserve.chaos.deployment import Deployment, Line, Process
 from jaxserve.chaos.faults import happening
 from jaxserve.chaos.figures import Event, Found
 from jaxserve.chaos.load import Face, Load

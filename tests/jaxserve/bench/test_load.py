@@ -16,7 +16,7 @@ def test_the_checkpoint_is_one(tmp_path):
 
 @pytest.mark.nightly
 def test_measures_every_way_as_a_multiple_of_cat():
-    part = load.measure(True)
+    (part,) = load.measure(True)
     assert [m.name for m in part.measures if m.limit == 2.5] == ["1A1F ÷ cat", "colocated ÷ cat"]
     assert [m.name for m in part.measures if m.limit == 2.0] == ["convert ÷ load"]
     rounds = {way: len(seconds) for way, seconds in part.details["seconds"].items()}

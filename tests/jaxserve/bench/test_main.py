@@ -6,9 +6,9 @@ import math
 import pytest
 
 from jaxserve.bench import __main__ as command
-from jaxserve.bench import pipeline
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError
+from tests import golden
 
 
 @pytest.fixture
@@ -19,11 +19,12 @@ def parts(monkeypatch):
     def part(name, value):
         def measure(quick):
             asked.append((name, quick))
-            return Part(name, name, [Measure("number", value, "", 1.0)])
+            yield Part(name, name, [Measure("number", value, "", 1.0)])
 
         return measure
 
-    monkeypatch.setattr(pipeline, "PARTS", {"one": part("one", 1.0), "two": part("two", 2.0)})
+    both = {"one": part("one", 1.0), "two": part("two", 2.0)}
+    monkeypatch.setitem(command.BENCHES, "pipeline", command.Bench("", both))
     return asked
 
 
@@ -44,9 +45,23 @@ def test_a_part_that_cannot_run(monkeypatch, capsys):
     def measure(quick):
         raise BenchError("needs two cores")
 
-    monkeypatch.setattr(pipeline, "PARTS", {"one": measure})
+    monkeypatch.setitem(command.BENCHES, "pipeline", command.Bench("", {"one": measure}))
     assert command.main(["pipeline"]) == 2
     assert "bench: needs two cores" in capsys.readouterr().err
+
+
+def test_wrong_options(capsys):
+    """`golden/bench/wrong.txt` lists them."""
+
+    def said(words):
+        try:
+            code = command.main(words.split())
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    golden.check_each("bench/wrong.txt", said)
 
 
 def test_step_host_quickly(tmp_path, capsys):
@@ -72,4 +87,4 @@ def test_host_time_quickly(tmp_path, capsys):
     values = {measure["name"].strip(): measure["value"] for measure in part["measures"]}
     assert {"driver ÷ naive loop, wall", "driver ÷ bare loop, wall"} <= set(values)
     assert all(math.isfinite(value) and value > 0 for value in values.values())
-    assert "(a) host time per layer and lane" in capsys.readouterr().out
+    assert "host time per layer and lane" in capsys.readouterr().out

@@ -1,12 +1,9 @@
 """What the parts of the bench make of their samples; the storms and loops are run by hand."""
 
-import math
-
 import numpy as np
 import pytest
 
 from jaxserve.bench import drafts, options, plans, sampling
-from jaxserve.bench.kills import gaps
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
 from jaxserve.fleet.control import Boundary, encode
@@ -74,22 +71,9 @@ def test_a_plan_is_as_long_as_a_real_one():
 
 def test_plans_have_medians_and_a_limit():
     samples = {"thread": [1.0], "busiest": [2.0], "mean": [3.0], "latency": [4000.0]}
-    cpu = {"tree": {"cpu": [10.0, 915.0, 9999.0]}, "streams": {"cpu": [3660.0]}}
-    given = {way: samples | seconds for way, seconds in cpu.items()}
-    golden.check("bench/plans.txt", table(plans.part_of(31, given)) + "\n")
-    assert plans.part_of(7, given).measures[2].limit is None
-
-
-@pytest.mark.parametrize(
-    ("kills", "arrivals", "longest"),
-    [
-        ([1.05, 2.1], [0.5, 1.0, 1.1, 1.9, 2.0, 3.2, 3.3], [1.9 - 1.1, 3.2 - 2.1]),
-        ([1.0], [0.9, 2.5, 2.6], [1.5]),  # the kill itself begins the silence
-        ([1.0], [0.5], [math.inf]),
-    ],
-)
-def test_the_longest_silence_after_each_kill(kills, arrivals, longest):
-    assert gaps(kills, arrivals) == longest
+    samples["cpu"] = [10.0, 915.0, 9999.0]
+    golden.check("bench/plans.txt", table(plans.part_of(31, samples)) + "\n")
+    assert plans.part_of(7, samples).measures[2].limit is None
 
 
 @pytest.mark.parametrize(

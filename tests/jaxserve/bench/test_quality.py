@@ -23,7 +23,7 @@ def test_score_is_that_of_the_numpy_model():
     """Two texts, the longer one of two steps; BF16 against FP64, so to a few thousandths."""
     texts = quality.held_out(DEMO, files=3, tokens=150)[1:]
     assert [len(text.token_ids) for text in texts] == [151, 151]
-    runtime = build_runtime(quality.deployment(quality.DEMO, texts, BASE))
+    runtime = build_runtime(quality.deployment(texts, BASE))
     score = quality.score(runtime, texts)
     model, nats, choices = Step3Numpy.from_folder(DEMO), 0.0, []
     for text in texts:

@@ -1,18 +1,20 @@
-"""A worker of a bench for the tests: does what its first argument says."""
+"""Functions that the tests run in processes of their own."""
 
-import argparse
 import sys
 import time
 
-from jaxserve.bench.workers import writing
+from jaxserve.bench.workers import asked, say
 
-parser = argparse.ArgumentParser()
-parser.add_argument("mode")
-parser.add_argument("--result", required=True)
-options = parser.parse_args()
-if options.mode == "fail":
-    sys.exit("no luck")
-if options.mode == "sleep":
-    time.sleep(600)
-with writing(options.result) as result:
-    result["mode"] = options.mode
+
+def work(mode: str) -> dict[str, str]:
+    """In a worker: does what its argument says."""
+    if mode == "fail":
+        sys.exit("no luck")
+    if mode == "sleep":
+        time.sleep(600)
+    return {"mode": mode}
+
+
+def repeat(times: int) -> None:
+    """In a helper: answers one question."""
+    say(times * next(asked()))

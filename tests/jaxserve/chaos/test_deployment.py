@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from jaxserve.bench.launched import _STARTED, role_of
-from jaxserve.chaos.deployment import SHIM
+from jaxserve.chaos.deployment import _STARTED, SHIM, role_of
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The arithmetic of a storm, on requests and faults that are written down here."""
 
 from jaxserve.bench.report import missed
-from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, undisturbed
+from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, silence, undisturbed
 from jaxserve.chaos.load import Record, how_it_failed
 
 
@@ -29,6 +29,9 @@ def test_back_is_the_longest_wait_from_the_fault_on():
     assert back(event(at=11.7), 14.0, records) == 12.7 - 12.0
     assert back(event(at=14.5), 20.0, records) == 15.1 - 14.5
     assert back(event(), 11.0, records) == 1.0, "what comes after the next fault is that one's"
+    assert silence(event(at=9.95, until=12.0), 20.0, records) == 11.5 - 9.95
+    assert silence(event(at=12.9, until=15.0), 20.0, records) == 15.1 - 12.9, "the next token"
+    assert silence(event(at=19.5), 30.0, records) == float("inf")
 
 
 def test_a_judge_breaks_nothing_and_counts_what_it_did():

@@ -3,8 +3,8 @@
 import os
 import subprocess
 
-from jaxserve.bench.launched import Process
 from jaxserve.bench.report import missed
+from jaxserve.chaos.deployment import Process
 from jaxserve.chaos.resources import Census, Life, Sample, at_age, held, sample
 
 

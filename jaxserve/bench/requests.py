@@ -1,0 +1,103 @@
+"""Random prompts, and requests that an engine runs together, with the times of their tokens."""
+
+import itertools
+import queue
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxserve.bench.workers import BenchError
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.link.pages.source import PagesSource
+
+DEMO = CONFIGS / "demo.yaml"
+OUTPUT_SECONDS = 60.0
+"""Longest time without a token."""
+
+
+def random_prompts(draw: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:
+    """Draws `count` prompts of `tokens` token ids below `vocab`."""
+    return [[draw.randrange(vocab) for _ in range(tokens)] for _ in range(count)]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """Exactly `tokens` greedy tokens."""
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+class Ran(NamedTuple):
+    """Requests that ran together.
+
+    Attributes:
+      seconds: from the first submit to the last token.
+      core_seconds: core time of this process in that time.
+      arrivals: for each request the times of its tokens, seconds after the first submit.
+    """
+
+    seconds: float
+    core_seconds: float
+    arrivals: list[list[float]]
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all requests."""
+        return sum(map(len, self.arrivals)) / self.seconds
+
+    @property
+    def gap(self) -> float:
+        """Seconds from one token of a request to its next: median of the requests' means."""
+        return statistics.median((a[-1] - a[0]) / (len(a) - 1) for a in self.arrivals)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens of the same request."""
+        return [b - a for times in self.arrivals for a, b in itertools.pairwise(times)]
+
+
+def run_requests(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    source: PagesSource | None = None,
+    on_output: Callable[[int, TokenOutput], None] = lambda number, output: None,
+) -> Ran:
+    """Runs requests together and waits for their ends.
+
+    Args:
+      params: of all requests, or of each.
+      source: a prefill worker that holds the pages of the prompts.
+      on_output: called by the engine's thread with the number of a request and its output.
+
+    Raises:
+      BenchError: a request ended early, or no token came for a minute.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    outputs: queue.SimpleQueue[tuple[int, float, TokenOutput]] = queue.SimpleQueue()
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    start, core = time.perf_counter(), time.process_time()
+
+    def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> None:
+        def came(output: TokenOutput) -> None:
+            outputs.put((number, time.perf_counter() - start, output))
+            on_output(number, output)
+
+        engine.submit(prompt, params, came, source=source)
+
+    for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        submit(number, prompt, one)
+    left = len(prompts)
+    while left:
+        try:
+            number, at, output = outputs.get(timeout=OUTPUT_SECONDS)
+        except queue.Empty:
+            why = f"no token for {OUTPUT_SECONDS:g} s; engine: {engine.status}"
+            raise BenchError(why) from None
+        if output.finish_reason not in (None, "length"):
+            raise BenchError(f"request {number} ended with {output.finish_reason}: {output.error}")
+        arrivals[number] += [at] * len(output.token_ids)
+        left -= output.finish_reason is not None
+    return Ran(time.perf_counter() - start, time.process_time() - core, arrivals)
