@@ -49,7 +49,7 @@ LEAST_PAGE = 64
 
 Places = tuple[Array, ...]
 """Positions that the tokens of a batch read, the same for every layer of a window: the fields of
-`Items`, the number of items, and the number of padding tokens."""
+`Items`, the number of items, the number of padding tokens, and the flat page table."""
 
 SMEM_BYTES = 768 * 2**10
 """Scalar memory, of 1 MiB, that the page table and the items may take."""
@@ -93,8 +93,7 @@ def paged_attention(
             f"{target.device_kind} has no INT8 matrix products: int8_products runs on v5e and v6e"
         )
     tokens, q_heads, head_dim = queries.shape
-    sequences, pages_per_sequence = page_table.shape
-    pool, kv_heads, page_size, _ = k_pages.shape
+    _, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
     cache = Cache(k_pages, v_pages, k_scales, v_scales, v_width, rope_pages)
@@ -112,8 +111,6 @@ def paged_attention(
         v_width=v_width,
         page_size=page_size,
         pages_per_block=cut.pages_per_block,
-        pages_per_sequence=pages_per_sequence,
-        pool=pool,
         tile=cut.tile,
         item_tokens=cut.item_tokens,
         window=window,
@@ -123,10 +120,9 @@ def paged_attention(
         int8_products=int8_products,
     )
     if places is None:
-        size = page_size, pages_per_sequence
-        places = _items(sequences, size, window, cut.item_tokens, sequence_of_token, position)
-    items = (*places, page_table.reshape(-1))
-    smem = 4 * sum(array.size for array in items)
+        where = page_table, sequence_of_token, position
+        places = _places(cache, *where, window=window, largest=cut.item_tokens)
+    smem = 4 * sum(array.size for array in places)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
             f"page_table {page_table.shape} and {tokens} tokens take {smem} bytes of scalar "
@@ -147,7 +143,7 @@ def paged_attention(
         for array, swap in zip(arrays, swapped, strict=True)
     ]
     call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
-    output, *lse = call(*items, grouped, *stored, *scales)
+    output, *lse = call(*places, grouped, *stored, *scales)
     if sizes.compact:
         output = output.astype(queries.dtype)
         return output, lse[0].reshape(tokens, q_heads) if with_lse else None
@@ -212,27 +208,24 @@ def places_of(
     target: Target,
 ) -> Places:
     """Returns the `places` of `paged_attention`; only the shapes of queries and pages are read."""
-    sequences, pages_per_sequence = page_table.shape
     sizes = call_of(queries, cache, page_table)
     largest = sizes.cut(sizes.tiles(target.device_kind)).item_tokens
-    size = sizes.page_size, pages_per_sequence
-    return _items(sequences, size, window, largest, sequence_of_token, position)
+    where = page_table, sequence_of_token, position
+    return _places(cache, *where, window=window, largest=largest)
 
 
-def _items(
-    sequences: int,
-    size: tuple[int, int],
-    window: int,
-    largest: int,
+def _places(
+    cache: Cache,
+    page_table: Array,
     sequence_of_token: Array,
     position: Array,
+    *,
+    window: int,
+    largest: int,
 ) -> Places:
-    """Returns the places of items of at most `largest` tokens.
-
-    Args:
-      size: tokens of a page, and pages of a sequence.
-    """
-    page_size, pages_per_sequence = size
+    """Returns the places of items of at most `largest` tokens."""
+    pool, _, page_size, _ = cache.k_pages.shape
+    sequences, pages_per_sequence = page_table.shape
     items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
     start = jnp.zeros_like(items.kv_length)
     if window:
@@ -249,6 +242,9 @@ def _items(
         pages,
         items.total,
         jnp.sum(position < 0, dtype=jnp.int32)[None],
+        # Clamped here, once for all layers: scalar instructions take a tenth of a decode step's
+        # bundles.
+        jnp.clip(page_table.reshape(-1), 0, pool - 1),
     )
 
 

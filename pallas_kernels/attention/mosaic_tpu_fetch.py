@@ -35,9 +35,6 @@ class Sizes(NamedTuple):
     v_width: int
     page_size: int
     pages_per_block: int
-    pages_per_sequence: int
-    pool: int
-    """Pages in the pool."""
     tile: int
     """Query tokens per product."""
     item_tokens: int
@@ -111,7 +108,7 @@ class Fetcher:
         plan: Sizes,
         items: Items,
         total: Any,  # [1]: items
-        table: Any,  # [sequences * pages_per_sequence]
+        table: Any,  # [sequences * pages_per_sequence] ids of pages in the pool
         queries: Copied,
         pools: list[Pool],
         arrived: Any,  # [BUFFERS] semaphores of blocks
@@ -154,7 +151,7 @@ class Fetcher:
             self.fetch_page(producer, index)
 
     def fetch_page(self, producer: Producer, index: Any) -> None:
-        number = jnp.clip(self.table[producer.row + index], 0, self.plan.pool - 1)
+        number = self.table[producer.row + index]
         for copy in self.page_copies(number, producer.step & (BUFFERS - 1), index):
             copy.start()
 

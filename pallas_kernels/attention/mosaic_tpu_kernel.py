@@ -56,6 +56,17 @@ class Mask(NamedTuple):
     """Position of the block's first token."""
 
 
+class Weighed(NamedTuple):
+    """Weights of the positions of a block, of one tile and head."""
+
+    at: tuple[Any, ...]
+    """Index of the tile, head and rows in `State`."""
+    fade: Array
+    """Factor of the sums so far, [rows, 1]."""
+    weights: list[tuple[slice, Array, Array | None]]
+    """Positions, their weights [rows, positions], and in INT8 the scales of the rows."""
+
+
 class Kernel:
     """The body of the kernel."""
 
@@ -131,8 +142,12 @@ class Kernel:
             steady &= there & (producer.left >= plan.pages_per_block)
 
             def both(tile: Any, tokens: int) -> None:
-                self.mix(item, tile, tokens, before, None)
-                self.score(item, tile, tokens, slot, None)
+                # The matrix units multiply in the order of the program: what `score` gives them
+                # hides the exponentials of `weigh`, on which the products of `mix` wait.
+                for head in range(plan.kv_heads):
+                    weighed = self.weigh(tile, tokens, head, before, None)
+                    self.score(item, tile, tokens, head, slot, None)
+                    self.mix(weighed, before, None)
 
             def steadily() -> None:
                 self.fetcher.fetch_first_queries(producer)
@@ -145,10 +160,13 @@ class Kernel:
                 self.fetcher.await_pages(slot, ready)
 
             def mix(tile: Any, tokens: int) -> None:
-                self.mix(item, tile, tokens, before, Mask(item, base - plan.block))
+                mask = Mask(item, base - plan.block)
+                for head in range(plan.kv_heads):
+                    self.mix(self.weigh(tile, tokens, head, before, mask), before, mask)
 
             def score(tile: Any, tokens: int) -> None:
-                self.score(item, tile, tokens, slot, Mask(item, base))
+                for head in range(plan.kv_heads):
+                    self.score(item, tile, tokens, head, slot, Mask(item, base))
 
             # The common case has no branches inside, so that its two chains overlap. All others:
             # partial blocks, masks, the first and the last round.
@@ -197,98 +215,92 @@ class Kernel:
                 rows = slice(index * tokens, (index + 1) * tokens)
                 self.ordered[tile, head, rows] = queries.astype(plan.query_dtype)
 
-    def score(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
-        """Scores of a tile against the block in a slot, and the row maxima."""
+    def score(
+        self, item: Any, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None"
+    ) -> None:
+        """Stores the scores of a tile against the block in a slot, and the row maxima."""
         plan, state, rows = self.plan, self.state, tokens * self.plan.group
-        item_slot = item & (BUFFERS - 1)
-        for head in range(plan.kv_heads):
-            if plan.compact:
-                queries = self.ordered[tile, head, :rows]
+        if plan.compact:
+            queries = self.ordered[tile, head, :rows]
+        else:
+            which = pl.ds(tile * plan.tile, tokens)
+            queries = self.queries.buffer[item & (BUFFERS - 1), which, head]
+            queries = queries.reshape(rows, plan.head_dim)
+        scores: Any = None  # [rows, block]
+        for pool, columns in self.keys:
+            part, keys = queries[:, columns], pool.buffer[slot, head]
+            tokens_axis = 0 if pool.swapped else 1
+            if plan.int8_products and pool.scales is not None:
+                whole, row_scales = _rounded(part.astype(jnp.float32), jnp.abs)
+                part = _product(whole, keys, tokens_axis).astype(jnp.float32) * row_scales
             else:
-                which = pl.ds(tile * plan.tile, tokens)
-                queries = self.queries.buffer[item_slot, which, head].reshape(rows, plan.head_dim)
-            scores: Any = None  # [rows, block]
-            for pool, columns in self.keys:
-                part, keys = queries[:, columns], pool.buffer[slot, head]
-                tokens_axis = 0 if pool.swapped else 1
-                if plan.int8_products and pool.scales is not None:
-                    whole, row_scales = _rounded(part.astype(jnp.float32), jnp.abs)
-                    part = _product(whole, keys, tokens_axis).astype(jnp.float32) * row_scales
-                else:
-                    keys = _converted(keys, plan.dtype)
-                    part = _product(part.astype(plan.dtype), keys, tokens_axis)
-                if pool.scales is not None:
-                    part *= self.scale_row(pool, slot, head) * plan.scale
-                else:
-                    part *= plan.scale
-                scores = part if scores is None else scores + part
-            if mask is not None:
-                scores = jnp.where(self.visible(mask, tile, rows), scores, -jnp.inf)
-            state.scores[tile, head, :rows] = scores
-            state.largest_of_block[tile, head, :rows] = jnp.max(scores, axis=1, keepdims=True)
-
-    def mix(self, item: Any, tile: Any, tokens: int, slot: Any, mask: "Mask | None") -> None:
-        """Adds the weighted values of the block in a slot to a tile's running sums."""
-        plan, state, rows = self.plan, self.state, tokens * self.plan.group
-        for head in range(plan.kv_heads):
-            at = (tile, head, slice(rows))
-            # Online softmax: when the running maximum grows, the sums so far are rescaled by
-            # `fade`.
-            before = state.largest[at]
-            largest = jnp.maximum(before, state.largest_of_block[at])
-            fade = jnp.exp2(before - largest)
-            state.largest[at] = largest
-            scales = None  # [1, block]
-            if self.pools[-1].scales is not None:
-                scales = self.scale_row(self.pools[-1], slot, head)
-                if mask is not None:
-                    scales = jnp.where(self.seen(mask, scales.shape, 1), scales, 0.0)
-            add = self.add_int8 if plan.int8_products else self.add_floats
-            total, mixed = add(at, largest, scales, slot, mask)
-            state.total[at] = state.total[at] * fade + total
-            state.mixed[at] = state.mixed[at] * fade + mixed
-
-    def add_floats(
-        self, at: tuple[Any, ...], largest: Array, scales: Any, slot: Any, mask: "Mask | None"
-    ) -> tuple[Array, Array]:
-        """The block's weights, summed up, and its values, weighted."""
-        weights = jnp.exp2(self.state.scores[at] - largest)
-        total = jnp.sum(weights, axis=1, keepdims=True)
-        values = self.values(slot, at[1])
-        tokens_axis = 1 if self.pools[-1].swapped else 0
+                part = _product(part.astype(plan.dtype), self.operand(keys), tokens_axis)
+            if pool.scales is not None:
+                part *= self.scale_row(pool, slot, head) * plan.scale
+            else:
+                part *= plan.scale
+            scores = part if scores is None else scores + part
         if mask is not None:
-            seen = self.seen(mask, values.shape, tokens_axis)
-            values = jnp.where(seen, values, jnp.zeros_like(values))
-        if scales is not None:
-            weights *= scales
-        return total, _product(weights.astype(self.plan.dtype), values, tokens_axis)
+            scores = jnp.where(self.visible(mask, tile, rows), scores, -jnp.inf)
+        state.scores[tile, head, :rows] = scores
+        state.largest_of_block[tile, head, :rows] = jnp.max(scores, axis=1, keepdims=True)
 
-    def add_int8(
-        self, at: tuple[Any, ...], largest: Array, scales: Any, slot: Any, mask: "Mask | None"
-    ) -> tuple[Array, Array]:
-        """The same in INT8, where nothing that is not seen can be NaN, some positions at a time."""
-        pool, width = self.pools[-1], slice(self.plan.v_width)
-        tile, head, rows = at
-        weights_total: Any = None  # [rows, 1]
-        mixed: Any = None  # [rows, v_width]
-        for start in range(0, self.plan.block, PRODUCT_TOKENS):
-            some = slice(start, min(start + PRODUCT_TOKENS, self.plan.block))
-            weights = jnp.exp2(self.state.scores[tile, head, rows, some] - largest)
-            total = jnp.sum(weights, axis=1, keepdims=True)
-            which = (width, some) if pool.swapped else (some, width)
-            whole, row_scales = _rounded(weights * scales[:, some])
-            values = pool.buffer[(slot, head, *which)]
-            part = _product(whole, values, 1 if pool.swapped else 0)
-            part = part.astype(jnp.float32) * row_scales
-            weights_total = total if weights_total is None else weights_total + total
-            mixed = part if mixed is None else mixed + part
-        return weights_total, mixed
+    def weigh(self, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None") -> "Weighed":
+        """Returns the weights of the block in a slot, and adds them to a tile's running totals."""
+        plan, state = self.plan, self.state
+        at = (tile, head, slice(tokens * plan.group))
+        # Online softmax: when the running maximum grows, the sums so far are rescaled by `fade`.
+        before = state.largest[at]
+        largest = jnp.maximum(before, state.largest_of_block[at])
+        fade = jnp.exp2(before - largest)
+        state.largest[at] = largest
+        scales = None  # [1, block]
+        if self.pools[-1].scales is not None:
+            scales = self.scale_row(self.pools[-1], slot, head)
+            if mask is not None:
+                scales = jnp.where(self.seen(mask, scales.shape, 1), scales, 0.0)
+        total = state.total[at] * fade
+        weights: list[tuple[slice, Array, Array | None]] = []
+        step = PRODUCT_TOKENS if plan.int8_products else plan.block
+        for start in range(0, plan.block, step):
+            some = slice(start, min(start + step, plan.block))
+            part = jnp.exp2(state.scores[(*at, some)] - largest)
+            total += jnp.sum(part, axis=1, keepdims=True)
+            if scales is not None:
+                part *= scales[:, some]
+            if plan.int8_products:
+                weights.append((some, *_rounded(part)))
+            else:
+                weights.append((some, part.astype(plan.dtype), None))
+        state.total[at] = total
+        return Weighed(at, fade, weights)
 
-    def values(self, slot: Any, head: int) -> Array:
-        """Values of a block, [block, v_width] or swapped."""
-        pool, width = self.pools[-1], slice(self.plan.v_width)
-        which = (width, slice(None)) if pool.swapped else (slice(None), width)
-        return _converted(pool.buffer[(slot, head, *which)], self.plan.dtype)
+    def mix(self, weighed: "Weighed", slot: Any, mask: "Mask | None") -> None:
+        """Adds the weighted values of the block in a slot to a tile's running sums."""
+        plan, at, pool = self.plan, weighed.at, self.pools[-1]
+        tokens_axis = 1 if pool.swapped else 0
+        mixed = self.state.mixed[at] * weighed.fade  # [rows, v_width]
+        for some, weights, row_scales in weighed.weights:
+            which = (some, slice(plan.v_width))
+            values = pool.buffer[(slot, at[1], *(which[::-1] if pool.swapped else which))]
+            if row_scales is not None:  # INT8, in which what is not seen is not NaN
+                mixed += _product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
+                continue
+            values = self.operand(values)
+            if mask is not None:
+                seen = self.seen(mask, values.shape, tokens_axis)
+                values = jnp.where(seen, values.astype(plan.dtype), jnp.zeros((), plan.dtype))
+            mixed += _product(weights, values, tokens_axis)
+        self.state.mixed[at] = mixed
+
+    def operand(self, stored: Array) -> Array:
+        """Returns keys or values as a product takes them. FP8, which is stored as its bits, uint8,
+        needs no conversion where the other operand is BF16: the matrix units of v7x take both."""
+        if stored.dtype == jnp.uint8:
+            stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
+        if stored.dtype == jnp.float8_e4m3fn and self.plan.dtype == jnp.bfloat16:
+            return stored
+        return stored.astype(self.plan.dtype)
 
     def scale_row(self, pool: Pool, slot: Any, head: int) -> Array:
         """Scales of a block, [1, block]."""
@@ -419,13 +431,6 @@ class Kernel:
                 output.outside.at[self.items.first[item] + token],
                 self.written.at[slot],
             )
-
-
-def _converted(stored: Array, dtype: Any) -> Array:
-    """Keys or values converted to the products' dtype; FP8 is stored as its bits, uint8."""
-    if stored.dtype == jnp.uint8:
-        stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
-    return stored.astype(dtype)
 
 
 def _rounded(

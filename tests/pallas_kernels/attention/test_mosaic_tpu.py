@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.attention import mosaic_tpu, mosaic_tpu_kernel, paged_attention, tiles
 from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
+from tests.pallas_kernels.attention.suite import PADDING, RotatedPartSuite, Sizes
 from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F401
 
 pytestmark = pytest.mark.unoptimised
@@ -35,6 +35,15 @@ class TestMosaicTpu(RotatedPartSuite):
     @pytest.fixture(autouse=True)
     def parts_of_a_block(self, monkeypatch):
         monkeypatch.setattr(mosaic_tpu_kernel, "PRODUCT_TOKENS", self.products)
+
+    @pytest.mark.parametrize("shared", [True, False], ids=["latent", "two heads"])
+    def test_fp8_meets_bfloat16_as_it_is(self, shared):
+        """Lengths of a block less one and partial blocks, a draft, a window; whole blocks too."""
+        sizes = Sizes(
+            kv_heads=1 if shared else 2, head_dim=24, shared=shared, cache="fp8", window=72
+        )
+        chunks = [(9 * self.page_size - 1, 1), PADDING, (5, 1), (8 * self.page_size, 3)]
+        self.check(self.case(sizes, chunks, dtype=jnp.bfloat16), tolerance=0.01)
 
     @pytest.mark.parametrize("wait", ["await_block", "await_pages", None])
     def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch):
