@@ -25,9 +25,15 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.float_matrices import placed
-from jaxserve.planner.copies import Copy, copies
 from jaxserve.planner.kernels import busiest_by_chance
-from jaxserve.planner.scheduled import Window, count_collectives, exchanged_bytes, windows
+from jaxserve.planner.scheduled import (
+    Copy,
+    Window,
+    copies,
+    count_collectives,
+    exchanged_bytes,
+    windows,
+)
 from jaxserve.roles.attention import attention_executables
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import deployment_buckets, role_bytes
@@ -103,7 +109,7 @@ class CompiledProgram(NamedTuple):
     """Collectives that kernels run beside."""
     copied: int = 0
     """Of programs with layers, bytes of arrays, none smaller than a layer's largest weight, that
-    are written again as they were, or in other bits (`copies.py`); in a loop, once."""
+    are written again as they were, or in other bits (`scheduled.py`); in a loop, once."""
 
 
 class RoleMemory(NamedTuple):

@@ -1,12 +1,22 @@
-"""What the fast link of a device carries when many devices use it at once: a switch or a torus.
+"""What the fast link of a device carries when many devices use it at once, a switch or a torus; and
+the seconds in which the devices of the ffn role exchange a layer's rows.
 
-Called by `collectives.py` and `search.py`. A switch (NVLink) gives every device its bandwidth,
-whoever it talks to. On a torus (TPU) a device has a link to each neighbour, so what two far parts
-of a slice exchange shares the links between them. Knows hardware, not models.
+Called by `stages.py`. The bytes are those of `model/ffn/traffic.py`, which the engine runs by;
+between islands of the fast link they cross the network. A switch (NVLink) gives every device its
+bandwidth, whatever it talks to. On a torus (TPU) a device has a link to each neighbour, so what two
+far parts of a slice exchange shares the links between them. Knows hardware, not models.
 """
 
 import math
+from typing import NamedTuple
 
+from jaxserve.model.ffn.traffic import (
+    ExchangeKind,
+    ExchangeMesh,
+    RowBytes,
+    alltoall_moves,
+    gather_moves,
+)
 from jaxserve.planner.hardware import Hardware
 
 
@@ -76,3 +86,52 @@ def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
 def _link(hardware: Hardware) -> float:
     """Bytes/s of a JAX device, one way, over one of its chip's links."""
     return hardware.link / (2 * hardware.torus)
+
+
+class Rows(NamedTuple):
+    """Rows of a layer's FFN on their way."""
+
+    own: float
+    """Rows of a device."""
+    size: RowBytes
+    reached: float
+    """Part of the ranks that a row goes to; 1 in a gather."""
+    shared: bool
+    """Whether there is a shared expert."""
+
+
+def exchange_bytes_seconds(
+    kind: ExchangeKind, hardware: Hardware, mesh: ExchangeMesh, rows: Rows, *, brought: bool
+) -> tuple[float, float]:
+    """Seconds there and back at the peak of link and network, without latencies.
+
+    Between islands of the fast link a gather moves a row once, and the fast link spreads it then;
+    an all-to-all moves it as often as ranks there need it, and both networks are busy at once.
+
+    Args:
+      brought: whether the link between the roles has brought the rows to every island, and takes
+        the islands' results in the model's format from there (`Assumptions.broadcast`).
+    """
+    row, devices = rows.size, mesh.ranks * mesh.tensor
+    near = min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)
+    if kind == "alltoall":
+        moved = alltoall_moves(mesh, row, rows.reached, shared=rows.shared)
+        far, sizes = rows.reached * (mesh.peers - near), (row.packed, row.result)
+        link = alltoall_bandwidth(hardware, devices)
+        return (
+            rows.own * _at_once(moved.there, far * sizes[0], link, hardware.network),
+            rows.own * _at_once(moved.back, far * sizes[1], link, hardware.network),
+        )
+    moved = gather_moves(mesh, row)
+    link, far = gather_bandwidth(hardware, devices), mesh.peers / near - 1
+    there, back = (
+        rows.own * rows.reached * (whole - far * size) / link
+        + (0.0 if brought else rows.own * far * size / hardware.network)
+        for whole, size in zip(moved, (row.packed, row.result), strict=True)
+    )
+    return there, back
+
+
+def _at_once(whole: float, far: float, link: float, network: float) -> float:
+    """Seconds of one row's bytes, of which `far` go over the network meanwhile."""
+    return max((whole - far) / link, far / network)

@@ -1,4 +1,5 @@
-"""What kernels multiply: attention's products, their padding, and the rows of the busiest experts.
+"""What kernels multiply: attention's products, their padding, and the rows of the busiest experts;
+and the blocks that plain XLA computes in where it has no kernel.
 
 Called by `stages.py` and `stage_times.py`; knows neither rates nor deployments.
 """
@@ -12,6 +13,14 @@ import numpy as np
 
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import AttentionLayers
+
+BLOCK_TOKENS, FIRST_TOKENS = 128, 32
+"""Positions of a context that hardware without kernels attends to at a time, and of the first
+`BLOCK_TOKENS` (`pallas_kernels/attention/reference.py`)."""
+
+BLOCK_ROWS = 8
+"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
+once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
 
 
 def core_flops(group: AttentionLayers) -> float:
@@ -104,3 +113,16 @@ def busiest_by_chance(ranks: int, rows: float) -> float:
 @functools.cache
 def _largest(draws: int) -> float:
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
+
+
+@functools.lru_cache(4096)
+def blocks_met(tokens: int, share: float) -> float:
+    """Mean number of blocks of `BLOCK_ROWS` rows that an expert has of so many tokens, each of
+    which chooses it with this probability: Σ P(rows > 8 j)."""
+    if share >= 1:
+        return float(-(-tokens // BLOCK_ROWS))
+    rows = np.arange(tokens + 1)
+    steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1)) + math.log(share / (1 - share))
+    logs = tokens * math.log1p(-share) + np.concatenate([[0.0], np.cumsum(steps)])
+    above = 1 - np.cumsum(np.exp(logs))
+    return float(np.sum(above[:tokens:BLOCK_ROWS]))

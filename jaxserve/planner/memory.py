@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxserve.planner.assumptions import number_bytes
-from jaxserve.planner.drafts import entrance_bytes
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, FFNLayers
@@ -164,7 +163,7 @@ class Memory:
     def _sum_up(self, layout: Layout) -> _Fixed:
         # With drafts, weights and cache of the module count, too.
         calculator = self._drafting if layout.drafts else self._calculator
-        entrance = entrance_bytes(calculator) if layout.drafts else 0.0
+        entrance = calculator.entrance_bytes if layout.drafts else 0.0
         mesh, moe = layout.ffn_mesh, calculator.model.moe
         hardware = self._ffn.get(layout.ffn) or self._attention[layout.attention]
         moving = 0.0

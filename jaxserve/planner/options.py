@@ -18,15 +18,13 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
-from jaxserve.planner.drafts import NO_DRAFTS, acceptance
 from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.noise import Jitter
+from jaxserve.planner.noise import Jitter, read_skew
 from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
-from jaxserve.planner.search import Searcher
-from jaxserve.planner.skew import read_skew
+from jaxserve.planner.search import NO_DRAFTS, Acceptance, Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.layout import Bucket
 
@@ -179,6 +177,25 @@ def assumptions(items: Sequence[str]) -> Assumptions:
     if wrong:
         raise ConfigError(f"--assume: out of range: {'; '.join(wrong)}")
     return found
+
+
+def acceptance(text: str, most: int) -> Acceptance:
+    """Reads `0.9`, the same for every draft, or `0.9,0.7`, one each, of up to `most` drafts.
+
+    Raises:
+      ConfigError: it is no list of shares, or too short.
+    """
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise ConfigError(f"--acceptance {text!r}: expected shares from 0 to 1, as in 0.9,0.7")
+    if len(shares) == 1:
+        return Acceptance(shares * most)
+    if len(shares) < most:
+        raise ConfigError(f"--acceptance {text!r}: {len(shares)} shares for {most} drafts")
+    return Acceptance(shares)
 
 
 _PRODUCTS = ("auto", *PLANNED)

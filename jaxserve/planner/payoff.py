@@ -25,6 +25,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.models import CostModel, load_model
+from jaxserve.planner.noise import Skew, read_skew
 from jaxserve.planner.options import (
     add_shared,
     assumptions,
@@ -35,7 +36,6 @@ from jaxserve.planner.options import (
 )
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.search_view import DECODE_ONLY
-from jaxserve.planner.skew import Skew, read_skew
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import Part, Report, show
 

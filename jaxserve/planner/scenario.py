@@ -21,8 +21,7 @@ from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.skew import Skew
+from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from jaxserve.storage.mirror import INT8_PRODUCTS

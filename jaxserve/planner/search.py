@@ -3,30 +3,58 @@
 Three modes: `afd`, attention and FFN on separate devices of any two kinds; `ep`, colocated, with
 one DP group per device and the experts divided over all of them; `tp`, colocated, with everything
 sharded over the devices of one fast link. Plain arithmetic by `stages.py`.
+
+A step with k drafts feeds 1 + k tokens a sequence; the multi-token-prediction module is passed k
+times: once over all of the step's tokens, then over one token a sequence (xDeepServe §4.6).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.planner.calibration import NOTHING, Terms
-from jaxserve.planner.drafts import (
-    NO_DRAFTS,
-    Acceptance,
-    Pass,
-    entrance_seconds,
-    passes,
-)
-from jaxserve.planner.fabric import middle_bandwidth
+from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
-from jaxserve.planner.skew import Skew, mean_busiest
+from jaxserve.planner.noise import Skew, mean_busiest
 from jaxserve.planner.stages import Calculator, FFNStage, StageTime
 
 STAGES = ("attend", "dispatch", "ffn", "combine")
+
+
+class Acceptance(msgspec.Struct, frozen=True):
+    """How often the drafts of a step are accepted.
+
+    Attributes:
+      shares: of the first draft, of the second where the first was accepted, and so on.
+    """
+
+    shares: tuple[float, ...]
+
+    def tokens(self, drafts: int) -> float:
+        """Tokens that a sequence gets of a step with so many drafts."""
+        return 1 + sum(itertools.accumulate(self.shares[:drafts], lambda a, b: a * b))
+
+
+NO_DRAFTS = Acceptance(())
+
+
+class Pass(NamedTuple):
+    """One run of the module in a step."""
+
+    batch: int
+    """Sequences a DP group."""
+    rows: int
+    """Tokens of each."""
+
+
+def passes(batch: int, drafts: int) -> Iterator[Pass]:
+    """Yields the passes of a step with `drafts` drafts."""
+    for draft in range(drafts):
+        yield Pass(batch, 1 if draft else 1 + drafts)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +257,7 @@ class Searcher:
         for one in passes(batch, layout.drafts):
             times = self._layer(layout, *calculator.model.module, one)
             seconds += self._lanes_seconds(layout, times)
-            of_lane = entrance_seconds(calculator, a, one.batch * one.rows)
+            of_lane = calculator.entrance(a, one.batch * one.rows)
             of_lane += calculator.head(a, batch, layout.tp)
             seconds += layout.lanes * of_lane
         return seconds
@@ -287,7 +315,7 @@ class Searcher:
         calculator = self.calculator
         a, f = self.attention[layout.attention], self.ffn[layout.ffn]
         tokens = layout.dp * batch
-        dispatch, combine = crossings(calculator, layout, a, f, batch)
+        dispatch, combine = calculator.crossings(layout, a, f, batch)
         return {
             "dispatch": dispatch,
             "ffn": self._ffn_parts(layout, group, f, tokens).stage(calculator.assumed.overlap),
@@ -300,42 +328,6 @@ class Searcher:
         busiest, redundant = self._busiest(layout), layout.redundant_slots
         mesh = layout.ffn_mesh
         return self.calculator.ffn(group, hardware, tokens, mesh, busiest, redundant)
-
-
-def crossings(
-    calculator: Calculator, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
-) -> tuple[StageTime, StageTime]:
-    """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles."""
-    joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
-    bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
-    copies = 1.0
-    if calculator.assumed.broadcast:
-        copies = -(-layout.ffn_devices // ffn.link_devices)
-        if calculator.model.moe is not None:
-            copies *= calculator.needed(calculator.model.moe, layout.ep)
-    sent, received = batch / layout.tp, layout.dp * batch * calculator.own_rows(layout.ffn_mesh)
-    rows = [copies * sent, copies * received]
-    if joined:  # on a torus the roles are two parts of a slice, with few links between them
-        bandwidth.append(middle_bandwidth(attention, layout.devices))
-        rows.append(copies * layout.dp * batch)
-    there = calculator.cross(bandwidth, rows, calculator.dispatch_bytes())
-    back = calculator.cross(bandwidth, rows, calculator.combine_bytes())
-    return (
-        _corrected(calculator, "dispatch", attention, there),
-        _corrected(calculator, "combine", ffn, back),
-    )
-
-
-def _corrected(
-    calculator: Calculator, stage: Literal["dispatch", "combine"], sender: Hardware, roof: StageTime
-) -> StageTime:
-    """A crossing as measured of such ones, else as predicted."""
-    if calculator.measured is NOTHING:
-        return roof
-    moving = (roof.seconds - calculator.assumed.crossing_seconds) * calculator.assumed.network
-    form, terms = calculator.formats.of(stage), Terms(moving, 0.0)
-    seconds = calculator.measured.seconds(stage, sender.name, form, 0, terms, roof.seconds)
-    return StageTime(seconds, roof.bound)
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:

@@ -12,7 +12,7 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import steady_window, summarise, typical_steps
 from jaxserve.planner.lanes import LinkMode
-from jaxserve.planner.noise import ExpertLoads, Lengths
+from jaxserve.planner.noise import ExpertLoads, Lengths, read_skew
 from jaxserve.planner.options import (
     add_scenario,
     add_shared,
@@ -26,7 +26,6 @@ from jaxserve.planner.options import (
 )
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
-from jaxserve.planner.skew import read_skew
 from jaxserve.planner.view import Part, Report, show
 
 PREFILL_ELSEWHERE = (

@@ -11,14 +11,19 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.blocks import BLOCK_TOKENS, FIRST_TOKENS
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import Expanded, chunk_padding, prompt_chunks, tile_padding
+from jaxserve.planner.kernels import (
+    BLOCK_TOKENS,
+    FIRST_TOKENS,
+    Expanded,
+    chunk_padding,
+    prompt_chunks,
+    tile_padding,
+)
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import crossings
 from jaxserve.planner.stages import Calculator, FFNStage
 from jaxserve.roles.layout import StepLoad
 
@@ -151,8 +156,8 @@ class Rooflines:
                 spread.append(parts.spread)
                 gather.append(parts.gather)
         if self._layout.topology.has("ffn"):
-            there, back = crossings(
-                self._ffn, self._layout, self._on_attention, self._on_ffn, rows.padded
+            there, back = self._ffn.crossings(
+                self._layout, self._on_attention, self._on_ffn, rows.padded
             )
             spread, gather = [there.seconds] * self.layers, [back.seconds] * self.layers
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))

@@ -24,19 +24,26 @@ from jaxserve.model.ffn.traffic import (
     row_bytes,
 )
 from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
-from jaxserve.planner.blocks import BLOCK_ROWS, blocks_met
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
-from jaxserve.planner.collectives import Rows, exchange_bytes_seconds
-from jaxserve.planner.fabric import gather_bandwidth, hops
+from jaxserve.planner.fabric import (
+    Rows,
+    exchange_bytes_seconds,
+    gather_bandwidth,
+    hops,
+    middle_bandwidth,
+)
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import (
+    BLOCK_ROWS,
     Expanded,
+    blocks_met,
     busiest_by_chance,
     core_flops,
     expanded_flops,
     head_parameters,
     tile_padding,
 )
+from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 HOSTS_EACH = 8
@@ -246,22 +253,38 @@ class Calculator(NamedTuple):
         step = self.assumed.plan_seconds + below * self.assumed.plan_below_seconds
         return step / self.model.layers
 
-    def cross(
-        self, bandwidths: Sequence[float], rows: Sequence[float], row_bytes: float
-    ) -> StageTime:
-        """A message between the roles.
-
-        Args:
-          bandwidths: bytes/s of a sending and of a receiving device, and of whatever else all or
-            some rows pass.
-          rows: that pass each of them.
-        """
-        moving = max(
-            self._over(passing * row_bytes, bandwidth)
-            for passing, bandwidth in zip(rows, bandwidths, strict=True)
+    def crossings(
+        self, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
+    ) -> tuple[StageTime, StageTime]:
+        """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles;
+        as measured of such messages, else as predicted."""
+        joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
+        bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
+        copies = 1.0
+        if self.assumed.broadcast:
+            copies = -(-layout.ffn_devices // ffn.link_devices)
+            if self.model.moe is not None:
+                copies *= self.needed(self.model.moe, layout.ep)
+        sent, received = batch / layout.tp, layout.dp * batch * self.own_rows(layout.ffn_mesh)
+        rows = [copies * sent, copies * received]
+        if joined:  # on a torus the roles are two parts of a slice, with few links between them
+            bandwidth.append(middle_bandwidth(attention, layout.devices))
+            rows.append(copies * layout.dp * batch)
+        slowest = max(passing / width for passing, width in zip(rows, bandwidth, strict=True))
+        return (
+            self._cross("dispatch", attention, slowest * self.dispatch_bytes()),
+            self._cross("combine", ffn, slowest * self.combine_bytes()),
         )
-        latency = self.assumed.crossing_seconds
-        return StageTime(latency + moving, "network" if moving > latency else "overhead")
+
+    def _cross(
+        self, stage: Literal["dispatch", "combine"], sender: Hardware, moving: float
+    ) -> StageTime:
+        """A message that takes `moving` seconds at the peak of its links."""
+        latency, charged = self.assumed.crossing_seconds, moving / self.assumed.network
+        form, terms = self.formats.of(stage), Terms(moving, 0.0)
+        roof = latency + charged
+        seconds = self.measured.seconds(stage, sender.name, form, 0, terms, roof)
+        return StageTime(seconds, "network" if charged > latency else "overhead")
 
     def ffn(
         self,
@@ -413,11 +436,16 @@ class Calculator(NamedTuple):
         needed = reach(group.experts, group.top_k, instances)
         return needed + (1 - needed) / instances if group.shared_d_ff else needed
 
-    def kernels_seconds(
-        self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]
-    ) -> float:
-        """Seconds of kernels of (bytes, FLOPs, format) inside a stage, without its constant."""
-        return self._work(hardware, kernels).seconds - self.assumed.stage_seconds
+    def entrance(self, hardware: Hardware, rows: int) -> float:
+        """Seconds of a prediction module's map of `[embedding, hidden]` to its input, on every
+        device."""
+        work = [(self.entrance_bytes, 4.0 * rows * self.model.d_model**2, self.formats.rows)]
+        return self._work(hardware, work).seconds - self.assumed.stage_seconds
+
+    @property
+    def entrance_bytes(self) -> float:
+        """Bytes of that map on an attention device."""
+        return 2.0 * self.model.d_model**2 * number_bytes(self.formats.rows)
 
     def head(self, hardware: Hardware, batch: int, tp: int) -> float:
         """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""

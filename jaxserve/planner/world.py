@@ -16,12 +16,11 @@ from msgspec import Meta
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode, topology_of
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.drafts import NO_DRAFTS, acceptance
 from jaxserve.planner.hardware import load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.options import assumptions
-from jaxserve.planner.search import Searcher
+from jaxserve.planner.options import acceptance, assumptions
+from jaxserve.planner.search import NO_DRAFTS, Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import Part, Report
 

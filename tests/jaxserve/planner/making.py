@@ -4,11 +4,10 @@ import numpy as np
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.drafts import NO_DRAFTS, Acceptance
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.search import Searcher
+from jaxserve.planner.search import NO_DRAFTS, Acceptance, Searcher
 from jaxserve.planner.stage_times import Rows, StepTimes
 from jaxserve.planner.stages import Calculator
 

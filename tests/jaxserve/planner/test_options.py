@@ -10,6 +10,7 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import (
     PAPER,
+    acceptance,
     assumptions,
     jitter,
     number,
@@ -77,3 +78,17 @@ def test_jitter_of_all_stages_and_of_one():
     assert (found.stall_probability, found.stall_seconds) == (0.001, 1e-3)
     assert found.stall_exponent == 1.5
     assert stall("0.001:1ms") == (0.001, 1e-3, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "shares"),
+    [("0.9", 3, (0.9, 0.9, 0.9)), ("0.9,0.5", 2, (0.9, 0.5)), ("1, 0", 1, (1.0, 0.0))],
+)
+def test_acceptance(text: str, most: int, shares: tuple[float, ...]):
+    assert acceptance(text, most).shares == shares
+
+
+@pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])
+def test_wrong_acceptance(text: str):
+    with pytest.raises(ConfigError, match="--acceptance"):
+        acceptance(text, 3)

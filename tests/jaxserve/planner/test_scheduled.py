@@ -1,30 +1,12 @@
-"""What is beside a collective, read from HLO as it is printed; names and axes of collectives are in
-`test_compile_command.py`."""
+"""What is beside a collective, and copies of weights, read from HLO as XLA writes it (`weights.hlo`
+is shortened); names and axes of collectives are in `test_compile_command.py`."""
 
-from jaxserve.planner.scheduled import Window, exchanged_bytes, windows
+from jaxserve.planner.scheduled import Copy, Window, copies, exchanged_bytes, windows
 from pallas_kernels.small_ops import instructions
+from tests import golden
 
-PROGRAM = """HloModule jit_f, is_scheduled=true
-
-ENTRY %main.1 (x.1: u8[4,8], y.1: f32[16]) -> f32[16] {
-  %x.1 = u8[4,8]{1,0} parameter(0)
-  %y.1 = f32[16]{0} parameter(1)
-  %alone = u8[8,8]{1,0} all-gather(%x.1), replica_groups=mesh['ep'=2,'tp'=8] {'ep'}, dimensions={0}
-  %before = f32[16]{0} fusion(%y.1), kind=kLoop, calls=%fused_computation
-  %all-gather-start = ((u8[4,8]{1,0}), u8[64,8]{1,0}) all-gather-start(%x.1), \
-replica_groups=mesh['ep'=2,'tp'=8] {'ep','tp'}, dimensions={0}
-  %first = f32[16]{0} fusion(%before), kind=kLoop, calls=%fused_computation.1
-  %bits = s32[16]{0} bitcast(%first)
-  %rows = bf16[6,8]{1,0} custom-call(%bits), custom_call_target="mosaic_gpu_v2"
-  %all-to-all-start = ((s8[2,4]{1,0}), s8[2,4]{1,0}) all-to-all-start(%bits), \
-replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, dimensions={0}
-  %second = f32[16]{0} fusion(%first), kind=kLoop, calls=%fused_computation.2
-  %all-gather-done = u8[64,8]{1,0} all-gather-done(%all-gather-start)
-  %third = f32[16]{0} fusion(%second), kind=kLoop, calls=%fused_computation.3
-  %all-to-all-done = s8[2,4]{1,0} all-to-all-done(%all-to-all-start)
-  ROOT %last = f32[16]{0} fusion(%third, %all-gather-done), kind=kLoop, calls=%fused_computation.4
-}
-"""
+PROGRAM = golden.text("planner/scheduled.hlo")
+WEIGHTS = golden.text("planner/weights.hlo")
 
 
 def test_kernels_between_a_start_and_its_end():
@@ -78,3 +60,23 @@ def test_groups_that_are_listed():
     assert named("{0,2},{1,3}") == everywhere
     assert named("{1,2},{3,0}") == everywhere
     assert named("{1,0},{2,3}") == everywhere
+
+
+def test_copies_of_weights():
+    """Not those inside of a fusion that slices, nor one into memory on the core."""
+    found = copies(WEIGHTS, 24 * 1024)
+    assert found == [
+        Copy("both", 2 * 64 * 768),
+        Copy("turned", 64 * 1024),
+        Copy("bitcast_convert_type.1", 4 * 64 * 768),
+        Copy("in_bits", 64 * 768),
+        Copy("int4", 64 * 768 // 2),
+    ]
+    assert [copy.name for copy in copies(WEIGHTS, 100_000)] == ["bitcast_convert_type.1"]
+
+
+def test_activations_do_not_count():
+    """As logits, which are larger than a layer's weights, where their layout changes."""
+    found = copies(WEIGHTS, 24 * 1024, apart=lambda shape: shape == (4096, 8))
+    assert "turned" not in [copy.name for copy in found]
+    assert len(found) == 4

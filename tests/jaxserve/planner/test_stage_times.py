@@ -9,8 +9,7 @@ from jaxserve.planner.calibration import Calibration, Fit, FitKey
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.skew import Skew
+from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, layer_kinds
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
@@ -136,7 +135,8 @@ def test_skewed_experts_keep_the_busiest_device_longer():
         popularity = Skew("spread", skew).popularity(random, 61, 48)
         loads = ExpertLoads(random, popularity, SlotSizes(48, 16), top_k=3)
         planned = msgspec.structs.replace(LAYOUT, ep=16, ffn_tp=1)
-        return rooflines(planned, experts=loads).step(decode(16, 1024, 4096)).ffn
+        made = calculator(assumed=Assumptions(alltoall=True))
+        return rooflines(planned, made, experts=loads).step(decode(16, 1024, 4096)).ffn
 
     assert np.mean(ffn(1.0)[5:]) > 1.3 * np.mean(ffn(0.0)[5:])
     assert ffn(1.0)[0] == ffn(0.0)[0]  # a dense layer has no experts

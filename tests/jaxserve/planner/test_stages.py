@@ -7,9 +7,8 @@ import pytest
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.blocks import blocks_met
 from jaxserve.planner.hardware import known_hardware, load_hardware
-from jaxserve.planner.kernels import busiest_by_chance, core_flops, tile_padding
+from jaxserve.planner.kernels import blocks_met, busiest_by_chance, core_flops, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.stages import Calculator, StageTime
@@ -275,10 +274,13 @@ def test_a_message_has_the_bytes_that_the_engine_packs(name, dispatch):
 def test_messages():
     step3 = calculator()
     assert step3.combine_bytes() == 14336
-    stage = step3.cross((50e9, 25e9), (100, 100), 7168)
-    assert stage == StageTime(100 * 7168 / 25e9, "network")
-    narrow = step3.cross((50e9, 25e9, 1e9), (100, 100, 1600), 7168)
-    assert narrow.seconds == 1600 * 7168 / 1e9
+    afd, slower = making.layout("afd", dp=16, ep=2, ffn_tp=8), load_hardware("a800")
+    there, back = step3.crossings(afd, H800, slower, 100)
+    assert there == StageTime(100 * step3.dispatch_bytes() / slower.network, "network")
+    assert back.seconds == pytest.approx(100 * 14336 / slower.network)
+    chips = making.layout("afd", "v6e", dp=32, ep=32)
+    there, _ = step3.crossings(chips, *[load_hardware("v6e")] * 2, 100)
+    assert there.seconds == pytest.approx(32 * 100 * step3.dispatch_bytes() / 800e9)
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(1, 0.3), (7, 0.3), (20, 0.9), (40, 0.25), (9, 1.0)])
