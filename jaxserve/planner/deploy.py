@@ -220,7 +220,7 @@ class Sizer:
             if isinstance(unit, str):
                 refused.append(unit)
                 continue
-            one = self._cheapest(plan, unit, workers, requests, demand)
+            one = self._cheapest(plan, unit, workers)
             if isinstance(one, str):
                 refused.append(one)
                 continue
@@ -248,16 +248,12 @@ class Sizer:
             if left[mode] >= 0:
                 yield plan
 
-    def unit(self, plan: Plan, requests: Requests, room: int = 0) -> DecodeUnit | str:
-        """A decode unit of the plan's layout, or why it is none.
-
-        Args:
-          room: slots at most, as memory allows; 0: the plan's.
-        """
+    def unit(self, plan: Plan, requests: Requests) -> DecodeUnit | str:
+        """Returns a decode unit of the plan's layout, or why it is none."""
         layout, target = plan.layout, self.asked.tpot.seconds
         hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
         pace = Pace(self.searcher, layout, hardware, self._experts(layout))
-        slots = pace.largest(requests, room or self._room(plan, requests), target)
+        slots = pace.largest(requests, self._room(plan, requests), target)
         if not slots:
             return (
                 f"with sequences of unequal lengths not even one a DP group is within "
@@ -325,24 +321,16 @@ class Sizer:
         return self._steps[key]
 
     def _cheapest(
-        self,
-        plan: Plan,
-        unit: DecodeUnit,
-        workers: list[PrefillWorker],
-        requests: Requests,
-        demand: Demand,
+        self, plan: Plan, unit: DecodeUnit, workers: list[PrefillWorker]
     ) -> Deployment | str:
-        """With this unit, and the prefill workers that cost least; or why there are none."""
-        asked = self.asked
-        units = units_for(unit, requests, demand.rate, *_parts(asked.tpot))
+        """Returns the deployment with this unit and the prefill workers that cost least, or why
+        there is none."""
+        asked, demand = self.asked, self.asked.demand
+        units = units_for(unit, self.requests(demand), demand.rate, asked.tpot)
         if units is None:
             return f"no number of units meets {asked.tpot.text}"
-        best: Deployment | None = None
-        for worker in workers:
-            made = self.size(plan, unit, units, worker, demand)
-            if isinstance(made, Deployment) and (best is None or _price(made) < _price(best)):
-                best = made
-        return best or (
+        made = [self.size(plan, unit, units, worker, demand) for worker in workers]
+        return min(filter(None, made), key=_price, default=None) or (
             f"no prefill worker of up to {asked.target.max_devices} devices meets {asked.ttft.text}"
         )
 
@@ -359,7 +347,7 @@ class Sizer:
         if isinstance(after, Overloaded):
             return None
         rest = sum(after[1].values(), np.zeros(len(requests.prompt)))
-        count = workers_for(worker, steps, rest, requests, demand.rate, *_parts(asked.ttft))
+        count = workers_for(worker, steps, rest, requests, demand.rate, asked.ttft)
         if count is None:
             return None
         fleet = Fleet(worker, steps, count, unit, units)
@@ -397,35 +385,34 @@ class Sizer:
             for name, hardware, devices in parts
         )
 
-    def under(self, made: Deployment, demand: Demand) -> tuple[Prediction | Overloaded, Fleet]:
-        """What the same fleet does with another demand; and that fleet, whose times differ."""
-        fleet = self._as_with(made, demand)
-        link, requests = made.link, self.requests(demand)
-        return predict(fleet, link, requests, demand.rate, self.asked.percents), fleet
+    def under(self, made: Deployment, demand: Demand) -> Prediction | Overloaded:
+        """Returns what the same fleet does with another demand."""
+        fleet, requests = self._as_with(made, demand), self.requests(demand)
+        return predict(fleet, made.link, requests, demand.rate, self.asked.percents)
 
     def again(self, made: Deployment, demand: Demand) -> Deployment | None:
-        """A deployment of the same workers and units for another demand; None: no number of them
-        meets the targets."""
-        unit, requests = self._as_with(made, demand).unit, self.requests(demand)
+        """Returns a deployment of the same workers and units for another demand; None: no number of
+        them meets the targets."""
+        unit = self._as_with(made, demand).unit
         if unit.pace[0][1] > self.asked.tpot.seconds:
             return None
-        units = units_for(unit, requests, demand.rate, *_parts(self.asked.tpot))
+        return self._resized(made, unit, demand)
+
+    def _resized(self, made: Deployment, unit: DecodeUnit, demand: Demand) -> Deployment | None:
+        units = units_for(unit, self.requests(demand), demand.rate, self.asked.tpot)
         if units is None:
             return None
         return self.size(made.plan, unit, units, made.fleet.worker, demand)
 
     def with_slots(self, made: Deployment, slots: int) -> Deployment:
-        """The same workers and units, as many as it takes where a unit has no more slots.
+        """Returns the same workers and units, as many as it takes where a unit has no more slots.
 
         Raises:
           ConfigError: no number of them meets the targets.
         """
-        demand = self.asked.demand
         unit = made.fleet.unit._replace(slots=slots)
-        requests = self.requests(demand)
-        units = units_for(unit, requests, demand.rate, *_parts(self.asked.tpot))
-        again = units and self.size(made.plan, unit, units, made.fleet.worker, demand)
-        if not again:
+        again = self._resized(made, unit, self.asked.demand)
+        if again is None:
             raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
         return again
 
@@ -436,8 +423,7 @@ class Sizer:
         steps = self.steps(fleet.worker, demand)
         if requests.context == own.context:
             return fleet._replace(steps=steps)
-        unit = fleet.unit
-        layout = unit.layout
+        unit, layout = fleet.unit, fleet.unit.layout
         pace = Pace(self.searcher, layout, unit.hardware, self._experts(layout))
         slots = max(1, int(unit.slots * own.context / requests.context))
         table = pace.table(requests, slots)
@@ -454,7 +440,3 @@ class NoUnitError(ConfigError):
 
 def _price(made: Deployment) -> tuple[float, float]:
     return made.dollars, made.prediction.ttft_asked
-
-
-def _parts(level: Level) -> tuple[float, float]:
-    return level.percent, level.seconds

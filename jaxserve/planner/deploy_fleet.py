@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.planner.deploy_demand import SAMPLE, Requests
+from jaxserve.planner.deploy_demand import SAMPLE, Level, Requests
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.lanes import pipeline_of
 from jaxserve.planner.layouts import Layout
@@ -560,8 +560,7 @@ def workers_for(
     rest: np.ndarray,
     requests: Requests,
     rate: float,
-    percent: float,
-    seconds: float,
+    target: Level,
 ) -> int | None:
     """The fewest prefill workers that meet a TTFT; None: no number of them does.
 
@@ -574,22 +573,21 @@ def workers_for(
         if times is None:
             return False
         waited = times.queue.draw(np.random.default_rng(1), SAMPLE)
-        return float(np.percentile(waited + times.compute + rest, percent)) <= seconds
+        ttft = np.percentile(waited + times.compute + rest, target.percent)
+        return float(ttft) <= target.seconds
 
     return _fewest(meets)
 
 
-def units_for(
-    unit: DecodeUnit, requests: Requests, rate: float, percent: float, tpot: float
-) -> int | None:
-    """The fewest units whose sequences are paced by `tpot` at a percentile, and have slots in all
+def units_for(unit: DecodeUnit, requests: Requests, rate: float, target: Level) -> int | None:
+    """Returns the fewest units whose sequences are paced within the target, and have slots in all
     but one moment of a thousand; None: no number of them does."""
 
     def meets(units: int) -> bool:
         found = decoding(unit, units, requests, rate)
         if found is None or occupied(found.sequences, 99.9) > units * unit.sequences:
             return False
-        return unit.tpot(occupied(found.sequences, percent) / units) <= tpot
+        return unit.tpot(occupied(found.sequences, target.percent) / units) <= target.seconds
 
     return _fewest(meets)
 

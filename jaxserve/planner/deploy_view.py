@@ -188,7 +188,7 @@ def _sensitivity_rows(shown: Shown) -> list[list[str]]:
     rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
     rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]
     for name, demand, factor in [("as planned", asked.demand, 1.0), *_variants(asked.demand)]:
-        found, _ = sizer.under(made, demand)
+        found = sizer.under(made, demand)
         times = ["overloaded", "overloaded"]
         if not isinstance(found, Overloaded):
             times = [f"{found.ttft_asked * 1e3:.0f}", f"{found.tpot_asked * 1e3:.1f}"]

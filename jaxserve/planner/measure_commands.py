@@ -6,7 +6,6 @@ Called by `plan.py`.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -139,7 +138,7 @@ def calibrate(options: argparse.Namespace) -> None:
         raise ConfigError("nothing to calibrate with: give --measured or --timeline")
     fits = calibration(found, options.configs)
     if options.write is not None:
-        options.write.write_text(json_text([_short(one) for one in found]) + "\n")
+        options.write.write_text(json_text(found) + "\n")
     medians = calibration(found, options.configs, medians=True)
     points = _point_rows(found, fits, medians, options.configs)
     sure = all(one.determined for one in fits.fits.values())
@@ -152,19 +151,6 @@ def calibrate(options: argparse.Namespace) -> None:
         for key, one in fits.fits.items()
     ]
     show(options, Report("Calibration", parts, tree))
-
-
-def _short(one: Measurement) -> dict[str, Any]:
-    """A measurement for JSON, without values that equal the defaults."""
-    tree: dict[str, Any] = msgspec.to_builtins(one)
-    unsaid = {
-        field.name: field.default
-        for field in msgspec.structs.fields(one)
-        if field.default is not msgspec.NODEFAULT
-    }
-    return {
-        name: value for name, value in tree.items() if name not in unsaid or value != unsaid[name]
-    }
 
 
 def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[Measurement]:

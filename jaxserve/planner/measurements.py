@@ -33,7 +33,9 @@ from jaxserve.planner.stage_times import Rooflines, Rows
 from jaxserve.planner.stages import Calculator
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Measurement(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The time of one stage of one layer."""
 
     device_kind: str

@@ -37,7 +37,9 @@ DAY = 86400.0
 TOKENS_IN, HITS, TOKENS_OUT = 608e9, 0.563, 168e9
 NODE_IN, NODE_OUT = 73.7e3, 14.8e3
 NODES, DOLLARS, CONTEXT = 226.75, 87072.0, 4989
-DEEPSEEK = Assumptions(expanded=True, overlapped=True, whole_dense=True, replicas=True)
+DEEPSEEK = Assumptions(
+    alltoall=True, expanded=True, overlapped=True, whole_dense=True, replicas=True
+)
 SPEED = 21.0
 """Tokens a second of a request: 20 to 22."""
 

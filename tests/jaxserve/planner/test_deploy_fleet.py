@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.deploy_demand import Demand, Level
 from jaxserve.planner.deploy_fleet import (
     Chunk,
     DecodeUnit,
@@ -58,12 +58,12 @@ def test_paces():
 
 
 def test_as_many_units_as_it_takes():
-    units = units_for(UNIT, REQUESTS, 200.0, 95.0, 0.03)
+    units = units_for(UNIT, REQUESTS, 200.0, Level(95.0, 0.03))
     for count, meets in ((units, True), (units - 1, False)):
         found = decoding(UNIT, count, REQUESTS, 200.0)
         fits = found is not None and UNIT.tpot(occupied(found.sequences, 95) / count) <= 0.03
         assert fits == meets
-    assert units_for(UNIT, REQUESTS, 200.0, 95.0, 0.01) is None
+    assert units_for(UNIT, REQUESTS, 200.0, Level(95.0, 0.01)) is None
 
 
 def test_a_request_that_waits_for_nobody():
@@ -94,11 +94,11 @@ def test_what_is_short_is_named():
 
 def test_workers_for_a_percentile():
     rest = REQUESTS.prompt * 0.0
-    few = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 50.0, 0.26)
-    many = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 99.0, 0.26)
+    few = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, Level(50.0, 0.26))
+    many = workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, Level(99.0, 0.26))
     # Two groups a worker, a chunk in 0.1 s: at least 5 workers.
     assert 5 <= few < many
-    assert workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, 95.0, 0.05) is None
+    assert workers_for(WORKER, STEPS, rest, REQUESTS, 100.0, Level(95.0, 0.05)) is None
 
 
 def test_busy_groups():
