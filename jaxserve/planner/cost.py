@@ -138,21 +138,18 @@ class AttentionFit(NamedTuple):
     even read the weights."""
 
 
-def attention_fit(
-    model: CostModel, hardware: Hardware, stage_seconds: float, split_output: int = 8
-) -> AttentionFit:
-    """Checks the largest group of attention layers.
+def attention_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> AttentionFit:
+    """Checks the largest group of attention layers. As in the paper the output map is split over
+    eight devices, and the other maps are whole on every device.
 
     Args:
       stage_seconds: time budget of one layer's stage.
-      split_output: devices over which the output map is split; the paper's other maps are whole on
-        every device.
     """
     group = max(model.attention, key=lambda g: g.layers)
     readable = hardware.bandwidth * stage_seconds
     width = group.v_dim or group.head_dim
     output = group.q_heads * width * model.d_model
-    linear = sum(group.split_parameters(model.d_model)) - output + output / split_output
+    linear = sum(group.split_parameters(model.d_model)) - output + output / 8
     per_token = (group.cache_bytes or 1) * group.cached_numbers(1)
     tokens = max(0, math.floor((readable - linear) / per_token))
     return AttentionFit(readable, linear, tokens)

@@ -68,15 +68,11 @@ class Scenario(NamedTuple):
             attention=self.attention._replace(measured=own), ffn=self.ffn._replace(measured=own)
         )
 
-    def rooflines(self, loads: ExpertLoads | None = None, *, extra: float = 0.0) -> Rooflines:
-        """Its stage times.
-
-        Args:
-          loads: of the ffn devices; None: `Assumptions.imbalance`.
-          extra: seconds on top of every step.
-        """
+    def rooflines(self, loads: ExpertLoads | None = None) -> Rooflines:
+        """Returns its stage times, with these loads of the ffn devices or with
+        `Assumptions.imbalance`."""
         hardware = self.roles.attention, self.roles.ffn
-        return Rooflines(self.layout, self.attention, self.ffn, hardware, loads, extra)
+        return Rooflines(self.layout, self.attention, self.ffn, hardware, loads)
 
 
 class Stored(NamedTuple):

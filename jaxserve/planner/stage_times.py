@@ -104,7 +104,6 @@ class Rooflines:
       attention, ffn: calculators of the two roles, which may have formats of their own. Their
         `context` is not looked at: every sequence has its length.
       experts: how unevenly tokens fall on the ffn devices; None: `Assumptions.imbalance`.
-      extra: seconds on top of every step's head (the scheduler's gap, multi-token prediction).
     """
 
     def __init__(
@@ -114,13 +113,12 @@ class Rooflines:
         ffn: Calculator,
         hardware: tuple[Hardware, Hardware],
         experts: ExpertLoads | None = None,
-        extra: float = 0.0,
     ):
         self.layers = attention.model.layers
         self.overlapped = layout.overlapped(attention.assumed)
         self._layout, self._attention, self._ffn = layout, attention, ffn
         self._on_attention, self._on_ffn = hardware
-        self._experts, self._extra = experts, extra
+        self._experts = experts
         self._kinds = layer_kinds(attention.model)
         if layout.dp != 1 and not layout.topology.splits_experts:
             raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
@@ -163,7 +161,7 @@ class Rooflines:
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
         if self._on_attention.pads:
             sampled = rows.sampled or sampled
-        leave = self._attention.head(self._on_attention, sampled, self._layout.tp) + self._extra
+        leave = self._attention.head(self._on_attention, sampled, self._layout.tp)
         layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
         host = self._attention.step_host(self._on_attention)
         return StepTimes(layers, spread, ffn, gather, leave, host)

@@ -142,12 +142,6 @@ def test_skewed_experts_keep_the_busiest_device_longer():
     assert ffn(1.0)[0] == ffn(0.0)[0]  # a dense layer has no experts
 
 
-def test_what_is_extra():
-    rows = decode(16, 4, 128)
-    more = rooflines(extra=0.005).step(rows).leave - rooflines().step(rows).leave
-    assert more == pytest.approx(0.005)
-
-
 def test_layers_of_groups():
     llama = load_model("llama-4-maverick")
     kinds = layer_kinds(llama)
