@@ -21,7 +21,7 @@ def test_scales():
     """DeepSeek-V3's and Kimi K2's, as published by those who ran them."""
     for name, scale in (("deepseek-v3", 0.135234), ("kimi-k2", 0.130861)):
         config, _ = read_config(CONFIGS / "models" / name)
-        assert config.attention.scale == pytest.approx(scale, abs=1e-6)
+        assert config.layer(0).attention.scale == pytest.approx(scale, abs=1e-6)
 
 
 @pytest.mark.parametrize(

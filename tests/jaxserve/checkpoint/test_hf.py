@@ -167,7 +167,7 @@ def test_int4_of_fp32_is_not_rounded_before(tmp_path):
     """Scales are as exact as the files' numbers."""
     folder = write_tiny_step3(tmp_path)
     opened = Opened(folder, {"ffn.weights": "int4"})
-    template = opened.templates.ffn["dense"]
+    template = opened.templates.ffn[opened.config.layer(0).ffn]
     leaves = opened.on_one_device(template, opened.names.ffn[0])
     found = dict(zip(template.names, leaves, strict=True))
     stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
