@@ -32,8 +32,8 @@ from jaxserve.model.float_matrices import float_dtype
 from jaxserve.model.message import Message
 from jaxserve.model.module import BLOCK, Formats, Part, Template, matrix, rms_norm, scale, weight
 from jaxserve.model.prediction import Prediction
-from jaxserve.model.quant.matmul import matmul
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
+from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 

@@ -21,7 +21,7 @@ from jaxserve.config.formats import FORMATS, StoredFormat
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
-from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.module import rms_norm, scale, weight
-from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.dense import matmul
 
 
 class Prediction(nnx.Module):

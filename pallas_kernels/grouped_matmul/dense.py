@@ -29,7 +29,7 @@ from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
-from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows
+from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits, quantize_rows
 from pallas_kernels.quantize.product import (
     product_of_rows,
     quant_product,
@@ -77,6 +77,40 @@ def _on_gpu(rows: Array, weights: QuantArray) -> bool:
 
 def _in_blocks(weights: QuantArray) -> bool:
     return 0 < weights.block[1] < weights.shape[1]
+
+
+def matmul(
+    x: Float[Array, "*batch tokens d_in"],
+    w: Float[Array, "*batch d_out d_in"] | QuantArray | InputMajor,
+) -> Float32[Array, "*batch tokens d_out"]:
+    """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32), for the caller to round. Results of
+    kernels are rounded to x's dtype already.
+
+    Formats of w:
+      a float array of x's dtype; FP32 inputs have FP32 products on every platform.
+      floats that lie input by input: of any dtype; products and sums are FP32.
+      FP8 (`quantize_weight`'s "fp8", "fp8_block", or any block): x is not quantised; its products
+        with the e4m3 values are summed over each block's columns, scaled, and accumulated.
+      INT8: every token of x is quantised to INT8 over this device's d_in; products are summed in
+        int32 and multiplied by `x_scale * w_scale`.
+
+    Leading axes (heads, experts) are batch axes, equal in x and w.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together.
+    """
+    if isinstance(w, QuantArray):
+        check_quant_array("w", w)
+    if x.ndim < 2 or w.ndim != x.ndim or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"x {x.shape} times w {w.shape}: needs [..., tokens, d_in] and [..., d_out, d_in] with "
+            "the same d_in and the same leading axes"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype}, needs floats")
+    if not isinstance(w, QuantArray | InputMajor) and w.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, w is {w.dtype}")
+    return dense_matmul(x, w)
 
 
 def dense_matmul(

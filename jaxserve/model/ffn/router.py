@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config.model import Router as Rule
 from jaxserve.model.module import linear, weight, zeros
-from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.dense import matmul
 
 
 class Router(nnx.Module):

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.bench.outliers import write_outliers
 from jaxserve.calibration import forward, layers, smoothing
 from jaxserve.calibration.layers import quantise_attention
-from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from tests.jaxserve.calibration.float_model import FloatModel
 from tests.reference.tiny_step3 import write_tiny_step3

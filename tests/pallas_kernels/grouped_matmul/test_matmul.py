@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.model.quant.matmul import matmul
+from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
 from tests import golden
@@ -121,4 +121,6 @@ def test_kernels_multiply_8_bits(backend):
 
 
 def test_bad_calls():
-    golden.check_arguments("model/matmul.txt", ValueError, inspect.unwrap(matmul), globals())
+    golden.check_arguments(
+        "pallas_kernels/matmul.txt", ValueError, inspect.unwrap(matmul), globals()
+    )
