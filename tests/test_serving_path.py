@@ -19,16 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
 CHOICES = {"lead", "with_peers", "colocated_runtime", "cell_runtime", "domain_runtime"}
 """Functions of the assembly that some parts call and others do not."""
+INSIDE = "link.transports.device_put", "link.transports.ppermute"
+BETWEEN = ("link.transports.pull",)
+"""Transports, which are imported by name."""
 PARTS = {
     "leader, colocated": ("open_engine", "lead", "colocated_runtime"),
-    "leader, attention and ffn": ("open_engine", "lead", "cell_runtime"),
-    "follower, attention and ffn": ("open_follower", "cell_runtime", "fleet.following"),
+    "leader, attention and ffn": ("open_engine", "lead", "cell_runtime", *INSIDE),
+    "follower, attention and ffn": ("open_follower", "cell_runtime", "fleet.following", *INSIDE),
     "alone, colocated": ("open_here", "_wait", "with_peers", "colocated_runtime"),
-    "alone, attention and ffn": ("open_here", "_wait", "with_peers", "cell_runtime"),
-    "attention": ("open_engine", "domain_runtime"),
-    "ffn": ("fleet.ffn_runtime",),
+    "alone, attention and ffn": ("open_here", "_wait", "with_peers", "cell_runtime", *INSIDE),
+    "attention": ("open_engine", "domain_runtime", *BETWEEN),
+    "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
-    "serve": ("serve",),
+    "serve": ("serve", *INSIDE, *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which

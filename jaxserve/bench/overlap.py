@@ -57,8 +57,8 @@ LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
 TOLERANCE = 0.05
-LIMITS = {"device_put": 1.7, "pull": 1.4}
-"""Of three lanes over one."""
+LIMITS = {False: 1.7, True: 1.4}
+"""Least gain of three lanes over one: inside a runtime (False), and between runtimes (True)."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
 
 
@@ -88,7 +88,7 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
         ideal = ideal_gains(attend, ffn, link)
         for lanes in (3, 2):
             gain = layer[1] / layer[lanes]
-            limit = LIMITS.get(transport) if lanes == 3 else None
+            limit = LIMITS[TRANSPORTS[transport].crosses_runtimes] if lanes == 3 else None
             measures += [
                 Measure(f"{transport}: {lanes} lanes ÷ 1 lane", gain, "", limit, "more"),
                 Measure(f"  share of the ideal, {ideal[lanes]:.2f}", gain / ideal[lanes]),
@@ -153,7 +153,7 @@ def calibrate(calls: int) -> dict[str, Any]:
     An ffn's time is a constant and a part in proportion to the width, so two widths tell which one
     is wanted.
     """
-    model = build(deployment(1, "device_put"), model_config(WIDTH))
+    model = build(deployment(1, "auto"), model_config(WIDTH))
     attend, message = time_attend(model, calls)
     times = {WIDTH: time_ffn(WIDTH, message, calls)}
     width = _multiple(WIDTH * attend / times[WIDTH])
@@ -195,7 +195,7 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
 
 def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     """Milliseconds of one ffn of this width."""
-    templates, settings, meshes = templates_of(deployment(1, "device_put"), model_config(width))
+    templates, settings, meshes = templates_of(deployment(1, "auto"), model_config(width))
     ((spec, template),) = templates.ffn.items()
     mesh = meshes.ffn
     programs = FFNPrograms(templates, settings, mesh)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.config.topology import BETWEEN, INSIDE
 from jaxserve.fleet.hardware import choose_platform
 
 SIMULATED = 2
@@ -43,58 +44,48 @@ def probe() -> dict[str, Any]:
         "memory": statistics.get("bytes_limit"),
         "kernels": target_of(first.platform, first.device_kind).backend,
         "links": {
-            "device_put": _tried(_device_put) if len(devices) > 1 else "needs two devices",
-            "ppermute": _tried(_ppermute) if len(devices) > 1 else "needs two devices",
-            "pull": _tried(_pull),
+            name: _tried(try_, name) if len(devices) >= count else "needs two devices"
+            for names, count, try_ in ((INSIDE, 2, _inside), (BETWEEN, 1, _between))
+            for name in names
         },
     }
 
 
-def _tried(step: Callable[[], None]) -> bool | str:
+def _tried(step: Callable[[str], None], name: str) -> bool | str:
     try:
-        step()
+        step(name)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return True
 
 
-def _device_put() -> None:
+def _inside(transport: str) -> None:
+    """Moves rows from one device to another inside this runtime."""
     import jax
     import numpy as np
+    from jax.sharding import Mesh
 
-    source, target = jax.local_devices()[:2]
-    rows = np.arange(1024, dtype=np.int32)
-    moved = jax.device_put(jax.device_put(rows, source), target)
-    _same(moved, rows)
+    from jaxserve.link.dispatch.ends import piece_sharding
+    from jaxserve.link.dispatch.route import Route
+    from jaxserve.link.transports import opens
 
-
-def _ppermute() -> None:
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.asarray(jax.local_devices()[:2]), ("x",))
-    rows = np.arange(1024, dtype=np.int32)
-    turned = jax.jit(
-        jax.shard_map(
-            lambda part: jax.lax.ppermute(part, "x", [(0, 1), (1, 0)]),
-            mesh=mesh,
-            in_specs=PartitionSpec("x"),
-            out_specs=PartitionSpec("x"),
-        )
-    )(jax.device_put(rows, NamedSharding(mesh, PartitionSpec("x"))))
-    _same(turned, np.roll(rows, 512))
+    here, there = (Mesh(np.asarray([[one]]), ("x", "y")) for one in jax.local_devices()[:2])
+    rows = np.arange(1024, dtype=np.int32).reshape(2, -1)
+    way = opens(transport)("dispatch", Route(1, 1), here, there, rows.shape, rows.dtype)
+    way.sender()(jax.device_put(rows, piece_sharding(here)))
+    _same(way.receiver()()[0], rows)
 
 
-def _pull() -> None:
+def _between(transport: str) -> None:
+    """Moves rows from one end of a connection to the other, both of this process."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxserve.link.transports.pull import Transfers
+    from jaxserve.link.transports import opens
 
     device = jax.local_devices()[0]
-    sender, receiver = Transfers(device, "127.0.0.1"), Transfers(device, "127.0.0.1")
+    sender, receiver = (opens(transport)(device, "127.0.0.1") for _ in range(2))
     sender.connect(receiver.address)
     receiver.connect(sender.address)
     rows = np.arange(_PULLED_BYTES // 4, dtype=np.int32)

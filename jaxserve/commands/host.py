@@ -51,7 +51,7 @@ def run_processes(
     if deployment.topology.crosses_runtimes or process.role == "router":
         raise ConfigError(
             f"--host-processes {process.host_processes}: a router, and a worker over "
-            "link.transport = pull, has one process"
+            f"link.transport = {deployment.link.transport}, has one process"
         )
     environment = dict(os.environ)
     if process.processes == 1:

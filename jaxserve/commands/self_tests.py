@@ -50,5 +50,5 @@ def _doubtful(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
     platform = choose_platform()
     if platform == "cuda" and deployment.ffn.exchange == "alltoall":
         yield "ffn", "exchange", "gather"
-    if platform == "tpu" and (link := deployment.topology.transport) and link.may_shake_hands:
-        yield "link", "transport", "ppermute"
+    if platform == "tpu" and (link := deployment.topology.transport) and link.falls_back_to:
+        yield "link", "transport", link.falls_back_to

@@ -52,19 +52,19 @@ def part_of(
       ConfigError: the fleet has no such worker.
     """
     role, fleet = process.role, deployment.fleet
-    pull = deployment.topology.crosses_runtimes
+    apart = deployment.topology.crosses_runtimes
     if role == "prefill":
         addresses, key = fleet.prefill, "fleet.prefill"
-    elif role == "decode" or (role == "attention" and pull and (listen or fleet.domains)):
+    elif role == "decode" or (role == "attention" and apart and (listen or fleet.domains)):
         addresses, key = fleet.domains, "fleet.domains"
     else:
         return deployment, process, None
     if process.stand_in and role != "prefill":
         raise ConfigError(f"{STAND_IN}: of a prefill worker, not of --role {role}")
-    if role == "decode" and pull:
+    if role == "decode" and apart:
         raise ConfigError(
-            "--role decode: over link.transport = pull a domain is an attention worker: --role "
-            "attention"
+            f"--role decode: over link.transport = {deployment.link.transport} a domain is an "
+            "attention worker: --role attention"
         )
     address = listen or ""
     if not address:
@@ -77,7 +77,7 @@ def part_of(
             )
         address = addresses[process.worker]
     if process.stand_in:
-        role = "attention" if pull else "decode"
+        role = "attention" if apart else "decode"
     part = WorkerPart(
         "prefill" if role == "prefill" else "domain", address, deployment, process.stand_in
     )

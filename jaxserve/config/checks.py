@@ -9,7 +9,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FORMATS, choices, scaled
-from jaxserve.config.topology import TRANSPORTS
+from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
 
 _FORMAT_KEYS = (
@@ -113,9 +113,9 @@ def complete(deployment: Deployment) -> Deployment:
 def _check_runtimes(deployment: Deployment) -> None:
     """Raises ConfigError if roles, runtimes and transport contradict each other."""
     attention, ffn, link = deployment.attention, deployment.ffn, deployment.link
-    pull = TRANSPORTS[link.transport].crosses_runtimes
+    apart = TRANSPORTS[link.transport].crosses_runtimes
     if deployment.topology.has("colocated"):
-        if pull:
+        if apart:
             raise ConfigError(f"link.transport = {link.transport}: mode colocated has no link")
         return
     for name, role in (("attention", attention), ("ffn", ffn)):
@@ -124,28 +124,32 @@ def _check_runtimes(deployment: Deployment) -> None:
                 f"{name}.processes = {role.processes} does not divide the role's {role.devices} "
                 "devices"
             )
-        if pull and role.processes > 1:
+        if apart and role.processes > 1:
             raise ConfigError(
-                f"{name}.processes = {role.processes}: over link.transport = pull a worker has one "
-                "process"
+                f"{name}.processes = {role.processes}: over link.transport = {link.transport} a "
+                "worker has one process"
             )
-    if pull != (attention.runtime != ffn.runtime):
+    if apart != (attention.runtime != ffn.runtime):
         raise ConfigError(
             f"attention.runtime = {attention.runtime} and ffn.runtime = {ffn.runtime}, but "
-            f"link.transport = {link.transport}: pull joins two runtimes, the others work inside "
-            "one"
+            f"link.transport = {link.transport}: {', '.join(BETWEEN)} joins two runtimes, the "
+            "others work inside one"
         )
     if ffn.instances > 1:
         _check_instances(deployment)
-    if pull and not link.addresses:
-        raise ConfigError("link.addresses: empty; link.transport = pull needs those of ffn workers")
+    if apart and not link.addresses:
+        raise ConfigError(
+            f"link.addresses: empty; link.transport = {link.transport} needs those of ffn workers"
+        )
     if link.route == "broadcast" and ffn.exchange == "alltoall":
         raise ConfigError(
             "link.route = broadcast brings every token to every ffn device, and ffn.exchange = "
             "alltoall only to some"
         )
-    if link.addresses and not pull:
-        raise ConfigError(f"link.addresses: only with pull, not with {link.transport}")
+    if link.addresses and not apart:
+        raise ConfigError(
+            f"link.addresses: only with {', '.join(BETWEEN)}, not with {link.transport}"
+        )
     check_addresses("link.addresses", link.addresses)
 
 
@@ -166,7 +170,10 @@ def _check_instances(deployment: Deployment) -> None:
             "rows of one"
         )
     if deployment.topology.crosses_runtimes:
-        raise ConfigError(f"{start}: not over link.transport = pull, which sends a message once")
+        raise ConfigError(
+            f"{start}: not over link.transport = {deployment.link.transport}, which sends a "
+            "message once"
+        )
 
 
 def _check_fleet(deployment: Deployment) -> None:

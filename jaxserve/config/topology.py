@@ -4,8 +4,10 @@
 asks them and compares no string of `mode` or `link.transport`.
 """
 
+import ast
 import functools
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
@@ -16,26 +18,40 @@ PlannedMode = Literal["afd", "ep", "tp"]
 
 
 class Transport(msgspec.Struct, frozen=True):
-    """Boundaries that a transport of messages crosses.
+    """Declaration of a transport of messages, at the top of its file in `link/transports/`.
 
     Attributes:
       crosses_runtimes: joins two independent JAX runtimes, instead of two meshes of one.
       collective: copies are a program of all devices, which is compiled.
-      may_shake_hands: between hosts of TPUs each copy may take a handshake.
+      automatic: ends between which `link.transport: auto` takes it.
+      falls_back_to: transport that takes its place between hosts of TPUs where its test fails.
     """
 
     crosses_runtimes: bool = False
     collective: bool = False
-    may_shake_hands: bool = False
+    automatic: Literal["", "devices", "TPU hosts"] = ""
+    falls_back_to: str = ""
 
 
-TRANSPORTS = {
-    "auto": Transport(),
-    "device_put": Transport(may_shake_hands=True),
-    "ppermute": Transport(collective=True),
-    "pull": Transport(crosses_runtimes=True),
-}
-"""Transports that `link.transport` may name."""
+def _declared(file: Path) -> Transport:
+    """Reads the line of a transport's file that declares it. The file is not imported: it imports
+    JAX, which routers and faces do without."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith("TRANSPORT = "))
+    call = cast(ast.Call, ast.parse(line.removeprefix("TRANSPORT = "), mode="eval").body)
+    return Transport(**{str(one.arg): ast.literal_eval(one.value) for one in call.keywords})
+
+
+_FILES = Path(__file__).parent.parent.joinpath("link", "transports").glob("[a-z]*.py")
+TRANSPORTS = {"auto": Transport()} | {file.stem: _declared(file) for file in sorted(_FILES)}
+"""Transports that `link.transport` may name: `auto`, and one for each file."""
+INSIDE, BETWEEN = (
+    [name for name, one in TRANSPORTS.items() if name != "auto" and one.crosses_runtimes is between]
+    for between in (False, True)
+)
+"""Names of transports inside a runtime, and between runtimes."""
+AUTOMATIC = next(name for name in INSIDE if TRANSPORTS[name].automatic == "devices")
+"""Name of the transport that `link.transport: auto` takes except between hosts of TPUs."""
 
 if TYPE_CHECKING:
     TransportName = str
@@ -73,7 +89,7 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def topology_of(mode: Mode | PlannedMode, transport: TransportName = "device_put") -> Topology:
+def topology_of(mode: Mode | PlannedMode, transport: TransportName = "auto") -> Topology:
     """Returns the topology of a deployment's or a layout's mode."""
     if mode == "afd":
         return Topology(("attention", "ffn"), TRANSPORTS[transport])

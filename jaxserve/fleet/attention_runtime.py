@@ -11,7 +11,7 @@ from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage, piece_sharding
 from jaxserve.link.dispatch.message import answer_format
-from jaxserve.link.remote.client import PullClient
+from jaxserve.link.remote.client import MessageClient
 from jaxserve.roles.attention import AttentionWorker, build_attention
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.cell import Cell, Workers
@@ -23,7 +23,7 @@ from jaxserve.roles.worker import Observer
 class PullEnd:
     """An attention worker's end of a link to another runtime (`link.ends.AttentionEnd`)."""
 
-    def __init__(self, client: PullClient, contract: Contract):
+    def __init__(self, client: MessageClient, contract: Contract):
         self._client, self._contract = client, contract
 
     def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
@@ -44,7 +44,7 @@ def attention_cell(
     source: LeafSource,
     token: str,
     observer: Observer | None = None,
-) -> tuple[Cell, PullClient]:
+) -> tuple[Cell, MessageClient]:
     """The attention worker of this runtime, loaded, compiled and connected.
 
     Raises:
@@ -58,11 +58,12 @@ def attention_cell(
         return jax.ShapeDtypeStruct(shape, answer.dtype, sharding=sharding)
 
     built = build_attention(role.templates, deployment, role.mesh, source, role.names)
-    client = PullClient(
+    client = MessageClient(
         deployment.link.addresses,
         role.hello,
         token,
         domain=role.hello.worker,
+        transport=deployment.link.transport,
         mesh=role.mesh,
         answer_shape=answer_shape,
         rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],

@@ -133,12 +133,14 @@ def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessSha
     if deployment.topology.crosses_runtimes:
         if role not in ("attention", "ffn"):
             raise ConfigError(
-                "link.transport = pull: attention and ffn have a runtime each, so say which one "
-                f"this is: --role attention or --role ffn (now {role or 'none'})"
+                f"link.transport = {deployment.link.transport}: attention and ffn have a runtime "
+                "each, so say which one this is: --role attention or --role ffn (now "
+                f"{role or 'none'})"
             )
         if arguments.processes > 1:
             raise ConfigError(
-                f"--processes {arguments.processes}: over link.transport = pull a worker has one"
+                f"--processes {arguments.processes}: over link.transport = "
+                f"{deployment.link.transport} a worker has one"
             )
         if role == "attention":
             return ProcessShare(deployment.attention.devices, 0)

@@ -1,11 +1,11 @@
 """Experts of an ffn runtime of its own, as the attention runtimes that use it see them: figures,
 rebalancing by hand, and the placement that a restarted worker is told.
 
-An attention runtime asks over the link that it has (`link.pull.PullClient.ask`); the process that
-moves the experts answers (`expert_answers.py`). It also remembers the placement: an ffn worker that
-begins anew has every expert at home and its spare slots empty, and is told to move them to where
-they were. The old placement serves until each round is done, so that a worker lost in the middle of
-a move loses nothing but the move.
+An attention runtime asks over the link that it has (`link.remote.client.MessageClient.ask`); the
+process that moves the experts answers (`expert_answers.py`). It also remembers the placement: an
+ffn worker that begins anew has every expert at home and its spare slots empty, and is told to move
+them to where they were. The old placement serves until each round is done, so that a worker lost in
+the middle of a move loses nothing but the move.
 """
 
 import logging

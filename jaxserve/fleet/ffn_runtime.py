@@ -25,8 +25,8 @@ from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.message import message_formats
-from jaxserve.link.remote.landing import Landing
-from jaxserve.link.remote.server import PullServer
+from jaxserve.link.remote.server import MessageServer
+from jaxserve.link.remote.work import Landing
 from jaxserve.link.session.channel import listen
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
@@ -93,7 +93,9 @@ def answer_messages(
     return 0
 
 
-def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServer, "FFNMessages"]:
+def open_ffn(
+    deployment: Deployment, token: str, address: str
+) -> tuple[MessageServer, "FFNMessages"]:
     """A warm ffn worker, and the server that answers messages at the address; `start` it.
 
     Raises:
@@ -108,7 +110,7 @@ def open_ffn(deployment: Deployment, token: str, address: str) -> tuple[PullServ
 
 def message_server(
     role: RoleRuntime, deployment: Deployment, source: LeafSource, token: str, address: str
-) -> tuple[PullServer, "FFNMessages"]:
+) -> tuple[MessageServer, "FFNMessages"]:
     """The end of the link, and the ffn worker of this runtime behind it, loaded, compiled and run
     once.
 
@@ -118,11 +120,12 @@ def message_server(
     built = build_ffn(role.templates, deployment, role.mesh, source, role.names)
     work = FFNMessages(role, deployment, *built)
     work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
-    server = PullServer(
+    server = MessageServer(
         address,
         role.hello,
         token,
         work,
+        transport=deployment.link.transport,
         mesh=role.mesh,
         deadlines=deadlines_of(deployment),
         on_question=work.answer,

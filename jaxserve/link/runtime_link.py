@@ -9,24 +9,19 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxserve.config.model import FFNKind
+from jaxserve.config.topology import TRANSPORTS
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import Arrays, ReceiveAnswer, SendMessage
+from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.link.dispatch.transport import Transport
-from jaxserve.link.transports.device_put import DevicePutTransport
-from jaxserve.link.transports.ppermute import PermuteTransport
-
-TRANSPORTS: dict[str, type[Transport]] = {
-    "device_put": DevicePutTransport,
-    "ppermute": PermuteTransport,
-}
+from jaxserve.link.transports import opens
 
 
 class RuntimeLink:
     """Both directions, for every kind of layer and size of a step.
 
     Args:
-      transport: a key of `TRANSPORTS`, or `auto`.
+      transport: name of a transport inside a runtime, or `auto`.
 
     Attributes:
       attention, ffn: the two ends.
@@ -41,10 +36,10 @@ class RuntimeLink:
         ffn: Mesh,
         token_sizes: Sequence[int],
     ):
-        cls = TRANSPORTS.get(transport) or _default(attention, ffn)
+        cls = opens(_default(attention, ffn) if transport == "auto" else transport)
         route, answer = contract.route(ffn.size), answer_format(contract)
-        dispatch: dict[tuple[FFNKind, int], Transport] = {}
-        combine: dict[int, Transport] = {}
+        dispatch: dict[tuple[FFNKind, int], MeshTransport] = {}
+        combine: dict[int, MeshTransport] = {}
         for tokens in token_sizes:
             rows = contract.piece_rows(tokens)
             for kind, message in message_formats(contract).items():
@@ -55,7 +50,7 @@ class RuntimeLink:
         self._layers, self._dispatch, self.combine = contract.layers, dispatch, combine
         self.attention, self.ffn = _AttentionEnd(self), _FFNEnd(self)
 
-    def dispatch(self, layer: int, tokens: int) -> Transport:
+    def dispatch(self, layer: int, tokens: int) -> MeshTransport:
         """Returns the transport of a layer's messages in steps of this size."""
         return self._dispatch[self._layers[layer], tokens]
 
@@ -65,13 +60,12 @@ class RuntimeLink:
             transport.clear()
 
 
-def _default(attention: Mesh, ffn: Mesh) -> type[Transport]:
-    """The transport of `link.transport: auto`."""
+def _default(attention: Mesh, ffn: Mesh) -> str:
+    """Returns the transport that `link.transport: auto` takes between these meshes."""
     devices = [*attention.devices.flat, *ffn.devices.flat]
     between_hosts = len({device.process_index for device in devices}) > 1
-    return TRANSPORTS[
-        "ppermute" if between_hosts and devices[0].platform == "tpu" else "device_put"
-    ]
+    ends = "TPU hosts" if between_hosts and devices[0].platform == "tpu" else "devices"
+    return next(name for name, one in TRANSPORTS.items() if one.automatic == ends)
 
 
 class _AttentionEnd(NamedTuple):

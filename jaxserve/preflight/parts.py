@@ -22,13 +22,14 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import INSIDE, TRANSPORTS
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.arguments import from_arguments
 from jaxserve.fleet.assembly import Options, build_runtime
 from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.link.dispatch.transport import Transport
-from jaxserve.link.runtime_link import TRANSPORTS
+from jaxserve.link.transports import opens
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.model.float_matrices import placed
 from jaxserve.observe.recorder import Recorder
@@ -95,11 +96,11 @@ def links(deployment: Deployment, options: argparse.Namespace) -> Found:
     contract, meshes = Contract.of(config, deployment), Submeshes(deployment)
     details: dict[str, Any] = {}
     wrong, lines = [], []
-    for name, transport in TRANSPORTS.items():
+    for name in INSIDE:
         rows = []
         for tokens in token_sizes(deployment):
             try:
-                rows.append(_link(transport, contract, meshes, tokens))
+                rows.append(_link(opens(name), contract, meshes, tokens))
             except Exception as error:
                 wrong.append(f"{name}, {tokens} tokens: {type(error).__name__}: {error}")
                 break
@@ -116,24 +117,27 @@ def links(deployment: Deployment, options: argparse.Namespace) -> Found:
 
 
 def transport(deployment: Deployment, options: argparse.Namespace) -> Found:
-    """Compares the time of `device_put` with that of `ppermute`, which hosts of TPUs can rely on.
+    """Compares the times of transports with those of the ones that they fall back to, which hosts
+    of TPUs can rely on.
 
     Raises:
-      Failed: `device_put` fails or is far slower.
+      Failed: a transport fails or is far slower.
     """
     if jax.process_count() == 1:
         raise Skipped("one host")
     text, details = links(deployment, options)
-    slow, usual = (details[name][0]["round_trip"] for name in ("device_put", "ppermute"))
-    if slow > SLOW * usual:
-        raise Failed(
-            f"device_put takes more than {SLOW} times as long as ppermute: {text}", details
-        )
+    for name in INSIDE:
+        if usual := TRANSPORTS[name].falls_back_to:
+            slow, expected = (details[each][0]["round_trip"] for each in (name, usual))
+            if slow > SLOW * expected:
+                raise Failed(
+                    f"{name} takes more than {SLOW} times as long as {usual}: {text}", details
+                )
     return text, details
 
 
 def _link(
-    transport: type[Transport], contract: Contract, meshes: Submeshes, tokens: int
+    transport: type[MeshTransport], contract: Contract, meshes: Submeshes, tokens: int
 ) -> dict[str, Any]:
     """One size of message and its answer.
 
@@ -174,7 +178,7 @@ def _link(
 class _Way:
     """One direction of a link with a message of random words."""
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: MeshTransport):
         self._transport = transport
         route, direction = transport.route, transport.direction
         count = 1 if direction == "dispatch" else route.slots

@@ -22,9 +22,9 @@ from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.remote.connection import Connection, Introduction, Message
 from jaxserve.link.remote.peer import Peer, PeerState
+from jaxserve.link.remote.transfers import is_ready, refuse_several_processes
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines, split_address
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.transports.pull import is_ready, refuse_several_processes
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
     last_failure: str = ""
 
 
-class PullClient:
+class MessageClient:
     """Sends messages to whichever ffn worker is up, and receives their answers.
 
     `send` and `receive` are called by one thread.
@@ -68,6 +68,7 @@ class PullClient:
       hello: what this worker is; ffn workers that differ are refused.
       token: the secret of the deployment.
       domain: name of this attention worker.
+      transport: name of the transport of arrays.
       mesh: of this worker alone.
       answer_shape: of the answer to a message.
       rows: of a piece: every number that messages will have.
@@ -84,6 +85,7 @@ class PullClient:
         token: str,
         *,
         domain: str,
+        transport: str,
         mesh: Mesh,
         answer_shape: AnswerShape,
         rows: Sequence[int],
@@ -93,7 +95,7 @@ class PullClient:
             raise ConfigError("link addresses: none, expected those of one ffn worker or more")
         for address in addresses:
             split_address(address)
-        refuse_several_processes()
+        refuse_several_processes(f"link.transport {transport}")
         self._domain = domain
         self._answer_shape = functools.cache(answer_shape)
         self._deadlines = deadlines
@@ -113,6 +115,7 @@ class PullClient:
                 token,
                 device,
                 deadlines,
+                transport,
                 on_change=self._notify,
                 limit=self._silence_allowed,
             )

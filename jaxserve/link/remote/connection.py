@@ -23,9 +23,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote import frames
+from jaxserve.link.remote.transfers import PROBE_BYTES, Transfers, is_ready, new_uuid
 from jaxserve.link.session.channel import LONGEST_TICK_SECONDS, TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal, greeted
-from jaxserve.link.transports.pull import PROBE_BYTES, Transfers, is_ready, new_uuid
+from jaxserve.link.transports import opens
 
 REASON_SECONDS = 0.1
 """How long an error of a transfer waits for the reason that the other end may be telling."""
@@ -100,12 +101,12 @@ class Connection:
     may `fail` it.
     """
 
-    def __init__(self, channel: Channel, device: jax.Device, deadlines: Deadlines):
+    def __init__(self, channel: Channel, device: jax.Device, deadlines: Deadlines, transport: str):
         self.channel = channel
         self.failure: str | None = None
         self.silent = 0.0
         """Seconds since the last frame of the peer."""
-        self._transfers = Transfers(device, channel.local_host)
+        self._transfers: Transfers = opens(transport)(device, channel.local_host)
         self._deadlines = deadlines
         self._failing = threading.Lock()
         self._failed = threading.Event()

@@ -1,7 +1,7 @@
 """The attention worker's connection to one ffn worker, kept up.
 
 A `Peer` stands for an address. Its thread connects (channel, hello, a fresh transfer server, one
-probe there and back), serves the connection until it is lost, and begins again. `PullClient`
+probe there and back), serves the connection until it is lost, and begins again. `MessageClient`
 (`client.py`) sends over whichever peer is up.
 
     CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly, one
@@ -58,6 +58,7 @@ class Peer:
         token: str,
         device: jax.Device,
         deadlines: Deadlines,
+        transport: str,
         on_change: Callable[[], None],
         limit: Callable[["Peer"], float],
     ):
@@ -69,7 +70,7 @@ class Peer:
         self._state = PeerState.CONNECTING
         self._said = False  # that it is suspect
         self._us, self._token = us, token
-        self._device, self._deadlines = device, deadlines
+        self._device, self._deadlines, self._transport = device, deadlines, transport
         self._on_change, self._limit = on_change, limit
         self._channel: Channel | None = None
         self._closing = threading.Event()
@@ -129,7 +130,7 @@ class Peer:
         try:
             with cut_off(channel.shutdown, self._deadlines.handshake):
                 channel.authenticate(self._token, accepted=False)
-            connection = Connection(channel, self._device, self._deadlines)
+            connection = Connection(channel, self._device, self._deadlines, self._transport)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, self._deadlines.handshake):
                 theirs = connection.join(self._us)

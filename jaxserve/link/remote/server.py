@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.remote import frames
+from jaxserve.link.remote.transfers import PROBE_BYTES, Transfers, refuse_several_processes
 from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
@@ -30,7 +31,7 @@ from jaxserve.link.session.channel import (
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.served import ServedConnection
-from jaxserve.link.transports.pull import PROBE_BYTES, Transfers, refuse_several_processes
+from jaxserve.link.transports import opens
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ MOST_CONNECTIONS = 64
 """Domains at a time."""
 
 
-class PullServer:
+class MessageServer:
     """Serves messages of any number of attention workers.
 
     Args:
@@ -46,6 +47,7 @@ class PullServer:
       hello: what this worker is; attention workers that differ are refused.
       token: the secret of the deployment.
       work: the worker; its `run` is called by one thread at a time.
+      transport: name of the transport of arrays.
       mesh: of this worker alone.
       deadlines: of every wait.
       on_question: answers questions of attention runtimes; called on any thread.
@@ -61,11 +63,13 @@ class PullServer:
         token: str,
         work: Work,
         *,
+        transport: str,
         mesh: Mesh,
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
-        refuse_several_processes()
+        refuse_several_processes(f"link.transport {transport}")
+        self.transport = transport
         self.on_question = on_question
         self.hello = hello
         self.work = work
@@ -118,7 +122,7 @@ class PullServer:
 class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
     """One connected attention worker."""
 
-    def __init__(self, server: PullServer, channel: Channel):
+    def __init__(self, server: MessageServer, channel: Channel):
         decode = frames.decode_from_attention
         super().__init__(
             "link", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
@@ -148,10 +152,10 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
             channel.send(frames.encode(answer))
             return False
         self.pieces = frame.pieces
-        self._transfers = Transfers(server.device, channel.local_host)
-        self._transfers.connect(frame.transfer_address)
+        self._transfers = transfers = opens(server.transport)(server.device, channel.local_host)
+        transfers.connect(frame.transfer_address)
         self.name = frame.domain
-        channel.send(frames.encode(frames.Welcome(server.hello, self._transfers.address)))
+        channel.send(frames.encode(frames.Welcome(server.hello, transfers.address)))
         logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
         return True
 

@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.config.topology import Transport
 from jaxserve.link.dispatch.copy import Assemble, Copy, fast_copy, fast_first, fast_put, fast_shards
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
-from jaxserve.link.dispatch.transport import Transport
+from jaxserve.link.dispatch.mesh_transport import MeshTransport
+
+TRANSPORT = Transport(automatic="devices", falls_back_to="ppermute")
 
 
 class _Leg(NamedTuple):
@@ -34,8 +37,8 @@ class _Leg(NamedTuple):
     copy: Copy
 
 
-class DevicePutTransport(Transport):
-    """A `Transport` of whole-array copies."""
+class DevicePutTransport(MeshTransport):
+    """A `MeshTransport` of whole-array copies."""
 
     def prepare(self) -> None:
         """Finds the copies that this process takes part in, and where their shards go."""
@@ -193,3 +196,6 @@ def _copies(
 def _line(devices: list[jax.Device]) -> NamedSharding:
     """Sharding with one piece on each of these devices, in this order."""
     return piece_sharding(Mesh(np.array(devices), ("pieces",)))
+
+
+OPENS = DevicePutTransport

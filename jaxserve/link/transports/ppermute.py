@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.config.topology import Transport
 from jaxserve.link.dispatch.copy import fast_shards
 from jaxserve.link.dispatch.ends import Arrays
+from jaxserve.link.dispatch.mesh_transport import Direction, MeshTransport
 from jaxserve.link.dispatch.route import Route
-from jaxserve.link.dispatch.transport import Direction, Transport
 from jaxserve.mesh import cached_sharding
 
+TRANSPORT = Transport(collective=True, automatic="TPU hosts")
 
-class PermuteTransport(Transport):
-    """A `Transport` of one jitted collective."""
+
+class PermuteTransport(MeshTransport):
+    """A `MeshTransport` of one jitted collective."""
 
     def prepare(self) -> None:
         """Compiles the collective."""
@@ -71,3 +74,6 @@ def _permute(direction: Direction, route: Route, *arrays: jax.Array) -> tuple[ja
         mine = jnp.zeros(route.attention + route.ffn, bool).at[np.array(leg.attention)].set(True)
         received[leg.answer] = jnp.where(mine[me], back, received[leg.answer])
     return tuple(received)
+
+
+OPENS = PermuteTransport

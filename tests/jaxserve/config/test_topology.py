@@ -3,11 +3,11 @@
 import ast
 from pathlib import Path
 
-from jaxserve.config.topology import TRANSPORTS, topology_of
+from jaxserve.config.topology import BETWEEN, INSIDE, topology_of
 from tests import golden
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = {"afd", "colocated", "ep", "tp", *TRANSPORTS} - {"auto"}
+NAMES = {"afd", "colocated", "ep", "tp", *INSIDE, *BETWEEN}
 BOTH, ONE = ["attention", "ffn"], ["colocated"]
 
 

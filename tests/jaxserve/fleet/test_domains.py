@@ -25,7 +25,7 @@ from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
-from jaxserve.link.remote.client import PullClient
+from jaxserve.link.remote.client import MessageClient
 from jaxserve.mesh import role_mesh
 from jaxserve.model.ffn.placement import EMPTY, aligned
 from jaxserve.roles.capacity import deployment_buckets
@@ -51,7 +51,7 @@ starts for the first domain, and compiles for the others when they join."""
 
 class Domain(NamedTuple):
     engine: Engine
-    link: PullClient
+    link: MessageClient
 
     def close(self) -> None:
         self.engine.close()

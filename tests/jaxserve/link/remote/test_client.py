@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.remote import connection as pull_connection
-from jaxserve.link.remote.client import LinkCounters, PullClient
+from jaxserve.link.remote.client import LinkCounters, MessageClient
 from jaxserve.link.remote.frames import Failed, decode_from_ffn
 from jaxserve.link.remote.peer import PeerState
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import make_hello
-from jaxserve.link.transports.pull import Transfers
+from jaxserve.link.transports.pull import PullTransfers
 from tests.jaxserve.link.remote import toy_server as toy
 from tests.jaxserve.link.remote.toy_server import Nursery, nursery
 from tests.jaxserve.waiting import until
@@ -52,14 +52,15 @@ def attention_mesh(devices: int = 4) -> Mesh:
 @contextlib.contextmanager
 def client(
     *running: toy.ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
-) -> Iterator[PullClient]:
+) -> Iterator[MessageClient]:
     mesh = attention_mesh(devices)
     sharding = NamedSharding(mesh, PartitionSpec(("dp", "tp")))
-    link = PullClient(
+    link = MessageClient(
         options.get("addresses", [server.address for server in running]),
         make_hello("attention", options.get("facts", toy.FACTS)),
         options.get("token", "secret"),
         domain=domain,
+        transport="pull",
         mesh=mesh,
         answer_shape=lambda kind, rows: jax.ShapeDtypeStruct(
             (rows * devices, int(kind.split("x")[1])), toy.WORD, sharding=sharding
@@ -86,18 +87,18 @@ def on_mesh(array: np.ndarray, devices: int = 4) -> jax.Array:
     return jax.device_put(array, sharding)
 
 
-def exchange(link: PullClient, number: int, lane: int = 0) -> None:
+def exchange(link: MessageClient, number: int, lane: int = 0) -> None:
     """One message and its answer."""
     link.send(lane, KIND, number % 4, toy.ROWS, on_mesh(values(number)))
     check(link, number, lane)
 
 
-def check(link: PullClient, number: int, lane: int = 0) -> None:
+def check(link: MessageClient, number: int, lane: int = 0) -> None:
     answer = link.receive(lane)
     np.testing.assert_array_equal(answer, 2 * values(number) + number % 4)
 
 
-def rounds(link: PullClient, first: int, count: int) -> None:
+def rounds(link: MessageClient, first: int, count: int) -> None:
     """`count` rounds over all lanes, every lane's message on its way while others are answered."""
     for lane in range(LANES):
         link.send(lane, KIND, first % 4, toy.ROWS, on_mesh(values(first + lane)))
@@ -210,7 +211,7 @@ def test_message_that_is_still_computed_is_announced_and_not_late(server) -> Non
     An array that is being pulled stands for one that is being computed: it is ready when we want.
     """
     device = jax.devices()[0]
-    source, sink = Transfers(device, "127.0.0.1"), Transfers(device, "127.0.0.1")
+    source, sink = PullTransfers(device, "127.0.0.1"), PullTransfers(device, "127.0.0.1")
     sink.connect(source.address)
     ready = on_mesh(values(5, 1), 1)
     with client(server, devices=1, deadlines={"answer": 0.3}) as link:

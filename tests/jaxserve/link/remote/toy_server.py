@@ -161,7 +161,7 @@ def serve(options: dict) -> None:
     import numpy as np
     from jax.sharding import Mesh, SingleDeviceSharding
 
-    from jaxserve.link.remote.server import PullServer
+    from jaxserve.link.remote.server import MessageServer
     from jaxserve.link.session.channel import Deadlines
     from jaxserve.link.session.hello import make_hello
 
@@ -208,11 +208,12 @@ def serve(options: dict) -> None:
 
     warm = np.zeros((ROWS, WORDS), WORD)
     jax.block_until_ready([double(jax.device_put(warm, s), np.int32(0)) for s in ingress])
-    server = PullServer(
+    server = MessageServer(
         options.get("address", "127.0.0.1:0"),
         make_hello("ffn", FACTS),
         "secret",
         Toy(),
+        transport="pull",
         mesh=mesh,
         deadlines=Deadlines(**DEADLINES),
     )
@@ -239,18 +240,19 @@ def keep_sending(address: str) -> None:
     import numpy as np
     from jax.sharding import Mesh, SingleDeviceSharding
 
-    from jaxserve.link.remote.client import PullClient
+    from jaxserve.link.remote.client import MessageClient
     from jaxserve.link.session.channel import Deadlines
     from jaxserve.link.session.hello import make_hello
 
     words = 1 << 14
     device = jax.devices()[0]
     sharding = SingleDeviceSharding(device)
-    link = PullClient(
+    link = MessageClient(
         [address],
         make_hello("attention", FACTS),
         "secret",
         domain="doomed",
+        transport="pull",
         mesh=Mesh(np.array([[device]]), ("dp", "tp")),
         answer_shape=lambda *_: jax.ShapeDtypeStruct((BULK_ROWS, words), WORD, sharding=sharding),
         rows=[BULK_ROWS],

@@ -23,7 +23,7 @@ from jaxserve.link.dispatch.route import Route
 Direction = Literal["dispatch", "combine"]
 
 
-class Transport(abc.ABC):
+class MeshTransport(abc.ABC):
     """Moves messages of one shape in one direction.
 
     On the attention mesh a message is one array with a piece on each device, and an answer is

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.config import topology
-from jaxserve.link import runtime_link
+from jaxserve.config.topology import INSIDE
 from jaxserve.link.dispatch.copy import public_copy
 from jaxserve.link.dispatch.ends import piece_sharding
 from jaxserve.link.dispatch.route import Route
-from jaxserve.link.transports import device_put
+from jaxserve.link.transports import device_put, opens
 from jaxserve.link.transports.device_put import DevicePutTransport
 
 PIECE = (2, 5)
@@ -19,12 +18,7 @@ PIECE = (2, 5)
 # 8 devices. A mesh of (4, 1) and one of (2, 2) differ in their axes, not in their order.
 MESHES = [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (1, 2)), ((3, 1), (2, 1))]
 MESHES += [((1, 2), (2, 2)), ((2, 2), (2, 2)), ((1, 3), (5, 1)), ((5, 1), (3, 1))]
-TRANSPORTS = list(runtime_link.TRANSPORTS.values())
-
-
-def test_the_link_opens_what_the_configuration_offers():
-    offered = {name for name, one in topology.TRANSPORTS.items() if not one.crosses_runtimes}
-    assert offered == {"auto", *runtime_link.TRANSPORTS}
+TRANSPORTS = [opens(name) for name in INSIDE]
 
 
 def meshes(attention: tuple[int, int], ffn: tuple[int, int]) -> tuple[Mesh, Mesh]:
