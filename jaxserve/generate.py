@@ -15,11 +15,7 @@ from typing import Any
 
 import grpc
 
-from jaxserve.config.command_line import (
-    add_deployment_arguments,
-    check_timeline,
-    read_deployment,
-)
+from jaxserve.config.command_line import add_deployment_arguments, check_timeline, read_deployment
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.fleet.sizing import Sizing

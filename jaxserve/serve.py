@@ -21,11 +21,7 @@ from typing import Literal
 
 from jaxserve import ports
 from jaxserve.commands.cores import bind_task
-from jaxserve.config.command_line import (
-    add_deployment_arguments,
-    check_timeline,
-    read_deployment,
-)
+from jaxserve.config.command_line import add_deployment_arguments, check_timeline, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, exit_code

@@ -50,8 +50,6 @@ INSIDE, BETWEEN = (
     for between in (False, True)
 )
 """Names of transports inside a runtime, and between runtimes."""
-AUTOMATIC = next(name for name in INSIDE if TRANSPORTS[name].automatic == "devices")
-"""Name of the transport that `link.transport: auto` takes except between hosts of TPUs."""
 
 if TYPE_CHECKING:
     TransportName = str

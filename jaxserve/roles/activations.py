@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.link.dispatch.route import Route
+from jaxserve.link.dispatch.contract import Route
 from jaxserve.model.ffn.traffic import ExchangeMesh
 
 FP32 = 4

@@ -42,13 +42,7 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_moves import (
-    Counted,
-    ExpertFacts,
-    LayerProposal,
-    Proposal,
-    ReadCounts,
-)
+from jaxserve.roles.expert_moves import Counted, ExpertFacts, LayerProposal, Proposal, ReadCounts
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.expert_view import ExpertView

@@ -23,13 +23,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     scaled_by_channel,
     store,
 )
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
-    ROW_PARTS,
-    Context,
-    Epilogue,
-    Ref,
-    Tile,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import ROW_PARTS, Context, Epilogue, Ref, Tile
 from pallas_kernels.grouped_matmul.mosaic_gpu_walk import release, wait_until_loaded
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 

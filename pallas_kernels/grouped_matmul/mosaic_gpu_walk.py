@@ -14,13 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
-    CLUSTER,
-    CLUSTER_AXIS,
-    Context,
-    Ref,
-    Tile,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu_types import CLUSTER, CLUSTER_AXIS, Context, Ref, Tile
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 

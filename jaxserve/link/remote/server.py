@@ -22,12 +22,7 @@ from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.transfers import PROBE_BYTES, Transfers, refuse_several_processes
 from jaxserve.link.remote.work import Preparations, Turns, Work
-from jaxserve.link.session.channel import (
-    DEFAULT_DEADLINES,
-    Channel,
-    Deadlines,
-    listen,
-)
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.served import ServedConnection
@@ -208,43 +203,33 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
         self._wanted.put((note, self._transfers.pull(note.uuid, shapes)))
 
     def _work(self) -> None:
-        """Runs what has arrived."""
-        while self.failure is None and self._serve_one():
-            pass
-        # What has not been served would keep its memory for as long as this object lives.
+        """Runs messages that have arrived."""
+        while self.failure is None and (item := self._wanted.get()) is not None:
+            self._run(*item)
+        # Messages that were not served would keep their memory for as long as this object lives.
         while not self._wanted.empty():
             self._wanted.get()
 
-    def _serve_one(self) -> bool:
-        """Waits for the next message and runs it; False at the end."""
-        item = self._wanted.get()
-        if item is None:
-            return False
-        note, message = item
+    def _run(self, note: frames.Note, message: list[jax.Array]) -> None:
+        """Waits until a message has arrived and runs it, unless the connection has failed."""
+        transfers = self._transfers
+        assert transfers is not None
         try:
             for array in message:
                 array.block_until_ready()
         except RuntimeError as error:
             self._refuse(note, f"the message arrived as an error: {error}")
-            return False
-        return self._run(note, message)
-
-    def _run(self, note: frames.Note, message: list[jax.Array]) -> bool:
-        transfers = self._transfers
-        assert transfers is not None
+            return
         try:
             with self._server.turns.take(self):
-                if self.failure is not None:
-                    return False
-                answer = self._server.work.run(note.kind, note.layer, self._size(note), message)
-                transfers.register(note.answer, answer)
-                self._server.turns.enqueued(answer[0])
+                if self.failure is None:
+                    answer = self._server.work.run(note.kind, note.layer, self._size(note), message)
+                    transfers.register(note.answer, answer)
+                    self._server.turns.enqueued(answer[0])
         except Exception as error:
             if self.failure is None:
                 logger.exception("link: no answer to %s", note)
                 self._refuse(note, f"{type(error).__name__}: {error}")
-            return False
-        return True
 
     def _size(self, note: frames.Note) -> MessageSize:
         return MessageSize(self.pieces, note.rows)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.contract import MessageSize, Route
 from jaxserve.link.dispatch.copy import fast_shards
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
-from jaxserve.link.dispatch.route import Route
 from jaxserve.link.remote.frames import Preparing
 from jaxserve.link.session.hello import Refused
 

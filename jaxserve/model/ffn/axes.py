@@ -25,7 +25,7 @@ class Axes(NamedTuple):
     """Axis over instances. Each instance has all rows, exchanges them among its own devices, and
     computes a share of the results; the senders of the rows add the shares up. A device's own rows
     are those of the same device of every instance, block after block, its own instance's first
-    (`link/dispatch/route.py`)."""
+    (`link/dispatch/contract.py`)."""
 
     @property
     def split(self) -> bool:

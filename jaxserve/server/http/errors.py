@@ -12,12 +12,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.exceptions import HTTPException
 
-from jaxserve.errors import (
-    DrainingError,
-    EngineFailedError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.server.front_end import (
     AbortedError,
     DeadlineError,

@@ -12,12 +12,7 @@ from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import Exchange
-from jaxserve.server.http.message_input import (
-    NAMES,
-    CountTokensRequest,
-    MessagesRequest,
-    as_chat,
-)
+from jaxserve.server.http.message_input import NAMES, CountTokensRequest, MessagesRequest, as_chat
 from jaxserve.server.http.message_output import (
     Message,
     MessageEvent,

@@ -17,14 +17,7 @@ import msgspec
 from jaxserve.config.deployment import Server
 from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.request_frames import (
-    NO_GRAMMAR,
-    Cancel,
-    Frame,
-    GrammarOf,
-    Outputs,
-    Refusal,
-)
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.observe.view import PipelineView
 
 SEND_SECONDS = 10.0
