@@ -30,14 +30,7 @@ import numpy as np
 
 from jaxserve.bench import compare_transformers
 from jaxserve.bench.load import write_checkpoint
-from jaxserve.bench.report import (
-    Measure,
-    Part,
-    add_report_arguments,
-    count,
-    median_ratio,
-    publish,
-)
+from jaxserve.bench.report import Measure, Part, add_report_arguments, count, median_ratio, publish
 from jaxserve.bench.requests import greedy, random_prompts
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Helper, Worker, asked, say

@@ -17,13 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.bench.random_model import (
-    RandomModel,
-    build,
-    decode_plan,
-    deployment_of,
-    idle_experts,
-)
+from jaxserve.bench.random_model import RandomModel, build, decode_plan, deployment_of, idle_experts
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker

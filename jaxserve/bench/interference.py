@@ -18,12 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxserve.bench.hand_off import (
-    answer_prompts,
-    prefill_worker,
-    prefilled,
-    start_worker,
-)
+from jaxserve.bench.hand_off import answer_prompts, prefill_worker, prefilled, start_worker
 from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.workers import BenchError, Helper, Worker, run_worker, say, two_cores
