@@ -1,2 +1,2 @@
-"""What a deployment will cost and how fast it will be, before anything is rented. Plain arithmetic
-over model configurations and hardware files; nothing here imports JAX."""
+"""Cost and speed of a deployment before anything is rented. Plain arithmetic over model
+configurations and hardware files; nothing here imports JAX."""

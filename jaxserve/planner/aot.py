@@ -68,9 +68,9 @@ class Rows(NamedTuple):
     there: Mapping[int, float] = {}
     """Part of the rows that exist, by the number of rows that a matrix has room for."""
     chosen: float = 0
-    """That a device's experts multiply, a token once for each."""
+    """Rows that a device's experts multiply, a token once for each expert."""
     ragged: float = 0
-    """That come to a device by a ragged all-to-all, and go back."""
+    """Rows that come to a device by a ragged all-to-all, and go back."""
 
 
 class CompiledProgram(NamedTuple):
@@ -86,7 +86,7 @@ class CompiledProgram(NamedTuple):
     """The compiler's error; empty if it compiled."""
     arguments: int = 0
     arrays: int = 0
-    """Of the arguments."""
+    """Number of arrays among the arguments."""
     padding: int = 0
     """Bytes of padding that the memory layout adds to the arguments."""
     outputs: int = 0
@@ -95,12 +95,12 @@ class CompiledProgram(NamedTuple):
     code: int = 0
     collectives: Mapping[str, int] = {}
     instructions: int = 0
-    """That compute or copy something: on a GPU, launches."""
+    """Instructions that compute or copy something: on a GPU, launches."""
     moved: int = 0
     """Bytes that they read and write, without the pool of pages and, where tokens are embedded,
     without the table."""
     exchanging: int = 0
-    """Of these, bytes that collectives read and write."""
+    """Bytes of `moved` that collectives read and write."""
     absent: int = 0
     """Bytes, of the others, of rows that have room here but are on other devices on average."""
     exchanged: Mapping[str, int] = {}
@@ -108,8 +108,8 @@ class CompiledProgram(NamedTuple):
     windows: Sequence[Window] = ()
     """Collectives that kernels run beside."""
     copied: int = 0
-    """Of programs with layers, bytes of arrays, none smaller than a layer's largest weight, that
-    are written again as they were, or in other bits (`scheduled.py`); in a loop, once."""
+    """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
+    in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
 
 
 class RoleMemory(NamedTuple):
@@ -126,7 +126,7 @@ class RoleMemory(NamedTuple):
     temporaries: int
     """Temporary memory of the program that needs most."""
     code: int
-    """Of all programs."""
+    """Bytes of code of all programs."""
 
     @property
     def total(self) -> int:
@@ -257,8 +257,8 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
 
 
 def ffn_rows(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> Rows:
-    """Of an ffn device in a lane's step: all experts that tokens choose have room on each. By an
-    all-to-all come the rows of some, on the busiest rank that chance makes of equal ones."""
+    """Returns the rows of an ffn device in a lane's step, which has room for all choices of tokens.
+    An all-to-all brings some of them, most to the busiest rank that chance makes."""
     if deployment.topology.has("colocated") or not config.experts:
         return Rows()
     mesh, tokens = exchange_mesh(deployment), bucket.tokens * deployment.attention.dp
@@ -349,7 +349,7 @@ def _argument_bytes(program: Program) -> int:
 def memory(
     config: ModelConfig, deployment: Deployment, programs: Sequence[CompiledProgram]
 ) -> list[RoleMemory]:
-    """What the devices of each role hold while serving; programs that failed are not in it."""
+    """Returns the memory of each role's devices while serving, without programs that failed."""
     found = []
     lanes = deployment.lanes
     for part in role_bytes(config, deployment):

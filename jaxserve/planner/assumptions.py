@@ -1,6 +1,6 @@
-"""What a prediction takes for granted: number formats, and constants that correct rooflines.
+"""Number formats, and constants that correct rooflines: what a prediction takes for granted.
 
-Called by `stages.py`, and by whoever reads or makes them.
+Called by `stages.py`, and by modules that read or make them.
 """
 
 from typing import Literal
@@ -55,8 +55,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_bytes(self) -> float:
-        """Of a parameter, in INT4 with its part of what the group shares; other formats' scales are
-        few enough to be left out."""
+        """Bytes of a parameter, in INT4 with its part of its group's scale; other formats' scales
+        are few enough to be left out."""
         if FORMATS[self.weights].scales.get("weights") == "group":
             own = FORMATS[self.weights].bits / 8
             return own + (SCALE + self.zero_points) / self.group
@@ -132,12 +132,12 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     hop_seconds: float = 1e-6
     """More of it for every link between the two farthest devices of a torus. A guess."""
     host_seconds: float = 3e-6
-    """Of the host, for a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
+    """Host time of a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
     host_device_seconds: float = 10e-6
     """And for each device of the process: a call and a message with its answer take 36 and 44 µs
     with eight devices (the same table, CPU devices)."""
     plan_seconds: float = 140e-6
-    """Of the process that leads others, for a step's plan of 2,048 sequences."""
+    """Time of the process that leads others, for a step's plan of 2,048 sequences."""
     plan_below_seconds: float = 14e-6
     """And for each process or host that it sends it to (`python -m jaxserve.bench plans`)."""
     imbalance: float = 0.0

@@ -20,7 +20,7 @@ APART = 1e-3
 """Terms whose smallest singular value, of columns of length 1, is below this share of the largest
 cannot be told apart."""
 PASSES = 30
-"""Of a fit, each with the last one's weights."""
+"""Passes of a fit, each with the weights of the last pass."""
 NEAR = 0.2
 """Relative error beyond which a point counts by its error."""
 FAR = 3.0
@@ -28,7 +28,7 @@ FAR = 3.0
 
 
 class Terms(NamedTuple):
-    """What a stage's time is made of; numbers, or arrays with an entry a DP group."""
+    """Parts of a stage's time: numbers, or arrays with an entry for each DP group."""
 
     memory: Any
     """Seconds of the bytes that depend on the load, at the hardware's peak bandwidth; of a message,
@@ -61,19 +61,19 @@ class Fit(NamedTuple):
 
 
 def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
-    """The non-negative constant and factors of least squared error relative to what they give.
+    """Returns the non-negative constant and factors of least squared relative error.
 
     Relative to what was measured, a point that came out short by chance would count more than one
     that came out long, and fits would be too small. So points are weighed by the last pass's fit
-    (McCullagh and Nelder, 1989, "Generalized Linear Models", §2.5). What is far off, as a load that
-    was measured while something else ran, counts by its error instead of its error's square (Huber,
-    1964, "Robust estimation of a location parameter").
+    (McCullagh and Nelder, 1989, "Generalized Linear Models", §2.5). A point that is far off, such
+    as a load measured while something else ran, counts by its error instead of its error's square
+    (Huber, 1964, "Robust estimation of a location parameter").
 
     Args:
       points: terms and measured seconds.
 
     Raises:
-      ValueError: there is no point, a term is below 0, or seconds are not above 0.
+      ValueError: no point is given, a term is below 0, or seconds are not above 0.
     """
     if not points or any(seconds <= 0 or min(terms) < 0 for terms, seconds in points):
         raise ValueError(f"points of {points}: seconds must be above 0, and terms not below")
@@ -115,11 +115,11 @@ def _non_negative(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 class FitKey(NamedTuple):
-    """What a fit is for."""
+    """Key of a fit."""
 
     stage: MeasuredStage
     hardware: str
-    """Its name; for the link, of the sending hardware."""
+    """Name of the hardware; for the link, of the sending hardware."""
     model: str
     format: str
     """The number formats that matter to the stage, as `Formats.of` names them."""

@@ -1,4 +1,4 @@
-"""What a timeline measured beside what is predicted, and as measurements to calibrate with.
+"""Compares measured timelines with predictions, and turns them into measurements to calibrate with.
 
 Called by `measure_commands.py`.
 """
@@ -20,7 +20,7 @@ from jaxserve.planner.stage_times import Rows, StepTimes, layer_kinds, rows_of_l
 from jaxserve.roles.layout import StepLoad
 
 WITHIN = {"stage": 0.15, "step": 0.10}
-"""What a calibrated prediction of a median is asked to keep to."""
+"""Relative errors that a calibrated prediction of a median should keep to."""
 _LEAST = 1e-9
 """Seconds: no stage takes less."""
 _SETTLE, _COUNTED = 4, 8
@@ -209,6 +209,6 @@ def _measurement(
 
 
 def load_of(one: Measurement) -> tuple[int, ...]:
-    """What it was measured at; contexts that are alike are the same."""
+    """Returns the load of a measurement; contexts that are alike are the same."""
     context = round(math.log(one.context, ALIKE))
     return one.batch, context, one.tokens or one.batch, one.padded, one.reach

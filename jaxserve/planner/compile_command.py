@@ -93,7 +93,7 @@ def _line(one: "CompiledProgram") -> str:
 def host_lines(
     programs: Sequence["CompiledProgram"], hosts: Mapping[int, tuple[str, ...]]
 ) -> list[str]:
-    """What each host compiles when it starts without a compile cache, hosts alike in one line."""
+    """Lists what each host compiles without a compile cache, hosts alike in one line."""
     lines = []
     for roles in dict.fromkeys(hosts.values()):
         own = [one for one in programs if one.role in roles]
@@ -121,7 +121,7 @@ def failures(
     held: Sequence["RoleMemory"],
     hardware: Hardware,
 ) -> list[str]:
-    """What would go wrong on the pod."""
+    """Lists what would go wrong on the pod."""
     found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
     for part in held:
         there = available(deployment, part.role, hardware)
@@ -134,7 +134,7 @@ def failures(
 
 
 def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> list[str]:
-    """What will not fail, and should be known."""
+    """Lists what will not fail, and should be known."""
     found = []
     formats = {
         "attention.weights": deployment.attention.weights,
@@ -156,7 +156,7 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
 
 
 def copied(programs: Sequence["CompiledProgram"]) -> list[str]:
-    """What programs copy before they compute, which takes time in every step, and memory."""
+    """Lists what programs copy before they compute, which takes time in every step, and memory."""
     return [
         f"{one.name} {_size(one.bucket)} writes {one.copied / GB:.2f} GB of weights or pages again "
         "before it uses them, in every step or layer"

@@ -56,7 +56,7 @@ class Hosts(NamedTuple):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the deployment is for.
+    """Demand and targets of the deployment, and what may be rented.
 
     Attributes:
       positions: the model's.
@@ -90,12 +90,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def percents(self) -> tuple[float, float]:
-        """Of TTFT and TPOT."""
+        """Percentiles of TTFT and TPOT that are asked for."""
         return self.ttft.percent, self.tpot.percent
 
 
 class Role(NamedTuple):
-    """What one role rents."""
+    """Devices that one role rents."""
 
     name: str
     hardware: Hardware
@@ -104,7 +104,7 @@ class Role(NamedTuple):
 
     @property
     def chips(self) -> float:
-        """As they are sold, with spares."""
+        """Accelerators as they are sold, with spares."""
         spare = self.spare_hosts * self.hardware.devices_per_host
         return (self.devices + spare) / self.hardware.jax_devices
 
@@ -122,7 +122,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     prediction: Prediction
     roles: tuple[Role, ...]
     plan: Plan
-    """The search's, of a decode unit."""
+    """The search's plan of a decode unit."""
 
     @property
     def dollars(self) -> float:
@@ -162,7 +162,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     best: Deployment
     others: tuple[Deployment, ...]
     found: Found
-    """Of the search for decode units."""
+    """Results of the search for decode units."""
 
 
 class Sizer:
@@ -187,11 +187,11 @@ class Sizer:
 
     @property
     def model(self) -> CostModel:
-        """What is to be served."""
+        """The model to serve."""
         return self._calculator.model
 
     def requests(self, demand: Demand) -> Requests:
-        """Of a demand, as the deployment cuts them."""
+        """Requests of a demand, as the deployment cuts them."""
         if demand not in self._requests:
             self._requests[demand] = demand.requests(self.asked.longest, self.asked.page)
         return self._requests[demand]
@@ -313,7 +313,7 @@ class Sizer:
         return f"no prefill worker: the weights do not fit on {most} devices of {names}"
 
     def steps(self, worker: PrefillWorker, demand: Demand) -> Steps:
-        """Of a prefill worker with the demand's prompts."""
+        """Steps of a prefill worker with the demand's prompts."""
         key = worker.layout, worker.chunk, demand
         if key not in self._steps:
             experts = self._experts(worker.layout)

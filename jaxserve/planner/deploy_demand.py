@@ -1,5 +1,5 @@
-"""What a deployment is asked for: requests a second, their lengths, how soon their tokens come, and
-which servers stand by.
+"""Demand of a deployment: requests a second, their lengths, how soon their tokens come, and the
+servers that stand by.
 
 Called by `deploy.py`. Lengths are those of `noise.Lengths`, as a fixed sample instead of draws, so
 that a plan is the same every time.
@@ -105,7 +105,7 @@ class Level(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """As it is typed."""
+        """The target as it is typed."""
         shown = f"{self.seconds:g}s" if self.seconds >= 1 else f"{self.seconds * 1e3:g}ms"
         return f"p{self.percent:g}={shown}"
 

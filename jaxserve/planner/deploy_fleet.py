@@ -44,7 +44,7 @@ POINTS = (0.1, 0.4, 0.7, 1.0)
 STEPS = 4
 """Steps of every lane that are run for a pace."""
 SHARES = {"mean": None, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
-"""What is told of a distribution."""
+"""Figures that are shown of a distribution."""
 
 
 class Waiting(NamedTuple):
@@ -151,11 +151,11 @@ class PrefillWorker(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Of a prompt, in a step."""
+    """Part of a prompt that is computed in a step."""
 
     tokens: int
     length: int
-    """Of the sequence's cache after it."""
+    """Tokens in the sequence's cache after it."""
 
 
 class Steps(NamedTuple):
@@ -452,7 +452,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overloaded(NamedTuple):
-    """Why a fleet cannot do it: what is short, and how much of it there would have to be."""
+    """Why a fleet cannot serve a demand, with numbers."""
 
     reason: str
 

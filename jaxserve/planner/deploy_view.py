@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[7]
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulated fleet gave its requests, in seconds."""
+    """Times of requests in the simulated fleet, in seconds."""
 
     ttft: Times
     tpot: Times
@@ -52,7 +52,7 @@ class Shown(NamedTuple):
 
     @property
     def asked(self) -> Asked:
-        """What the deployment is for."""
+        """The demand, its targets, and what may be rented."""
         return self.sizer.asked
 
     @property
@@ -183,7 +183,7 @@ def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
 
 
 def _sensitivity_rows(shown: Shown) -> list[list[str]]:
-    """What changes would do to this fleet, and what a fleet of such parts would then take."""
+    """Effects of changes on this fleet, and the fleet of such parts that would then do."""
     sizer, made, asked = shown.sizer, shown.made, shown.asked
     rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
     rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]

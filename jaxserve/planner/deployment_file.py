@@ -30,9 +30,8 @@ from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.stages import Calculator
 
 REBALANCE_SECONDS = 600
-"""Of plans with slots for replicas, whose predicted balance needs experts that are placed by what
-they get: ten times the default window of counting, as `expert_balancer.SLICES` are looked back
-on."""
+"""Interval of plans with slots for replicas, whose predicted balance needs a placement by counts:
+ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
 HELD_SLOTS = 16
 """Prompts of a DP group of a prefill worker at a time."""
 PORT = 9100

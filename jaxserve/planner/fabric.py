@@ -1,5 +1,5 @@
-"""What the fast link of a device carries when many devices use it at once, a switch or a torus; and
-the seconds in which the devices of the ffn role exchange a layer's rows.
+"""Bandwidth of a device's fast link, a switch or a torus, when many devices use it at once; and the
+seconds in which the devices of the ffn role exchange a layer's rows.
 
 Called by `stages.py`. The bytes are those of `model/ffn/traffic.py`, which the engine runs by;
 between islands of the fast link they cross the network. A switch (NVLink) gives every device its

@@ -189,7 +189,7 @@ def load_hardware(
 
 
 def _jax_device(hardware: Hardware) -> Hardware:
-    """Its share of an accelerator, and of the fast link that the cores of a chip share."""
+    """Returns one JAX device: its share of an accelerator and of the fast link of its chip."""
     parts = hardware.jax_devices
     if parts == 1:
         return hardware

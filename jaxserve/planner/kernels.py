@@ -1,5 +1,5 @@
-"""What kernels multiply: attention's products, their padding, and the rows of the busiest experts;
-and the blocks that plain XLA computes in where it has no kernel.
+"""Products of kernels: attention's FLOPs, their padding, and the rows of the busiest experts; and
+the blocks in which plain XLA computes without kernels.
 
 Called by `stages.py` and `stage_times.py`; knows neither rates nor deployments.
 """
@@ -39,9 +39,9 @@ class Expanded(NamedTuple):
     pairs: Any
     """A query's token with a token that it attends to."""
     tokens: Any
-    """Whose keys and values are expanded, written, and read again."""
+    """Tokens whose keys and values are expanded, written, and read again."""
     again: Any
-    """Of those, how many the maps are charged for beside their pass as linear maps."""
+    """Tokens of those that the maps are charged for beside their pass as linear maps."""
 
 
 def prompt_chunks(
@@ -77,7 +77,7 @@ def expanded_flops(group: AttentionLayers) -> float:
 
 
 def head_parameters(group: AttentionLayers) -> int:
-    """Of the maps that expand, or absorb, keys and values of all heads."""
+    """Parameters of the maps that expand, or absorb, keys and values of all heads."""
     return group.kv_latent * group.q_heads * (group.nope_dim + group.v_dim)
 
 

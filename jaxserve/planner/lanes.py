@@ -52,7 +52,7 @@ class Seen(NamedTuple):
 
 
 class _Pipeline:
-    """What all pipelines have.
+    """Common parts of all pipelines.
 
     Args:
       layers: of the model.

@@ -72,7 +72,7 @@ class TpuSlice(NamedTuple):
 
 
 def tpu_slice(name: str, chips: int) -> TpuSlice:
-    """The slice of so many chips.
+    """Returns the slice with `chips` chips.
 
     Args:
       name: of the hardware.

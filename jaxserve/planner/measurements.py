@@ -39,7 +39,7 @@ class Measurement(
     """The time of one stage of one layer."""
 
     device_kind: str
-    """As JAX names it ("TPU v6 lite", "NVIDIA H200"), or a hardware file's name."""
+    """Name of JAX ("TPU v6 lite", "NVIDIA H200"), or of a hardware file."""
     op: MeasuredStage
     model: str
     """A known model, or a model folder."""
@@ -68,13 +68,13 @@ class Measurement(
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`."""
     held: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of embedding and head; `auto`: as `rows`."""
+    """Format of embedding and head; `auto`: as `rows`."""
     layers: int | None = None
     """Which of the model's groups of equal layers; None: the largest."""
     tokens: int = 0
-    """Of a DP group; 0: one a sequence."""
+    """Tokens of a DP group; 0: one for each sequence."""
     pairs: int = 0
-    """Of a DP group: of a token with a token that it attends to; 0: as follows from the others."""
+    """Pairs of a token with a token that it attends to, of a DP group; 0: as the others imply."""
     padded: int = 0
     """Tokens of a DP group with padding; 0: `tokens`."""
     reach: int = 0
@@ -130,7 +130,7 @@ def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
 
 
 class Expected(NamedTuple):
-    """What rooflines say of a measurement, and what a fit is made of."""
+    """Rooflines of a measurement, and the terms that a fit is made of."""
 
     key: FitKey
     terms: Terms
@@ -139,7 +139,7 @@ class Expected(NamedTuple):
 
 
 def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
-    """What to compare a measurement with.
+    """Returns what to compare a measurement with.
 
     Raises:
       ConfigError: its hardware or model is unknown, or the model has no such layers.

@@ -1,4 +1,4 @@
-"""What a layout's devices hold: weights, cache and a step's activations; how many sequences fit.
+"""Memory of a layout's devices: weights, cache and a step's activations; how many sequences fit.
 
 Called by `search.py` and `deploy.py`. Activations are those of `roles/activations.py`, by which
 `serve` refuses a deployment, so that what is planned can be written. Weights are sums by formula,
@@ -22,9 +22,9 @@ from jaxserve.roles.activations import (
 )
 
 TEMPLATES = 0.005
-"""Of the weights, what their sum by formula may lack."""
+"""Share of the weights that their sum by formula may lack."""
 MOST_TOKENS = 65536
-"""Of a DP group's step."""
+"""Most tokens of a DP group's step."""
 
 
 class RoleMemory(NamedTuple):
@@ -53,7 +53,7 @@ def token_budget(batch: int, drafts: int) -> int:
 
 
 class _Fixed(NamedTuple):
-    """What of a layout does not depend on the batch."""
+    """Sizes of a layout that do not depend on the batch."""
 
     attention: float
     ffn: float
@@ -68,7 +68,7 @@ class _Fixed(NamedTuple):
 
 
 class Memory:
-    """Of layouts on hardware.
+    """Memory of layouts on hardware.
 
     Args:
       calculator: the model, its context and formats.
@@ -86,7 +86,7 @@ class Memory:
         self._last: tuple[Layout, _Fixed] | None = None
 
     def held(self, layout: Layout, batch: int, budget: int = 0) -> tuple[RoleMemory, ...]:
-        """By the attention and the ffn role, or of the one mesh of a colocated layout.
+        """Memory of the attention and the ffn role, or of the one mesh of a colocated layout.
 
         Args:
           batch: sequences of a DP group and lane.
@@ -118,7 +118,7 @@ class Memory:
         return fixed.attention + fixed.ffn + cache, 0.0
 
     def fits(self, layout: Layout, batch: int) -> bool:
-        """Whether so many sequences a DP group and lane do."""
+        """Whether `batch` sequences a DP group and lane fit."""
         reserve = self._calculator.assumed.reserve
         devices = self._attention[layout.attention], self._ffn.get(layout.ffn)
         return all(

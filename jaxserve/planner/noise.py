@@ -38,9 +38,9 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     spread: dict[AFDStage, float] = {}
     """Standard deviation over the mean, by stage."""
     stall_probability: float = 0.0
-    """Of every stage and device."""
+    """Probability of a stall, of every stage and device."""
     stall_seconds: float = 0.0
-    """Of every stall, or of the shortest."""
+    """Seconds of every stall, or of the shortest."""
     stall_exponent: float = 0.0
     """0: all stalls are equally long. Otherwise they have a Pareto distribution's heavy tail: one
     in 2^exponent of them is more than twice as long as the shortest."""
@@ -160,8 +160,8 @@ class Skew(msgspec.Struct, frozen=True):
 
 
 def read_skew(text: str) -> Skew:
-    """Of an option: `0.5` (a spread), `zipf:1.2`, or a JSON file with counts, as `GET /pipeline`
-    of a server answers or {layer: [tokens, ...]}.
+    """Reads `0.5` (a spread), `zipf:1.2`, or a JSON file with counts, as `GET /pipeline` of a
+    server answers or {layer: [tokens, ...]}.
 
     Raises:
       ConfigError: it is none of these.
@@ -194,7 +194,7 @@ def _counts(tree: Any) -> tuple[tuple[int, tuple[float, ...]], ...]:
 
 
 def placement_of(popularity: np.ndarray, sizes: SlotSizes, *, placed: bool) -> Placement:
-    """Of one layer: as a rebalance places experts, or every one at home.
+    """Returns the placement of one layer: by a rebalance, or with every expert at home.
 
     Args:
       popularity: of each expert.

@@ -1,4 +1,4 @@
-"""What a timeline says of stages and steps, load by load: medians, and what steps are made of.
+"""Stages and steps of a timeline, load by load: medians, and the means that add up to steps.
 
 Called by `measure_commands.py`. A load is what a step had to do; steps whose contexts differ by
 less than a tenth are alike. Medians of stages do not add up to a step's, since every stage is late
@@ -33,7 +33,7 @@ WAITING = 0.1
 _LaneStep = tuple[int, int]
 """A step's lane and number."""
 _Alike = tuple[int, ...]
-"""What steps that are alike have in common."""
+"""Key of steps that are alike."""
 
 
 class Timed(NamedTuple):
@@ -43,7 +43,7 @@ class Timed(NamedTuple):
     seconds: float
     """The median."""
     mean: float
-    """Of ordinary steps."""
+    """Mean of ordinary steps."""
 
 
 class Observed(NamedTuple):
@@ -51,7 +51,7 @@ class Observed(NamedTuple):
 
     load: StepLoad
     stages: Mapping[tuple[MeasuredStage, int], Timed]
-    """By stage and group of equal layers (`CostModel.attention`, `CostModel.ffn`)."""
+    """Times by stage and group of equal layers (`CostModel.attention`, `CostModel.ffn`)."""
     step: Timed | None
     """From one step's end to the next one's on its lane; None: no two came one after the other."""
 
@@ -144,7 +144,7 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
 
 
 def kinds_of(config: ModelConfig | None, model: CostModel) -> list[tuple[int, int]]:
-    """Of every layer, which of the model's groups its attention and its FFN belong to."""
+    """Returns for every layer the model's groups of its attention and its FFN."""
     if config is None:
         return layer_kinds(model)
     # The folder's configuration does not say which layers multiply in INT8.

@@ -192,7 +192,7 @@ def tally_rows(found: Sequence[Case], name: str, key: Callable[[Case], str]) -> 
 
 
 def _tallies(found: Sequence[Case]) -> list[list[list[str]]]:
-    """By model, hardware, context and TPOT."""
+    """Tallies by model, hardware, context and TPOT."""
     return [
         tally_rows(found, "model", lambda case: case.model),
         tally_rows(found, "hardware", lambda case: case.mix),

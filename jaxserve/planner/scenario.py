@@ -83,7 +83,7 @@ class Stored(NamedTuple):
     """Format of the experts, or of dense FFNs in a model without experts."""
     int4: Int4 = Int4()
     floats: Floats = "float32"
-    """Of those that are `plain`; as of `ModelConfig`."""
+    """Format of `plain` matrices, as in `ModelConfig`."""
 
 
 def scenario(
@@ -177,7 +177,7 @@ def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
 
 
 def _int8_layers(deployment: Deployment) -> list[int]:
-    """Whose attention multiplies in INT8; of `auto` those that were measured.
+    """Layers whose attention multiplies in INT8; for `auto` those that were measured.
 
     Raises:
       ConfigError: of `auto` nothing was.
@@ -195,13 +195,13 @@ def _int8_layers(deployment: Deployment) -> list[int]:
 
 
 class _Measured(msgspec.Struct):
-    """What the planner reads of `checkpoint/int8_products.py: Int8Products`."""
+    """The part of `checkpoint/int8_products.py: Int8Products` that the planner reads."""
 
     layers: list[int]
 
 
 def _weights(wanted: str, stored: str, held: Floats) -> str:
-    """Of matrices, `held` being what those are in that are not quantised."""
+    """Format of matrices; `held` is that of matrices that are not quantised."""
     if wanted in ("bfloat16", "float32"):
         return held
     if wanted != "auto":

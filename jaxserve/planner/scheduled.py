@@ -1,5 +1,5 @@
-"""What the HLO text of a compiled program says of its collectives: how many, over which axes, and
-what is scheduled beside them; and what the program copies.
+"""Collectives of a compiled program in its HLO text: how many, over which axes, and the kernels
+scheduled beside them; and the weights that it copies.
 
 Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out anew before it is
 used is read and written in every step, and takes its size in memory once more. A collective that
@@ -25,7 +25,7 @@ _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
 _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
-"""What a fusion that moves has besides."""
+"""Other instructions of a fusion that moves."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
@@ -37,9 +37,9 @@ class Window(NamedTuple):
     """A collective, and what is between its start and its end."""
 
     collective: str
-    """As `exchanged_bytes` names it."""
+    """Name, as in `exchanged_bytes`."""
     size: int
-    """As there, of this one."""
+    """Bytes, as in `exchanged_bytes`, of this collective."""
     exchanging: int
     """Bytes that it reads from memory and writes to it, of rows that are there."""
     instructions: int
@@ -73,7 +73,7 @@ def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int
 
 
 def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) -> list[Window]:
-    """Of a scheduled program the collectives that kernels are beside; `ragged` as above."""
+    """Returns the collectives of a scheduled program that kernels run beside."""
     open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
     found = []
     for one in schedule:
@@ -125,8 +125,8 @@ def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:
 
 
 def _neighbours(line: str) -> int:
-    """Of a collective whose groups are listed: how many devices make up one, if each consists of
-    devices next to each other, the first of which is a multiple of that; 0: they do not."""
+    """Returns the devices of a listed group, if each group consists of devices next to each other,
+    the first of which is a multiple of that; else 0."""
     listed = _LISTED.search(line)
     if listed is None:
         return 0
@@ -140,7 +140,7 @@ class Copy(NamedTuple):
     """An array that is written as another one was, or in other bits."""
 
     name: str
-    """Of the instruction."""
+    """Name of the instruction."""
     bytes: int
 
 
@@ -156,8 +156,8 @@ class _Instruction(NamedTuple):
 def copies(
     text: str, least: int, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
 ) -> list[Copy]:
-    """Copies of at least so many bytes, in the order of the text. What is inside of a fusion does
-    not count, unless the fusion does nothing else; what is in a loop counts once.
+    """Returns copies of `least` bytes and more, in the order of the text. A copy inside a fusion
+    does not count, unless the fusion does nothing else; one in a loop counts once.
 
     Args:
       text: HLO of a compiled program.

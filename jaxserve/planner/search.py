@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ffn_bytes: float
     """Memory of an ffn device; 0 if colocated."""
     tokens_a_step: float = 1.0
-    """That a sequence gets, with its accepted drafts."""
+    """Tokens that a sequence gets in a step, with its accepted drafts."""
 
     @property
     def sequences(self) -> int:
@@ -208,7 +208,7 @@ class Searcher:
         return self.memory.room(layout)
 
     def evaluate(self, layout: Layout, batch: int) -> Plan:
-        """What a layout does with a batch; whether it fits is not asked."""
+        """Predicts a layout with a batch; whether it fits is not asked."""
         calculator, model = self.calculator, self.calculator.model
         a = self.attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
@@ -271,7 +271,7 @@ class Searcher:
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
 
     def host_seconds(self, layout: Layout) -> float:
-        """Of the busiest process, for a layer and lane; 0 if colocated, where a step is one
+        """Seconds of the busiest process for a layer and lane; 0 if colocated, where a step is one
         program."""
         if layout.topology.has("colocated"):
             return 0.0

@@ -1,4 +1,4 @@
-"""What a search found, for a terminal, for programs, and as a picture. Called by `plan.py` and
+"""Plans of a search for a terminal, for programs, and as a picture. Called by `plan.py` and
 `deploy_view.py`."""
 
 from collections.abc import Mapping, Sequence

@@ -199,7 +199,7 @@ class SimulatedEngine:
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of the deployment."""
+    """Requests to the deployment."""
 
     lengths: Lengths
     rate: float = 0.0
@@ -216,13 +216,13 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     domains: int = 1
     steps: int = 100
-    """Of the first lane to have so many; two more follow uncounted, so that none runs alone."""
+    """Steps of the first lane to have them; two more follow, so that no lane runs alone."""
     warm_up: int = 10
     """Steps of every lane that are not counted."""
     link: LinkMode = "duplex"
     jitter: Jitter = Jitter()
     host_seconds: float = 0.0
-    """Of the host at every step's end: planning and enqueueing."""
+    """Host time at every step's end: planning and enqueueing."""
     tokens_a_step: float = 1.0
     """Tokens that a sequence gets of a step: 1 + the share of drafts that are accepted."""
     seed: int = 0
@@ -245,7 +245,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Simulated."""
     steps: int
-    """Of all lanes."""
+    """Counted steps of all lanes."""
     tokens: float
     tokens_per_second: float
     tokens_per_device: float
@@ -288,7 +288,7 @@ class _Request(msgspec.Struct):
 
 
 class _LaneProgress(NamedTuple):
-    """Of a lane's counted steps: when the first and the last ended, tokens after the first."""
+    """When a lane's first and last counted step ended, and tokens after the first."""
 
     first: float
     last: float
@@ -331,7 +331,7 @@ class Simulation(SimulatedEngine):
         self._count = 0
         self._next_arrival = 0.0
         self._indices: list[deque[int]] = [deque() for _ in range(self._lanes)]
-        """By lane, the global step indices of its steps that are not complete, oldest first."""
+        """Global indices of the steps that are not complete, by lane, oldest first."""
         self._last = conditions.steps + 2
         """Steps of the lane that has the most of them."""
         self._uncounted = 2**62
@@ -500,7 +500,7 @@ def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Of these seconds; None: there are none."""
+    """Returns percentiles of seconds; None without any."""
     if not values:
         return None
     return Percentiles(float(np.mean(values)), *map(float, np.percentile(values, [50, 90, 99])))

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Gain(NamedTuple):
-    """What a rebalance brings: with experts at home, and where it puts them."""
+    """Gain of a rebalance: figures with experts at home, and where it puts them."""
 
     balance: tuple[float, float]
     """Mean ÷ max tokens of an ffn device."""
@@ -103,7 +103,7 @@ class Gain(NamedTuple):
 
     @classmethod
     def of(cls, home: ExpertLoads, moved: ExpertLoads, before: Result, after: Result) -> "Gain":
-        """Of two runs."""
+        """Compares two runs."""
         tpot = [0.0 if each.tpot is None else each.tpot.mean for each in (before, after)]
         rates = before.tokens_per_second, after.tokens_per_second
         return cls((home.balance, moved.balance), rates, (tpot[0], tpot[1]))
@@ -112,8 +112,8 @@ class Gain(NamedTuple):
 def read_loads(
     options: argparse.Namespace, made: Scenario
 ) -> tuple[ExpertLoads | None, ExpertLoads | None]:
-    """How tokens fall on a deployment's ffn devices with experts at home, and, with --placed, where
-    a rebalance puts them.
+    """Returns how tokens fall on a deployment's ffn devices with experts at home, and, with
+    --placed, where a rebalance puts them.
 
     Raises:
       ConfigError: the options do not say.

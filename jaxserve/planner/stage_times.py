@@ -46,8 +46,8 @@ class Rows(NamedTuple):
     sampled: int = 0
     """Rows of a DP group that head and sampler see; 0: one a sequence. Matters likewise."""
     pairs: np.ndarray | None = None
-    """Of a token of the step with a token that it attends to, without a window; None: as follows
-    from tokens and lengths."""
+    """Pairs of a token of the step with a token that it attends to, without a window; None: as
+    tokens and lengths imply."""
 
 
 def rows_of_load(load: StepLoad, groups: int, page_size: int, slots: int) -> Rows:
@@ -82,7 +82,7 @@ class StepTimes(NamedTuple):
     leave: float
     """Head and sampling."""
     host: float = 0.0
-    """Of the host, which enqueues other steps meanwhile; 0: lanes do not wait for it."""
+    """Host time, which enqueues other steps meanwhile; 0: lanes do not wait for it."""
 
 
 class StageTimes(Protocol):
@@ -206,7 +206,7 @@ class Rooflines:
         tokens: np.ndarray,
         pairs: np.ndarray,
     ) -> np.ndarray:
-        """Of latent attention, where some sequences have chunks of prompts."""
+        """Seconds of latent attention where some sequences have chunks of prompts."""
         on, whole = self._on_attention, self._attention.assumed.expanded
         read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
         pairs = pairs * tile_padding(group, on, self._layout.tp, rows.tokens)
@@ -225,7 +225,7 @@ class Rooflines:
         pairs: np.ndarray,
         expanded: Expanded | None = None,
     ) -> np.ndarray:
-        """As of `Calculator.attend_seconds`."""
+        """Returns `Calculator.attend_seconds` of this layout."""
         on, tp = self._on_attention, self._layout.tp
         seconds = self._attention.attend_seconds(
             group, on, tp, tokens, read, pairs, expanded, stage
@@ -252,7 +252,7 @@ def _blocks_reach(rows: Rows) -> int:
 
 
 def layer_kinds(model: CostModel) -> list[tuple[int, int]]:
-    """Of every layer the group of attention layers and of FFN layers that it belongs to.
+    """Returns for every layer its group of attention layers and of FFN layers.
 
     FFN groups follow each other in the model's order (dense layers first); attention groups are
     spread evenly among each other. The description of a model does not say more.

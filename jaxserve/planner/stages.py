@@ -47,7 +47,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 HOSTS_EACH = 8
-"""As `fleet/broadcast.py` has it."""
+"""Hosts that each host hands a plan on to, as in `fleet/broadcast.py`."""
 
 
 class StageTime(NamedTuple):
@@ -84,7 +84,7 @@ class Calculator(NamedTuple):
     formats: Formats
     assumed: Assumptions
     measured: Calibration = NOTHING
-    """What was measured of the stages, which corrects the rooflines."""
+    """Measurements of the stages, which correct the rooflines."""
     exchange: Literal["auto", "gather", "alltoall"] = "auto"
     """`ffn.exchange` of the deployment."""
 
@@ -243,8 +243,8 @@ class Calculator(NamedTuple):
         return self.assumed.host_seconds + local * self.assumed.host_device_seconds
 
     def plans(self, hardware: Hardware, devices: int) -> float:
-        """More of it in the process that leads so many devices of all roles: a step's plan goes to
-        the others of its host and, once each, to a few other hosts (`fleet/broadcast.py`)."""
+        """Seconds more of the process that leads `devices` devices of all roles: a step's plan goes
+        to the others of its host and, once each, to a few other hosts (`fleet/broadcast.py`)."""
         here = min(devices, hardware.devices_per_host)
         hosts = math.ceil(devices / hardware.devices_per_host)
         below = math.ceil(here / hardware.process_devices) - 1 + min(hosts - 1, HOSTS_EACH)

@@ -1,4 +1,4 @@
-"""What a command of `plan` found: text for a terminal, JSON for programs, or one HTML page.
+"""Reports of `plan`: text for a terminal, JSON for programs, or one HTML page.
 
 Called by every command, with tables, lines and pictures of which this module knows nothing.
 """

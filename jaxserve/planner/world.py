@@ -39,7 +39,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     measured: Annotated[float, Meta(gt=0)]
     source: str
     date: datetime.date
-    """Of the source."""
+    """Date of the source."""
     model: str
     hardware: str
     mode: PlannedMode
@@ -48,21 +48,21 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context: Count
     """Mean tokens of a sequence."""
     given: str
-    """What the source states."""
+    """Facts that the source states."""
     taken: str
-    """What it does not state, and we had to take."""
+    """Facts that it does not state, and we had to take."""
     formats: Formats
     dp: Count = 1
     tp: Count = 1
     ep: int = 0
-    """Of AFD; colocated, experts are divided over the DP groups."""
+    """Ranks of AFD; colocated, experts are divided over the DP groups."""
     ffn_tp: Count = 1
     lanes: Count = 1
     shared_ranks: int = 0
     drafts: int = 0
     acceptance: str = ""
     assume: list[str] = []
-    """As of `plan search --assume`."""
+    """Options of `plan search --assume`."""
     fitted: bool = False
     """Whether the planner's constants were fitted to it."""
     why: str = ""
@@ -70,7 +70,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def layout(self) -> Layout:
-        """Its devices in the planner's words."""
+        """The devices in the planner's words."""
         afd = topology_of(self.mode).has("ffn")
         return Layout(
             mode=self.mode,
