@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +242,17 @@ def role_mesh(
             f"this runtime has {len(there)}"
         )
     return Mesh(np.array(_rows(there, rows, columns, role)), axes)
+
+
+class RoleMeshes(Protocol):
+    """The meshes and rules that templates read."""
+
+    @property
+    def attention(self) -> AnyMesh: ...
+    @property
+    def ffn(self) -> AnyMesh: ...
+    @property
+    def ffn_rules(self) -> Rules: ...
 
 
 class AbstractSubmeshes:

@@ -18,7 +18,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, FormatName, StoredFormat, scaled
 from jaxserve.config.model import FFN, LayerKind, MatrixPart, ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Submeshes, axis_product, shards
+from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
@@ -204,12 +204,7 @@ class Head(nnx.Module):
 class ModelTemplates:
     """The templates of every block of a model on a deployment's meshes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        deployment: Deployment,
-        meshes: Submeshes | AbstractSubmeshes,
-    ):
+    def __init__(self, config: ModelConfig, deployment: Deployment, meshes: RoleMeshes):
         check_layout(config, deployment)
         dtype = jnp.dtype(deployment.dtype)
         self.config, self.dtype = config, dtype

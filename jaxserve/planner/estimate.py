@@ -9,13 +9,14 @@ what is not known without a device: `cases`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.measurements import Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
@@ -470,6 +471,60 @@ def every_byte(counts: Counts) -> Counts:
 
 def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
+
+
+class MeasuredStage(NamedTuple):
+    """A counted stage that was measured at the same load."""
+
+    program: str
+    counted: float
+    """Seconds, without collectives."""
+    measured: Measurement
+
+    @property
+    def seconds(self) -> float:
+        """Returns the measured seconds on average."""
+        return self.measured.mean or self.measured.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.program} counted {self.counted * 1e6:.1f} µs, measured "
+            f"{self.seconds * 1e6:.1f} on {self.measured.device_kind}"
+        )
+
+
+def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[MeasuredStage]:
+    """Returns the counted stages that were measured with the same rows, formats and sharding."""
+
+    def load(one: Measurement) -> tuple[object, ...]:
+        own = one.tp, one.batch, one.context
+        if one.op == "ffn":
+            own = one.ep, one.ffn_tp, one.batch * one.dp
+        return one.op, one.model, one.format, one.cache or one.format, own
+
+    mine = msgspec.convert(measurements(counts), list[Measurement])
+    names = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
+    return [
+        MeasuredStage(names[own.op], own.seconds, one)
+        for own in mine
+        for one in found
+        if one.source == "measured" and load(one) == load(own)
+    ]
+
+
+def measured_lines(counts: Counts, found: Sequence[Measurement]) -> list[str]:
+    """Returns the figure with measured stages in place of counted ones, and each stage beside its
+    measurement."""
+    stages = measured_beside(counts, found)
+    if not stages:
+        return ["no stage was measured at this load"]
+    made = bounds(every_byte(counts))
+    for one in {each.program: each for each in stages}.values():
+        more = (one.seconds - one.counted) * counts.programs[one.program].layers / counts.layers
+        role = "ffn" if one.program.startswith("ffn") else "attention"
+        made = made._replace(**{role: getattr(made, role) + more})
+    own = Case("the figure with measured stages", max(made), made.longest())
+    return [*map(str, stages), _case(counts, own)]
 
 
 def measurements(counts: Counts) -> list[dict[str, object]]:

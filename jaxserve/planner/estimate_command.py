@@ -13,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_of
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.measurements import read_measurements
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.options import DEPLOYMENT, add_shared, read_deployment, tokens
 from jaxserve.planner.stages import Calculator
@@ -35,6 +36,7 @@ def add_estimate(command: argparse.ArgumentParser) -> None:
     add("--count", action="store_true", help="compile --config and write the counts first")
     add("--topology", default="h200:4x8", metavar="NAME", help="with --count: h200:4x8")
     add_shared(command, "--bucket", default="128x64", help="with --count: 128x64")
+    add_shared(command, "--calibration")
     add("--context", type=tokens, default="4K", metavar="TOKENS", help="with --count: 4K")
     add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
     add("--ffn-kernel", metavar="CASE", help="likewise: the case of these experts and tokens")
@@ -56,6 +58,9 @@ def run(options: argparse.Namespace) -> None:
     counts = estimate.read(path)
     stages = estimate.measurements(counts)
     parts = [Part(lines=estimate.lines(counts))]
+    if options.calibration is not None:
+        found = read_measurements(options.calibration)
+        parts.append(Part(lines=estimate.measured_lines(counts, found)))
     if options.config is None and options.counts is None:
         others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         parts.append(Part(lines=[estimate.one_line(estimate.read(each)) for each in others]))

@@ -136,7 +136,7 @@ def _answers(
     sizes = {"ep": meshes.ffn.size // meshes.ffn.shape["tp"], "tp": meshes.ffn.shape["tp"]}
     ffn = msgspec.structs.replace(deployment.ffn, exchange=kind, **sizes)
     deployment = msgspec.structs.replace(deployment, ffn=ffn, mode="afd")
-    templates = ModelTemplates(config, deployment, meshes)  # type: ignore[arg-type]
+    templates = ModelTemplates(config, deployment, meshes)
     programs = FFNPrograms(templates, deployment, meshes.ffn)
     tokens = token_sizes(deployment)[0]
     (template,) = templates.ffn.values()

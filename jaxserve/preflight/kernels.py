@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.estimate import measured_beside, read
+from jaxserve.planner.estimate_command import ESTIMATES
 from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.outcomes import Check, Failed, Skipped
@@ -81,12 +83,16 @@ def times(seconds: float) -> Found:
 
 
 def timed(found: list[dict[str, Any]]) -> Found:
-    """Sets the times of layers beside their rooflines, where the planner knows the device."""
+    """Sets the times of layers beside their rooflines, where the planner knows the device, and
+    beside what was counted of equal layers for H200s (`configs/estimates`)."""
     text = f"{len(found)} layers of Step-3 timed"
     with contextlib.suppress(ConfigError):
         ones = msgspec.convert(found, list[Measurement])
         ratios = [one.seconds / expected(one).roofline for one in ones]
         text += f", {min(ratios):.2f} to {max(ratios):.2f} times their rooflines"
+        for path in sorted(ESTIMATES.glob("*.json")):
+            beside = measured_beside(read(path), ones)
+            text += "".join(f"\n{path.stem}: {one}" for one in beside)
     return text, {"measurements": found}
 
 

@@ -7,7 +7,7 @@ tiles, as on CPUs, and INT4 come from `bench/random_leaves.py`.
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,8 @@ class DeviceLeaves(RandomLeaves):
         known = ("float32", "bfloat16", *_LARGEST)
         if any(leaf.input_major or str(leaf.dtype) not in known for leaf in template.leaves):
             return super().leaves(template, sources, shardings)
-        stacked = not isinstance(sources, dict)
-        blocks: Sequence[Sources] = sources if stacked else [sources]  # type: ignore[assignment,list-item]
+        stacked = not isinstance(sources, Mapping)
+        blocks = [sources] if isinstance(sources, Mapping) else sources
         shapes = {leaf.name: leaf for leaf in template.leaves}
         arrays = []
         for leaf, sharding in zip(template.leaves, shardings, strict=True):

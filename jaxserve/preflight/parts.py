@@ -22,7 +22,7 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.config.topology import INSIDE, TRANSPORTS
+from jaxserve.config.topology import INSIDE, TRANSPORTS, Role
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.arguments import from_arguments
 from jaxserve.fleet.assembly import Options, build_runtime
@@ -55,7 +55,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
     """Compares the bytes of every role with what its devices have."""
     config, _ = read_model(deployment)
     meshes = Submeshes(deployment)
-    own = {
+    own: dict[Role, set[jax.Device]] = {
         "attention": {device for mesh in meshes.domains for device in mesh.local_devices},
         "ffn": set(meshes.ffn.local_devices) if deployment.topology.has("ffn") else set(),
     }
@@ -83,7 +83,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
                 f"{part.role}.memory_gb = {written:g}, but a device has {limit / GB:.1f} GB",
                 details,
             )
-    check_memory(config, deployment, own)  # type: ignore[arg-type]
+    check_memory(config, deployment, own)
     return "; ".join(lines), details
 
 

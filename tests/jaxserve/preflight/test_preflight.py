@@ -128,11 +128,12 @@ def test_a_wrong_kernel_is_named():
         judged([right | {"correct": False, "error": 0.5}])
 
 
-def test_times_of_layers_beside_their_rooflines():
-    layer = {"op": "attend", "model": "step3", "batch": 64, "context": 8192, "format": "fp8"}
+def test_times_of_layers_beside_their_rooflines_and_counts():
+    layer = {"op": "attend", "model": "step3", "batch": 128, "context": 4096, "format": "fp8"}
     known = layer | {"device_kind": "NVIDIA H100 80GB HBM3", "seconds": 1e-3}
     assert timed([known])[0].startswith("1 layers of Step-3 timed, ")
     assert "times their rooflines" in timed([known])[0]
+    assert "step3-h200: attend_moe counted " in timed([known])[0]
     other = known | {"device_kind": "quick run on cpu"}
     assert timed([other]) == ("1 layers of Step-3 timed", {"measurements": [other]})
 
