@@ -17,6 +17,7 @@ from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.outcomes import Check, Failed, Skipped
 
+SMALL = "jaxserve.preflight.small_kernels"
 Found = tuple[str, dict[str, Any]]
 OPS = ("attention", "grouped_matmul", "norm_quantize")
 """Operations that `pallas_kernels.bench` knows, each checked in a process of its own."""
@@ -30,6 +31,7 @@ def checks(probe: Callable[[], Mapping[str, Any]], seconds: float) -> Iterator[t
     """
     for op in OPS:
         yield f"kernels {op}", _check(probe, functools.partial(correctness, op, seconds))
+    yield "kernels small", _check(probe, functools.partial(small, seconds))
     yield "kernel times", _check(probe, functools.partial(times, seconds))
 
 
@@ -53,6 +55,12 @@ def correctness(op: str, seconds: float) -> Found:
     """
     results = _bench(["--quick", "--op", op], seconds)["results"]
     return judged(results)
+
+
+def small(seconds: float) -> Found:
+    """Runs the engine's smaller operations; raises as `correctness`."""
+    every = {"JAX_PLATFORMS": ""}  # the CPU computes what is right
+    return judged(_written([SMALL], seconds, every)["results"])
 
 
 def judged(results: list[dict[str, Any]]) -> Found:
@@ -97,15 +105,22 @@ def timed(found: list[dict[str, Any]]) -> Found:
 
 
 def _bench(arguments: list[str], seconds: float) -> Any:
-    """The JSON file of `python -m pallas_kernels.bench`.
+    """Returns the JSON file of `python -m pallas_kernels.bench`."""
+    return _written(["pallas_kernels.bench", *arguments, "--json"], seconds)
+
+
+def _written(words: list[str], seconds: float, environment: Mapping[str, str] | None = None) -> Any:
+    """Returns the JSON file that a module of Python writes.
+
+    Args:
+      words: the module and its arguments; the file's name is the last one.
 
     Raises:
       Failed: the process wrote none.
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
         result = Path(name, "bench.json")
-        words = ["-m", "pallas_kernels.bench", *arguments, "--json", str(result)]
-        child = Child(words, Path(name))
+        child = Child(["-m", *words, str(result)], Path(name), environment)
         try:
             code = child.wait(seconds)
         finally:

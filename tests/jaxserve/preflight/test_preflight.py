@@ -1,5 +1,7 @@
 """The checks' own behaviour, on real processes and sockets."""
 
+import itertools
+import json
 import os
 import socket
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.config.load import load_deployment
@@ -14,12 +17,13 @@ from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
 from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
 from jaxserve.ports import free_port
-from jaxserve.preflight import hosts
+from jaxserve.preflight import hosts, small_kernels
 from jaxserve.preflight.__main__ import main
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.kernels import judged, timed
 from jaxserve.preflight.meeting import Meeting, behind
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped, run, table
+from pallas_kernels.rotate_and_write import gpu_cases
 
 TOKEN = "0123456789abcdef"
 
@@ -126,6 +130,26 @@ def test_a_wrong_kernel_is_named():
     assert judged([right, plain])[0] == "2 of 2 cases as the reference; plain XLA in fp8"
     with pytest.raises(Failed, match="step3 int8: off by"):
         judged([right | {"correct": False, "error": 0.5}])
+
+
+def test_small_operations_are_compared_with_the_cpus(tmp_path, monkeypatch):
+    """One that adds more each time it is compiled is wrong; so are rows in 8 bits off by two."""
+    every = small_kernels.operations()
+    assert [one.name for one in every if one.name.startswith("rotate_and_write")] == [
+        f"rotate_and_write {case.name}" for case in gpu_cases.cases()
+    ]
+    chosen = [one for one in every if one.name in ("rotate_and_write step3 fp8", "permute")]
+    chosen += [every[-1]._replace(name="sampler")]
+    counter = itertools.count()
+    wrong = chosen[1]._replace(name="wrong", function=lambda x, _: x + next(counter))
+    monkeypatch.setattr(small_kernels, "operations", lambda: [*chosen, wrong])
+    small_kernels.main([str(tmp_path / "found.json")])
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    with pytest.raises(Failed, match="3 of 4 cases as the reference\nwrong : off by"):
+        judged(results)
+    rows = np.full(100, 7, np.int8)
+    assert small_kernels.distance([rows + np.int8(1)], [rows]) == 0
+    assert small_kernels.distance([rows + np.int8(2)], [rows]) == 1
 
 
 def test_times_of_layers_beside_their_rooflines_and_counts():
