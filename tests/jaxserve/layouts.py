@@ -24,6 +24,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.assembly import make_engine, open_engine
+from jaxserve.server.http.server import HttpServer
+from jaxserve.text.generator import TextGenerator
+from tests.jaxserve.text.letters import LETTERS
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -151,6 +154,20 @@ def serving(runtime: Runtime, eos_token_ids: frozenset[int] = frozenset()) -> It
     engine.start()
     with _idle_at_the_end(engine):
         yield engine
+
+
+@contextlib.contextmanager
+def listening(runtime: Runtime) -> Iterator[str]:
+    """The address of an HTTP server before an engine around a warm runtime."""
+    with serving(runtime) as engine:
+        generator, server = TextGenerator(engine, LETTERS), HttpServer(port=0)
+        address = server.start()
+        server.open(generator)
+        try:
+            yield f"http://{address}"
+        finally:
+            server.stop(0)
+            generator.close()
 
 
 @contextlib.contextmanager

@@ -16,14 +16,12 @@ import httpx
 import jax
 import pytest
 
-from jaxserve.fleet.assembly import make_engine, open_model
+from jaxserve.fleet.assembly import open_model
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.program import Program
-from jaxserve.server.http.server import HttpServer
-from jaxserve.text.generator import TextGenerator
-from tests.jaxserve.text.letters import LETTERS
+from tests.jaxserve import layouts
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = 4
@@ -85,20 +83,11 @@ def programs_of(runtime) -> Iterable[Program]:
 def test_a_request_reaches_every_kernel_through_few_files(name, most, request):
     """With both roles a cell stands between the stepper and the worker."""
     runtime = request.getfixturevalue(name)
-    engine, programs = make_engine(runtime, eos_token_ids=frozenset()), programs_of(runtime)
-    engine.start()
-    generator, server = TextGenerator(engine, LETTERS), HttpServer(port=0)
-    url = f"http://{server.start()}/v1/completions"
-    server.open(generator)
-    body = {"prompt": [1, 2, 3], "max_tokens": 2, "model": engine.model_info()["model"]}
-    try:
-        with stacks() as found:
-            httpx.post(url, json=body, timeout=60).raise_for_status()
-            for program in programs:
-                jax.eval_shape(program.mapped(), *program.arguments)
-    finally:
-        server.stop(0)
-        generator.close()
-        engine.close()
+    programs, model = programs_of(runtime), Path(runtime.deployment.model).name
+    with layouts.listening(runtime) as url, stacks() as found:
+        body = {"prompt": [1, 2, 3], "max_tokens": 2, "model": model}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        for program in programs:
+            jax.eval_shape(program.mapped(), *program.arguments)
     paths = [set().union(*parts) for parts in itertools.product(*found.values())]
     assert len(max(paths, key=len)) <= most, max(paths, key=len)

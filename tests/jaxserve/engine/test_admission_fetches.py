@@ -18,27 +18,17 @@ from jaxserve.engine.loop import (
 )
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
+from tests.jaxserve.engine.step_plans import make_scheduler
 
 SIZE = 4
 
 
 def make_loop(pages: int = 16, slots: int = 2, groups: int = 1, lanes: int = 1) -> Loop:
-    scheduler = Scheduler(
-        groups=groups,
-        lanes=lanes,
-        slots=slots,
-        pages=pages,
-        page_size=SIZE,
-        max_length=48,
-        token_budget=8,
-        token_buckets=[8],
-        page_buckets=[12],
-        max_waiting=20,
-        prefix_cache=True,
-    )
+    sizes = {"groups": groups, "lanes": lanes, "slots": slots, "pages": pages, "page_size": SIZE}
+    sizes |= {"max_length": 48, "page_buckets": [12], "max_waiting": 20, "prefix_cache": True}
+    scheduler = make_scheduler(token_budget=8, token_buckets=[8], **sizes).scheduler
     return Loop([scheduler], lanes, lambda: 0.0)
 
 

@@ -8,9 +8,9 @@ from jaxserve.engine.hand_off import HoldLimits, Holds
 from jaxserve.engine.loop import Await, Enqueue, ExportPages, Idle, Loop
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.layout import NO_TOKEN, PageRun
+from tests.jaxserve.engine.step_plans import make_scheduler
 from tests.jaxserve.waiting import Clock
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -18,19 +18,9 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 def make(requests: int = 8, pages: int = 12, max_waiting: int = 4) -> tuple[Loop, Clock]:
     clock = Clock(100.0)
-    scheduler = Scheduler(
-        groups=1,
-        lanes=1,
-        slots=4,
-        pages=16,
-        page_size=4,
-        max_length=64,
-        token_budget=8,
-        token_buckets=[8],
-        page_buckets=[16],
-        max_waiting=max_waiting,
-        prefix_cache=True,
-    )
+    sizes = {"slots": 4, "pages": 16, "page_size": 4, "max_length": 64, "page_buckets": [16]}
+    sizes |= {"token_budget": 8, "token_buckets": [8], "prefix_cache": True}
+    scheduler = make_scheduler(max_waiting=max_waiting, **sizes).scheduler
     loop = Loop([scheduler], 1, clock)
     limits = HoldLimits(requests=requests, pages=pages, lease_seconds=30.0)
     names = (f"lease {number}" for number in range(1000))

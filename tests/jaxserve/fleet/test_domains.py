@@ -105,11 +105,8 @@ def domains(tiny_model, server):
 @pytest.fixture(scope="module")
 def expected(colocated_runtime):
     """The colocated tokens, by the sampling parameters' temperature."""
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    tokens = {params.temperature: generate(engine, params) for params in (GREEDY, SEEDED)}
-    engine.close()
-    return tokens
+    with layouts.serving(colocated_runtime) as engine:
+        return {params.temperature: generate(engine, params) for params in (GREEDY, SEEDED)}
 
 
 def generate(engine, params):

@@ -16,11 +16,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.assembly import make_engine
 from jaxserve.ports import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import started
-from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Collector, Reference
+from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Reference
 from tests.jaxserve.waiting import until
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
@@ -50,17 +49,14 @@ def sharing() -> list[list[list[int]]]:
 def reference(tiny_model, colocated_runtime):
     """Greedy tokens of all prompts, drawn ones of prompt 1, and greedy ones of `sharing()`, which
     were generated one after the other."""
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    greedy = layouts.generate(engine)
-    collector = Collector()
-    params = SamplingParams(max_tokens=60, ignore_eos=True, **SEEDED)
-    collector.submit(engine, PROMPTS[1], params, request_id="drawn")
-    drawn = collector.wait()["drawn"].token_ids
-    shared = [
-        [layouts.generate(engine, [prompt], FEW)[0] for prompt in prompts] for prompts in sharing()
-    ]
-    engine.close()
+    with layouts.serving(colocated_runtime) as engine:
+        greedy = layouts.generate(engine)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, **SEEDED)
+        drawn = layouts.ask(engine, PROMPTS[1], params).token_ids
+        shared = [
+            [layouts.generate(engine, [prompt], FEW)[0] for prompt in prompts]
+            for prompts in sharing()
+        ]
     return Reference.of(tiny_model, greedy), drawn, shared
 
 

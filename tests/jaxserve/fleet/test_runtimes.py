@@ -9,24 +9,13 @@ import time
 
 import pytest
 
-from jaxserve.fleet.assembly import make_engine
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched, started
-from tests.jaxserve.layouts import Reference
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
 SECONDS = 240
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model, colocated_runtime):
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    tokens = layouts.generate(engine)
-    engine.close()
-    return Reference.of(tiny_model, tokens)
 
 
 def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, reference, tmp_path):

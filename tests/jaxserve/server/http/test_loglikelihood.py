@@ -7,11 +7,8 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxserve.fleet.assembly import make_engine
-from jaxserve.server.http.server import HttpServer
-from jaxserve.text.generator import TextGenerator
+from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS
-from tests.jaxserve.text.letters import LETTERS
 from tests.reference.step3_numpy import Step3Numpy
 
 SECONDS = 60
@@ -19,16 +16,8 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def url(colocated_runtime) -> Iterator[str]:
-    engine = make_engine(colocated_runtime, eos_token_ids=frozenset())
-    engine.start()
-    generator = TextGenerator(engine, LETTERS)
-    server = HttpServer(port=0)
-    address = server.start()
-    server.open(generator)
-    yield f"http://{address}"
-    server.stop(0)
-    generator.close()
-    engine.close()
+    with layouts.listening(colocated_runtime) as url:
+        yield url
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
