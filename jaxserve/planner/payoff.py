@@ -21,6 +21,7 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
+from jaxserve.planner import view
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import MODES, Target
@@ -37,7 +38,6 @@ from jaxserve.planner.options import (
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.search_view import DECODE_ONLY
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.view import Part, Report, show
 
 LEGEND = (
     "the cheapest mode, its USD a million tokens, and x what AFD costs over the cheaper of EP and "
@@ -98,40 +98,40 @@ class Case(NamedTuple):
         return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
 
 
-def cases(
-    model: str,
-    costs: CostModel,
-    mix: Mix,
-    contexts: Sequence[int],
-    tpots: Sequence[float],
-    formats: Formats,
-    assumed: Assumptions,
-    skew: Skew | None = None,
-    most: int = 64,
-) -> Iterator[Case]:
-    """Yields the cheapest plans of a model on a mix.
+class Part(NamedTuple):
+    """A part of the map, which one process works out: a model on a mix."""
 
-    Args:
-      most: the largest number of devices of a deployment.
-    """
-    both = {**mix.attention, **mix.ffn}
-    for context in contexts:
-        calculator = Calculator(costs, context, formats, assumed)
-        afd = Searcher(calculator, mix.attention, mix.ffn, skew=skew)
-        same = Searcher(calculator, both, both, skew=skew)
-        slowest = max(tpots)
+    name: str
+    model: CostModel
+    mix: Mix
+    contexts: Sequence[int]
+    tpots: Sequence[float]
+    formats: Formats
+    assumed: Assumptions
+    skew: Skew | None = None
+    most: int = 64
+    """Devices of a deployment, at most."""
+
+    def cases(self) -> list[Case]:
+        """Returns the cheapest plans of each context and TPOT."""
+        return [case for context in self.contexts for case in self._at(context)]
+
+    def _at(self, context: int) -> Iterator[Case]:
+        mix, slowest = self.mix, max(self.tpots)
+        both = {**mix.attention, **mix.ffn}
+        calculator = Calculator(self.model, context, self.formats, self.assumed)
+        afd = Searcher(calculator, mix.attention, mix.ffn, skew=self.skew)
+        same = Searcher(calculator, both, both, skew=self.skew)
         plans = [
-            *_points(afd, Target(tpot=slowest, max_devices=most, modes=("afd",))),
-            *_points(same, Target(tpot=slowest, max_devices=most, modes=("ep", "tp"))),
+            *_points(afd, Target(tpot=slowest, max_devices=self.most, modes=("afd",))),
+            *_points(same, Target(tpot=slowest, max_devices=self.most, modes=("ep", "tp"))),
         ]
-        for tpot in tpots:
+        for tpot in self.tpots:
             best: dict[PlannedMode, Plan] = {}
-            for plan in plans:
-                mode = plan.layout.mode
-                cheaper = mode not in best or plan.dollars < best[mode].dollars
-                if plan.tpot <= tpot and cheaper:
-                    best[mode] = plan
-            yield Case(model, mix.name, context, tpot, best)
+            for plan in sorted(plans, key=lambda plan: plan.dollars):
+                if plan.tpot <= tpot:
+                    best.setdefault(plan.layout.mode, plan)
+            yield Case(self.name, mix.name, context, tpot, best)
 
 
 def _points(searcher: Searcher, target: Target) -> Iterator[Plan]:
@@ -248,24 +248,6 @@ def add_map(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=run)
 
 
-class _Part(NamedTuple):
-    """The cases of a model on a mix: what a process works on."""
-
-    name: str
-    model: CostModel
-    mix: Mix
-    contexts: list[int]
-    tpots: list[float]
-    formats: Formats
-    assumed: Assumptions
-    skew: Skew | None
-    most: int
-
-    def cases(self) -> list[Case]:
-        """All of them."""
-        return list(cases(*self))
-
-
 def run(options: argparse.Namespace) -> None:
     """Evaluates and shows.
 
@@ -285,7 +267,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--contexts {max(contexts)}: {name} has {longest} positions")
         for mix in mixes:
             formats, most = _formats(mix, options), options.max_devices
-            parts.append(_Part(name, model, mix, contexts, tpots, formats, assumed, skew, most))
+            parts.append(Part(name, model, mix, contexts, tpots, formats, assumed, skew, most))
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
     pays = [
         f"{case.model} on {case.mix}, {case.context // 1024}K, {case.tpot * 1e3:g} ms: "
@@ -293,21 +275,21 @@ def run(options: argparse.Namespace) -> None:
         for case, ratio in mixes_that_pay(found)
     ]
     notes = [DECODE_ONLY, LEGEND, map_summary(found), *(["mixes that pay:", *pays] if pays else [])]
-    shown = [Part(rows=map_rows(found), lines=notes)]
-    shown += [Part(rows=rows) for rows in (_tallies(found) if options.full else [])]
+    shown = [view.Part(rows=map_rows(found), lines=notes)]
+    shown += [view.Part(rows=rows) for rows in (_tallies(found) if options.full else [])]
     tree = {"scope": DECODE_ONLY, "cases": [_tree(case) for case in found]}
-    show(options, Report("Where AFD, EP and TP are the cheapest", shown, tree))
+    view.show(options, view.Report("Where AFD, EP and TP are the cheapest", shown, tree))
 
 
-def _evaluate(parts: Sequence[_Part], jobs: int) -> list[Case]:
+def _evaluate(parts: Sequence[Part], jobs: int) -> list[Case]:
     """The cases of all parts, in processes of their own if there are several."""
     found: list[Case] = []
     with contextlib.ExitStack() as stack:
-        results: Iterator[list[Case]] = map(_Part.cases, parts)
+        results: Iterator[list[Case]] = map(Part.cases, parts)
         if min(jobs, len(parts)) > 1:
             spawn = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(min(jobs, len(parts)), spawn)
-            results = stack.enter_context(pool).map(_Part.cases, parts)
+            results = stack.enter_context(pool).map(Part.cases, parts)
         for part, own in zip(parts, results, strict=True):
             print(f"{part.name} on {part.mix.name}", file=sys.stderr)
             found += own

@@ -11,7 +11,7 @@ from jaxserve.planner.options import PUBLISHED
 from jaxserve.planner.payoff import (
     Case,
     Mix,
-    cases,
+    Part,
     map_rows,
     map_summary,
     mixes_that_pay,
@@ -27,7 +27,7 @@ MIX = Mix("h800", {"h800": H800}, {"h800": H800})
 @pytest.fixture(scope="module")
 def found() -> list[Case]:
     args = QWEN, MIX, [4096], [0.02, 0.05], Formats(), Assumptions()
-    return list(cases("qwen3-30b-a3b", *args, most=2))
+    return Part("qwen3-30b-a3b", *args, most=2).cases()
 
 
 def test_costs_are_those_of_a_search_within_some_percent(found):
@@ -69,7 +69,7 @@ def test_mixes_are_compared_with_both_of_their_kinds_alone():
 
 def test_nothing_meets_an_absurd_target():
     args = QWEN, MIX, [4096], [1e-6], Formats(), Assumptions()
-    (case,) = cases("qwen3-30b-a3b", *args, most=2)
+    (case,) = Part("qwen3-30b-a3b", *args, most=2).cases()
     assert (case.winner, case.ratio) == (None, None)
     assert map_rows([case])[1][-1] == "-"
 
