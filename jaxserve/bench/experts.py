@@ -33,6 +33,7 @@ from jaxserve.roles.expert_balancer import ExpertBalancer, expert_facts, propose
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNWorker, build_ffn
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
+from pallas_kernels.input_major import InputMajor
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256
@@ -177,8 +178,9 @@ def stage_ms(layer: _Layer, placement: Placement, rounds: int) -> float:
     run = jax.jit(routed_swiglu)
     times = []
     for rank in range(RANKS):
-        own = [jnp.asarray(leaf[rank * sizes.local : (rank + 1) * sizes.local]) for leaf in leaves]
-        down, gate, up = own  # by name
+        own = slice(rank * sizes.local, (rank + 1) * sizes.local)
+        # By name; on CPUs float matrices lie input by input.
+        down, gate, up = (InputMajor(jnp.asarray(leaf[own])) for leaf in leaves)
         call = (layer.rows.tokens, chosen - rank * sizes.local, layer.rows.gates, gate, up, down)
         times.append(_core_ms(functools.partial(run, *call), rounds))
     return max(times)
