@@ -8,10 +8,13 @@ missed its limit; 2: a wrong option.
 
 import argparse
 import asyncio
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
+
+import msgspec
 
 from jaxserve.bench.report import Part, amount, count, publish
 from jaxserve.chaos.deployment import LAUNCHER, Deployment
@@ -168,21 +171,10 @@ def _storm(options: argparse.Namespace) -> Found:
     asked = questions(options.seed, options.questions, longest, options.vocab, options.systems)
     known = answers(asked, options.config, options.model, options.set)
     print(f"{len(asked)} answers are known", flush=True)
-    minutes = options.minutes or (1.0 if options.kills is None else 1e6)
-    plan = Plan(
-        seed=options.seed,
-        kinds=options.faults,
-        together=options.together,
-        only=options.only,
-        minutes=minutes,
-        most=options.kills or 10**9,
-        clients=options.clients,
-        calm=options.calm,
-        requests=options.requests or 0,
-        resets=options.resets,
-        cancelled=options.cancelled,
-        faces=options.faces,
-    )
+    if options.minutes is None:
+        options.minutes = 1.0 if options.kills is None else math.inf
+    options.kills = options.kills or 10**9
+    plan = msgspec.convert(vars(options), Plan)
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as temporary:
         folder = options.keep or Path(temporary)
         try:

@@ -4,22 +4,23 @@ Used by `storm.py`.
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
 
 import grpc
 import msgspec
 
-from jaxserve.bench.client import Client, Outcome
+from jaxserve.bench.client import Client, Outcome, completion_body
 from jaxserve.chaos.questions import Question
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 
 HANG_SECONDS = 60.0
-"""Without an event or an end after which a request hangs."""
+"""Time without an event after which a request counts as hanging."""
 REQUEST_SECONDS = 300.0
 RETRY_SECONDS = 0.25
 CHANNEL = [
@@ -92,7 +93,6 @@ class Load:
         self._asked, self._answers = asked, answers
         self._http = Client(f"http://{http_address}", seconds=REQUEST_SECONDS)
         self._grpc_address = grpc_address
-        self._channel: Any = None
         self._random = random.Random(seed)
         self._cancelled, self._faces, self._most = cancelled, faces, most
         self._numbers = itertools.count()
@@ -102,22 +102,26 @@ class Load:
 
     async def run(self, clients: int) -> None:
         """Asks until `stopping`, or `most` requests; ends when all have their answers."""
-        self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
         self.stopping = False
         faces = [self._faces[n % len(self._faces)] for n in range(clients)]
         # Every other client over HTTP sends keys.
         keyed = [face == "http" and n % 4 == 0 for n, face in enumerate(faces)]
-        await asyncio.gather(*map(self._client, faces, keyed))
-        await self._channel.close()
+        async with self._channel():
+            await asyncio.gather(*map(self._client, faces, keyed))
         self._http.close()
 
     async def every_question(self) -> None:
-        """Each once over either face, one after the other."""
-        self._channel = grpc.aio.insecure_channel(self._grpc_address, CHANNEL)
-        for question in range(len(self._asked)):
-            for face in ("http", "grpc"):
-                await self._ask(face, question, cancel_after=None)
-        await self._channel.close()
+        """Asks each question once over either face, one after the other."""
+        async with self._channel():
+            for question in range(len(self._asked)):
+                for face in ("http", "grpc"):
+                    await self._ask(face, question, cancel_after=None)
+
+    @contextlib.asynccontextmanager
+    async def _channel(self) -> AsyncIterator[None]:
+        async with grpc.aio.insecure_channel(self._grpc_address, CHANNEL) as channel:
+            self._stub = InferenceStub(channel)
+            yield
 
     async def _client(self, face: Face, keyed: bool) -> None:
         wanted = None
@@ -186,16 +190,9 @@ class Load:
 
     async def _over_http(self, record: Record, outcome: Outcome) -> None:
         question = self._asked[record.question]
-        body = {
-            "prompt": question.prompt,
-            "request_id": f"chaos-{record.number}",
-            "max_tokens": question.tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            **question.sampling,
-        }
-        encoded, key = msgspec.json.encode(body), f"chaos-{record.number}" if record.keyed else ""
+        given = {"return_token_ids": True, "request_id": f"chaos-{record.number}"}
+        encoded = completion_body(question.prompt, question.tokens, **given, **question.sampling)
+        key = f"chaos-{record.number}" if record.keyed else ""
         while True:
             await self._http.complete(encoded, outcome, key)
             if not outcome.error:
@@ -225,7 +222,7 @@ class Load:
         else:
             request.token_ids.ids.extend(question.prompt)
         # Without a deadline: gRPC makes one of C's clock and Python's, of which one may jump here.
-        call = InferenceStub(self._channel).GenerateStream(request)
+        call = self._stub.GenerateStream(request)
         try:
             async for message in call:
                 if message.delta.token_ids:

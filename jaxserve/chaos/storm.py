@@ -37,35 +37,35 @@ _TOUCHED = re.compile(r"chaos-(\d+)")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Load and faults of a storm.
+    """Load and faults of a storm: the options of the same names.
 
     Attributes:
       seed: seed of everything that is drawn.
-      kinds: kinds of faults.
+      faults: kinds of faults.
       together: number of processes that each fault befalls at the same moment.
       only: roles of the victims; empty: all roles.
       minutes: time after which no further fault begins.
-      most: greatest number of faults.
+      kills: greatest number of faults.
       clients: clients that ask at the same time.
       calm: seconds of undisturbed load at the beginning.
-      requests: requests after which the load ends, without any fault; 0: a storm of faults.
+      requests: requests after which the load ends, without any fault; None: a storm of faults.
       resets: resets of all prefix caches, evenly spread over the requests.
       cancelled: part of the requests that clients cancel.
       faces: faces that clients use in turn.
     """
 
     seed: int
-    kinds: Sequence[str]
-    together: int = 1
-    only: Sequence[str] = ()
-    minutes: float = 1.0
-    most: int = 10**9
-    clients: int = 8
-    calm: float = 8.0
-    requests: int = 0
-    resets: int = 0
-    cancelled: float = 0.1
-    faces: Sequence[Face] = ("http", "grpc")
+    faults: Sequence[str]
+    together: int
+    only: Sequence[str]
+    minutes: float
+    kills: int
+    clients: int
+    calm: float
+    requests: int | None
+    resets: int
+    cancelled: float
+    faces: Sequence[Face]
 
 
 class Storm:
@@ -150,7 +150,7 @@ class Storm:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
         places = {
-            (number + 1) * self._plan.requests // (self._plan.resets + 1)
+            (number + 1) * (self._plan.requests or 0) // (self._plan.resets + 1)
             for number in range(self._plan.resets)
         }
         resets: list[asyncio.Task[None]] = []
@@ -201,9 +201,9 @@ class Storm:
             role for role, found in roles.items() if found[0].dialled in self._deployment.proxies
         ]
         plan = self._plan
-        for fault in draw(plan.seed, plan.kinds, victims, linked, plan.together):
+        for fault in draw(plan.seed, plan.faults, victims, linked, plan.together):
             over = time.perf_counter() - begin > 60.0 * plan.minutes or self._over.is_set()
-            if over or fault.number >= plan.most:
+            if over or fault.number >= plan.kills:
                 return
             await asyncio.sleep(fault.pause)
             # All processes are ready: an ffn worker has its connections to all domains.
