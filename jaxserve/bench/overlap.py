@@ -226,7 +226,7 @@ class _Window(NamedTuple):
     core_seconds: float
     """CPU time of the whole process."""
     steps: int
-    """Of all lanes together."""
+    """Steps of all lanes together."""
 
 
 def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> _Window:

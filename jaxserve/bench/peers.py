@@ -33,7 +33,7 @@ _SECONDS = 600.0
 
 
 def load_in(weights: str, folder: Path, peers: Sequence[str] = ()) -> Loaded:
-    """Loads both roles with weights in a number format, from `peers` where there are any."""
+    """Loads both roles with weights in a number format, from `peers` unless that is empty."""
     formats = {"mode": "afd", "attention.weights": weights, "ffn.weights": weights}
     return Loaded(folder, formats | {"weights.peers": list(peers)})
 

@@ -121,7 +121,7 @@ def bucket_of(deployment: Deployment) -> Bucket:
 def templates_of(
     deployment: Deployment, config: ModelConfig
 ) -> tuple[ModelTemplates, Deployment, Submeshes]:
-    """What programs are made of, on the devices of this runtime."""
+    """Builds the templates of the programs, on the devices of this runtime."""
     meshes = Submeshes(deployment)
     templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
     return templates, deployment, meshes

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """
     deployment = load_deployment(options.config, options.set)
     if deployment.topology.separates_domains:
-        raise ConfigError("bench stages: needs mode afd, and another link.transport than pull")
+        raise ConfigError("stages: needs mode afd, and another link.transport than pull")
     for sequences in options.batches:
         for context in options.contexts:
             bucket_of(deployment, sequences, context)

@@ -36,14 +36,14 @@ from jaxserve.roles.step_plan import StepPlan
 
 LANES = 3
 LIMIT_MS = 3.0
-"""Of plan, arrays, encode and complete together, at 2,048 sequences a lane."""
+"""Target of plan, arrays, encode and complete together, at 2,048 sequences a lane."""
 END_ID = 1
 """Never sampled."""
 VOCAB = 128_000
 PROMPT_TOKENS = (2048, 4096)
 OUTPUT_TOKENS = 1000
 FULL = 0.95
-"""Of its slots are in every step of every lane before steps are counted."""
+"""Share of the slots that every step of every lane has before steps are counted."""
 
 
 class Shape(NamedTuple):
@@ -82,7 +82,7 @@ class Times(NamedTuple):
     outputs: list[float]
 
     def total(self) -> list[float]:
-        """What the step path takes: all but the outputs."""
+        """Time of the step path: everything but the outputs."""
         return [sum(parts) for parts in zip(*self[:4], strict=True)]
 
 

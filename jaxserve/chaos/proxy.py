@@ -1,6 +1,6 @@
-"""Something between two ends of a TCP connection that can go wrong on purpose.
+"""TCP proxy that fails on purpose. A storm puts one in front of every worker of a deployment.
 
-One in front of every worker of a deployment. Used by `storm.py`; knows nothing of what it carries.
+Used by `storm.py`; knows nothing of the bytes that it carries.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ Mode = Literal["", "cut", "stall", "delay", "truncate", "corrupt"]
 
 
 class Proxy:
-    """Listens at one address and connects whoever comes to another one.
+    """Listens at one address and connects every client to another one.
 
-    `disturb` changes what it does, for the connections that there are and for new ones:
+    `disturb` changes its behaviour, for open connections and for new ones:
 
     cut: all are reset, and new ones, too. stall: nothing is carried, and nothing is closed.
     delay: every byte comes `size` seconds later. truncate: the next bytes of each are carried by
@@ -46,11 +46,11 @@ class Proxy:
         threading.Thread(target=self._accept, name=f"proxy {listens}", daemon=True).start()
 
     def disturb(self, mode: Mode, size: float = 0.0) -> None:
-        """From now on; "" ends it."""
+        """Changes the behaviour from now on; "" restores it."""
         self._size, self._mode = size, mode
 
     def close(self) -> None:
-        """Ends everything."""
+        """Closes all connections and stops listening."""
         self._closing = True
         self._mode = "cut"
         self._listener.close()
@@ -70,7 +70,7 @@ class Proxy:
                 _reset(client)
 
     def _carry(self, client: socket.socket) -> None:
-        """One connection, both ways, in one thread."""
+        """Carries one connection, both ways, in one thread."""
         with contextlib.ExitStack() as stack:
             stack.callback(_reset, client)
             if self._mode == "cut":
@@ -114,7 +114,7 @@ class Proxy:
                 end.sendall(data)
 
     def _changed(self, data: bytes) -> bytes:
-        """The same but for one bit."""
+        """Returns the data with one bit changed."""
         changed = bytearray(data)
         changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         return bytes(changed)

@@ -145,7 +145,7 @@ def _measure(case: Case, effort: timing.Effort, copied: float, dense: float) -> 
 
 
 def _layers(quick: bool, effort: timing.Effort, device_kind: str) -> tuple[list[Any], bool]:
-    """What the planner reads, and whether a result was wrong."""
+    """Measures whole layers. Returns entries for the planner, and True if a result was wrong."""
     found, wrong = [], False
     for entry, build, sizes in layer.stages(quick, page_size()):
         cache = f" with cache {entry['cache']}" if "cache" in entry else ""

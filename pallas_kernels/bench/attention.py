@@ -1,4 +1,4 @@
-"""Attention at real sizes: inputs, counts, and what else a user would call."""
+"""Attention at real sizes: inputs and counts."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ FORMATS = ("bf16", "int8", "fp8")
 
 
 class Step(NamedTuple):
-    """So many sequences of one length, with so many queries each, which are their last tokens."""
+    """Sequences of one length; the queries of each are its last tokens."""
 
     shape: AttentionShape
     format: str
@@ -32,7 +32,7 @@ class Step(NamedTuple):
         return self.sequences * (self.context * cache + self.queries * ends)
 
     def flops(self) -> int:
-        """Of scores and mixing, for what each query sees."""
+        """FLOPs of scores and mixing, over the positions that each query sees."""
         hidden = self.queries * (self.queries - 1) // 2
         return self.shape.flops() * self.sequences * (self.queries * self.context - hidden)
 
@@ -70,7 +70,7 @@ def inputs(step: Step) -> tuple[Any, ...]:
 
 
 def call(step: Step) -> Callable[..., Any]:
-    """What is measured, as a function of `inputs`."""
+    """Returns the measured function; it takes `inputs`."""
     return functools.partial(attend, step.shape)
 
 

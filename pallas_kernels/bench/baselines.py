@@ -1,4 +1,4 @@
-"""What a user would call instead of the ops, on the same inputs: JAX's own, tokamax, PyTorch.
+"""Alternatives to the ops on the same inputs: JAX's own functions, tokamax, PyTorch.
 
 Called by the bench. Each is a function of (step, arguments) that prepares a call; it raises
 whatever it likes where it is not installed or cannot do this, and the bench says so.
@@ -93,7 +93,7 @@ def _contiguous(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 
 def _tokamax_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
-    """Of keys and values that lie one after the other, not in pages."""
+    """Attends to keys and values that lie one after the other, not in pages."""
     import tokamax
 
     def attend(*inputs: Any) -> Any:
@@ -103,7 +103,7 @@ def _tokamax_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
 
 
 def _torch_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
-    """Of keys and values that lie one after the other, not in pages."""
+    """Attends to keys and values that lie one after the other, not in pages."""
     torch = _torch()
     inputs = [_to_torch(array.swapaxes(1, 2)) for array in _contiguous(step, arguments)]
 

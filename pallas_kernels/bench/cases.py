@@ -1,4 +1,4 @@
-"""What the bench and the tuner run: every named shape in every format at every size, by name.
+"""Cases of the bench and the tuner: every named shape in every format at every size, by name.
 
 Knows the ops' steps; measures nothing.
 """
@@ -29,10 +29,10 @@ MODULES: dict[str, Any] = {
 """Each has `inputs(step)`, `call(step)` and `checked(arguments)`."""
 
 TILED = ("attention", "grouped_matmul")
-"""Those that have tiles to tune."""
+"""Ops that have tiles to tune."""
 
 INTERPRETED = Target("mosaic_tpu", "interpreted TPU", interpret=True)
-"""What a quick search runs on: kernels that the CPU interprets."""
+"""Target of a quick search: kernels that the CPU interprets."""
 
 
 class Case(NamedTuple):
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def cases(ops: list[str], names: list[str] | None, quick: bool) -> list[Case]:
-    """Of these ops, and of these named shapes (None: all); quick: tiny ones."""
+    """Lists the cases of these ops and named shapes (None: all); quick: tiny ones."""
     found: list[Case] = []
     for op in ops:
         for name, shape in NAMES[op].items():

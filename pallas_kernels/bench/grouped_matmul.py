@@ -1,4 +1,4 @@
-"""Expert layers at real sizes: inputs, counts, and what else a user would call."""
+"""Expert layers at real sizes: inputs and counts."""
 
 import functools
 from collections.abc import Callable
@@ -47,12 +47,12 @@ class Step(NamedTuple):
         return min(self.rows, shape.groups) * weights + 2 * 2 * self.rows * shape.d_model
 
     def flops(self) -> int:
-        """Of the three products."""
+        """FLOPs of the three products."""
         return 6 * self.rows * self.shape.d_model * self.shape.d_ff
 
 
 def block(format: str) -> tuple[int, int]:
-    """That share a scale."""
+    """Rows and columns of the blocks that share a scale; 0: all columns."""
     return (128, 128) if format.startswith("fp8_block") else (1, 0)
 
 
@@ -84,7 +84,7 @@ def inputs(step: Step) -> tuple[Any, ...]:
 
 
 def call(step: Step) -> Callable[..., Any]:
-    """What is measured, as a function of `inputs`."""
+    """Returns the measured function; it takes `inputs`."""
     return functools.partial(grouped_swiglu, row_format=ROW_FORMATS.get(step.format))
 
 

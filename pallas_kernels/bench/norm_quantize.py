@@ -41,7 +41,7 @@ def inputs(step: Step) -> tuple[Any, ...]:
 
 
 def call(step: Step, op: Callable[..., Any] = rms_norm_quantize) -> Callable[..., Any]:
-    """What is measured: the values in 8 bits, but all results are made."""
+    """Returns the measured function. It returns the values in 8 bits, but computes all results."""
 
     def run(rows: Any, weight: Any) -> Any:
         found = op(rows, weight, EPSILON, step.format)

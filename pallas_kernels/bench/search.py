@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pallas_kernels.tuned import as_size, table_path, write_entry
 
 MARGIN = 0.02
-"""By how much a candidate has to be better: timings are not exact, and nobody likes idle diffs."""
+"""Relative gain from which a candidate replaces an entry: timings are not exact."""
 
 Sizes = dict[str, Any]
 
@@ -82,7 +82,7 @@ def search(
 
 
 class Trials:
-    """What was tried, in a file that is only appended to."""
+    """Tried candidates, in a file that only grows."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -142,7 +142,7 @@ def changes(tiles: Sizes, start: Sizes) -> Sizes:
 
 
 def map_sizes(sizes: Sequence[Any]) -> list[Any]:
-    """As tiles have them: JSON has lists for tuples."""
+    """Restores the types of tiles: JSON has lists for tuples."""
     return [as_size(size) for size in sizes]
 
 

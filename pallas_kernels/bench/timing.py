@@ -1,4 +1,4 @@
-"""Times of a function on the device, and what a copy and a dense product reach there.
+"""Times of a function on the device, and the rates of a copy and of a dense product there.
 
 Called by the bench. Iterations are chained inside one jitted loop, each waiting for the one before,
 so that launching from the host is not measured. Knows no op.
@@ -26,18 +26,22 @@ def seconds(function: Callable[..., Any], effort: Effort, first: Any, *rest: Any
     """Median seconds of one call; `first` is a small float array, read and written again by every
     iteration, which makes it wait for the one before."""
     loop = jax.jit(functools.partial(repeated, function, effort.iterations))
-    jax.block_until_ready(loop(first, *rest))
+    return _median(lambda: loop(first, *rest), effort)
+
+
+def _median(loop: Callable[[], Any], effort: Effort) -> float:
+    """Median seconds of an iteration of a compiled loop, after a round that compiles."""
     times = []
-    for _ in range(effort.rounds):
+    for _ in range(1 + effort.rounds):
         start = time.perf_counter()
-        jax.block_until_ready(loop(first, *rest))
+        jax.block_until_ready(loop())
         times.append((time.perf_counter() - start) / effort.iterations)
-    return float(np.median(times))
+    return float(np.median(times[1:]))
 
 
 def repeated(function: Callable[..., Any], iterations: int, first: Any, *rest: Any) -> Any:
-    """What is timed: the calls one after the other, each of them whole. What depends on `rest`
-    alone XLA would compute once, before the loop, if it could tell that nothing there changes."""
+    """Calls the function `iterations` times, one call after the other; `seconds` times this. The
+    barriers keep XLA from computing the parts that depend on `rest` alone once, before the loop."""
 
     def body(_: Any, carry: Any) -> Any:
         inputs = lax.optimization_barrier((carry[0], *rest))
@@ -57,13 +61,7 @@ def copy_rate(size: int, effort: Effort) -> float:
     def loop(array: Any) -> Any:
         return lax.fori_loop(0, effort.iterations, lambda _, a: lax.optimization_barrier(-a), array)
 
-    jax.block_until_ready(loop(array))
-    times = []
-    for _ in range(effort.rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(loop(array))
-        times.append((time.perf_counter() - start) / effort.iterations)
-    return 2 * array.nbytes / float(np.median(times))
+    return 2 * array.nbytes / _median(lambda: loop(array), effort)
 
 
 def dense_rate(width: int, effort: Effort) -> float:

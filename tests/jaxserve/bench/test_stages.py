@@ -6,7 +6,6 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.bench.__main__ import main
 from jaxserve.bench.stages import bucket_of, decode_plan, measure, run_steps
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
@@ -29,19 +28,6 @@ def test_a_step_of_a_batch_and_a_context():
 def test_a_step_that_does_not_fit():
     with pytest.raises(ConfigError, match=r"--contexts 2000: .* scheduler.max_length 1024"):
         bucket_of(DEMO, 4, 2000)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (["--set", "mode=colocated"], "needs mode afd"),
-        (["--batches", "99"], "--batches 99: scheduler.slots is 16"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_what_is_wrong_is_named(capsys, tmp_path, asked, message):
-    assert main(["stages", "--timeline", str(tmp_path), *asked]) == 2
-    assert message in capsys.readouterr().err
 
 
 class Driver:
