@@ -16,11 +16,14 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.measurements import Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
 """The shared expert's kernels, each beside one of the last collectives of `ffn_moe`."""
+STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
+"""The stages that become measurements, each with its program."""
 
 
 class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -473,7 +476,7 @@ def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
 
-class MeasuredStage(NamedTuple):
+class StageBeside(NamedTuple):
     """A counted stage that was measured at the same load."""
 
     program: str
@@ -493,7 +496,7 @@ class MeasuredStage(NamedTuple):
         )
 
 
-def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[MeasuredStage]:
+def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[StageBeside]:
     """Returns the counted stages that were measured with the same rows, formats and sharding."""
 
     def load(one: Measurement) -> tuple[object, ...]:
@@ -502,11 +505,9 @@ def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[Measur
             own = one.ep, one.ffn_tp, one.batch * one.dp
         return one.op, one.model, one.format, one.cache or one.format, own
 
-    mine = msgspec.convert(measurements(counts), list[Measurement])
-    names = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
     return [
-        MeasuredStage(names[own.op], own.seconds, one)
-        for own in mine
+        StageBeside(STAGES[own.op], own.seconds, one)
+        for own in measurements(counts)
         for one in found
         if one.source == "measured" and load(one) == load(own)
     ]
@@ -527,30 +528,29 @@ def measured_lines(counts: Counts, found: Sequence[Measurement]) -> list[str]:
     return [*map(str, stages), _case(counts, own)]
 
 
-def measurements(counts: Counts) -> list[dict[str, object]]:
+def measurements(counts: Counts) -> list[Measurement]:
     """Returns the figure's stages without their collectives, for `--calibration`, labelled as
     estimates."""
     counts = every_byte(counts)
     seconds, found = stage_seconds(counts), []
-    for op, name in (("attend", "attend_moe"), ("ffn", "ffn_moe"), ("leave", "leave")):
+    for op, name in STAGES.items():
         if name in seconds:
             role = "ffn" if op == "ffn" else "attention"
             _, collectives = program_seconds(counts.programs[name], *counts.members(role))
-            found.append(
-                {
-                    "device_kind": "NVIDIA H200",
-                    "op": op,
-                    "model": counts.model,
-                    "batch": counts.tokens // counts.dp,
-                    "context": counts.context,
-                    "format": counts.format,
-                    "dispatch": counts.format,
-                    "seconds": seconds[name] - collectives,
-                    "dp": counts.dp,
-                    "tp": counts.tp,
-                    "ep": counts.ep,
-                    "ffn_tp": counts.ffn_tp,
-                    "source": "estimate",
-                }
-            )
+            own = {
+                "device_kind": "NVIDIA H200",
+                "op": op,
+                "model": counts.model,
+                "batch": counts.tokens // counts.dp,
+                "context": counts.context,
+                "format": counts.format,
+                "dispatch": counts.format,
+                "seconds": seconds[name] - collectives,
+                "dp": counts.dp,
+                "tp": counts.tp,
+                "ep": counts.ep,
+                "ffn_tp": counts.ffn_tp,
+                "source": "estimate",
+            }
+            found.append(msgspec.convert(own, Measurement))
     return found

@@ -273,10 +273,10 @@ def test_a_file_that_is_none(tmp_path):
 
 def test_measured_stages_take_the_place_of_counted_ones():
     """Attention's layer takes 1 ms here: 1,000 tokens in 2 ms on four devices."""
-    own = next(one for one in estimate.measurements(COUNTS) if one["op"] == "attend")
-    slow = own | {"seconds": 1e-3, "source": "measured", "dp": 1}
-    stage, figure = estimate.measured_lines(COUNTS, [msgspec.convert(slow, Measurement)])
+    own = next(one for one in estimate.measurements(COUNTS) if one.op == "attend")
+    slow = msgspec.structs.replace(own, seconds=1e-3, source="measured", dp=1)
+    stage, figure = estimate.measured_lines(COUNTS, [slow])
     assert stage.endswith("measured 1000.0 on NVIDIA H200")
     assert figure == "125000, bound by attention: the figure with measured stages"
-    none = estimate.measured_lines(COUNTS, [msgspec.convert(own, Measurement)])
+    none = estimate.measured_lines(COUNTS, [own])
     assert none == ["no stage was measured at this load"]
