@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 
 Axes = str | tuple[str, ...] | None
@@ -129,12 +128,12 @@ def role_groups[D](
         first = [device for host in by_host for device in host[:own]]
         devices = first + [device for host in by_host for device in host[own : own + more]]
     domains = [
-        _rows(part, a.dp, a.tp, "attention")
+        mesh_rows(part, a.dp, a.tp, "attention")
         for part in _domain_devices(devices[:split], deployment.runtime_domains)
     ]
     if deployment.topology.has("colocated"):
         return domains, []
-    return domains, _rows(devices[split : split + f.devices], f.ep, f.tp, "ffn")
+    return domains, mesh_rows(devices[split : split + f.devices], f.ep, f.tp, "ffn")
 
 
 def by_process[D](devices: Sequence[D]) -> list[D]:
@@ -224,26 +223,6 @@ def _domain_devices[D](devices: Sequence[D], domains: int) -> list[list[D]]:
     return parts
 
 
-def role_mesh(
-    deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-    """Makes the mesh of a role that has a runtime for itself.
-
-    Raises:
-      ConfigError: the runtime has too few devices.
-    """
-    there = list(jax.devices() if devices is None else devices)
-    a, f = deployment.attention, deployment.ffn
-    sizes = {"attention": (a.dp, a.tp, ATTENTION_AXES), "ffn": (f.ep, f.tp, FFN_AXES)}
-    rows, columns, axes = sizes[role]
-    if len(there) < rows * columns:
-        raise ConfigError(
-            f"{role}.{axes[0]} {rows} x {role}.{axes[1]} {columns} = {rows * columns} devices, but "
-            f"this runtime has {len(there)}"
-        )
-    return Mesh(np.array(_rows(there, rows, columns, role)), axes)
-
-
 class RoleMeshes(Protocol):
     """The meshes and rules that templates read."""
 
@@ -273,7 +252,7 @@ class AbstractSubmeshes:
             self.ffn_rules = ffn_rules(self.ffn)
 
 
-def _rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:
+def mesh_rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:
     """Cuts devices into rows of `columns`. Each row divides matrices and is a ring of neighbours.
 
     Raises:

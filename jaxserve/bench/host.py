@@ -238,7 +238,7 @@ def timed_loop(model: RandomModel, step: Step) -> Run:
     plan = decode_plan(model.deployment, 0, KV_LENGTH)
     programs = model.attention
     put = GroupPut(programs)
-    pages: Pages = [zeroed(programs.page_arrays, programs.mesh) for _ in range(LAYERS)]
+    pages: Pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(LAYERS)]
     last = put.last_tokens()
 
     def run() -> _Timed:

@@ -177,7 +177,7 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     programs, leaves = model.attention, model.weights.layers[0]
     put = GroupPut(programs)
     batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
-    k, v = zeroed(programs.page_arrays, programs.mesh)
+    k, v = zeroed(programs.pools[0].arrays, programs.mesh)
     x, message, k, v, *shared = enter(
         put.last_tokens(), table, batch, k, v, *model.weights.embedding, *leaves
     )

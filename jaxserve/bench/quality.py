@@ -34,7 +34,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.roles.sampling import Finished
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from jaxserve.text.tokenizer import Tokenizer
 
 FORMATS = ("bfloat16", "fp8", "int8")

@@ -37,7 +37,8 @@ from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorke
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.schedule import Rotation
-from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 
 class RandomModel(NamedTuple):

@@ -35,8 +35,9 @@ from jaxserve.observe.spans import Span, merge
 from jaxserve.ports import free_port
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
-from jaxserve.roles.step_plan import SequenceRow, StepPlan, plan_of_rows
+from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import Passed
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 HELP = "a timeline of batches and contexts"
 _RUN_SECONDS, _COMPILE_SECONDS = 600.0, 300.0

@@ -24,7 +24,7 @@ import jaxserve
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.roles.host_resources import usable_cores
+from jaxserve.fleet.sizing import usable_cores
 from jaxserve.storage.mirror import user_cache
 
 GB = 10**9

@@ -89,8 +89,12 @@ class Fetches:
         slots, row = self._row(sequence)
         start, size = int(slots.cached[row]), slots.page_size
         stop = min(source.tokens, sequence.reusable) // size * size
-        if stop <= start:
+        group = self._groups[sequence.home.group]
+        # A ring is held for the end of the source alone.
+        if stop <= start or (group.rings is not None and stop < source.tokens):
             return
+        if group.rings is not None:
+            group.open_ring(sequence, stop // size, group.rings.first_read(stop))
         ticket, self._count = self._count, self._count + 1
         order = FetchOrder(
             ticket,
@@ -152,7 +156,8 @@ class Fetches:
         if len(page_ids) < end - begin:
             raise ValueError(f"{len(page_ids)} pages for tokens {first} to {first + tokens}")
         fetch.arrived += tokens
-        return PageRun(fetch.order.group, page_ids)
+        group = self._groups[fetch.order.group]
+        return PageRun(group.index, group.with_rings(page_ids, fetch.sequence.ring, begin))
 
     def written(self, ticket: int, tokens: int) -> None:
         """Counts tokens whose entries are written. After the last one the sequence goes on."""
@@ -170,8 +175,7 @@ class Fetches:
         fetch = self._fetches.get(ticket)
         if fetch is None:
             return None
-        self._finish(ticket)
-        return fetch.sequence, fetch.order.stop - fetch.written
+        return fetch.sequence, fetch.order.stop - self._finish(ticket)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless exactly the rows that wait have a fetch."""
@@ -189,15 +193,20 @@ class Fetches:
             if fetch.sequence.ticket != ticket or not ascending:
                 raise RuntimeError(f"fetch {ticket} of {order.request_id!r} does not add up")
 
-    def _finish(self, ticket: int) -> None:
+    def _finish(self, ticket: int) -> int:
+        """Lets the sequence go on; returns the tokens whose entries it can use."""
         fetch = self._end(ticket)
         sequence, done = fetch.sequence, fetch.written
+        group = self._groups[fetch.order.group]
+        if group.rings is not None and done < fetch.order.stop:  # which lacks the ring's pages
+            done = fetch.order.start
+            group.cut_ring(sequence, len(sequence.prefix))
         sequence.source = None
         slots, row = self._row(sequence)
         slots.cached[row] = slots.found[row] = done
-        assert sequence.home is not None
-        self._groups[sequence.home.group].publish(sequence, done)
+        group.publish(sequence, done)
         slots.published[row] = len(sequence.prefix)
+        return done
 
     def _end(self, ticket: int) -> _Fetch:
         fetch = self._fetches.pop(ticket)

@@ -5,14 +5,14 @@ Used by the scheduler alone. Decides nothing: the policy is in `scheduler.py`.
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
-from jaxserve.engine.pages import PageAllocator, pages_for
+from jaxserve.engine.pages import NO_PAGE, PageAllocator, RingPool, pages_for
 from jaxserve.engine.prefix_cache import PageNode, PrefixCache
 from jaxserve.engine.sequence import Home, Sequence
 
@@ -25,6 +25,8 @@ class HeldPages(NamedTuple):
     own: list[int]
     """The rest, which the hold owns: the prefix cache has other pages with the same tokens, or
     was reset while the prompt ran."""
+    ring: dict[int, int]
+    """Pages that the token behind the prompt reads in layers with a window, see `Sequence.ring`."""
 
     @property
     def page_ids(self) -> list[int]:
@@ -42,6 +44,7 @@ class DPGroup:
       page_size: Tokens a page.
       prefix_cache: Whether full pages are kept for later sequences with the same first tokens.
       first_page: Lowest page id of the pool.
+      rings: Pages of layers with a window; None: no layer has one.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class DPGroup:
         page_size: int,
         prefix_cache: bool,
         first_page: int = 0,
+        rings: RingPool | None = None,
     ):
         self.index = index
         self.pool = PageAllocator(pages, first_page)
-        self.cache = PrefixCache(self.pool, page_size) if prefix_cache else None
+        self.rings = rings
+        self.cache = PrefixCache(self.pool, page_size, rings) if prefix_cache else None
         self.changed = False
         """Whether pages or slots changed hands since the last check of integrity."""
         self.residents_count = 0
@@ -73,6 +78,8 @@ class DPGroup:
         self._rows = slice(index * self._slots, (index + 1) * self._slots)
         self._free = [list(range(self._slots)) for _ in lanes]  # heaps: the lowest slot goes first
         self._page_size = page_size
+        for lane in lanes:
+            lane.open_ring.append(self.open_ring if rings else None)
 
     @property
     def free_pages(self) -> int:
@@ -112,12 +119,17 @@ class DPGroup:
 
     def allocate(self, count: int) -> list[int]:
         """Takes pages, out of the prefix cache if need be; raises RuntimeError if too few exist."""
+        return self._allocated(self.pool, count, self.cache.evict if self.cache else None)
+
+    def _allocated(
+        self, pool: PageAllocator, count: int, evict: Callable[[int], None] | None
+    ) -> list[int]:
         self.changed = True
-        if self.cache is not None and count > self.pool.free_pages:
-            self.cache.evict(count - self.pool.free_pages)
-        page_ids = self.pool.allocate(count)
+        if evict is not None and count > pool.free_pages:
+            evict(count - pool.free_pages)
+        page_ids = pool.allocate(count)
         if page_ids is None:
-            raise RuntimeError(f"group {self.index}: {count} pages wanted, {self.free_pages} free")
+            raise RuntimeError(f"group {self.index}: {count} pages wanted, {pool.free_pages} free")
         return page_ids
 
     def grow(self, sequence: Sequence) -> None:
@@ -166,6 +178,10 @@ class DPGroup:
         self.residents_count += 1
         self.promised += self._promised_to(sequence)
         cached = len(prefix) * self._page_size
+        if self.rings is not None and self.cache is not None:
+            read = range(self.rings.first_read(cached), len(prefix))
+            sequence.ring = {page: self.cache.read(prefix[page]) for page in read}
+            sequence.ring_end = len(prefix)
         if sequence.found is None:
             sequence.found = min(cached, len(sequence.request.prompt))
         self._lanes[lane].take(self._rows.start + slot, sequence, cached)
@@ -178,19 +194,76 @@ class DPGroup:
         self.stalled.discard(sequence)
 
     def publish(self, sequence: Sequence, cached: int) -> None:
-        """Puts the sequence's full pages into the prefix cache.
+        """Puts the sequence's full pages into the prefix cache, and gives back the pages of its
+        ring that no further step reads.
 
         Args:
           sequence: A resident.
           cached: Tokens whose cache entries are written. The host may have dropped the last ones.
         """
-        if self.cache is None or sequence.suspect:
+        if sequence.suspect:
             return
         self.changed = True
-        full = min(cached, len(sequence.tokens)) // self._page_size
-        for page in range(len(sequence.prefix), full):
-            if not self.cache.extend(sequence.prefix, sequence.keys, sequence.page_ids[page]):
+        cached = min(cached, len(sequence.tokens))
+        for page in range(len(sequence.prefix), cached // self._page_size):
+            own = sequence.page_ids[page], sequence.ring.get(page, -1)
+            path = sequence.prefix, sequence.keys
+            if self.cache is None or not self.cache.extend(*path, *own):
                 break  # another sequence published the same tokens first, and uses that page
+        if self.rings is not None:
+            self._slide(sequence, self.rings.first_read(cached))
+
+    def open_ring(self, sequence: Sequence, end: int, start: int = 0) -> None:
+        """Gives a resident ring pages up to a place among its pages; places before `start` get
+        none. The pool (`kv_cache.ring_pages`) is so large that a resident never lacks one."""
+        assert self.rings is not None
+        places = range(max(sequence.ring_end, start), end)
+        evict = self.cache.evict_rings if self.cache else None
+        page_ids = self._allocated(self.rings, len(places), evict)
+        sequence.ring.update(zip(places, page_ids, strict=True))
+        sequence.ring_end = max(sequence.ring_end, end)
+
+    def with_rings(
+        self, page_ids: list[int], ring: dict[int, int], start: int = 0, missing: int = NO_PAGE
+    ) -> list[int]:
+        """Puts beside every page id that of the ring, as `PageRun` has them.
+
+        Args:
+          page_ids: a sequence's pages, from place `start` on.
+          missing: the id for pages that the ring does not have.
+        """
+        if self.rings is None:
+            return page_ids
+        pairs = [(page_id, ring.get(at, missing)) for at, page_id in enumerate(page_ids, start)]
+        return [page_id for pair in pairs for page_id in pair]
+
+    def _slide(self, sequence: Sequence, first: int) -> None:
+        """Gives back ring pages before a place.
+
+        The prefix cache prefers to keep those that a later sequence is likely to start behind: the
+        end of the prompt, and where the tree branches.
+        """
+        assert self.rings is not None
+        prompt, path = len(sequence.request.prompt) // self._page_size, sequence.prefix
+        for page in [page for page in sequence.ring if page < first]:
+            last = page + self.rings.window_pages
+            branches = any(len(node.children) > 1 for node in path[page:last])
+            self._close(sequence.ring, path, [page], keep=branches or page < prompt <= last)
+
+    def cut_ring(self, sequence: Sequence, end: int) -> None:
+        """Gives back a resident's ring pages from a place on."""
+        self._close(sequence.ring, sequence.prefix, [p for p in sequence.ring if p >= end])
+        sequence.ring_end = end
+
+    def _close(
+        self, ring: dict[int, int], path: list[PageNode], pages: Items[int], *, keep: bool = True
+    ) -> None:
+        for page in pages:
+            page_id = ring.pop(page)
+            if page < len(path) and self.cache is not None:
+                self.cache.unread(path[page], keep=keep)
+            elif self.rings is not None:
+                self.rings.free([page_id])
 
     def suspect(self, sequence: Sequence) -> None:
         """Marks a resident whose logits were not numbers: no sequence reuses its cache entries,
@@ -208,7 +281,8 @@ class DPGroup:
         """
         assert self.cache is not None
         pages, shared = len(sequence.request.prompt) // self._page_size, len(sequence.prefix)
-        held = HeldPages(sequence.prefix[:pages], sequence.page_ids[shared:pages])
+        held = HeldPages(sequence.prefix[:pages], sequence.page_ids[shared:pages], sequence.ring)
+        sequence.ring = {}
         self.cache.acquire(held.prefix)
         del sequence.page_ids[shared : shared + len(held.own)]
         self.promised += len(held.own)  # as counted by `_promised_to`, until the sequence leaves
@@ -219,6 +293,7 @@ class DPGroup:
         """Gives the pages back that `hold` kept."""
         assert self.cache is not None
         held = self.held.pop(request_id)
+        self._close(held.ring, held.prefix, list(held.ring))
         self.cache.release(held.prefix)
         self.pool.free(held.own)
         self.changed = True
@@ -229,6 +304,7 @@ class DPGroup:
         assert sequence.home is not None
         assert lane.in_flight[row] == 0
         self.changed = True
+        self._close(sequence.ring, sequence.prefix, list(sequence.ring))
         lane.clear(row)
         heapq.heappush(self._free[lane.lane], sequence.home.slot)
         self.residents_count -= 1
@@ -256,12 +332,17 @@ class DPGroup:
         """Raises RuntimeError if pages or slots do not add up."""
         residents = list(self.residents())
         held = list(self.held.values())
+        owners: list[Sequence | HeldPages] = [*residents, *held]
         owned = [*map(_own_pages, residents), *(one.own for one in held)]
         if self.cache is not None:
             owned.append(self.cache.page_ids())
-            paths = [one.prefix for one in residents] + [one.prefix for one in held]
-            self.cache.check_integrity(paths)
+            paths = [one.prefix for one in owners]
+            nodes = [one.prefix[p] for one in owners for p in one.ring if p < len(one.prefix)]
+            self.cache.check_integrity(paths, nodes)
         self.pool.check_integrity(owned)
+        if self.rings is not None:
+            rings = [one.ring[p] for one in owners for p in one.ring if p >= len(one.prefix)]
+            self.rings.check_integrity([rings, self.cache.ring_ids() if self.cache else []])
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))
         if counted != found:

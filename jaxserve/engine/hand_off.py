@@ -32,8 +32,8 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import HandOffs, OnHeld, PageAction, Post
 from jaxserve.errors import EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.link.pages.ends import ExportError, FetchJob, Piece
-from jaxserve.link.pages.frames import Fetch
-from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.link.pages.frames import Fetch, pages_digest
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.layout import PageRun
 
@@ -175,7 +175,8 @@ class Holds:
         if request is not None and held is not None:
             group, page_ids = held
             tokens, until = len(request.prompt), self._clock() + self.limits.lease_seconds
-            if len(page_ids) == pages_for(tokens, self._scheduler.page_size):
+            covered = pages_for(tokens, self._scheduler.page_size) * self._scheduler.tables
+            if len(page_ids) == covered:
                 hold = Hold(request, self._new_id(), tokens, group, page_ids, until)
                 self._held[request_id] = self._by_hand_off[hold.hand_off] = hold
             else:
@@ -220,7 +221,8 @@ class Holds:
         if not 0 <= start < stop <= hold.tokens:
             raise ValueError(f"tokens {start} to {stop} wanted, {hold.tokens} are held")
         size = self._scheduler.page_size
-        pages = hold.page_ids[start // size : pages_for(stop, size)]
+        tables = self._scheduler.tables
+        pages = hold.page_ids[start // size * tables : pages_for(stop, size) * tables]
         return PageRun(hold.group, pages, start % size)
 
     def tick(self) -> None:
@@ -245,7 +247,7 @@ class Holds:
             return False
         size = self._scheduler.page_size
         running = sum(pages_for(len(other.prompt), size) for other in self._running.values())
-        taken = running + sum(len(hold.page_ids) for hold in self._held.values())
+        taken = running + sum(pages_for(hold.tokens, size) for hold in self._held.values())
         return not taken or taken + pages_for(len(request.prompt), size) <= self.limits.pages
 
     def _due(self, request: Request) -> float:

@@ -14,6 +14,7 @@ is known when the step is complete. Until then every step counts for the one tok
 at least, and `slack` says how many more tokens the row may have than it is known to.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,9 @@ class LaneSlots:
         self.lane, self.groups, self.slots = lane, groups, slots
         self.page_size, self._looks_up, self._ahead = page_size, looks_up, ahead
         self._modules = modules
+        self.open_ring: list[Callable[[Sequence, int], None] | None] = []
+        """By DP group, gives a sequence ring pages up to a place among its pages; None: no layer
+        has a window."""
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -339,7 +343,8 @@ class LaneSlots:
         )
 
     def _new_pages(self, rows: np.ndarray, reach: np.ndarray) -> np.ndarray:
-        """Pages that the step reaches and the workers do not have, `[3, pages]`.
+        """Pages that the step reaches and the workers do not have, `[3, pages]`. With rings, the
+        entries of a page in both tables lie side by side.
 
         Args:
           reach: cache entries that a row may have after it.
@@ -350,8 +355,14 @@ class LaneSlots:
         pages: list[tuple[int, int, int]] = []
         changed = zip(rows[some].tolist(), told[some].tolist(), needed[some].tolist(), strict=True)
         for row, start, end in changed:
-            page_ids = self.sequences[row].page_ids[start:end]
-            pages += [(row, place, page) for place, page in enumerate(page_ids, start)]
+            sequence, open_ring = self.sequences[row], self.open_ring[row // self.slots]
+            tables = 1 if open_ring is None else 2
+            page_ids = enumerate(sequence.page_ids[start:end], start)
+            pages += [(row, place * tables, page) for place, page in page_ids]
+            if open_ring is not None:
+                open_ring(sequence, end)
+                ring = sequence.ring.items()
+                pages += [(row, place * tables + 1, page) for place, page in ring if place >= start]
         self.pages_told[rows] = np.maximum(needed, told)
         return np.asarray(pages, np.int32).reshape(-1, 3).T
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 QUARANTINE = 4
 """At most one page in so many is kept away for what it gave."""
+NO_PAGE = 2**30
+"""A page id that no pool has: nothing is written there."""
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -112,3 +114,23 @@ class PageAllocator:
                 f"page pool of {self.pages}: lost pages {unclaimed}, pages claimed more than once "
                 f"{contested}, foreign pages {foreign}"
             )
+
+
+class RingPool(PageAllocator):
+    """Pages of layers with a window, which read only the last pages of a sequence: its ring.
+
+    Args:
+      pages, first: as of `PageAllocator`.
+      window: tokens that a token sees, itself included.
+      page_size: tokens a page.
+    """
+
+    def __init__(self, pages: int, first: int, window: int, page_size: int):
+        super().__init__(pages, first)
+        self._window, self._page_size = window, page_size
+        self.window_pages = pages_for(window, page_size)
+        """Pages that a window fills."""
+
+    def first_read(self, tokens: int) -> int:
+        """Returns the place of the first page that a token behind this number of tokens reads."""
+        return max(tokens + 1 - self._window, 0) // self._page_size

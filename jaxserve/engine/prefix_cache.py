@@ -5,6 +5,10 @@ Pages are ints; the KV entries they name live on the attention mesh. A page in t
 is never written again: a sequence that continues it writes to a page of its own. What leads to it
 are the very tokens, so whatever is found is what was looked for.
 
+Layers with a window read only the last pages of a prefix, which lie in a pool of rings. A node
+keeps its page there while a sequence reads it, and after that until the pool needs it. A prefix is
+found if it ends where the ring pages that its continuation reads are kept.
+
 Ownership: every page belongs to the pool's free list, to one sequence or hold, or to the tree. A
 node in use keeps its page, and so do the nodes above it, because a sequence uses a whole path.
 Unused nodes stay until pages run out, and are then evicted, least recently used first. A root goes
@@ -15,7 +19,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.pages import PageAllocator, RingPool
 
 
 class PageKeys:
@@ -59,16 +63,19 @@ class PageNode:
       parent: the page before it, or a root.
       children: the pages that follow it, by their keys.
       users: sequences that hold it.
+      ring: the page's id in the ring pool; -1: it is not kept.
+      readers: sequences and holds whose ring has that page.
     """
 
-    __slots__ = ("children", "key", "page_id", "parent", "users")
+    __slots__ = ("children", "key", "page_id", "parent", "readers", "ring", "users")
 
     def __init__(self, page_id: int, key: bytes, parent: "PageNode | None"):
         self.page_id = page_id
         self.key = key
         self.parent = parent
         self.children: dict[bytes, PageNode] = {}
-        self.users = 0
+        self.users = self.readers = 0
+        self.ring = -1
 
 
 class PrefixCache:
@@ -77,10 +84,13 @@ class PrefixCache:
     Args:
       pool: where evicted pages go back to.
       page_size: tokens a page.
+      rings: where ring pages go back to; None: no layer has a window.
     """
 
-    def __init__(self, pool: PageAllocator, page_size: int):
-        self._pool = pool
+    def __init__(self, pool: PageAllocator, page_size: int, rings: RingPool | None = None):
+        self._pool, self._rings = pool, rings
+        self._kept: OrderedDict[PageNode, None] = OrderedDict()
+        """Nodes whose ring page no sequence reads; the first one loses it first."""
         self._page_size = page_size
         self._roots: dict[str, PageNode] = {}
         self._forgotten: set[PageNode] = set()
@@ -104,12 +114,46 @@ class PrefixCache:
         node = self._roots.get(keys.salt)
         if node is None:
             return path
+        usable = kept = 0
         for key in keys.first(longest // self._page_size):
             node = node.children.get(key)
             if node is None:
                 break
             path.append(node)
-        return path
+            kept = kept + 1 if node.ring >= 0 else 0
+            first = self._rings.first_read(len(path) * self._page_size) if self._rings else 0
+            if not self._rings or kept >= len(path) - first:
+                usable = len(path)
+        return path[:usable]
+
+    def read(self, node: PageNode) -> int:
+        """Counts one more reader of a node's ring page, which is kept; returns the page's id."""
+        if not node.readers:
+            del self._kept[node]
+        node.readers += 1
+        return node.ring
+
+    def unread(self, node: PageNode, *, keep: bool) -> None:
+        """Ends a reader's use of a node's ring page.
+
+        Args:
+          keep: whether a prefix is likely to be found that ends with it; other pages go first.
+        """
+        node.readers -= 1
+        if not node.readers:
+            self._kept[node] = None
+            self._kept.move_to_end(node, last=keep)
+
+    def evict_rings(self, count: int) -> None:
+        """Gives up to `count` ring pages back that no sequence reads."""
+        for _ in range(min(count, len(self._kept))):
+            self._drop_ring(next(iter(self._kept)))
+
+    def _drop_ring(self, node: PageNode) -> None:
+        if node.ring >= 0 and self._rings is not None:
+            del self._kept[node]
+            self._rings.free([node.ring])
+            node.ring = -1
 
     def acquire(self, path: Iterable[PageNode]) -> None:
         """Holds a path for one more user."""
@@ -136,7 +180,7 @@ class PrefixCache:
         top.parent.children[top.key] = top
         self._forgotten.add(top.parent)
 
-    def extend(self, path: list[PageNode], keys: PageKeys, page_id: int) -> bool:
+    def extend(self, path: list[PageNode], keys: PageKeys, page_id: int, ring: int = -1) -> bool:
         """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
 
         If the tree has a page with the same text, the new one replaces it where that is unused.
@@ -145,6 +189,7 @@ class PrefixCache:
         Args:
           path: extended in place.
           keys: of the sequence whose page it is.
+          ring: the page's id in the ring pool, if the sequence still reads it.
 
         Returns:
           whether the page was added.
@@ -164,8 +209,9 @@ class PrefixCache:
         else:
             del self._idle[node]
             self._pool.free([node.page_id])
+            self._drop_ring(node)
             node.page_id = page_id
-        node.users = 1
+        node.users, node.ring, node.readers = 1, ring, int(ring >= 0)
         path.append(node)
         return True
 
@@ -176,6 +222,7 @@ class PrefixCache:
             assert not node.children
             self._detach(node)
             self._pool.free([node.page_id])
+            self._drop_ring(node)
 
     def reset(self) -> int:
         """Forgets all that is cached; pages in use stay with their sequences, and none is matched.
@@ -193,12 +240,20 @@ class PrefixCache:
         """All pages that the tree owns."""
         return [node.page_id for node in self._nodes()]
 
-    def check_integrity(self, held: Iterable[Sequence[PageNode]]) -> None:
-        """Raises RuntimeError unless users, order and links add up.
+    def ring_ids(self) -> list[int]:
+        """All ring pages that the tree owns."""
+        return [node.ring for node in self._nodes() if node.ring >= 0]
+
+    def check_integrity(
+        self, held: Iterable[Sequence[PageNode]], read: Iterable[PageNode] = ()
+    ) -> None:
+        """Raises RuntimeError unless users, readers, order and links add up.
 
         Args:
           held: the path that every sequence holds.
+          read: the nodes whose ring pages sequences and holds read, once for each.
         """
+        readers = Counter(read)
         users = Counter(node for path in held for node in path)
         nodes = set(self._nodes())
         if foreign := set(users) - nodes:
@@ -209,11 +264,15 @@ class PrefixCache:
             raise RuntimeError("a root without pages was kept")
         if {node for node in nodes if not node.users} != set(self._idle):
             raise RuntimeError("idle pages and pages without users differ")
+        if {node for node in nodes if node.ring >= 0 and not node.readers} != set(self._kept):
+            raise RuntimeError("kept ring pages and ring pages without readers differ")
         for node in nodes:
             parent = node.parent
             problems = {
                 f"has {node.users} users, but {users[node]} sequences hold it": node.users
                 != users[node],
+                f"has {node.readers} readers of its ring page, not {readers[node]}": node.readers
+                != readers[node],
                 "is not where its tokens say": parent is None
                 or parent.children.get(node.key) is not node
                 or len(node.key) != self._page_size * array("i").itemsize,

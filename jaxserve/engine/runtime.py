@@ -10,18 +10,18 @@ again, and objects that serving leaves behind are collected in the pauses betwee
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
+import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
-from jaxserve.roles.step_plan import SaidTokens, SequenceRow, SlotRules, StepPlan, plan_of_rows
+from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan
 from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
@@ -46,30 +46,34 @@ class Runtime(NamedTuple):
 
 
 def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
-    """One step of every bucket on every lane, all padding but one token that is written nowhere."""
+    """One step of every bucket on every lane: a row a DP group that is written nowhere."""
     deployment = runtime.deployment
-    plans = []
-    slots = deployment.scheduler.slots
-    options: dict[str, Any] = {"rules": SlotRules(), "logprobs": 0, "targets": [0]}
+    slots, plans = deployment.scheduler.slots, []
+    looks_up = deployment.drafts > 0 and not deployment.modules
+    said = [SaidTokens(0, 0, bytes(4))] if looks_up else []
+    rows = np.arange(deployment.attention.dp, dtype=np.int32) * slots
     for bucket in runtime.buckets:
+        fed, pages = 1 + bucket.drafts, bucket.pages if bucket.drafts else 1
+        fed_rows = np.full_like(rows, fed)
+        nowhere = np.full((3, len(rows) * pages), deployment.cache.pages, np.int32)
+        nowhere[:2] = np.repeat(rows, pages), np.tile(np.arange(pages), len(rows))
+        options = [RowOptions(row, SlotRules(), 0, [0]) for row in rows.tolist()]
+        options = [] if bucket.is_small(slots) else options
         for place in range(deployment.lanes * deployment.runtime_domains):
             lane, domain = divmod(place, deployment.runtime_domains)
-            row = SequenceRow(
-                slot=0,
-                token_ids=[FROM_DEVICE] * (1 + bucket.drafts),
-                kv_length=1 + bucket.drafts,
-                page_ids=[deployment.cache.pages] * (bucket.pages if bucket.drafts else 1),
-                sample=True,
-                temperature=1.0,
-                top_k=2,
-                drafts=bucket.drafts,
-                **({} if bucket.is_small(slots) else options),
+            plan = StepPlan.of(
+                lane,
+                -1,
+                bucket,
+                columns=np.stack([rows, fed_rows, fed_rows, fed_rows]),
+                token_ids=np.full(fed * len(rows), FROM_DEVICE, np.int32),
+                new_sequences=[NewSequence(row, 1.0, 2) for row in rows.tolist()],
+                new_pages=nowhere,
+                options=options,
+                temperatures=np.ones(len(rows)) if options else None,
+                proposes=deployment.drafts > 0,
+                said=said,
             )
-            groups = [[row] for _ in range(deployment.attention.dp)]
-            plan = plan_of_rows(lane, -1, bucket, groups, slots=slots)
-            if deployment.drafts:
-                said = [] if deployment.modules else [SaidTokens(0, 0, bytes(4))]
-                plan = msgspec.structs.replace(plan, proposes=True, said=said)
             plans.append(plan.in_domain(domain))
     return plans
 

@@ -44,7 +44,7 @@ from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
 from jaxserve.engine.interface import DraftCounts
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
-from jaxserve.engine.pages import pages_for
+from jaxserve.engine.pages import RingPool, pages_for
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, Sequence, group_of, token_array
@@ -77,6 +77,8 @@ class Scheduler:
       drafts: most drafts of a sequence and step.
       modules: prediction modules that make them; 0: they are looked up.
       automatic_drafts: whether steps have them only where they make it faster.
+      ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
+      window: tokens that a token sees in layers with a window.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Scheduler:
         drafts: int = 0,
         modules: int = 0,
         automatic_drafts: bool = False,
+        ring_pages: int = 0,
+        window: int = 0,
     ):
         if token_budget < slots * (1 + drafts):
             least = (
@@ -138,6 +142,9 @@ class Scheduler:
                 page_size=page_size,
                 prefix_cache=prefix_cache,
                 first_page=scratch,
+                rings=RingPool(ring_pages - scratch, scratch, window, page_size)
+                if ring_pages
+                else None,
             )
             for index in range(groups)
         ]
@@ -159,7 +166,9 @@ class Scheduler:
             ahead=ahead,
             preempt=self._preempt,
         )
-        self._publishes = prefix_cache
+        self.tables = 1 + (ring_pages > 0)
+        """Page tables of a step: pages of all tokens, and of rings."""
+        self._publishes = prefix_cache or ring_pages > 0
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
@@ -359,10 +368,12 @@ class Scheduler:
         self.reset_prefix_caches()
 
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
-        """Returns the DP group and the pages that are held for a request that has ended."""
+        """Returns the DP group and the pages, as in a `PageRun`, that are held for a request that
+        has ended."""
         for group in self._groups:
             if (held := group.held.get(request_id)) is not None:
-                return group.index, held.page_ids
+                missing = next(iter(held.ring.values()), 0)
+                return group.index, group.with_rings(held.page_ids, held.ring, missing=missing)
         return None
 
     def let_go(self, request_id: str) -> None:

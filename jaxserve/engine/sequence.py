@@ -117,6 +117,10 @@ class Sequence:
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
     """Its pages, in order."""
+    ring: dict[int, int] = field(default_factory=dict)
+    """Its pages in layers with a window, by their place among its pages, ascending."""
+    ring_end: int = 0
+    """Place behind the last page that its ring has come to."""
     prefix: list[PageNode] = field(default_factory=list)
     """The path it holds in the prefix cache: its first pages, where the cache owns them."""
     rules: RequestRules | None = None
@@ -198,7 +202,7 @@ class Sequence:
     def leave_slot(self) -> None:
         """Clears everything that belongs to the slot it had: pages, prefix path, and scores that
         were not reported, which may be those of a pass that is computed anew."""
-        self.home, self.page_ids, self.prefix = None, [], []
+        self.home, self.page_ids, self.prefix, self.ring, self.ring_end = None, [], [], {}, 0
         if self.scores is not None:
             self.scores = [None]
 

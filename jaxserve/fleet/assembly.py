@@ -272,6 +272,7 @@ def make_engine(
     """
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.scheduler import Scheduler
+    from jaxserve.model.attention.kv_cache import largest_window, ring_pages
     from jaxserve.observe.probe import Probe
     from jaxserve.observe.watch import Watch
 
@@ -296,6 +297,8 @@ def make_engine(
             drafts=deployment.drafts,
             modules=deployment.modules,
             automatic_drafts=deployment.speculative.automatic,
+            ring_pages=ring_pages(runtime.config, deployment),
+            window=largest_window(runtime.config),
         )
         for _ in range(domains)
     ]

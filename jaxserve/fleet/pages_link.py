@@ -64,7 +64,7 @@ def serve_pages(
     pieces = pieces or piece_tokens(deployment)
     access = page_access(engine.driver.kv_arrays(), exports=True, pieces=pieces)
     limits = HoldLimits(
-        requests=deployment.pages.held,
+        requests=most_held(deployment, access.transfer),
         pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
         lease_seconds=deployment.pages.lease_seconds,
         quadratic_tokens=deployment.prefill.quadratic_tokens,
@@ -170,6 +170,15 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
         "attention.tp": str(programs.tp),
     }
     return make_hello(role, facts, versions=versions)
+
+
+def most_held(deployment: Deployment, transfer: PageTransfer) -> int:
+    """Requests whose pages a prefill worker keeps; with rings at most two for each slot, for which
+    it has ring pages (`kv_cache.ring_pages`)."""
+    most = deployment.pages.held
+    if transfer.programs.tables == 1:
+        return most
+    return min(most, 2 * deployment.scheduler.slots * deployment.lanes)
 
 
 def piece_tokens(deployment: Deployment) -> tuple[int, ...]:

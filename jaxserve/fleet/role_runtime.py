@@ -4,9 +4,11 @@ Each runtime sees its own devices alone. `attention_runtime.py` and `ffn_runtime
 here.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.fingerprint import revision, weights_digest
@@ -15,11 +17,12 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
+from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
-from jaxserve.mesh import AbstractSubmeshes, role_mesh
+from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, AbstractSubmeshes, mesh_rows
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.float_matrices import placed
 from jaxserve.roles.compilation import use_compilation_cache
@@ -28,6 +31,26 @@ from pallas_kernels.coverage import refuse_fallbacks
 
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model", "weights")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
+
+
+def role_mesh(
+    deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Makes the mesh of a role that has a runtime for itself.
+
+    Raises:
+      ConfigError: the runtime has too few devices.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    a, f = deployment.attention, deployment.ffn
+    sizes = {"attention": (a.dp, a.tp, ATTENTION_AXES), "ffn": (f.ep, f.tp, FFN_AXES)}
+    rows, columns, axes = sizes[role]
+    if len(there) < rows * columns:
+        raise ConfigError(
+            f"{role}.{axes[0]} {rows} x {role}.{axes[1]} {columns} = {rows * columns} devices, but "
+            f"this runtime has {len(there)}"
+        )
+    return Mesh(np.array(mesh_rows(there, rows, columns, role)), axes)
 
 
 class RoleRuntime(NamedTuple):

@@ -5,7 +5,9 @@ JAX backend is started: how many devices are simulated is decided later, by the 
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -154,8 +156,6 @@ def _cpu_devices() -> int:
     """Most CPU devices that this process can have: one a core that it may use."""
     import jax
 
-    from jaxserve.roles.host_resources import usable_cores
-
     cores, now = usable_cores(), jax.config.jax_num_cpu_devices
     try:
         jax.config.update("jax_num_cpu_devices", now + 1)
@@ -163,3 +163,22 @@ def _cpu_devices() -> int:
         return min(cores, jax.local_device_count())
     jax.config.update("jax_num_cpu_devices", now)
     return cores
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those of its affinity, or fewer where a control group has
+    a quota of CPU time. A part of a core counts only where it is all that the process has."""
+    from jaxserve.roles.host_resources import control_groups
+
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores: float = len(affinity(0)) if affinity else os.cpu_count() or 1
+    for group in control_groups(root, "cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = " ".join((group / name).read_text() for name in names).split()
+                # "max" in version 2 and -1 in version 1 are no quota.
+                if (part := float(quota) / float(period)) > 0:
+                    cores = min(cores, part)
+            except (OSError, ValueError):
+                continue
+    return max(1, int(cores))

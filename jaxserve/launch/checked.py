@@ -16,10 +16,10 @@ from jaxserve.commands.checking import check
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
+from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.launch.workloads import Workload, host_processes
-from jaxserve.mesh import Role
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.slice_layout import slice_layouts
 from jaxserve.roles.capacity import GB, role_bytes

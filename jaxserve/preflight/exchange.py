@@ -19,6 +19,7 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.fleet.role_runtime import role_mesh
 from jaxserve.mesh import (
     FFN_AXES,
     AbstractSubmeshes,
@@ -27,7 +28,6 @@ from jaxserve.mesh import (
     Submeshes,
     expert_axes,
     ffn_rules,
-    role_mesh,
 )
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots, replica_table

@@ -40,7 +40,7 @@ from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB, role_bytes, token_sizes
 from jaxserve.roles.host_resources import check_memory
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 Found = tuple[str, dict[str, Any]]
 STEPS = 3

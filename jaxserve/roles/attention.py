@@ -218,8 +218,8 @@ class AttentionWorker:
         lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
         self._pages = [
-            list(zeroed(programs.page_arrays, programs.mesh))
-            for _ in range(programs.config.all_layers)
+            list(zeroed(programs.pool(programs.config.layer(layer)).arrays, programs.mesh))
+            for layer in range(programs.config.all_layers)
         ]
         self._put = GroupPut(programs)
         self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
@@ -238,7 +238,7 @@ class AttentionWorker:
         return [array for layer in self._pages for array in layer]
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        kinds = len(self._programs.page_arrays)
+        kinds = len(self._programs.pages_specs)
         for layer, arrays in enumerate(self._pages):
             arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 

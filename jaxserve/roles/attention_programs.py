@@ -62,7 +62,7 @@ class AttentionPrograms(TokenPrograms):
             f"enter_{kind}",
             body,
             self.mesh,
-            (last, table, batch, self.page_arrays, self.leaves(*blocks)),
+            (last, table, batch, self.pool(kind).arrays, self.leaves(*blocks)),
             (ROWS, PIECES, *self.pages_specs, *[ROWS] * len(shared)),
             donates=(3,),
             cuda_graphs="off",
@@ -85,7 +85,7 @@ class AttentionPrograms(TokenPrograms):
             f"attend_{kind}",
             body,
             self.mesh,
-            (x, table, self._shared(bucket), self.page_arrays, tuple(answers), *layer),
+            (x, table, self._shared(bucket), self.pool(kind).arrays, tuple(answers), *layer),
             (ROWS, PIECES, *self.pages_specs),
             donates=(0, 3),
             cuda_graphs="off",
@@ -134,7 +134,7 @@ class AttentionPrograms(TokenPrograms):
             "predict",
             body,
             self.mesh,
-            (x, batch, table, self.page_arrays, self.leaves(*blocks)),
+            (x, batch, table, self.pool(kind).arrays, self.leaves(*blocks)),
             (ROWS, PIECES, *self.pages_specs),
             donates=(0, 3),
             cuda_graphs="off",
@@ -210,7 +210,7 @@ class AttentionPrograms(TokenPrograms):
     ) -> tuple[Array, ...]:
         """One layer on the attention mesh; the message leaves as this device's piece."""
         block = self.templates.attention[kind].merge(leaves)
-        x, message, pages = block(x, pages, batch, self.sentinel)
+        x, message, pages = block(x, pages, self.of_kind(batch, kind), self.sentinel)
         with jax.named_scope("pack"):
             packed = self.formats[kind.ffn.kind].pack(_share(message, "tp"))
         return x, packed, *pages

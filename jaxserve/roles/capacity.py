@@ -19,7 +19,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes, Rules
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_mesh, exchange_of
 from jaxserve.model.module import Template
@@ -50,11 +50,13 @@ class RoleBytes(NamedTuple):
     """Of the largest step; an estimate, see `activations.py`."""
     moving: int = 0
     """Room for one expert on its way to a slot (`expert_programs.py`)."""
+    rings: int = 0
+    """Pages of layers with a window, where sequences keep their last tokens alone."""
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.cache + self.activations + self.moving
+        return self.weights + self.cache + self.activations + self.moving + self.rings
 
 
 def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
@@ -78,10 +80,11 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
         ATTENTION_RULES,
     )
     ffn = _bytes(_repeated(templates, "ffn"), meshes.ffn, meshes.ffn_rules)
-    cache = config.all_layers * sum(
-        _shard_bytes(array.shape, array.dtype, NamedSharding(meshes.attention, PAGES_SPEC))
-        for array in page_arrays(config, deployment)
-    )
+    sharding = NamedSharding(meshes.attention, PAGES_SPEC)
+    held = {True: 0, False: 0}
+    for pool in page_pools(config, deployment):
+        arrays = [_shard_bytes(array.shape, array.dtype, sharding) for array in pool.arrays]
+        held[pool.ring] += len(pool.layers) * sum(arrays)
     multiple = step_multiple(deployment)
     tokens = -(-deployment.scheduler.token_budget // multiple) * multiple
     step_attention = _attention_activations(config, deployment, tokens)
@@ -91,9 +94,9 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     if deployment.topology.has("colocated"):
         weights, step = attention + ffn, step_attention + step_ffn
         step += _arranged(templates, meshes.ffn, meshes.ffn_rules)
-        return (RoleBytes("attention", devices, weights, cache, step, moving),)
+        return (RoleBytes("attention", devices, weights, held[False], step, moving, held[True]),)
     return (
-        RoleBytes("attention", devices, attention, cache, step_attention),
+        RoleBytes("attention", devices, attention, held[False], step_attention, 0, held[True]),
         RoleBytes("ffn", deployment.ffn.devices, ffn, 0, step_ffn, moving),
     )
 
@@ -263,6 +266,8 @@ def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, avail
     parts = [f"weights {gb_text(part.weights)}"]
     if part.role == "attention":
         parts.append(f"KV pages {gb_text(part.cache)}")
+    if part.rings:
+        parts.append(f"rings {gb_text(part.rings)}")
     parts.append(f"activations {gb_text(part.activations)}")
     if part.moving:
         parts.append(f"room for moving experts {gb_text(part.moving)}")

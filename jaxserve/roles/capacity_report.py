@@ -52,12 +52,16 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
 
 
 def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:
-    rows = [["GB a device", "devices", "weights", "KV pages", "activations", "moving", "sum", "of"]]
+    fields = {"weights": "weights", "KV pages": "cache", "rings": "rings"}
+    fields |= {"activations": "activations", "moving": "moving", "sum": "total"}
+    if not any(part.rings for part in parts):
+        del fields["rings"]
+    rows = [["GB a device", "devices", *fields, "of"]]
     for part in parts:
-        numbers = (part.weights, part.cache, part.activations, part.moving, part.total)
+        numbers = [gb_text(getattr(part, field)) for field in fields.values()]
         available = memory[part.role]
         known = "?" if available is None else gb_text(available)
-        rows.append([part.role, str(part.devices), *map(gb_text, numbers), known])
+        rows.append([part.role, str(part.devices), *numbers, known])
     name, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return ["  ".join([row[0].ljust(name), *map(str.rjust, row[1:], others)]) for row in rows]
 

@@ -69,8 +69,8 @@ class ColocatedPrograms(TokenPrograms):
 
     @property
     def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of all layers, those of prediction modules behind the others."""
-        return stacked_pages(self.page_arrays, self.config.all_layers)
+        """The pages of all layers: an array for each pool and kind of rows."""
+        return tuple(array for pool in self.pools for array in stacked_pages(pool))
 
     def stacked(self) -> list[tuple[LayerKind, int, int]]:
         """Lists the runs of equal layers, whose leaves are stacked along a new first axis."""
@@ -81,7 +81,7 @@ class ColocatedPrograms(TokenPrograms):
         (last_tokens, sampled, logits, x, pages…, counts…).
 
         Counts and tables are those of the banks of experts. x is the residual stream after the last
-        layer. A DP group's pages are those of all layers, layer after layer: `[dp * layers * pages,
+        layer. A pool's pages are those of all its layers, layer after layer: `[dp * layers * pages,
         …]`. With drafts it returns the lengths last (`TokenPrograms.verify_step`).
         """
         templates = self.templates
@@ -120,7 +120,8 @@ class ColocatedPrograms(TokenPrograms):
                 [self._layers(kind, stop - start) for kind, start, stop in self.stacked()],
             ),
             (
-                *(ROWS, REPLICATED, self.logits_spec, ROWS, *self.pages_specs),
+                *(ROWS, REPLICATED, self.logits_spec, ROWS),
+                *self.pages_specs * len(self.pools),
                 *[_COUNTS] * len(counts),
                 *([ROWS] if bucket.drafts else []),
             ),
@@ -190,7 +191,7 @@ class ColocatedPrograms(TokenPrograms):
                     *self._layers(kind, modules),
                 ),
             ),
-            (ROWS, *self.pages_specs, _COUNTS),
+            (ROWS, *self.pages_specs * len(self.pools), _COUNTS),
             donates=(6, 7),
         )
 
@@ -258,10 +259,14 @@ class ColocatedPrograms(TokenPrograms):
             [_of_layer(leaves[place], layer) for place in range(len(leaves))]
             for leaves in map(operator.or_, whole, sliced)
         )
-        first_page = (start + layer) * self.deployment.cache.pages
+        pool, batch = self.pool(kind), self.of_kind(batch, kind)
+        first_page = (pool.layers.index(start) + layer) * pool.pages
         shifted = batch._replace(page_table=batch.page_table + first_page)
         block = self.templates.attention[kind].merge(attention)
-        x, message, pages = block(x, pages, shifted, self.sentinel)
+        first = self.pools.index(pool) * len(pool.arrays)
+        end = first + len(pool.arrays)
+        x, message, own = block(x, pages[first:end], shifted, self.sentinel)
+        pages = *pages[:first], *own, *pages[end:]
         formats = self.formats[kind.ffn.kind]
         ffn_block = self.templates.ffn[kind.ffn].merge(ffn)
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)

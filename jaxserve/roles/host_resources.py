@@ -41,23 +41,6 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
         yield from (group for group in (inner, *inner.parents) if group.is_relative_to(top))
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: those of its affinity, or fewer where a control group has
-    a quota of CPU time. A part of a core counts only where it is all that the process has."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores: float = len(affinity(0)) if affinity else os.cpu_count() or 1
-    for group in control_groups(root, "cpu"):
-        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            try:
-                quota, period = " ".join((group / name).read_text() for name in names).split()
-                # "max" in version 2 and -1 in version 1 are no quota.
-                if (part := float(quota) / float(period)) > 0:
-                    cores = min(cores, part)
-            except (OSError, ValueError):
-                continue
-    return max(1, int(cores))
-
-
 LIMITS = (
     (("memory.max", "memory.high"), "memory.current", ""),
     (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),

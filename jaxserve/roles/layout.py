@@ -76,7 +76,8 @@ class PageRun(NamedTuple):
 
     group: int
     page_ids: Sequence[int]
-    """Page ids in the group's pool; the first page holds the first token."""
+    """Page ids in the group's pools, those of a page's tables side by side; the first page holds
+    the first token."""
     offset: int = 0
     """Offset of the first token in the first page, in tokens."""
 

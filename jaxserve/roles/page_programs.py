@@ -7,7 +7,7 @@ and converts it if the two caches have different formats. Both run on the whole 
 DP group takes part with its pages, the others without any.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, layer_entries, row_arrays
-from jaxserve.model.quant.rows import has_scales, quantize_heads, storage
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pool, layer_entries, row_arrays
+from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.quantize import as_bits, from_bits
+from pallas_kernels.quantize.api import quantize_rows
 
 
 class PageKey(NamedTuple):
@@ -45,9 +46,9 @@ class PagePrograms:
         self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
         self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
+        self.pools, self.tables = programs.pools, programs.tables
         self.format: FormatName = deployment.cache_format
-        self._stacked = stacked
-        self._page_arrays = programs.page_arrays
+        self._stacked, self._kinds = stacked, len(programs.pages_specs) * len(programs.pools)
         self.shape = programs.shape
         self.entries = layer_entries(config, deployment)
         self.kv_heads = self.entries[0].heads
@@ -65,8 +66,12 @@ class PagePrograms:
         return rank * self.kv_heads // self.tp
 
     def wire(self, tokens: int, cache_format: FormatName) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the arrays of one KV head."""
-        return row_arrays(self.entries, (self.layers, tokens), cache_format)
+        """Shapes of the arrays of one KV head, pool after pool."""
+        return tuple(
+            array
+            for pool in self.pools
+            for array in row_arrays(self.entries, (len(pool.layers), tokens), cache_format)
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -77,8 +82,9 @@ class PagePrograms:
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the pages of all layers, as programs take them."""
         if self._stacked:
-            return stacked_pages(self._page_arrays, self.layers)
-        return self._page_arrays * self.layers
+            return tuple(array for pool in self.pools for array in stacked_pages(pool))
+        owners = sorted((layer, pool.arrays) for pool in self.pools for layer in pool.layers)
+        return tuple(array for _, arrays in owners for array in arrays)
 
     def everywhere(self, wire: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of arrays with one part for each device along the first axis."""
@@ -95,15 +101,17 @@ class PagePrograms:
     def gather(self, tokens: int) -> Program:
         """(page ids, offset, pages) → the wire arrays of every KV head of the device.
 
-        `page_ids` is `[dp, gather_pages]`; `offset` `[dp]` is the place of the first token in these
-        pages. The results have one part for each device along the first axis.
+        `page_ids` is `[dp, gather_pages * tables]`; `offset` `[dp]` is the place of the first token
+        in these pages. The results have one part for each device along the first axis.
         """
 
         def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
             return tuple(
-                self._gathered(self._layers_of(pages, place), head, page_ids[0], offset[0], tokens)
+                self._gathered(pool, [pages[at] for at in places], head, own, offset[0], tokens)
                 for head in range(self.heads)
-                for place in range(len(self._page_arrays))
+                for pool, arrays in self._places()
+                for own in [self._of_pool(pool, page_ids)]
+                for places in arrays
             )
 
         return Program(
@@ -111,32 +119,32 @@ class PagePrograms:
             body,
             self.mesh,
             (
-                self.shape(self.groups, self.gather_pages(tokens)),
+                self.shape(self.groups, self.gather_pages(tokens) * self.tables),
                 self.shape(self.groups),
                 self.page_shapes(),
             ),
-            (PIECES,) * (self.heads * len(self._page_arrays)),
+            (PIECES,) * (self.heads * self._kinds),
         )
 
     def scatter(self, tokens: int, cache_format: FormatName) -> Program:
         """(page ids, wire arrays of every KV head of the device, pages) → pages.
 
-        `page_ids` is `[dp, tokens / page_size]`; nothing is written from the first id on that is
-        not below `pages`.
+        `page_ids` is `[dp, tokens / page_size * tables]`; ids that are not below `pages` are not
+        written. The others of a table follow each other.
         """
-        shapes, kinds = self.page_shapes(), len(self._page_arrays)
+        shapes = self.page_shapes()
         wire = self.wire(tokens, cache_format) * self.heads
 
         def body(page_ids: Array, arrived: Arrays, held: Arrays) -> Arrays:
             pages = list(held)
-            for place, heads in enumerate(self._converted(arrived, cache_format)):
-                for head, rows in enumerate(heads):
-                    first = 0
-                    for index in range(place, len(pages), kinds):
-                        layers = pages[index].shape[0] // self.pages
-                        part = rows[first : first + layers]
-                        pages[index] = self._put(pages[index], page_ids[0], head, part)
-                        first += layers
+            converted = self._converted(arrived, cache_format)
+            for pool, arrays in self._places():
+                own = self._of_pool(pool, page_ids)
+                for places in arrays:
+                    for head, rows in enumerate(next(converted)):
+                        parts = jnp.split(rows, len(places))
+                        for at, part in zip(places, parts, strict=True):
+                            pages[at] = self._put(pool, pages[at], own, head, part)
             return tuple(pages)
 
         return Program(
@@ -144,7 +152,7 @@ class PagePrograms:
             body,
             self.mesh,
             (
-                self.shape(self.groups, tokens // self.page_size),
+                self.shape(self.groups, tokens // self.page_size * self.tables),
                 self.everywhere(wire),
                 shapes,
             ),
@@ -152,12 +160,21 @@ class PagePrograms:
             donates=(2,),
         )
 
-    def _layers_of(self, pages: Sequence[Array], place: int) -> list[Array]:
-        """Page arrays of one kind, in order; each has the pages of one or more layers."""
-        return list(pages[place :: len(self._page_arrays)])
+    def _places(self) -> Iterator[tuple[Pool, list[list[int]]]]:
+        """Yields every pool with the places of its page arrays, kind of rows by kind; an array has
+        the pages of one layer, or of all."""
+        for number, pool in enumerate(self.pools):
+            owners = [number] if self._stacked else pool.layers
+            kinds = len(pool.arrays)
+            yield pool, [[owner * kinds + kind for owner in owners] for kind in range(kinds)]
+
+    def _of_pool(self, pool: Pool, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
+        """The page ids in a pool, of those in all page tables."""
+        return page_ids[0].reshape(-1, self.tables)[:, int(pool.ring)]
 
     def _gathered(
         self,
+        pool: Pool,
         arrays: Sequence[Num[Array, "rows heads page_size *width"]],
         head: int,
         page_ids: Int[Array, " count"],
@@ -165,9 +182,9 @@ class PagePrograms:
         tokens: int,
     ) -> Num[Array, "layers tokens *width"]:
         def read(page_ids: Array) -> Array:
-            found = [array[self._rows(page_ids), head] for array in arrays]
+            found = [array[self._rows(pool, page_ids), head] for array in arrays]
             pages = jnp.concatenate(found) if len(found) > 1 else found[0]
-            return pages.reshape(self.layers, -1, *pages.shape[2:])
+            return pages.reshape(len(pool.layers), -1, *pages.shape[2:])
 
         def shifted() -> Array:
             return jax.lax.dynamic_slice_in_dim(read(page_ids), offset, tokens, axis=1)
@@ -178,33 +195,34 @@ class PagePrograms:
         # Two ends of one page size: every byte is copied once.
         return jax.lax.cond(offset == 0, lambda: read(page_ids[:count]), shifted)
 
-    def _rows(self, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
+    def _rows(self, pool: Pool, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
         """Rows of a page array that hold these pages; layer by layer if it has all layers."""
         if not self._stacked:
             return page_ids
-        first = jnp.arange(self.layers, dtype=page_ids.dtype)[:, None] * self.pages
+        first = jnp.arange(len(pool.layers), dtype=page_ids.dtype)[:, None] * pool.pages
         return (first + page_ids).reshape(-1)
 
     def _put(
         self,
+        pool: Pool,
         array: Num[Array, "rows heads page_size *width"],
         page_ids: Int[Array, " count"],
         head: int,
         entries: Num[Array, "layers tokens *width"],
     ) -> Num[Array, "rows heads page_size *width"]:
         """Writes a head's entries into these pages of a page array."""
-        rows, count = self._rows(page_ids), page_ids.shape[0]
+        rows, count = self._rows(pool, page_ids), page_ids.shape[0]
+        there = page_ids < pool.pages
         blocks = entries.reshape(rows.shape[0], self.page_size, *entries.shape[2:])
         layers = rows.shape[0] // count
         if self.mesh.devices.flat[0].platform != "cpu":
-            valid = jnp.tile(page_ids < self.pages, layers)
-            rows = jnp.where(valid, rows, array.shape[0])
+            rows = jnp.where(jnp.tile(there, layers), rows, array.shape[0])
             return array.at[rows, head].set(blocks, mode="drop")
         # XLA's scatter takes three times as long on CPUs as copying block after block in place.
-        valid = jnp.sum(page_ids < self.pages)
+        first, valid = jnp.argmax(there), jnp.sum(there)
 
         def write(number: Array, array: Array) -> Array:
-            at = number // valid * count + number % valid
+            at = number // valid * count + first + number % valid
             block = jax.lax.dynamic_slice_in_dim(blocks, at, 1)[:, None]
             start: list[Any] = [rows[at], head, *[0] * (array.ndim - 2)]
             return jax.lax.dynamic_update_slice(array, block, start)
@@ -213,15 +231,18 @@ class PagePrograms:
 
     def _converted(
         self, arrived: Sequence[Array], cache_format: FormatName
-    ) -> list[Sequence[Array]]:
-        """Converts wire arrays to the cache's format: by kind of page array, then by head; each is
-        `[layers, tokens, …]`."""
+    ) -> Iterator[Sequence[Array]]:
+        """Converts wire arrays to the cache's format: pool by pool and kind of page array by kind,
+        then by head; each is `[layers, tokens, …]`."""
         arrays = len(arrived) // self.heads
         by_kind = [arrived[place::arrays] for place in range(arrays)]
         if cache_format == self.format:
-            return [*by_kind]
-        stacks = self._in_own_format([jnp.stack(heads) for heads in by_kind], cache_format)
-        return [[*stack] for stack in stacks]
+            yield from by_kind
+            return
+        kinds = arrays // len(self.pools)
+        for first in range(0, arrays, kinds):
+            stacks = [jnp.stack(heads) for heads in by_kind[first : first + kinds]]
+            yield from ([*stack] for stack in self._in_own_format(stacks, cache_format))
 
     def _in_own_format(self, stacks: list[Array], cache_format: FormatName) -> list[Array]:
         """Converts arrays `[heads, layers, tokens, …]` from the wire's format to the cache's."""
@@ -237,8 +258,7 @@ class PagePrograms:
             return [row.astype(storage(own)) for row in rows]
         values, scales = [], []
         for row in rows:
-            heads, layers, tokens, width = row.shape
-            quantised, scale = quantize_heads(row.reshape(heads * layers, tokens, width), own)
+            quantised, scale = quantize_rows(row.reshape(-1, row.shape[-1]), own)
             values.append(as_bits(quantised).reshape(row.shape))
-            scales.append(scale.reshape(heads, layers, tokens))
+            scales.append(scale.reshape(row.shape[:-1]))
         return [*values, *wide, *scales]

@@ -122,9 +122,10 @@ class PageTransfer:
     def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
         """The program's output arrays."""
         programs = self.programs
-        page_ids = np.zeros((programs.groups, programs.gather_pages(tokens)), np.int32)
+        tables = programs.tables
+        page_ids = np.zeros((programs.groups, programs.gather_pages(tokens) * tables), np.int32)
         # Beyond the run its last page is read again: never a page of another sequence.
-        page_ids[run.group] = run.page_ids[-1] if run.page_ids else 0
+        page_ids[run.group].reshape(-1, tables)[:] = run.page_ids[-tables:] or 0
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         offset = np.full(programs.groups, 0, np.int32)
         offset[run.group] = run.offset
@@ -174,7 +175,7 @@ class PageTransfer:
     ) -> Pages:
         """Calls the compiled program."""
         programs = self.programs
-        count = key.tokens // programs.page_size
+        count = key.tokens // programs.page_size * programs.tables
         page_ids = np.full((programs.groups, count), programs.pages, np.int32)
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
@@ -232,7 +233,8 @@ class PageAccess:
         Raises:
           ValueError: The run's pages end before the last token.
         """
-        covered = len(run.page_ids) * self.transfer.programs.page_size - run.offset
+        programs = self.transfer.programs
+        covered = len(run.page_ids) // programs.tables * programs.page_size - run.offset
         if not 0 < tokens <= min(covered, piece):
             raise ValueError(f"{tokens} tokens wanted, {covered} are in the pages, piece {piece}")
         return self.transfer.gather(self._load(), run, piece)

@@ -21,9 +21,9 @@ class StepArrays(NamedTuple):
     batch: np.ndarray
     """int32 `[groups, BatchLayout.width]`."""
     page_table: np.ndarray
-    """int32 `[groups, slots, bucket.pages]`; entries beyond the pages of a sequence are 0.
+    """int32 `[groups, slots, bucket.pages * tables]`; entries beyond the pages of a sequence are 0.
 
-    Sequences that take no part are there, too."""
+    It includes sequences that take no part."""
 
 
 class LaneState:
@@ -34,10 +34,12 @@ class LaneState:
       slots: Slots of each group.
       pages: Most pages of a sequence.
       modules: Prediction modules, which take the tokens behind a prompt's chunk.
+      tables: Page tables, whose entries of a page lie side by side.
     """
 
-    def __init__(self, groups: int, slots: int, pages: int, modules: int = 0):
+    def __init__(self, groups: int, slots: int, pages: int, modules: int = 0, tables: int = 1):
         self._groups, self._slots, self._modules = groups, slots, modules
+        self._tables = tables
         rows = groups * slots
         self._sampling = {
             "temperature": np.zeros(rows, np.float32),
@@ -46,7 +48,7 @@ class LaneState:
             "min_p": np.zeros(rows, np.float32),
             "seed": np.zeros(rows, np.uint32),
         }
-        self._page_tables = _PageTables(groups, slots, pages)
+        self._page_tables = _PageTables(groups, slots, pages * tables)
 
     def step(self, plan: StepPlan) -> StepArrays:
         """Takes in what the plan says that is new, and makes the arrays of its step."""
@@ -54,7 +56,8 @@ class LaneState:
             for name, values in self._sampling.items():
                 values[sequence.row] = getattr(sequence, name)
         self._page_tables.change([sequence.row for sequence in plan.new_sequences], plan.new_pages)
-        return StepArrays(self._batch(plan), self._page_tables.of_step(plan.bucket.pages))
+        table = self._page_tables.of_step(plan.bucket.pages * self._tables)
+        return StepArrays(self._batch(plan), table)
 
     def _batch(self, plan: StepPlan) -> np.ndarray:
         rows, groups, slots = plan.rows, self._groups, self._slots

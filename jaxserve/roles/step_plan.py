@@ -8,7 +8,6 @@ page. Knows neither requests, queues nor JAX devices.
 A *row* is a slot of a lane counted over all DP groups: `group * slots + slot`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -258,72 +257,3 @@ class StepPlan(msgspec.Struct, frozen=True):
 def _words(values: np.ndarray | None, kind: str = "<i4") -> bytes:
     """An array as little-endian words; None: no array."""
     return b"" if values is None else values.astype(kind, copy=False).tobytes()
-
-
-class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
-    """One sequence in one step, for steps that are written by hand: see `plan_of_rows`."""
-
-    slot: int
-    """In its DP group, 0 … slots-1."""
-    token_ids: list[int]
-    kv_length: int
-    page_ids: list[int]
-    """Every page of the sequence so far, in order; they cover `kv_length` tokens."""
-    sample: bool
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    rules: SlotRules | None = None
-    logprobs: int | None = None
-    targets: list[int] = []
-    target_logprobs: int = 0
-    drafts: int = 0
-    """Number of the last tokens that are drafts."""
-    length_on_device: bool = False
-    """Whether `kv_length` is only the least that it may be."""
-    upcoming: list[int] = []
-    """One for each prediction module, where `sample` is false: the tokens behind `token_ids`."""
-
-
-def plan_of_rows(
-    lane: int, number: int, bucket: Bucket, groups: Sequence[Sequence[SequenceRow]], *, slots: int
-) -> StepPlan:
-    """Makes a step that needs no earlier plan, because it describes its sequences completely.
-
-    Args:
-      groups: the sequences of each DP group, ascending by slot.
-      slots: slots of a DP group.
-    """
-    rows = [(group * slots + row.slot, row) for group, own in enumerate(groups) for row in own]
-    columns = [
-        (at, len(row.token_ids), row.kv_length, row.sample * (1 + row.drafts)) for at, row in rows
-    ]
-    unknown = [at for at, row in rows if row.length_on_device]
-    pages = [(at, *page) for at, row in rows for page in enumerate(row.page_ids)]
-    options = [
-        RowOptions(
-            at, row.rules, row.logprobs if row.sample else None, row.targets, row.target_logprobs
-        )
-        for at, row in rows
-    ]
-    has_rules = any(row.rules is not None for _, row in rows)
-    upcoming = [(at, *row.upcoming) for at, row in rows if row.upcoming]
-    return StepPlan.of(
-        lane,
-        number,
-        bucket,
-        columns=np.asarray(columns, np.int32).reshape(-1, 4).T,
-        token_ids=np.asarray([token for _, row in rows for token in row.token_ids], np.int32),
-        new_sequences=[
-            NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed)
-            for at, row in rows
-        ],
-        new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
-        options=[one for one in options if one != RowOptions(one.row)],
-        temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
-        unknown_lengths=np.asarray(unknown, np.int32) if unknown else None,
-        proposes=bucket.drafts > 0,
-        upcoming=np.asarray(upcoming, np.int32),
-    )

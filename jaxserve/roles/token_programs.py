@@ -14,11 +14,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.link.dispatch.copy import Put, fast_put
+from jaxserve.config.model import LayerKind
+from jaxserve.link.dispatch.put import Put, fast_put
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pool, page_pools
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
@@ -47,9 +48,13 @@ class TokenPrograms:
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts
-        arrays = page_arrays(self.config, deployment)
-        self.pages_specs = (PAGES_SPEC,) * len(arrays)
-        self.page_arrays = placed(mesh, arrays, self.pages_specs)
+        pools = page_pools(self.config, deployment)
+        self.pages_specs = (PAGES_SPEC,) * len(pools[0].arrays)
+        self.pools = [
+            pool._replace(arrays=placed(mesh, pool.arrays, self.pages_specs)) for pool in pools
+        ]
+        self.tables = 1 + any(pool.ring for pool in pools)
+        """Page tables of a step, whose entries of a page lie side by side."""
         self.divided = self.config.platform == "cpu" and deployment.attention.tp > 1
         """Whether a device keeps its columns of the logits until a draw needs all columns: greedy
         tokens do not. Not on GPUs, where conditions are nodes of a graph and may hold no
@@ -74,8 +79,21 @@ class TokenPrograms:
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
         piece = cached_sharding(self.mesh, PAGES_SPEC).shard_shape
-        pages = [jax.ShapeDtypeStruct(piece(a.shape), a.dtype) for a in self.page_arrays]
-        return StepContext(with_shared(ragged, self.config, self.dtype, pages), fields)
+        caches = {}
+        for kind in self.config.kinds():
+            arrays = self.pool(kind).arrays
+            pages = [jax.ShapeDtypeStruct(piece(a.shape), a.dtype) for a in arrays]
+            caches[kind.attention] = self.of_kind(ragged, kind).page_table, pages
+        return StepContext(with_shared(ragged, self.dtype, caches), fields)
+
+    def pool(self, kind: LayerKind) -> Pool:
+        """Returns the pool that holds the pages of layers of a kind."""
+        return self.pools[-1 if kind.attention.window else 0]
+
+    def of_kind(self, batch: RaggedBatch, kind: LayerKind) -> RaggedBatch:
+        """Returns the batch for layers of a kind, with the page table of their pool."""
+        tables = batch.page_table.reshape(self.slots, -1, self.tables)
+        return batch._replace(page_table=tables[..., int(self.pool(kind).ring)])
 
     def embed(
         self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
@@ -235,16 +253,15 @@ class TokenPrograms:
         return (
             self.shape(self.groups, self.slots),
             self.shape(self.groups, self.layout(bucket.tokens).width),
-            self.shape(self.groups, self.slots, bucket.pages),
+            self.shape(self.groups, self.slots, bucket.pages * self.tables),
         )
 
 
-def stacked_pages(
-    arrays: Sequence[jax.ShapeDtypeStruct], layers: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """One array for the pages of all layers: a DP group's lie layer after layer."""
+def stacked_pages(pool: Pool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """One array for the pages of all layers of a pool: a DP group's lie layer after layer."""
+    layers = len(pool.layers)
     return tuple(
-        array.update(shape=(layers * array.shape[0], *array.shape[1:])) for array in arrays
+        array.update(shape=(layers * array.shape[0], *array.shape[1:])) for array in pool.arrays
     )
 
 
@@ -306,7 +323,7 @@ class GroupPut:
         deployment = programs.deployment
         pages = deployment.scheduler.page_buckets[-1]
         self._lanes = [
-            LaneState(self._groups, self._slots, pages, deployment.modules)
+            LaneState(self._groups, self._slots, pages, deployment.modules, programs.tables)
             for _ in range(deployment.lanes)
         ]
         own = self._sharding.addressable_devices_indices_map((self._groups,))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.roles.layout import BatchLayout, Bucket
-from jaxserve.roles.step_plan import NewSequence, RowOptions, SequenceRow, StepPlan
+from jaxserve.roles.step_plan import NewSequence, RowOptions, StepPlan
+from jaxserve.roles.written_steps import SequenceRow
 
 
 @dataclass
@@ -22,13 +23,15 @@ class FullStep:
     bucket: Bucket
     groups: list[list[SequenceRow]]
     plan: StepPlan | None = field(default=None, compare=False)
+    rings: np.ndarray | None = field(default=None, compare=False)
+    """Page table of rings, `[groups, slots, pages]`."""
 
 
 class Replica:
     """What a worker knows of one lane."""
 
-    def __init__(self, groups: int, slots: int):
-        self._groups, self._slots = groups, slots
+    def __init__(self, groups: int, slots: int, tables: int = 1):
+        self._groups, self._slots, self._tables = groups, slots, tables
         self._sampling: dict[int, NewSequence] = {}
         self._pages: dict[int, list[int]] = {}
 
@@ -38,6 +41,9 @@ class Replica:
             self._sampling[sequence.row] = sequence
             self._pages[sequence.row] = []
         for row, index, page_id in plan.new_pages.T.tolist():
+            index, table = divmod(index, self._tables)
+            if table:
+                continue
             assert index == len(self._pages[row]), "pages come in order, each once"
             self._pages[row].append(page_id)
         options = {one.row: one for one in plan.options}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.engine.runtime import Runtime
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.model.attention.kv_cache import page_pools
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 
 class Sequences:
@@ -19,7 +20,9 @@ class Sequences:
         self.slots = [4, 0, 2][: len(prompts)]
         self.fed = [0] * len(prompts)
         size = runtime.deployment.cache.page_size
-        pages = np.random.default_rng(0).permutation(runtime.deployment.cache.pages).tolist()
+        pools = page_pools(runtime.config, runtime.deployment)
+        self.tables = 1 + any(pool.ring for pool in pools)
+        pages = np.random.default_rng(0).permutation(min(pool.pages for pool in pools)).tolist()
         self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
         self.steps = 0
 
@@ -36,7 +39,7 @@ class Sequences:
                     slot=self.slots[index],
                     token_ids=list(self.prompts[index][start:end]),
                     kv_length=end,
-                    page_ids=self.pages[index][: -(-end // size)],
+                    page_ids=np.repeat(self.pages[index][: -(-end // size)], self.tables).tolist(),
                     sample=end == len(self.prompts[index]),
                 )
             )

@@ -1,8 +1,7 @@
 """Arrays to other devices, out of shards and into shards, as cheaply for the host as JAX can.
 
 JAX's public functions check and look up on every call what never changes in a hot loop. What is
-private here proves itself once, on this process's devices; where it is not as expected, the public
-function takes its place.
+private here proves itself once (`put.py`).
 """
 
 import functools
@@ -14,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxserve.link.dispatch.put import proved
+
 Copy = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 """Takes one array and returns one, each in a sequence, so that the C++ call needs no wrapper."""
 
@@ -21,17 +22,6 @@ Copy = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 def public_copy(sharding: jax.sharding.Sharding) -> Copy:
     """Copies through JAX's public interface: about eight jitted calls' worth of host time."""
     return lambda arrays: [jax.device_put(x, sharding) for x in arrays]
-
-
-def _proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
-    """Returns the private function if it works as expected on this process's devices, else the
-    public one."""
-    try:
-        if works(private):
-            return private
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return public
 
 
 @functools.cache
@@ -47,7 +37,7 @@ def fast_copy() -> Callable[[jax.sharding.Sharding], Copy]:
         (arrived,) = make(sharding)([probe])
         return arrived.sharding == sharding and np.array_equal(arrived, probe)
 
-    return _proved(_private_copy, public_copy, works)
+    return proved(_private_copy, public_copy, works)
 
 
 def _private_copy(sharding: jax.sharding.Sharding) -> Copy:
@@ -91,7 +81,7 @@ def fast_shards() -> tuple[Shards, Callable[..., Assemble]]:
         same = whole.sharding == sharding and np.array_equal(whole, probe)
         return same and len(shards) == 1 and isinstance(shards[0].sharding, SingleDeviceSharding)
 
-    return _proved((_private_shards, _private_assemble), (public_shards, public_assemble), works)
+    return proved((_private_shards, _private_assemble), (public_shards, public_assemble), works)
 
 
 @functools.cache
@@ -106,7 +96,7 @@ def fast_first() -> Callable[[jax.Array], jax.Array]:
         found = first(probe)
         return found.sharding == expected.sharding and np.array_equal(found, expected)
 
-    return _proved(_private_first, lambda array: public_shards(array)[0], works)
+    return proved(_private_first, lambda array: public_shards(array)[0], works)
 
 
 def _private_first(array: Any) -> jax.Array:
@@ -126,33 +116,3 @@ def _private_assemble(
     make: Any = ArrayImpl
     aval = jax.core.ShapedArray(shape, dtype)
     return lambda shards: make(aval, sharding, shards, committed=True, _skip_checks=True)
-
-
-Put = Callable[[Sequence[jax.Array] | Sequence[np.ndarray]], jax.Array]
-"""Copies arrays of one device each, or of the host, to this process's devices of a sharding, in its
-order, and makes one array: for one shape and sharding."""
-
-
-@functools.cache
-def fast_put() -> Callable[..., Put] | None:
-    """Makes such a call of one piece of C++. It takes half the time of assembling an array, copying
-    it and taking the copy apart. None if the private call has changed."""
-    here, there = jax.local_devices()[0], jax.local_devices()[-1]
-    sharding = NamedSharding(Mesh(np.array([there]), ("x",)), PartitionSpec("x"))
-    probe = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), here)
-
-    def works(make: Callable[..., Put] | None) -> bool:
-        assert make is not None
-        whole = make(probe.shape, probe.dtype, sharding)([probe])
-        return whole.sharding == sharding and whole.committed and np.array_equal(whole, probe)
-
-    return _proved(_private_put, None, works)
-
-
-def _private_put(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Put:
-    from jax._src.lib import xla_client
-
-    put = xla_client.batched_device_put
-    aval = jax.core.ShapedArray(shape, dtype)
-    devices = list(sharding.mesh.local_devices)
-    return lambda arrays: put(aval, sharding, arrays, devices, committed=True)

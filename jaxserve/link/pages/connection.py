@@ -27,7 +27,8 @@ from jaxserve.link.pages.bytes import (
     received_arrays,
     received_views,
 )
-from jaxserve.link.pages.source import PagesSource, pages_digest
+from jaxserve.link.pages.frames import pages_digest
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.channel import (
     LONGEST_TICK_SECONDS,

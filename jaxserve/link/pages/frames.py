@@ -9,10 +9,12 @@ is wrong is given up.
     prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
 """
 
+import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.hello import Greeting, Refused
@@ -106,3 +108,16 @@ def _checked(data: bytes) -> bytes:
     if zlib.crc32(frame).to_bytes(CHECKED) != check:
         raise msgspec.DecodeError(f"a frame of {len(frame)} bytes is not what was sent: checksum")
     return frame
+
+
+def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:
+    """Returns sixteen hexadecimal digits that stand for held pages.
+
+    Args:
+      token_ids: whose entries are held.
+      model: digest of the facts both ends must share.
+      cache_format: of the prefill worker's pages.
+    """
+    digest = hashlib.blake2s(f"{model} {cache_format} {len(token_ids)} ".encode(), digest_size=8)
+    digest.update(np.asarray(token_ids, "<i4").tobytes())
+    return digest.hexdigest()

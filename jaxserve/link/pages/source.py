@@ -6,11 +6,7 @@ that its own prefix cache lacks, and then an ordinary request runs there. Import
 the router: plain Python, no arrays.
 """
 
-import hashlib
-from collections.abc import Sequence
-
 import msgspec
-import numpy as np
 
 
 class PagesSource(msgspec.Struct, frozen=True):
@@ -37,16 +33,3 @@ class PagesSource(msgspec.Struct, frozen=True):
 
 NOTHING_HELD = PagesSource("", "", 0, "")
 """Of a prompt that is too short to have a full page."""
-
-
-def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:
-    """Sixteen hexadecimal digits of what held pages stand for.
-
-    Args:
-      token_ids: whose entries are held.
-      model: digest of the facts both ends must share.
-      cache_format: of the prefill worker's pages.
-    """
-    digest = hashlib.blake2s(f"{model} {cache_format} {len(token_ids)} ".encode(), digest_size=8)
-    digest.update(np.asarray(token_ids, "<i4").tobytes())
-    return digest.hexdigest()

@@ -39,6 +39,11 @@ class RaggedBatch(NamedTuple):
         """The batch for a layer with the attention spec of this number."""
         return self._replace(shared=(), own=self.shared[spec]) if self.shared else self
 
+    @property
+    def where(self) -> tuple[Array, Array, Array]:
+        """Page table, and each token's sequence and position, as kernels of the cache take them."""
+        return self.page_table, self.sequence_of_token, self.position
+
 
 def ragged_batch(
     query_start: Int[Array, " slots_plus_one"],

@@ -2,11 +2,12 @@
 by a step's first program; each family has its own file."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
@@ -33,23 +34,27 @@ def attention_module(
 
 
 def with_shared(
-    batch: RaggedBatch, config: ModelConfig, dtype: jnp.dtype, pages: Sequence[jax.ShapeDtypeStruct]
+    batch: RaggedBatch,
+    dtype: jnp.dtype,
+    caches: Mapping[Attention, tuple[Array, Sequence[jax.ShapeDtypeStruct]]],
 ) -> RaggedBatch:
     """The batch with everything that several layers would compute of positions alone: for each of
     the model's attention specs the angles and the walk of the attention kernels over the pages.
 
     Args:
-      dtype: of the queries.
-      pages: a layer's arrays, as on a device of the surrounding `shard_map`.
+      dtype: dtype of the queries.
+      caches: of each attention spec, in the model's order, the page table, and a layer's arrays as
+        on a device of the surrounding `shard_map`.
     """
-    find = functools.partial(_shared, batch, dtype=dtype, pages=pages)
-    return batch._replace(shared=tuple(map(find, config.attentions())))
+    shared = (_shared(batch, sizes, dtype, *cache) for sizes, cache in caches.items())
+    return batch._replace(shared=tuple(shared))
 
 
 def _shared(
     batch: RaggedBatch,
     sizes: Attention,
     dtype: jnp.dtype,
+    table: Array,
     pages: Sequence[jax.ShapeDtypeStruct],
 ) -> Shared:
     """What layers with one attention spec share."""
@@ -63,6 +68,6 @@ def _shared(
         latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, latent + rotated), dtype)
-    where = batch.page_table, batch.sequence_of_token, batch.position
+    where = table, *batch.where[1:]
     find = functools.partial(attention_places, queries, keys, values, *where, v_width=latent)
     return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))

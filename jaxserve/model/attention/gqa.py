@@ -59,8 +59,10 @@ class GQA(nnx.Module):
         head_dim, tokens, norms = self.sizes.head_dim, x.shape[0], self._norms()
         query, key = linear(x, self.query, self.query_bias), linear(x, self.key, self.key_bias)
         if norms and self.sizes.qk_norm == "columns":
-            query = norm_columns(query, norms.query, self.epsilon, self.sizes.q_heads * head_dim)
-            key = norm_columns(key, norms.key, self.epsilon, self.sizes.kv_heads * head_dim)
+            query = norm_columns(
+                query, norms.query_norm, self.epsilon, self.sizes.q_heads * head_dim
+            )
+            key = norm_columns(key, norms.key_norm, self.epsilon, self.sizes.kv_heads * head_dim)
             norms = None
         query, key = (
             paired(heads.reshape(tokens, -1, head_dim), self.sizes.rope) for heads in (query, key)

@@ -9,6 +9,7 @@ page ids in a page table are relative to the group. `pallas_kernels/attention` d
 inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
@@ -75,23 +76,70 @@ def row_arrays(
     return (*values, *[scale] * len(scaled))
 
 
-def page_arrays(config: ModelConfig, deployment: Deployment) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Global shapes and dtypes of one layer's cache.
+class Pool(NamedTuple):
+    """Layers whose rows lie in pages with the same ids."""
+
+    layers: tuple[int, ...]
+    pages: int
+    """Pages of a DP group."""
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    """Pages of one layer."""
+    ring: bool
+    """Whether sequences keep pages of their last tokens only, which page tables name second."""
+
+
+def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[Pool, ...]:
+    """Pools of a deployment: layers that see all tokens, then layers with a window."""
+    rings, pages = ring_pages(config, deployment), deployment.cache.pages
+    pools = []
+    for windowed, count in ((False, pages), (True, rings or pages)):
+        kinds = enumerate(map(config.layer, range(config.all_layers)))
+        layers = [n for n, kind in kinds if windowed == (kind.attention.window > 0)]
+        arrays = page_arrays(config, deployment, count)
+        pools.append(Pool(tuple(layers), count, arrays, windowed and rings > 0))
+    return tuple(pool for pool in pools if pool.layers)
+
+
+def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
+    """Pages of a DP group for layers with a window; 0: no sequence outgrows a window.
+
+    A sequence's ring has its window, a page that it grows into and two that it leaves. The chunks
+    of a lane's two steps in flight come on top, and with a prefix cache as many rings again for the
+    ends of cached prefixes. With this many pages a running sequence never lacks one.
+    """
+    window, limits, size = largest_window(config), deployment.scheduler, deployment.cache.page_size
+    if not 0 < window < limits.max_length:
+        return 0
+    rings = limits.slots * deployment.lanes * (1 + deployment.cache.prefix)
+    chunks = 2 * deployment.lanes * (limits.token_budget // size + 1)
+    pages = rings * (-(-(window + deployment.drafts) // size) + 3) + chunks
+    return min(deployment.cache.pages, pages + scratch_pages(deployment.drafts, deployment.modules))
+
+
+def largest_window(config: ModelConfig) -> int:
+    """Tokens that layers with a window see at most; 0: no layer has one."""
+    return max(attention.window for attention in config.attentions())
+
+
+def page_arrays(
+    config: ModelConfig, deployment: Deployment, pages: int = 0
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Global shapes and dtypes of one layer's cache with this number of pages; 0: `cache.pages`.
 
     Heads are divided over tp; where there are fewer heads than devices, several devices hold a copy
     of the same head.
     """
     cache, declared = deployment.cache, layer_entries(config, deployment)
     heads = max(declared[0].heads, deployment.attention.tp)
-    rows = deployment.attention.dp * cache.pages, heads, cache.page_size
+    rows = deployment.attention.dp * (pages or cache.pages), heads, cache.page_size
     return row_arrays(declared, rows, deployment.cache_format)
 
 
 class HeadNorms(NamedTuple):
     """RMSNorms of every head of queries and keys, before they are rotated."""
 
-    query: Float[Array, " head_dim"]
-    key: Float[Array, " head_dim"]
+    query_norm: Float[Array, " head_dim"]
+    key_norm: Float[Array, " head_dim"]
     epsilon: float
 
 
@@ -106,28 +154,16 @@ def rotate_and_write(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Pages]:
     """Norms and rotates queries and keys, and writes keys and values, quantised to the cache's
     format. The queries are for `attend`: they may have its dtype already."""
-    query_norm, key_norm, epsilon = norms or (None, None, 0.0)
-    return kernels.rotate_and_write(
-        pages,
-        query,
-        key,
-        value,
-        *turn,
-        batch.page_table,
-        batch.sequence_of_token,
-        batch.position,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        epsilon=epsilon,
-    )
+    options = norms._asdict() if norms else {}
+    return kernels.rotate_and_write(pages, query, key, value, *turn, *batch.where, **options)
 
 
 class LatentNorms(NamedTuple):
     """RMSNorms behind MLA's down maps."""
 
-    query: Float[Array, " q_latent"] | None
+    query_norm: Float[Array, " q_latent"] | None
     """Norm of the queries' latents; None: queries have no latents."""
-    latent: Float[Array, " kv_latent"]
+    latent_norm: Float[Array, " kv_latent"]
     epsilon: float
 
 
@@ -143,19 +179,8 @@ def write_latents(
 ) -> Latents:
     """Norms latents, rotates the key beside them, and writes both, quantised to the cache's format;
     with `stored` also returns what is then in the cache."""
-    return kernels.norm_and_write(
-        pages,
-        down,
-        *turn,
-        batch.page_table,
-        batch.sequence_of_token,
-        batch.position,
-        latent_norm=norms.latent,
-        query_norm=norms.query,
-        epsilon=norms.epsilon,
-        interleaved=interleaved,
-        stored=stored,
-    )
+    norm = functools.partial(kernels.norm_and_write, interleaved=interleaved, stored=stored)
+    return norm(pages, down, *turn, *batch.where, **norms._asdict())
 
 
 def attend(
@@ -175,9 +200,7 @@ def attend(
         queries,
         keys,
         values,
-        batch.page_table,
-        batch.sequence_of_token,
-        batch.position,
+        *batch.where,
         scale=scale,
         window=kind.attention.window,
         int8_products=kind.int8_products,
@@ -199,14 +222,13 @@ def attend_latent(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
     """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
     values; also returns the log-sum-exp of every row and head."""
-    split = _is_split(pages)
+    # The rotated part of latents is in an array of its own.
+    split = len(pages) == 3
     out, lse = paged_attention(
         queries,
         pages[0],
         None,
-        batch.page_table,
-        batch.sequence_of_token,
-        batch.position,
+        *batch.where,
         scale=scale,
         v_width=v_width,
         int8_products=kind.int8_products,
@@ -216,8 +238,3 @@ def attend_latent(
         places=batch.own.places,
     )
     return out, lse
-
-
-def _is_split(pages: Pages) -> bool:
-    """Whether latents are without their rotated part, which is in an array of its own."""
-    return len(pages) == 3

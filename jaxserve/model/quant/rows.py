@@ -7,7 +7,7 @@ by the row's largest magnitude (Step-3 §4.3: FP8 dispatch; xDeepServe §4.6: IN
 from typing import NamedTuple, TypeGuard
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float
 
 from jaxserve.config.formats import FORMATS, FormatName, scaled
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
@@ -75,16 +75,3 @@ def decode_rows(
     if scales is None:
         return values.astype(dtype)
     return dequantize_rows(values, scales, dtype)
-
-
-def quantize_heads(
-    rows: Float[Array, "tokens heads width"], row_format: Format
-) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"]]:
-    """8-bit values and FP32 scales of keys, values or latents for the KV cache, one scale per token
-    and head.
-
-    The arithmetic is that of `quantize_rows`; `paged_attention` reads pages of both arrays.
-    """
-    tokens, heads, width = rows.shape
-    values, scales = quantize_rows(rows.reshape(tokens * heads, width), row_format)
-    return values.reshape(rows.shape), scales.reshape(tokens, heads)

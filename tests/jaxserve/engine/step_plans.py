@@ -8,7 +8,8 @@ from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState
-from jaxserve.roles.step_plan import SequenceRow, StepPlan
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.written_steps import SequenceRow
 from tests.jaxserve.full_steps import FullStep, Replica, arrays
 
 GROUP_SLOTS = 3
@@ -27,8 +28,9 @@ class FullScheduler:
         self._slots = limits["slots"]
         shapes = limits["groups"], limits["slots"]
         lanes = range(limits["lanes"])
-        self._replicas = [Replica(*shapes) for _ in lanes]
-        self._states = [LaneState(*shapes, limits["page_buckets"][-1]) for _ in lanes]
+        tables, most = self.scheduler.tables, limits["page_buckets"][-1]
+        self._replicas = [Replica(*shapes, tables) for _ in lanes]
+        self._states = [LaneState(*shapes, most, tables=tables) for _ in lanes]
 
     def __getattr__(self, name):
         return getattr(self.scheduler, name)
@@ -42,8 +44,10 @@ class FullScheduler:
         step = self._replicas[lane].full(received)
         made, expected = self._states[lane].step(received), arrays(step, self._slots)
         np.testing.assert_array_equal(made.batch, expected[0])
-        table = np.where(expected[1] >= 0, made.page_table, -1)
+        tables = made.page_table.reshape(*expected[1].shape, -1)
+        table = np.where(expected[1] >= 0, tables[..., 0], -1)
         np.testing.assert_array_equal(table, expected[1])
+        step.rings = tables[..., -1].copy()
         return step
 
     def complete(self, step: FullStep, result: StepResult) -> list[TokenOutput]:

@@ -21,7 +21,8 @@ from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages import server as pages_server
-from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.link.pages.frames import pages_digest
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.layout import NO_TOKEN
 from tests.jaxserve import layouts
@@ -93,6 +94,16 @@ PAIRS = {
         "deepseek_v3",
         {"mode": "afd", "cache.page_size": 32, "cache.pages": 16, "cache.format": "int8"},
         {"cache.format": "int8"},
+    ),
+    "rings, pages of 32 to 8, prefill by two roles, drafts": (
+        "qwen3_window",
+        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16},
+        {
+            "cache.page_size": 8,
+            "cache.pages": 100,
+            "speculative.method": "ngram",
+            "speculative.automatic": False,
+        },
     ),
 }
 

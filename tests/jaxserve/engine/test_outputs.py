@@ -6,7 +6,7 @@ from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.sequence import Sequence, token_array
 from jaxserve.roles.layout import REJECTED, Bucket
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 
 def sequence(request_id):

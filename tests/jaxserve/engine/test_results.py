@@ -8,7 +8,7 @@ from jaxserve.engine.results import ResultReader
 from jaxserve.errors import EngineFailedError
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
-from jaxserve.roles.step_plan import plan_of_rows
+from jaxserve.roles.written_steps import plan_of_rows
 from tests.jaxserve.engine.fake_driver import FakeArray
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.layout import FROM_DEVICE
-from jaxserve.roles.step_plan import SequenceRow
+from jaxserve.roles.written_steps import SequenceRow
 from tests import golden
 from tests.jaxserve.engine.step_plans import (
     in_pool,

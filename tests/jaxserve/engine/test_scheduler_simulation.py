@@ -24,7 +24,7 @@ from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.stepper import PREFILL_PARAMS
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
-from jaxserve.roles.step_plan import SequenceRow
+from jaxserve.roles.written_steps import SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep
 
@@ -70,6 +70,8 @@ class Limits:
     side_by_side: bool
     max_waiting: int = 1000
     drafts: int = 0
+    ring_pages: int = 0
+    window: int = 0
 
 
 class AnythingGoes:
@@ -93,7 +95,8 @@ class Device:
     def __init__(self, limits: Limits, requests: dict[str, Request]):
         self.requests = requests
         self.page_size = limits.page_size
-        self.slots = limits.slots
+        self.slots, self.window = limits.slots, limits.window
+        self.rings = [{} for _ in range(limits.groups)]  # as `pages`, for layers with a window
         self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
         self.length = {}  # (lane, group, slot) -> cached tokens that hold
@@ -116,6 +119,8 @@ class Device:
                 self._write(group, row)
                 self._count(home, row)
                 tokens = self._attend(group, row)
+                if self.window:
+                    self._slide(group, row, plan.rings[group, row.slot].tolist())
                 self.length[home] = len(tokens)
                 if row.sample:
                     run = self._verify(row, tokens)
@@ -180,6 +185,10 @@ class Device:
                 for position in range(start, end):
                     cell = self._cell(row, position)
                     self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
+                    if self.window and position < row.kv_length:
+                        page = plan.rings[group, row.slot, position // self.page_size]
+                        at = page, position % self.page_size
+                        self.rings[group][at] = (self._salt(row), position, NOT_SAMPLED)
 
     def _salt(self, row: SequenceRow) -> str:
         return self.requests[str(row.seed)].params.cache_salt
@@ -191,6 +200,17 @@ class Device:
         start = row.kv_length - len(row.token_ids)
         for position, token in enumerate(row.token_ids, start):
             self.pages[group][self._cell(row, position)] = (self._salt(row), position, token)
+
+    def _slide(self, group: int, row: SequenceRow, page_ids: list[int]) -> None:
+        """Writes to the ring, and reads what every token of the row sees there."""
+        start, rings = row.kv_length - len(row.token_ids), self.rings[group]
+        cells = [(page_ids[p // self.page_size], p % self.page_size) for p in range(row.kv_length)]
+        for position, token in enumerate(row.token_ids, start):
+            rings[cells[position]] = (self._salt(row), position, token)
+        for position in range(max(start + 1 - self.window, 0), row.kv_length):
+            found = rings.get(cells[position])
+            own = self.pages[group][self._cell(row, position)]
+            assert found == own, f"{row} finds {found} in its ring at {position}, not {own}"
 
     def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
         """Every generated token that is in the cache was counted once."""
@@ -220,6 +240,14 @@ def _guesses(seed: int, tokens: list[int]) -> list[int]:
     return guesses
 
 
+def least_ring_pages(limits: Limits) -> int:
+    """As many as a deployment has (`kv_cache.ring_pages`), with rings for holds."""
+    rings = limits.slots * limits.lanes * (1 + limits.prefix_cache)
+    ring = -(-(limits.window + limits.drafts) // limits.page_size) + 3
+    chunks = 2 * limits.lanes * (limits.token_budget // limits.page_size + 1)
+    return min(limits.pages, rings * ring + chunks)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what callers, the engine and the device may do at any time."""
 
@@ -246,7 +274,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups=data.draw(st.integers(1, 3), "groups"),
             lanes=data.draw(st.integers(1, 4), "lanes"),
             slots=slots,
-            pages=longest + data.draw(st.integers(0, 6), "pages beyond one sequence"),
+            pages=longest
+            + data.draw(st.sampled_from([*range(7), 80]), "pages beyond one sequence"),
             page_size=page_size,
             max_length=max_length,
             token_budget=token_budget,
@@ -257,6 +286,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             side_by_side=data.draw(st.booleans(), "side by side"),
             drafts=drafts,
         )
+        self.limits.window = data.draw(st.sampled_from([0, 1, 3, 8]), "window")
+        if 0 < self.limits.window < max_length:
+            self.limits.ring_pages = least_ring_pages(self.limits)
+        else:
+            self.limits.window = 0
         self.scheduler = FullScheduler(**vars(self.limits))
         if drafts:
             dice = data.draw(st.randoms(use_true_random=False), "dice")
@@ -304,7 +338,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=random.choice([None, None, 3.0 * seed + 4.0]),
         )
         pages = length // self.limits.page_size
-        if self.limits.prefix_cache and pages and random.random() < 0.5:
+        holding = [r for r, one in self.requests.items() if one.hold and self.holds(r)]
+        room = len(holding) < self.limits.slots * self.limits.lanes
+        if self.limits.prefix_cache and pages and room and random.random() < 0.5:
             request = msgspec.structs.replace(
                 request,
                 prompt=prompt[: pages * self.limits.page_size],
@@ -317,6 +353,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         self.streams[request.request_id] = []
         self.allowed_rounds += 4 * (length + max_tokens)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request that is to hold its pages runs or does."""
+        return request_id in self.held or request_id not in self.ends
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -552,6 +592,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The held pages have the entries of the whole prompt, whatever else goes on."""
         request, (group, page_ids) = self.requests[request_id], self.held[request_id]
         size, salt = self.limits.page_size, request.params.cache_salt
+        if self.limits.window:
+            ring, page_ids = page_ids[1::2], page_ids[::2]
+            tokens = len(request.prompt)
+            for at in range(max(tokens + 1 - self.limits.window, 0), tokens):
+                found = self.device.rings[group].get((ring[at // size], at % size))
+                assert found == (salt, at, request.prompt[at])
         found = [
             self.device.pages[group].get((page_id, offset))
             for page_id in page_ids

@@ -11,7 +11,7 @@ from jaxserve.fleet.control import Boundary, Identity, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 TOKEN = "a secret"
 SHORT = Cluster(start_seconds=10, step_seconds=1.0, heartbeat_seconds=0.5)

@@ -23,7 +23,7 @@ from jaxserve.fleet.control import Boundary, Position, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_plan import plan_of_rows
+from jaxserve.roles.written_steps import plan_of_rows
 
 
 def main() -> None:

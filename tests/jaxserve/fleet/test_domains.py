@@ -24,9 +24,8 @@ from jaxserve.fleet.assembly import make_engine
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.fleet.role_runtime import RoleRuntime
+from jaxserve.fleet.role_runtime import RoleRuntime, role_mesh
 from jaxserve.link.remote.client import MessageClient
-from jaxserve.mesh import role_mesh
 from jaxserve.model.ffn.placement import EMPTY, aligned
 from jaxserve.roles.capacity import deployment_buckets
 from tests.jaxserve import layouts

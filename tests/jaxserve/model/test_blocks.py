@@ -14,7 +14,7 @@ from jaxserve.fleet.assembly import build_runtime
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts

@@ -200,7 +200,7 @@ class TestAgainstWhatIsAllocated:
         deployment = layouts.deployment(tiny_model, overrides)
         config, _ = read_config(tiny_model)
         programs = programs_of(AttentionPrograms, deployment, config)
-        layers = [zeroed(programs.page_arrays, programs.mesh) for _ in range(config.layers)]
+        layers = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(config.layers)]
         pages = [array for layer in layers for array in layer]
         attention, _ = role_bytes(config, deployment)
         for device in programs.mesh.devices.flat:

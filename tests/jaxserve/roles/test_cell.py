@@ -11,8 +11,8 @@ from jaxserve.roles.actions import CountExperts
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.schedule import Rotation
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
 from jaxserve.roles.worker import Passed
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve import layouts
 from tests.reference.step3_numpy import Step3Numpy
 

@@ -8,12 +8,11 @@ import pytest
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.fleet.sizing import this_machine
+from jaxserve.fleet.sizing import this_machine, usable_cores
 from jaxserve.roles.capacity import role_bytes
 from jaxserve.roles.host_resources import (
     free_host_memory,
     simulated_memory,
-    usable_cores,
     whole_host_memory,
 )
 
@@ -72,7 +71,7 @@ def test_a_quota_of_version_1(quota: str, cores: int, tmp_path: Path) -> None:
 
 
 def test_devices_of_a_cpu_are_the_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.roles.host_resources.usable_cores", lambda: 2)
+    monkeypatch.setattr("jaxserve.fleet.sizing.usable_cores", lambda: 2)
     assert (this_machine().platform, this_machine().devices) == ("cpu", 2)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.roles.layout import REJECTED
-from jaxserve.roles.step_plan import SequenceRow, plan_of_rows
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve import layouts
 from tests.reference.decoder_numpy import DecoderNumpy
 from tests.reference.prediction_numpy import propose

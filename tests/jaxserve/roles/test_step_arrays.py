@@ -6,7 +6,8 @@ import pytest
 
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
-from jaxserve.roles.step_plan import NewSequence, SequenceRow, SlotRules, StepPlan, plan_of_rows
+from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve.roles.test_step_plan import PLAN
 
 

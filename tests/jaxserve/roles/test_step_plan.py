@@ -2,14 +2,8 @@ import msgspec
 import pytest
 
 from jaxserve.roles.layout import FROM_DEVICE, Bucket, StepLoad
-from jaxserve.roles.step_plan import (
-    NewSequence,
-    RowOptions,
-    SequenceRow,
-    SlotRules,
-    StepPlan,
-    plan_of_rows,
-)
+from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules, StepPlan
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 ROWS = [
     [

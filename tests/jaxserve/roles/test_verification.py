@@ -15,8 +15,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.roles import sampling
 from jaxserve.roles.layout import REJECTED, BatchLayout, Bucket
 from jaxserve.roles.step_arrays import LaneState, rules_array
-from jaxserve.roles.step_plan import SequenceRow, SlotRules, plan_of_rows
+from jaxserve.roles.step_plan import SlotRules
 from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 SLOTS, ROUNDS = 1024, 20
 VOCAB, TOKENS = 33, 7  # those beyond never come

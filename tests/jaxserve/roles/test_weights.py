@@ -257,7 +257,7 @@ def test_random_leaves_are_the_same_every_time(tiny_model):
 
 def test_pages_are_zero_and_one_pair_a_layer(tiny_model):
     programs, _ = load(tiny_model, {"attention.dp": 2})
-    pages = [zeroed(programs.page_arrays, programs.mesh) for _ in range(4)]
+    pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(4)]
     assert [(k.shape, v.shape) for k, v in pages] == [((320, 1, 8, 32),) * 2] * 4
     assert len({id(array) for pair in pages for array in pair}) == 8
     assert not any(np.asarray(array).any() for pair in pages for array in pair)

@@ -7,15 +7,16 @@ from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxserve.link.dispatch import copy as copy_module
+from jaxserve.link.dispatch import put as put_module
 from jaxserve.link.dispatch.copy import (
     fast_copy,
     fast_first,
-    fast_put,
     fast_shards,
     public_assemble,
     public_copy,
     public_shards,
 )
+from jaxserve.link.dispatch.put import fast_put
 
 # Each `fast_…` is tried without its memory of an earlier answer.
 select_copy, select_shards, select_put, select_first = (
@@ -40,7 +41,8 @@ def test_a_function_that_is_missing_or_has_changed(name, select, public, error, 
     def changed(*arguments):
         raise error("not as it was")
 
-    monkeypatch.setattr(copy_module, name, changed)
+    module = put_module if select is select_put else copy_module
+    monkeypatch.setattr(module, name, changed)
     assert select() == public
 
 
@@ -116,7 +118,7 @@ class TestFastPut:
         np.testing.assert_array_equal(np.asarray(rows[1]), VALUES[2:4])  # the sender keeps its own
 
     def test_something_else_arrives(self, monkeypatch):
-        monkeypatch.setattr(copy_module, "_private_put", lambda *of: lambda arrays: arrays[0] + 1)
+        monkeypatch.setattr(put_module, "_private_put", lambda *of: lambda arrays: arrays[0] + 1)
         assert select_put() is None
 
 

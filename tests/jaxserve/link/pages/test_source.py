@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.link.pages.bytes import CHECKED_WORDS, checksum
 from jaxserve.link.pages.connection import _ranges
-from jaxserve.link.pages.source import NOTHING_HELD, PagesSource, pages_digest
+from jaxserve.link.pages.frames import pages_digest
+from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 
 
 def test_a_source_crosses_the_router():

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.link.pages.ends import ExportError, Piece
-from jaxserve.link.pages.frames import Fetch
+from jaxserve.link.pages.frames import Fetch, pages_digest
 from jaxserve.link.pages.server import PagesServer
-from jaxserve.link.pages.source import PagesSource, pages_digest
+from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import facts_digest, make_hello
 

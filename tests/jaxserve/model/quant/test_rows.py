@@ -11,7 +11,6 @@ from jaxserve.model.quant.rows import (
     encode_rows,
     has_scales,
     norm_and_encode_rows,
-    quantize_heads,
     storage,
 )
 from tests.pallas_kernels.quantize.definition import quantize_numpy
@@ -47,15 +46,3 @@ def test_normed_and_encoded_is_normed_then_encoded(rows):
     assert (encoded.scales is None) == (scales is None)
     if scales is not None:
         np.testing.assert_array_equal(encoded.scales, scales)
-
-
-@pytest.mark.parametrize("row_format", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens", [5, 0])
-def test_heads_are_rows(row_format, dtype, tokens):
-    """A token's head has a scale of its own, as a row would have."""
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(tokens, 3, 24)), dtype)
-    values, scales = quantize_heads(rows, row_format)
-    expected_values, expected_scales = quantize_numpy(np.asarray(rows), row_format)
-    np.testing.assert_array_equal(values, expected_values)
-    np.testing.assert_array_equal(scales, expected_scales)
