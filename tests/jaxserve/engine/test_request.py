@@ -6,30 +6,16 @@ from jaxserve.errors import InvalidRequestError
 from tests import golden
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"max_tokens": 1, "temperature": 0, "top_k": 40, "top_p": 1e-6, "min_p": 1.0, "seed": 0},
-        {"temperature": 2.0, "seed": 2**32 - 1, "ignore_eos": True, "repetition_penalty": 0.01},
-        {"max_tokens": 5, "min_tokens": 5},
-        {"stop": ("x" * 256,) * 16, "stop_token_ids": tuple(range(64))},
-        {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 10},
-        {"logit_bias": dict.fromkeys(range(300), 100.0), "logprobs": 0, "prompt_logprobs": 20},
-        {"logit_bias": {0: -100}, "priority": -100},
-        {"priority": 100, "cache_salt": "x" * 256},
-        {"top_p": 2.0**-126, "repetition_penalty": 2.0**-126},
-    ],
-)
-def test_the_ends_of_each_range_are_valid(fields):
+def validated(**fields):
     SamplingParams(**fields).validate()
 
 
-def test_wrong_values_name_field_value_and_range():
-    def call(**fields):
-        SamplingParams(**fields).validate()
+def test_the_ends_of_each_range_are_valid():
+    golden.check_values("engine/valid_params.txt", validated, globals())
 
-    golden.check_arguments("engine/sampling_params.txt", InvalidRequestError, call, globals())
+
+def test_wrong_values_name_field_value_and_range():
+    golden.check_arguments("engine/sampling_params.txt", InvalidRequestError, validated, globals())
 
 
 def test_one_stop_string_and_lists_become_tuples():

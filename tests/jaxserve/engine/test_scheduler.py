@@ -271,16 +271,7 @@ def test_integrity_names_the_request_and_what_is_wrong():
         scheduler.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "modules", "upcoming"),
-    [
-        ([1, 2, 3, 4, 5, 6, 7], 2, [0, 5, 6]),
-        ([1, 2, 3, 4, 5], 2, [0, 5, -1]),
-        ([1, 2, 3, 4, 5], 1, [0, 5]),
-        ([1, 2, 3, 4], 2, []),
-        ([1, 2, 3, 4, 5], 0, []),
-    ],
-)
+@golden.table("engine/upcoming.yaml")
 def test_prediction_modules_hear_what_comes_behind_a_chunk(prompt, modules, upcoming):
     limits = {"slots": 1, "drafts": 2, "modules": modules, "automatic_drafts": False}
     scheduler = make_scheduler(**limits, token_buckets=[4]).scheduler

@@ -100,16 +100,7 @@ def test_the_last_token_is_always_fed():
     assert [one.token_ids for one in scheduler.plan(0).groups[0]] == [[3, 4], [9]]
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"cache_salt": "x"}, 4),
-        ({"cache_salt": "y"}, 0),
-        ({}, 0),
-        ({"cache_salt": "x", "prompt_logprobs": 1}, 0),
-        ({"cache_salt": "x", "repetition_penalty": 1.2}, 4),
-    ],
-)
+@golden.table("engine/salts.yaml")
 def test_salts_keep_tenants_apart_and_what_is_scored_passes_through_the_steps(options, found):
     scheduler = make_scheduler(pages=16, prefix_cache=True)
     run(scheduler, request("a", [1, 2, 3, 4, 5], max_tokens=1, cache_salt="x"))

@@ -8,6 +8,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.messages import MessageForm
 from jaxserve.text.template import Template
+from tests import golden
 from tests.jaxserve.text.conversations import call
 
 QUESTION = {"role": "user", "content": "Now?"}
@@ -77,25 +78,7 @@ def test_arguments_that_are_no_object(arguments: str) -> None:
     assert arguments in ChatTemplate({"default": COPIES}).render([QUESTION, message])
 
 
-@pytest.mark.parametrize(
-    ("source", "roles"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
-        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ()),
-        (
-            "{% macro w(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}{{ p.text }}"
-            "{% endfor %}{% endif %}{% endmacro %}{% for m in messages %}{{ w(m.content) }}"
-            "{% endfor %}",
-            ("system", "user", "assistant", "tool"),
-        ),
-        (
-            "{% for m in messages %}{% if m.role == 'user' and m.content is not string %}"
-            "{% for p in m.content %}{{ p['text'] }}{% endfor %}{% else %}{{ m.content }}"
-            "{% endif %}{% endfor %}",
-            ("user",),
-        ),
-    ],
-)
+@golden.table("text/parts_of_roles.yaml")
 def test_whose_parts_are_read(source: str, roles: tuple[str, ...]) -> None:
     assert MessageForm.of(Template(source), {}).part_roles == set(roles)
 

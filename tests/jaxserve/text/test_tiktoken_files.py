@@ -28,21 +28,7 @@ def pieces(text: str) -> list[str]:
     return [tokens[token_id].decode() for token_id in vocabulary.encode(text)]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("中文English混合", ["中文", "English", "混合"]),
-        ("北京 Pascal，好", ["北京", " Pascal", "，", "好"]),
-        ("HelloWorld XMLParser", ["Hello", "World", " XMLParser"]),
-        ("it's DON'T we'll", ["it's", " DON'T", " we'll"]),
-        ("1234567 3.14", ["123", "456", "7", " ", "3", ".", "14"]),
-        ("a  b\n\n  c \n", ["a", " ", " b", "\n\n", " ", " c", " \n"]),
-        ("x = {'k': 1};\r\n", ["x", " =", " {'", "k", "':", " ", "1", "};\r\n"]),
-        ("naïve Straße кот ǅ", ["naïve", " Straße", " кот", " ǅ"]),
-        ("ひらがな한국", ["ひらがな한국"]),
-        ("🙂🙂 ok", ["🙂🙂", " ok"]),
-    ],
-)
+@golden.table("text/cuts.yaml")
 def test_how_text_is_cut(text: str, expected: list[str]) -> None:
     assert pieces(text) == expected
 

@@ -6,6 +6,7 @@ from tokenizers import models, processors
 
 from jaxserve.errors import CheckpointError
 from jaxserve.text.vocabulary import TokenizersVocabulary
+from tests import golden
 from tests.jaxserve.text.letters import raw_letters
 
 
@@ -33,20 +34,7 @@ def test_bytes_of_tokens() -> None:
     assert [letters.token_bytes(token_id) for token_id in (1, id_of_a)] == [b"</s>", b"a"]
 
 
-@pytest.mark.parametrize(
-    ("template", "add_bos", "expected"),
-    [
-        ("$A", None, []),
-        ("$A", True, [0]),
-        ("$A", False, []),
-        ("<s> $A", None, [0]),
-        ("<s> $A", True, [0]),
-        ("<s> $A", False, []),
-        ("$A </s>", None, []),
-        ("<s> </s> $A </s>", None, [0, 1]),
-        ("</s> $A", True, [0, 1]),
-    ],
-)
+@golden.table("text/before_a_prompt.yaml")
 def test_what_comes_before_a_prompt(
     template: str, add_bos: bool | None, expected: list[int]
 ) -> None:
