@@ -102,7 +102,7 @@ class CallReader:
         raise NotImplementedError
 
     def _end(self, cut: bool) -> list[CallPart]:
-        """What the end of the text shows."""
+        """Returns the parts that only the end of the text shows."""
         return []
 
     def _named(self, found: re.Match[str], name: str) -> CallPart:
@@ -259,10 +259,15 @@ class XmlReader(CallReader):
         return CallPart(arguments=out)
 
     def _end(self, cut: bool) -> list[CallPart]:
-        if cut or not self._inside:
+        if cut:
             return []
-        self._inside = False
-        return [CallPart(arguments="}" if self._written else "{}")]
+        # A name that nothing follows is a call without arguments (GLM-4.7).
+        begun = None if self.begun else self._tags.invoke.search(f"{self._text}\n")
+        parts = [self._named(begun, begun["name"])] if begun else []
+        if self._inside:
+            self._inside = False
+            parts.append(CallPart(arguments="}" if self._written else "{}"))
+        return parts
 
 
 class Tags(msgspec.Struct, frozen=True):
@@ -445,6 +450,16 @@ _STEP_TAGS = Tags(
     re.compile(r'<steptml:parameter name="(?P<key>[^"]+)">|</steptml:invoke>'),
     re.compile(r"</steptml:parameter>"),
 )
+_GLM_TAGS = Tags(
+    re.compile(r"\A\s*(?P<name>[^\s<]+)(?=\n|<arg_key>)"),
+    re.compile(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>"),
+    re.compile(r"</arg_value>"),
+)
+_MINIMAX_TAGS = Tags(
+    re.compile(r'<invoke name="(?P<name>[^"]+)">'),
+    re.compile(r'<parameter name="(?P<key>[^"]+)">|</invoke>'),
+    re.compile(r"</parameter>"),
+)
 
 
 JSON = CallFormat(
@@ -507,6 +522,22 @@ STEP = CallFormat(
     ("<|CALL_START|>",),
     ("function\n{name}\n", ""),
 )
+GLM = CallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    functools.partial(XmlReader, _GLM_TAGS),
+    ("<tool_call>", "<arg_key>"),
+    ("{name}\n", ""),
+    ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+MINIMAX = CallFormat(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    functools.partial(XmlReader, _MINIMAX_TAGS),
+    ("<minimax:tool_call>",),
+    ('\n<invoke name="{name}">\n', "</invoke>\n"),
+    ('<parameter name="{key}">', "</parameter>\n"),
+)
 
-CALL_FORMATS = (QWEN_XML, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
+CALL_FORMATS = (QWEN_XML, GLM, MINIMAX, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
 """The known formats; a model has the first one that its template shows."""

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.text.answers import AnswerFormat, AnswerParser, Piece, calls_of
-from jaxserve.text.calls import DEEPSEEK, DEEPSEEK_V31, JSON, KIMI, QWEN_XML, STEP, STEPTML
+from jaxserve.text.calls import (
+    DEEPSEEK,
+    DEEPSEEK_V31,
+    GLM,
+    JSON,
+    KIMI,
+    MINIMAX,
+    QWEN_XML,
+    STEP,
+    STEPTML,
+)
 from jaxserve.text.chat import ChatTemplate
 from tests import golden
 from tests.jaxserve.text.conversations import TOOLS
@@ -38,7 +48,7 @@ def parse(parser: AnswerParser, *texts: str) -> tuple[str, str, list[tuple[str, 
 
 CALLS = [("weather", '{"city": "Łódź"}'), ("now", "{}")]
 FORMS = {"JSON": JSON, "DEEPSEEK": DEEPSEEK, "KIMI": KIMI, "STEP": STEP, "QWEN_XML": QWEN_XML}
-FORMS |= {"DEEPSEEK_V31": DEEPSEEK_V31, "STEPTML": STEPTML}
+FORMS |= {"DEEPSEEK_V31": DEEPSEEK_V31, "STEPTML": STEPTML, "GLM": GLM, "MINIMAX": MINIMAX}
 WRITTEN = json.loads((golden.FOLDER / "text" / "two_calls.json").read_text(encoding="utf-8"))
 FAMILIES = [(form, WRITTEN[name]) for name, form in FORMS.items()]
 """Two calls, as each family writes them."""
@@ -107,7 +117,8 @@ def test_kimis_ids_are_kept_and_others_are_made_up() -> None:
 def test_arguments_come_while_they_are_written(form, written) -> None:
     """Before the call is complete, and as what it will be."""
     parser = AnswerParser(False, False, form)
-    cut = written.index("dź") + (len("dź</steptml:parameter>") if form is STEPTML else 4)
+    closing = form.parameter[1].strip() if form.parameter and form is not QWEN_XML else "  "
+    cut = written.index("dź") + len(f"dź{closing}")
     pieces = parser.push(written[:cut]) + parser.push("")
     if form is QWEN_XML:
         pieces += parser.push(written[cut : written.index("</function>")])
@@ -194,9 +205,15 @@ def test_more_calls_than_allowed_are_left_out() -> None:
     assert parse(form.parser("", [], max_calls=1), one * 3) == ("", "", [("x", "{}")])
 
 
+DAYS = {"function": {"name": "weather", "parameters": {"properties": {"days": {}}}}}
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("qwen3", JSON), ("deepseek_v3", DEEPSEEK), ("kimi_k2", KIMI), ("step3", STEP)],
+    [
+        *(("qwen3", JSON), ("deepseek_v3", DEEPSEEK), ("kimi_k2", KIMI), ("step3", STEP)),
+        *(("glm4_moe", GLM), ("minimax_m2", MINIMAX)),
+    ],
 )
 def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
     """The parser takes apart the call that the template has written."""
@@ -211,7 +228,7 @@ def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
     prompt = template.render([question], tools=TOOLS, add_generation_prompt=True)
     both = template.render([question, answer], tools=TOOLS, add_generation_prompt=False)
     written = both[both.index("How is it?") + len("How is it?") :]
-    _, _, calls = parse(AnswerParser(found.thinks, False, found.calls), written)
+    _, _, calls = parse(AnswerParser(found.thinks, False, found.calls, [DAYS]), written)
     ((read_name, read_arguments),) = calls
     assert read_name == "weather"
     assert json.loads(read_arguments) == json.loads(arguments)
