@@ -17,13 +17,13 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import Loss, measure
+from jaxserve.config.formats import sharing
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
@@ -150,9 +150,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return options
     if options.target is not None and is_url(options.target):
         made.error(f"DST {options.target}: a conversion is written to a folder; copy it afterwards")
-    if options.calibrate is not None and options.weights not in ("int8", "int4"):
+    if options.calibrate is not None and not conversion.rounded_to(options.weights, GROUP):
         made.error(f"--calibrate needs --weights int8 or int4, and not {options.weights}")
-    if options.group is not None and options.weights != "int4":
+    if options.group is not None and sharing(options.weights or "") != "group":
         made.error(f"--group needs --weights int4, and not {options.weights}")
     options.group = options.group or GROUP
     return options
@@ -198,7 +198,8 @@ def _calibration(options: argparse.Namespace) -> Calibration:
     settings = Settings(options.expert_samples, options.calibration_tokens)
     token_ids = _token_ids(options.calibrate, options.source)
     try:
-        target = Target(4, options.group, int8_rows=False) if options.weights == "int4" else INT8
+        target = conversion.rounded_to(options.weights, options.group)
+        assert target is not None
         return Calibration(settings, cut(token_ids, settings, config.max_positions), target)
     except ValueError as error:
         raise ConfigError(f"{options.calibrate}: {error}") from None

@@ -47,6 +47,7 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import check_array, open_array, read_array
+from jaxserve.config.formats import FORMATS, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
@@ -131,10 +132,8 @@ def convert(
         is in INT4 groups of another size.
       ValueError: there is a calibration for other weights or groups.
     """
-    if calibration is not None:
-        own = Target(4, group, int8_rows=False) if weights == "int4" else INT8
-        if weights not in ("int8", "int4") or calibration.target != own:
-            raise ValueError(f"a calibration for {calibration.target}, the weights are {weights}")
+    if calibration is not None and calibration.target != rounded_to(weights, group):
+        raise ValueError(f"a calibration for {calibration.target}, the weights are {weights}")
     source, target = local_folder(source), Path(target)
     revision = Revision(source)
     config, names = _read(source, ignored, 0, weights, group)
@@ -156,7 +155,7 @@ def convert(
         stored,
         dtype,
         digest,
-        int4=config.int4 if stored == "int4" else None,
+        int4=config.int4 if sharing(stored) == "group" else None,
         plain_parts=tuple(sorted(config.plain_parts)) if wanted == "auto" else (),
     )
     model = _model(source, config, names, dtype, wanted)
@@ -186,6 +185,16 @@ def convert(
         (target / CONVERSION).unlink(missing_ok=True)
 
 
+def rounded_to(weights: TargetFormat | None, group: int) -> Target | None:
+    """Returns the numbers that a calibration for these weights rounds to; None: no calibration
+    improves such weights."""
+    if weights is None or weights not in FORMATS or FORMATS[weights].products != "int8":
+        return None
+    if sharing(weights) == "group":
+        return Target(4, group, int8_rows=False)
+    return INT8
+
+
 def _read(
     source: Path, ignored: Collection[str], modules: int, weights: TargetFormat | None, group: int
 ) -> tuple[ModelConfig, CheckpointNames]:
@@ -195,16 +204,16 @@ def _read(
       CheckpointError: as `read_config`; or INT4 groups would have to be made of others.
     """
     config, names = read_config(source, ignored, modules)
-    if weights != "int4":
+    if weights is None or sharing(weights) != "group":
         return config, names
-    if config.stored == "int4":
+    if sharing(config.stored) == "group":
         if config.int4.group != group:
             raise CheckpointError(
                 f"{source} is in INT4 already, in groups of {config.int4.group}, and not {group}"
             )
         return config, names
     parts: frozenset[MatrixPart] = frozenset(("attention",))
-    made = {"stored": "int4", "int4": Int4(group), "plain_parts": parts}
+    made = {"stored": weights, "int4": Int4(group), "plain_parts": parts}
     return msgspec.structs.replace(config, **made), names
 
 

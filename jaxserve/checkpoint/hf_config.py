@@ -21,8 +21,8 @@ from jaxserve.checkpoint.quantization_config import (
     text_part,
 )
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.tensors import READABLE, Tensor, list_tensors
-from jaxserve.config.formats import Floats, StoredFormat
+from jaxserve.checkpoint.tensors import DTYPES, READABLE, Tensor, list_tensors
+from jaxserve.config.formats import FORMATS, Floats, StoredFormat, sharing
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
@@ -88,10 +88,10 @@ def read_config(
         return config, family.names(config)
     names, tensors = family.names(config), _listed(path.parent)
     if config.stored != "plain":
-        packing = packing_of(tree)
+        packing, groups = packing_of(tree), sharing(config.stored) == "group"
         config = msgspec.structs.replace(
             config,
-            int4=int4_of(packing) if packing and config.stored == "int4" else config.int4,
+            int4=int4_of(packing) if packing and groups else config.int4,
             plain_parts=_plain_parts(tensors, names, config.stored, packing),
         )
     made: frozenset[str] = frozenset()  # leaves whose floats are dequantised where none are stored
@@ -159,10 +159,10 @@ def _is_kept(tensor: Tensor | PackedTensor, stored: StoredFormat, packing: Packi
     """Whether this matrix can be in memory as the others are."""
     if not isinstance(tensor, PackedTensor):
         several = packing is not None and packing.own_numbers
-        return tensor.kind not in READABLE and (stored == "fp8_block" or not several)
+        return tensor.kind not in READABLE and (sharing(stored) == "block" or not several)
     own = tensor.packing
-    if packing is None or stored != "int4":
-        kinds = {"int8": "I8", "fp8": "F8_E4M3"}
-        return own.layout == "scaled" and tensor.values.kind == kinds.get(stored)
+    if packing is None or sharing(stored) != "group":
+        kept = sharing(stored) == "channel" and own.layout == "scaled"
+        return kept and DTYPES[tensor.values.kind].name == FORMATS[stored].dtype
     alike = (own.symmetric, own.in_order) == (packing.symmetric, packing.in_order)
     return alike and own.is_int4(tensor.shape[1], packing.group)

@@ -54,6 +54,11 @@ def choices(use: str) -> list[str]:
     return [name for name, one in FORMATS.items() if use in one.scales]
 
 
+def sharing(name: str) -> str:
+    """Returns what shares a scale of a stored matrix: channel, block or group; empty: nothing."""
+    return FORMATS[name].scales.get("stored", "") if name in FORMATS else ""
+
+
 def scaled(name: str) -> TypeGuard[StoredFormat]:
     """Returns whether numbers of a format share scales; false for a name of no format."""
     return name in FORMATS and any(FORMATS[name].scales.values())

@@ -6,7 +6,7 @@ A block is a module (`module.py`); inside a program it holds one device's slices
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.formats import FORMATS, FormatName, StoredFormat, scaled
+from jaxserve.config.formats import FORMATS, FormatName, StoredFormat, scaled, sharing
 from jaxserve.config.model import FFN, LayerKind, MatrixPart, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
@@ -296,13 +296,14 @@ def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
 def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> StoredFormat:
     """Returns the weight format of a part of a layer; `auto` is the checkpoint's own format.
 
-    `fp8` keeps the FP8 blocks of a checkpoint that has them.
+    A format keeps the blocks of a checkpoint that stores the same numbers in blocks.
     """
     if wanted == "auto":
         return "plain" if part in config.plain_parts else config.stored
-    if config.stored == "fp8_block" and wanted == "fp8":
-        return "fp8_block"
-    return wanted if scaled(wanted) else "plain"
+    if not scaled(wanted):
+        return "plain"
+    kept = sharing(config.stored) and FORMATS[config.stored].dtype == FORMATS[wanted].dtype
+    return config.stored if kept else wanted
 
 
 def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None:
@@ -321,7 +322,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = {rows} needs weights in 8 or 4 bits, ffn.weights is "
             f"{deployment.ffn.weights}"
         )
-    shared = FORMATS[weights].scales["stored"]
+    shared = sharing(weights)
     if shared == "group" and rows == "blocks" and BLOCK % config.int4.group:
         raise ConfigError(
             f"ffn.expert_rows = blocks needs INT4 groups that divide {BLOCK} columns, the "
@@ -337,7 +338,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
             f"{tp} leaves {d_ff} of the experts' {config.moe.expert_d_ff} columns"
         )
-    return "int8" if FORMATS[weights].products == "int8" else "fp8"
+    return cast(RowFormat, FORMATS[weights].products)
 
 
 def check_layout(config: ModelConfig, deployment: Deployment) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.config.formats import FORMATS, StoredFormat
+from jaxserve.config.formats import StoredFormat, sharing
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
-from pallas_kernels.quantize.api import QuantArray, quantize_weight
+from pallas_kernels.quantize.api import QuantArray, WeightFormat, quantize_weight
 
 BLOCK = 128
 """Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
@@ -104,7 +104,7 @@ class QuantWeight(nnx.Module):
     def __init__(
         self,
         value: Array,
-        weights: Literal["fp8", "fp8_block", "int8", "int4"],
+        weights: WeightFormat,
         block: tuple[int, int],
         dimensions: tuple[str, ...],
         *,
@@ -158,7 +158,7 @@ def side_by_side(
     if formats.weights == "plain":
         return plain.by_inputs(formats.shards) if formats.input_major else plain
     names = _names(dimensions)
-    shared = FORMATS[formats.weights].scales["stored"]
+    shared, block, zero_points = sharing(formats.weights), (1, 0), False
     if shared == "group":
         axis = list(dimensions)[-1]
         shards = formats.shards.get(axis.rstrip("_"), 1)
@@ -168,17 +168,14 @@ def side_by_side(
                 f"INT4 weights: {axis.rstrip('_')} = {dimensions[axis]} over {shards} devices: a "
                 f"scale for {group} columns each; needs a multiple of {LEAST_GROUP} on each"
             )
-        block = (1, group)
-        zero_points = formats.int4.zero_points
-        return QuantWeight(plain[...], "int4", block, names, zero_points=zero_points)
-    block = (1, 0)
-    if shared == "block":
+        block, zero_points = (1, group), formats.int4.zero_points
+    elif shared == "block":
         d_out, d_in = (
             _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))
             for name in list(dimensions)[-2:]
         )
         block = (math.gcd(d_out, *parts[:-1]), d_in)
-    return QuantWeight(plain[...], formats.weights, block, names)
+    return QuantWeight(plain[...], formats.weights, block, names, zero_points=zero_points)
 
 
 def _block(size: int, shards: int, most: int = BLOCK) -> int:

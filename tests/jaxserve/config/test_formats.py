@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 import msgspec
 
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.auto import page_tokens
-from jaxserve.config.formats import FORMATS, NumberFormat, choices, scaled
+from jaxserve.config.formats import FORMATS, NumberFormat, choices, scaled, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.blocks import weight_format
 from jaxserve.model.ffn.traffic import row_bytes
 from tests.jaxserve.config.test_topology import ROOT, compared
 from tests.jaxserve.model.attention.test_kv_cache import GROUPED
@@ -14,6 +16,8 @@ from tests.jaxserve.planner.making import calculator
 
 KNOW_A_CACHE_FORMAT = 1
 """Files that compare `cache.format` with a format's name; only ever falls."""
+KNOW_A_WEIGHT_FORMAT = 4
+"""Files that compare weights, or stored matrices, with a format's name; only ever falls."""
 
 
 def test_what_each_use_offers():
@@ -44,3 +48,30 @@ def test_a_format_of_the_cache_is_no_edit_in_files_that_ask():
     files = (ROOT / "jaxserve").rglob("*.py")
     found = [str(path) for path in files if compared(path.read_text(), subjects, names)]
     assert len(found) <= KNOW_A_CACHE_FORMAT, found
+
+
+def test_a_format_of_weights_is_one_entry(monkeypatch):
+    """A toy format with 8 bits and a scale a channel: parts of layers and plans follow."""
+    toy = NumberFormat(8, "float8_e5m2", "fp8", {"weights": "channel", "stored": "channel"})
+    monkeypatch.setitem(FORMATS, "toy", toy)
+    config = read_model(load_deployment("demo"))[0]
+    assert [weight_format(name, config, "experts") for name in ("toy", "float32")] == [
+        "toy",
+        "plain",
+    ]
+    assert [sharing(name) for name in ("toy", "fp8_block", "int4", "plain", "bfloat16")] == [
+        *("channel", "block", "group", "", "")
+    ]
+    blocks = msgspec.structs.replace(config, stored="fp8_block")
+    kept = [weight_format(name, blocks, "experts") for name in ("fp8", "int8", "toy")]
+    assert kept == ["fp8_block", "int8", "toy"]
+    one, other = (calculator(weights=name) for name in ("toy", "int8"))
+    assert one.attention_weights(1) == other.attention_weights(1)
+
+
+def test_a_format_of_weights_is_no_edit_in_files_that_ask():
+    subjects, names = ("weights", "stored", "wanted"), set(choices("stored"))
+    assert compared('a.weights == "int8"\nx.stored == "plain"', subjects, names) == [1]
+    files = (ROOT / "jaxserve").rglob("*.py")
+    found = [str(path) for path in files if compared(path.read_text(), subjects, names)]
+    assert len(found) <= KNOW_A_WEIGHT_FORMAT, found
