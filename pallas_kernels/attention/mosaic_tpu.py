@@ -8,10 +8,10 @@ multiplied, across item boundaries.
 A block goes through two stages: *score* multiplies queries and keys and takes row maxima, *mix*
 takes exponentials and multiplies them with the values. A round scores block b and mixes block
 b - 1: two independent chains of instructions, so that the compiler hides the latencies of one
-behind the other. Only blocks that some query sees partially are masked. FP8 and INT8 are converted
-to the queries' dtype; scales of keys multiply scores, those of values multiply probabilities. With
-`int8_products` it is the other way round: queries and probabilities are rounded to INT8, and
-nothing of the cache is converted.
+behind the other. Only blocks that some query sees partially are masked. INT8 is converted to the
+queries' dtype, and so is FP8 unless that is BF16, beside which v7x multiplies FP8 as it is. Scales
+of keys multiply scores, those of values multiply probabilities. With `int8_products` it is the
+other way round: queries and probabilities are rounded to INT8, nothing of the cache is converted.
 
 XLA stores pages whose width is not a multiple of 128 (latents) with the tokens as the minor
 dimension. The kernel takes those with the last two dimensions swapped, which moves no data;
