@@ -62,7 +62,10 @@ def _add_timeline(command: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
+    items = text.split(",")
+    if not all(item.isdecimal() for item in items):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in 8,32")
+    return list(map(int, items))
 
 
 def verify(options: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Names the option and its text first, as every other error does."""
-        message = re.sub(r"^argument (--[\w-]+).*?: (?=['\"])", r"\1 ", message)
+        message = re.sub(r"^argument (--[\w-]+): (?=['\"])", r"\1 ", message)
         raise ConfigError(message.removeprefix("argument "))
 
 
