@@ -235,7 +235,7 @@ class GroupLoad:
         self._available = free - self.group.residents_count  # a page to spare for each of them
 
     def cost(self, pages: int, prefix: list[PageNode]) -> int | None:
-        """What admitting a sequence would cost, in pages; None if there are too few (xDeepServe
+        """Cost of admitting a sequence, in pages; None if the group has too few (xDeepServe
         §4.3).
 
         The group's KV cache afterwards, with the pages that its sequences will need to come to
@@ -285,7 +285,7 @@ class AdmissionQueue:
         return admitted
 
     def cost(self, sequence: Sequence) -> int | None:
-        """What admitting a sequence now would cost, in pages; None: it would have to wait."""
+        """Cost of admitting a sequence now, in pages; None: it would have to wait."""
         if self.waiting:
             return None
         loads = [GroupLoad(group) for group in self._groups if not group.full]

@@ -185,7 +185,7 @@ class Engine:
         )
 
     def pipeline(self) -> PipelineView:
-        """What the steps measured last looked like; asking has more of them measured."""
+        """Returns a view of the steps measured last; calling it has more steps measured."""
         view = PipelineView() if self._watch is None else self._watch.look()
         if self.experts is None:
             return view

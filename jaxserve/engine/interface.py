@@ -93,7 +93,7 @@ class DraftCounts(msgspec.Struct, kw_only=True):
     Attributes:
       runs: how often drafts of a sequence were verified; each gave one token more than drafts held.
       drafted: drafts that were verified.
-      accepted: those of them that held, by their place, the first one first.
+      accepted: drafts that held, by their place in a run, the first place first.
     """
 
     runs: int = 0
@@ -104,8 +104,8 @@ class DraftCounts(msgspec.Struct, kw_only=True):
         """Counts a step.
 
         Args:
-          drafts: of each of its rows.
-          accepted: how many of them held.
+          drafts: drafts of each of the step's rows.
+          accepted: drafts that held, by row.
         """
         self.runs += int((drafts > 0).sum())
         self.drafted += int(drafts.sum())
@@ -116,7 +116,7 @@ class DraftCounts(msgspec.Struct, kw_only=True):
 
     @classmethod
     def sum(cls, parts: Sequence["DraftCounts"]) -> "DraftCounts | None":
-        """Of several together; None of none."""
+        """Adds up several counts; returns None for an empty list."""
         if not parts:
             return None
         places = itertools.zip_longest(*(part.accepted for part in parts), fillvalue=0)
@@ -143,7 +143,7 @@ class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of the moment, and counters since the start.
+    """Current gauges, and counters since the start.
 
     Attributes:
       running: sequences that get steps.
@@ -153,10 +153,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       pages: pages a DP group.
       preemptions: how often a sequence lost its pages to another.
       prefix_queries: tokens of prompts that were looked for in the prefix cache.
-      prefix_hits: those that were found.
+      prefix_hits: tokens of prompts that were found there.
       invalid_logits: requests that ended because their logits were not finite numbers.
       recomputed: requests that were computed anew on other pages because of that.
-      quarantined: pages that are kept away because of that; now.
+      quarantined: pages that are kept away now because of that.
       compilations: programs that the step loop had to wait for; more than 0 is a flaw.
       prompts: of a prefill worker, those that the engine has not got yet; of a fleet, all that are
         not computed yet.
@@ -166,11 +166,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
       moves: of a fleet, how often a request went on elsewhere because its worker drains.
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
-      domains: those of the figures that each domain has of its own.
-      hand_offs: what its end of the pages link has done; of a fleet, what all have; None: there is
-        none.
-      drafts: of all domains together; None: there are none.
-      problems: what is wrong with workers that this one needs, in words; now.
+      domains: the figures of each domain.
+      hand_offs: counters of the pages link's end; in a fleet the sum of all ends; None: no link.
+      drafts: sum over all domains; None: no drafts.
+      problems: current problems of workers that this one needs, in words.
       losses: of a fleet, role → cause → how often a worker was lost or suspect because of it.
     """
 
@@ -248,7 +247,7 @@ class NeededLink(Protocol):
 
 
 class StepLoop(Protocol):
-    """What health probes ask about: an engine, or a process that follows one."""
+    """Loop that health probes ask about: an engine, or a process that follows one."""
 
     @property
     def status(self) -> str:
@@ -261,7 +260,7 @@ class StepLoop(Protocol):
 
 @runtime_checkable
 class TokenEngine(StepLoop, Protocol):
-    """What the faces use of an engine; implemented by `jaxserve.engine.engine.Engine`."""
+    """Interface of an engine for the faces; implemented by `jaxserve.engine.engine.Engine`."""
 
     @property
     def failure(self) -> EngineFailedError | None:
@@ -291,5 +290,5 @@ class TokenEngine(StepLoop, Protocol):
         """Registers a callback for the engine's failure; called once, from any thread."""
 
     def model_info(self) -> Mapping[str, Any]:
-        """What is served: `model` (a name), `vocab_size`, `max_length` (prompt and output, in
-        tokens), `dtype`, `mode`, `attention` and `ffn` (their axes), `lanes`."""
+        """Describes the served model: `model` (a name), `vocab_size`, `max_length` (prompt and
+        output, in tokens), `dtype`, `mode`, `attention` and `ffn` (their axes), `lanes`."""

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """What a step gave, on the host. A row is `group * slots + slot`, as in the plan."""
+    """Results of a step, on the host. A row is `group * slots + slot`, as in the plan."""
 
     sampled: np.ndarray
-    """int32 `[groups, slots]`; read only where the plan samples. Of a step with drafts `[groups,
-    slots, 1 + drafts]`: tokens, and `REJECTED` behind them."""
+    """int32 `[groups, slots]`; read only where the plan samples. After a step with drafts `[groups,
+    slots, 1 + drafts]`: tokens, and `REJECTED` behind the accepted ones."""
     logprobs: dict[int, list[TokenLogprobs]]
-    """By row: log-probabilities at the sampled tokens, where the plan asks for them."""
+    """Row → log-probabilities at the sampled tokens, where the plan asks for them."""
     scores: dict[int, list[TokenLogprobs]]
-    """By row: log-probabilities of the plan's target tokens."""
+    """Row → log-probabilities of the plan's target tokens."""
 
     @property
     def counts(self) -> np.ndarray:
@@ -153,14 +153,14 @@ class StepOutputs(Items[TokenOutput]):
         return list(self)[index]
 
     def runs(self) -> Iterator[tuple[str, list[int] | None]]:
-        """Of each output whose it is, and its tokens where there is nothing else in it; else None:
-        for who reads many of them and needs few as objects (`at`)."""
+        """Yields each output's request id and tokens; None in place of the tokens if the output
+        holds anything else. For readers of many outputs that need few as objects (`at`)."""
         for index, sequence in enumerate(self._sequences):
             run = None if index in self._special else self._run(index)
             yield sequence.request.request_id, run
 
     def at(self, index: int) -> TokenOutput:
-        """One of them."""
+        """Returns one output."""
         return self._special.get(index) or self._plain(index, self._sequences[index])
 
     def _run(self, index: int) -> list[int]:

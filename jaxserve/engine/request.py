@@ -61,7 +61,7 @@ class Grammar(Protocol):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen, and when it ends.
+    """Rules that choose the tokens of one request and end it.
 
     Attributes:
       max_tokens: the most tokens to generate, at least 1.
@@ -70,18 +70,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       top_p: in (0, 1]; keep the smallest set of tokens whose probabilities reach it.
       min_p: in [0, 1]; drop tokens less probable than min_p times the most probable one.
       seed: uint32; the same seed gives the same tokens whatever else is in the batch. None: any.
-      stop: strings that end the text; looked for by whoever has a tokenizer, not by the scheduler.
+      stop: strings that end the text; found by the tokenizer's side, not by the scheduler.
       stop_token_ids: token ids that end the request, besides the model's own end ids.
       ignore_eos: the model's end ids are tokens like any other. `stop_token_ids` still count.
-      min_tokens: ids that would end the request do not come before so many tokens were generated.
+      min_tokens: ids that would end the request come only after this many tokens.
       presence_penalty: in [-2, 2]; taken off the logits of tokens that were generated.
       frequency_penalty: in [-2, 2]; the same, as often as a token was generated.
       repetition_penalty: in (0, 10]; divides positive logits of tokens in prompt or output,
         multiplies negative ones. 1: off.
-      logit_bias: token id → what is added to its logit, in [-100, 100]; at most 300 entries.
-      logprobs: report each token's log-probability, and so many of the likeliest tokens' (0 to 20),
+      logit_bias: token id → number added to its logit, in [-100, 100]; at most 300 entries.
+      logprobs: report each token's log-probability, and those of the 0 to 20 likeliest tokens,
         before temperature, penalties, biases and masks. None: report nothing.
-      prompt_logprobs: the same of the prompt's tokens, which are then all computed.
+      prompt_logprobs: the same for the prompt's tokens, which are then all computed.
       skip_special_tokens: special tokens have no text; False spells them out. The tokenizer's
         business, like `stop`.
       include_stop: the text ends with the stop string rather than before it; also the tokenizer's.
@@ -169,7 +169,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt on its way through the engine. Never changes; what changes is the `Sequence`.
+    """One prompt on its way through the engine. It never changes; its `Sequence` does.
 
     Attributes:
       request_id: unique among the requests that have not ended.
@@ -178,8 +178,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
       eos_token_ids: the model's end ids.
       seed: uint32, resolved: `params.seed` or a drawn one.
       arrival: seconds of `time.monotonic` at which it was submitted.
-      deadline: at which it is given up; None: never.
-      emitted: what was generated of it elsewhere, before it came here.
+      deadline: seconds at which it is given up; None: never.
+      emitted: tokens that another worker generated before the request came here.
       source: where a prefill worker holds its first tokens' KV entries; None: nowhere.
       hold: whether its pages are held in the prefix cache once its prompt is computed.
     """
@@ -197,7 +197,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids that end it."""
+        """Token ids that end the request."""
         own = frozenset(self.params.stop_token_ids)
         return own if self.params.ignore_eos else own | self.eos_token_ids
 
@@ -207,27 +207,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request: tokens never reported before, or its end, or both.
+    """Output of one request: new tokens, the end of the request, or both.
 
     Attributes:
-      request_id: whose news.
+      request_id: the request.
       token_ids: the new tokens, in order; never the id that ended the request.
       finish_reason: set in the last output of a request, which comes exactly once.
       stop_token_id: the eos or stop id that ended the request, where one did.
-      error: what went wrong, where `finish_reason` is "error".
-      logprobs: of `token_ids`, one each, where the request asked for them.
-      prompt_logprobs: of the prompt's tokens, the first of which has none; in the output with the
+      error: the reason in words, where `finish_reason` is "error".
+      logprobs: one for each of `token_ids`, where the request asked for them.
+      prompt_logprobs: one for each of the prompt's tokens but the first; in the output with the
         request's first token or end, where it asked for them.
       cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
         output.
       queue_seconds: how long it waited until it was let in.
-      drafted: drafts of it that the step verified.
-      accepted: those of them that held, behind its end, too.
-      pages_lost: of an error: KV entries that a prefill worker held did not come, nor were they
+      drafted: drafts of the request that the step verified.
+      accepted: drafts that held, also behind the request's end.
+      pages_lost: for an error: KV entries that a prefill worker held did not come, nor were they
         computed; another worker may run the request.
-      engine_failed: of an error: the engine that had the request has failed; another may go on with
-        it.
-      unavailable: of an error: there was nobody to run the request, who may be there later.
+      engine_failed: for an error: the engine that had the request has failed; another may go on
+        with it.
+      unavailable: for an error: no worker could run the request; one may be back later.
     """
 
     request_id: str

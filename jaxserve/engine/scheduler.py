@@ -63,7 +63,7 @@ class Scheduler:
       groups: DP groups; each has its own pages.
       lanes: lanes that share each group's pages.
       slots: sequences a DP group and lane.
-      pages: pages a DP group; one of them is nobody's with `scratch_pages`.
+      pages: pages a DP group; `scratch_pages` of them belong to no sequence.
       page_size: tokens a page.
       max_length: longest sequence, prompt and output together, in tokens.
       token_budget: most tokens a DP group and step.
@@ -219,8 +219,8 @@ class Scheduler:
         self.queue.push(sequence)
 
     def cost(self, request: Request) -> int | None:
-        """What admitting a request now would cost, in pages of the cheapest DP group; None: it
-        would have to wait."""
+        """Cost of admitting a request now, in pages of the cheapest DP group; None: it would have
+        to wait."""
         return self.queue.cost(self._sequence(request))
 
     def check(self, request: Request) -> None:

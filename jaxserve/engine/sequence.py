@@ -116,9 +116,9 @@ class Sequence:
     status: Literal["waiting", "running", "ended"] = "waiting"
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
-    """Its pages, in order."""
+    """Pages of its cache entries, in order."""
     ring: dict[int, int] = field(default_factory=dict)
-    """Its pages in layers with a window, by their place among its pages, ascending."""
+    """Pages in layers with a window, by their place among its pages, ascending."""
     ring_end: int = 0
     """Place behind the last page that its ring has come to."""
     prefix: list[PageNode] = field(default_factory=list)
@@ -126,17 +126,17 @@ class Sequence:
     rules: RequestRules | None = None
     """None: nothing changes its logits."""
     allowed: bytes = b""
-    """Its grammar's mask for the next token."""
+    """Mask that the grammar gives for the next token."""
     found: int | None = None
     """Prompt tokens that were in the prefix cache when it was first admitted."""
     queue_seconds: float = 0.0
     """From its arrival to its first admission; the engine says."""
     source: PagesSource | None = None
-    """Where a prefill worker holds its first pages; None: nowhere, or what was there has come."""
+    """Place where a prefill worker holds its first pages; None: nowhere, or they have come."""
     ticket: int | None = None
     """The ticket of its fetch, while it waits for pages from `source`."""
     suspect: bool = False
-    """Its last logits were no numbers: nobody else gets its cache entries."""
+    """True once its logits were not finite: no other sequence may use its cache entries."""
     poisoned: list[int] | None = None
     """Pages that it had when that happened, since when its cache is computed anew; None: never."""
     scores: list[TokenLogprobs | None] | None = None
@@ -207,17 +207,17 @@ class Sequence:
             self.scores = [None]
 
     def take_mask(self) -> None:
-        """Asks its grammar what may come next.
+        """Asks the grammar for the tokens that may come next.
 
         Raises:
-          ValueError: nothing may.
+          ValueError: the grammar allows none.
         """
         self.allowed = np.ascontiguousarray(self.request.params.grammar.mask(), "<u4").tobytes()
         if not any(self.allowed):
             raise ValueError("the grammar allows no token")
 
     def sampling(self, row: int) -> NewSequence:
-        """Its sampling parameters, as the workers keep them."""
+        """Returns its sampling parameters, as the workers keep them."""
         params = self.request.params
         return NewSequence(
             row, params.temperature, params.top_k, params.top_p, params.min_p, self.request.seed
@@ -226,7 +226,7 @@ class Sequence:
     def options(
         self, row: int, *, length: int, cached: int, count: int, fresh: bool, samples: bool
     ) -> RowOptions | None:
-        """What it asks of a step beyond a token; None: nothing.
+        """Returns its options of a step beyond a token; None: it has none.
 
         Args:
           length: its tokens before the step, those in flight included.

@@ -28,7 +28,7 @@ FIRST_INTERVAL, LAST_INTERVAL = 256, 4096
 """Steps from probe to probe; twice as many after each that changed nothing. So probes are at most
 one step in 64."""
 MARGIN = 1.05
-"""By so much the other way has to be faster before it is taken."""
+"""Factor by which the other way has to be faster before it is taken."""
 RECENT = 0.1
 """Weight of a new measurement in a moving average."""
 MOST_TIMES = 3.0
@@ -146,7 +146,7 @@ def grammar_wait(slots: LaneSlots) -> Literal["none", "grammars", "lane"]:
 
 
 def _stops(slots: LaneSlots) -> bool:
-    """Whether so many of a lane's sequences have a grammar that all of it waits for them."""
+    """Whether enough sequences of a lane have a grammar that the whole lane waits for them."""
     running, grammars = int(slots.running.sum()), int((slots.running & slots.grammar).sum())
     return 0 < running <= GRAMMARS_THAT_STOP_A_LANE * grammars
 
