@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from pathlib import Path
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.launch import __main__ as launch
+from tests import golden
+from tests.jaxserve.launch.rendered import write
 
 HOSTS, NETWORK, URL = 4, "10.99.0", "http://127.0.0.1:8000"
 NAMES = [f"rehearsal{number}" for number in range(HOSTS)]
@@ -35,24 +38,6 @@ scheduler.slots=4 scheduler.token_buckets=[16,64] scheduler.max_length=256 cache
 scheduler.page_buckets=[16] server.http_port=8000 server.follower_http_port=8000"""
 ADDRESSES = {"JAXSERVE_COORDINATOR": f"{NETWORK}.1:9001", "JAXSERVE_CONTROL": f"{NETWORK}.1:9002"}
 SHARED = {"JAXSERVE_PROCESSES": f"{HOSTS}", "JAXSERVE_CLUSTER_TOKEN": "of this rehearsal"}
-SRUN = f"""#!/usr/bin/env bash
-# Two tasks a node, each in its host's namespace, with what Slurm tells a task.
-while [[ $1 == -* ]]; do shift; done
-set -m # a process group a task, which Slurm signals
-for number in {{0..{2 * HOSTS - 1}}}; do
-  host=$((number / 2))
-  SLURM_PROCID=$number SLURM_LOCALID=$((number % 2)) ip netns exec "{NAMES[0][:-1]}$host" \\
-    unshare --uts sh -c "hostname host$host && exec \\"\\$@\\"" - "$@" &
-done
-trap 'for task in $(jobs -p); do kill -TERM -- "-$task"; done' TERM
-code=0
-for task in $(jobs -p); do
-  until wait "$task"; got=$?; ((got != 143)); do :; done # 143: a signal to this script
-  ((got <= code)) || code=$got
-done
-exit "$code"
-"""
-"""Stand-in for Slurm's command."""
 FIRST = re.compile(r"waiting for|WARNING|ERROR|CRITICAL|^jaxserve:|^ready")
 
 
@@ -124,9 +109,9 @@ class Cluster:
         here = ["--write", str(self.folder), "--hardware", str(self.folder / "pair.yaml")]
         options = ["--target", "slurm", "--without-keys", "--set", "server.host=0.0.0.0"]
         assert launch.main(["--config", "demo", *self._settings, *options, *here]) == 0
-        for name, text in (("srun", SRUN), ("sinfo", "#!/bin/sh\nprintf 'host%s\\n' 0 1 2 3\n")):
-            (self.folder / name).write_text(text)
-            (self.folder / name).chmod(0o755)
+        tasks = {f"on-{n}": f'#!/bin/sh\nexec {shlex.join(inside(n))} "$@"\n' for n in range(HOSTS)}
+        sinfo = "#!/bin/sh\nprintf 'host%s\\n' 0 1 2 3\n"
+        write({"srun": golden.text("launch/srun.txt"), "sinfo": sinfo, **tasks}, self.folder)
         own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
         own |= {"PYTHONPATH": str(CONFIGS.parent), "SLURM_JOB_ID": "4097"}
         own |= {f"SLURM_{name}_NODELIST": "host[0-3]" for name in ("JOB", "STEP")}

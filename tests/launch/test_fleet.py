@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxserve.errors import ConfigError
+from tests import golden
 from tests.jaxserve.fleet.launched import REPOSITORY
 
 
@@ -114,22 +115,7 @@ def test_standbys_of_the_ffn_worker_and_work_that_others_do(fleet, read):
         fleet.fleet_of(read("demo-fleet"), standbys=1)
 
 
-STARTED = """
-import os, pathlib, sys, time
-file, role = pathlib.Path(sys.argv[1]), sys.argv[2]
-if role == "worker":
-    with file.open("a") as lines:
-        group = pathlib.Path("/proc/self/autogroup")
-        own = group.read_text().split()[-1] if group.exists() else None
-        print(os.nice(0), os.environ.get("JAXSERVE_SERVING_NICE"), own, file=lines)
-    if len(file.read_text().splitlines()) == 1:
-        sys.exit(1)
-    time.sleep(60)  # it is ended
-end = time.monotonic() + 20
-while not (file.exists() and len(file.read_text().splitlines()) == 2):
-    assert time.monotonic() < end
-    time.sleep(0.01)
-"""
+STARTED = golden.text("launch/started.txt")
 
 
 def supervised(fleet, command, members, logs) -> int:
@@ -162,38 +148,7 @@ def test_a_start_that_nobody_waits_for_is_nice(fleet, monkeypatch, tmp_path, all
         assert (first[2], again[2]) in {("None", "None"), ("0", "5" if allowed else "0")}
 
 
-AWAITED = """
-import os, pathlib, signal, sys, time
-folder, why, own, role = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-if role != "router":
-    file = folder / f"{role}.{time.monotonic_ns()}.pid"
-    file.with_suffix(".part").write_text(f"{os.getpid()}")
-    file.with_suffix(".part").rename(file)
-    time.sleep(60)  # it is ended
-
-def until(done):
-    end = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-def started(role):
-    return sorted(folder.glob(f"{role}.*.pid"))
-
-def niceness(pid):
-    return os.getpriority(os.PRIO_PROCESS, pid) - int(own)
-
-until(lambda: started("one") and started("two"))
-os.kill(int(started("one")[0].read_text()), signal.SIGKILL)
-until(lambda: len(started("one")) == 2)
-pid = int(started("one")[1].read_text())
-if why == "alone":
-    assert niceness(pid) == 5
-    os.kill(int(started("two")[0].read_text()), signal.SIGKILL)
-    until(lambda: len(started("two")) == 2)
-    until(lambda: niceness(int(started("two")[1].read_text())) == 1)
-until(lambda: niceness(pid) == 1)
-"""
+AWAITED = golden.text("launch/awaited.txt")
 
 
 @pytest.mark.parametrize("why", ["alone", "for long"])

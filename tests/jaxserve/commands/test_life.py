@@ -5,17 +5,9 @@ import sys
 
 import pytest
 
-CODE = """
-import resource
-from types import SimpleNamespace
-from jaxserve.commands.life import Life
+from tests import golden
 
-port = SimpleNamespace(start=dict, stop=lambda grace: None)
-life = Life(None, port)
-life._live = lambda addresses: print(resource.getrlimit(resource.RLIMIT_NOFILE))
-resource.setrlimit(resource.RLIMIT_NOFILE, LIMITS)
-assert life.run() == 0
-"""
+CODE = golden.text("commands/life.txt")
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(300, 1200), (1200, 1200)])

@@ -3,31 +3,9 @@
 import subprocess
 import sys
 
-CODE = """
-import os, threading
-from pathlib import Path
-from jaxserve.commands.priority import take_serving_priority
+from tests import golden
 
-def levels():
-    tasks = Path("/proc/self/task").iterdir()
-    return {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks}
-
-own = os.nice(0)
-os.setsid()
-group = Path("/proc/self/autogroup")
-if group.exists() and os.geteuid() == 0:  # others may have to wait
-    group.write_text("3")
-os.nice(3)
-end = threading.Event()
-threading.Thread(target=end.wait).start()
-environment = {"JAXSERVE_SERVING_NICE": f"{own + LESS}"}
-take_serving_priority({})
-print([level - own for level in levels()])
-take_serving_priority(environment)
-print([level - own for level in levels()], environment)
-print(not group.exists() or group.read_text().split()[-1] == "0")
-end.set()
-"""
+CODE = golden.text("commands/priority.txt")
 
 
 def test_all_threads_take_it():

@@ -14,15 +14,7 @@ from jaxserve.preflight.outcomes import Failed
 from tests import golden
 
 SIZES = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
-POISON = """
-import jax.numpy as jnp
-from jaxserve.link import runtime_link
-from jaxserve.model.ffn import exchange
-from jaxserve.preflight import parts
-from jaxserve.preflight.outcomes import Failed
-real = exchange.exchanged_rows
-exchange.exchanged_rows = lambda *rows, **how: jnp.roll(real(*rows, **how), 1, axis=0)
-"""
+POISON = golden.text("commands/poison.txt")
 
 
 @pytest.fixture

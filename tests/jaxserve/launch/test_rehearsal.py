@@ -25,6 +25,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.launch import jobset
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import workloads
+from tests import golden
 from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, hosts, surroundings
 from tests.jaxserve.launch.rendered import files_of, objects, write
 
@@ -152,18 +153,7 @@ def test_pods_of_tpu_slices_find_their_numbers(expected: str, tmp_path: Path) ->
         drains(made, 1)
 
 
-SRUN = """#!/usr/bin/env bash
-# As many tasks as hosts, each with what Slurm tells it.
-while [[ $1 == -* ]]; do shift; done
-number=0
-set -m # a process group a task, which Slurm signals
-for host in ./on-*; do
-  SLURM_PROCID=$number SLURM_LOCALID=0 "$host" "$@" > "$number-task.log" 2>&1 &
-  number=$((number + 1))
-done
-trap 'for task in $(jobs -p); do kill -TERM -- "-$task"; done' TERM
-while ! wait; do :; done
-"""
+SRUN = golden.text("launch/srun.txt")
 SINFO = "#!/bin/sh\necho node7\necho node8\n"
 
 

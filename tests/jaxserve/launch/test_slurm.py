@@ -82,15 +82,8 @@ def test_runtimes_of_one_process(tmp_path: Path) -> None:
 
 def test_it_starts_again_on_nodes_that_answer_until_its_configuration_is_wrong(tmp_path: Path):
     """The first start fails and a node dies, the second finds its configuration wrong."""
-    srun = """#!/usr/bin/env bash
-while [[ $1 == -* ]]; do if [[ $1 == --nodelist* ]]; then echo "$1" >> calls; fi; shift; done
-exec "$@"
-"""
-    python = """#!/usr/bin/env bash
-if [[ -e up ]]; then exit 2; fi
-printf 'n%s\\n' 0 2 > up
-exit 1
-"""
+    srun = golden.text("launch/srun-whole.txt")
+    python = golden.text("launch/serve-once.txt")
     script = files_of(f"{WHOLE} --spares 1")["jaxserve.sbatch"]
     stand_ins = {"srun": srun, "sinfo": STAND_INS["sinfo"], "sleep": "#!/bin/sh\n", "py": python}
     write({"jaxserve.sbatch": script, **stand_ins}, tmp_path)
