@@ -476,28 +476,11 @@ def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
 
-class StageBeside(NamedTuple):
-    """A counted stage that was measured at the same load."""
-
-    program: str
-    counted: float
-    """Seconds, without collectives."""
-    measured: Measurement
-
-    @property
-    def seconds(self) -> float:
-        """Returns the measured seconds on average."""
-        return self.measured.mean or self.measured.seconds
-
-    def __str__(self) -> str:
-        return (
-            f"{self.program} counted {self.counted * 1e6:.1f} µs, measured "
-            f"{self.seconds * 1e6:.1f} on {self.measured.device_kind}"
-        )
-
-
-def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[StageBeside]:
-    """Returns the counted stages that were measured with the same rows, formats and sharding."""
+def measured_stages(
+    counts: Counts, found: Iterable[Measurement]
+) -> list[tuple[str, float, Measurement]]:
+    """Returns program, counted seconds and measurement of the counted stages that were measured
+    with the same rows, formats and sharding. Collectives are in neither."""
 
     def load(one: Measurement) -> tuple[object, ...]:
         own = one.tp, one.batch, one.context
@@ -506,26 +489,30 @@ def measured_beside(counts: Counts, found: Iterable[Measurement]) -> list[StageB
         return one.op, one.model, one.format, one.cache or one.format, own
 
     return [
-        StageBeside(STAGES[own.op], own.seconds, one)
+        (STAGES[own.op], own.seconds, one)
         for own in measurements(counts)
         for one in found
         if one.source == "measured" and load(one) == load(own)
     ]
 
 
-def measured_lines(counts: Counts, found: Sequence[Measurement]) -> list[str]:
-    """Returns the figure with measured stages in place of counted ones, and each stage beside its
-    measurement."""
-    stages = measured_beside(counts, found)
-    if not stages:
-        return ["no stage was measured at this load"]
-    made = bounds(every_byte(counts))
-    for one in {each.program: each for each in stages}.values():
-        more = (one.seconds - one.counted) * counts.programs[one.program].layers / counts.layers
-        role = "ffn" if one.program.startswith("ffn") else "attention"
+def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
+    """Returns a line for each stage that was measured, and the figure with measured stages in
+    place of counted ones; nothing where none was measured at this load."""
+    made, lines = bounds(every_byte(counts)), {}
+    for program, counted, one in measured_stages(counts, found):
+        if program in lines:
+            continue
+        seconds = one.mean or one.seconds
+        more = (seconds - counted) * counts.programs[program].layers / counts.layers
+        role = "ffn" if program.startswith("ffn") else "attention"
         made = made._replace(**{role: getattr(made, role) + more})
+        lines[program] = (
+            f"{program} counted {counted * 1e6:.1f} µs, measured {seconds * 1e6:.1f} on "
+            f"{one.device_kind}"
+        )
     own = Case("the figure with measured stages", max(made), made.longest())
-    return [*map(str, stages), _case(counts, own)]
+    return [*lines.values(), _case(counts, own)] if lines else []
 
 
 def measurements(counts: Counts) -> list[Measurement]:

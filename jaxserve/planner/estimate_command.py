@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> None:
     parts = [Part(lines=estimate.lines(counts))]
     if options.calibration is not None:
         found = read_measurements(options.calibration)
-        parts.append(Part(lines=estimate.measured_lines(counts, found)))
+        parts.append(
+            Part(
+                lines=estimate.measured_lines(counts, found)
+                or ["no stage was measured at this load"]
+            )
+        )
     if options.config is None and options.counts is None:
         others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         parts.append(Part(lines=[estimate.one_line(estimate.read(each)) for each in others]))

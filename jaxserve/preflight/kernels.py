@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.estimate import measured_beside, read
+from jaxserve.planner.estimate import measured_lines, read
 from jaxserve.planner.estimate_command import ESTIMATES
 from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import Child
@@ -99,8 +99,8 @@ def timed(found: list[dict[str, Any]]) -> Found:
         ratios = [one.seconds / expected(one).roofline for one in ones]
         text += f", {min(ratios):.2f} to {max(ratios):.2f} times their rooflines"
         for path in sorted(ESTIMATES.glob("*.json")):
-            beside = measured_beside(read(path), ones)
-            text += "".join(f"\n{path.stem}: {one}" for one in beside)
+            beside = measured_lines(read(path), ones)
+            text += "".join(f"\n{path.stem}: {line}" for line in beside)
     return text, {"measurements": found}
 
 

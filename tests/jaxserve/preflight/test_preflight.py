@@ -135,13 +135,11 @@ def test_a_wrong_kernel_is_named():
 def test_small_operations_are_compared_with_the_cpus(tmp_path, monkeypatch):
     """One that adds more each time it is compiled is wrong; so are rows in 8 bits off by two."""
     every = small_kernels.operations()
-    assert [one.name for one in every if one.name.startswith("rotate_and_write")] == [
-        f"rotate_and_write {case.name}" for case in gpu_cases.cases()
-    ]
-    chosen = [one for one in every if one.name in ("rotate_and_write step3 fp8", "permute")]
-    chosen += [every[-1]._replace(name="sampler")]
-    counter = itertools.count()
-    wrong = chosen[1]._replace(name="wrong", function=lambda x, _: x + next(counter))
+    names = [name for name, *_ in every]
+    assert names[:11] == [f"rotate_and_write {case.name}" for case in gpu_cases.cases()]
+    assert names[11:] == [*small_kernels.PLAIN, "quantise int8", "quantise fp8", "sampler"]
+    chosen, counter = [every[2], every[14], every[-1]], itertools.count()
+    wrong = "wrong", (lambda x, _: x + next(counter)), every[14][2]
     monkeypatch.setattr(small_kernels, "operations", lambda: [*chosen, wrong])
     small_kernels.main([str(tmp_path / "found.json")])
     results = json.loads((tmp_path / "found.json").read_text())["results"]
