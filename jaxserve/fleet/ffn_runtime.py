@@ -26,7 +26,7 @@ from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.message import message_formats
 from jaxserve.link.remote.server import MessageServer
-from jaxserve.link.remote.work import Landing
+from jaxserve.link.remote.work import MessageLanding
 from jaxserve.link.session.channel import listen
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
@@ -152,7 +152,9 @@ class FFNMessages:
     ):
         self._role, self._deployment = role, deployment
         self._formats = message_formats(role.contract)
-        self._landings = {role.contract.attention_devices: Landing(programs.route, role.mesh)}
+        self._landings = {
+            role.contract.attention_devices: MessageLanding(programs.route, role.mesh)
+        }
         self._programs: dict[int, FFNPrograms] = {}
         self._worker = FFNWorker(programs, executables, weights, slots)
         self._name = secrets.token_hex(4)
@@ -192,7 +194,7 @@ class FFNMessages:
             programs = self._programs_of(pieces)
             rows = [size.rows for size in sizes if size.pieces == pieces]
             executables, _ = compile_steps(ffn_executables, programs, rows)
-            self._landings[pieces] = Landing(programs.route, self._role.mesh)
+            self._landings[pieces] = MessageLanding(programs.route, self._role.mesh)
             self._worker.add(executables)
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:

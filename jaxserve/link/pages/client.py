@@ -19,7 +19,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.pages.bytes import HostBuffers
-from jaxserve.link.pages.connection import Connection, CorruptPiece, FetchError, Landing
+from jaxserve.link.pages.connection import CorruptPiece, FetchError, Landing, PagesConnection
 from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
@@ -172,9 +172,9 @@ class PagesClient:
         for peer in peers:
             peer.join(max(0.0, end - time.monotonic()))
 
-    def connect(self, address: str, peer: "_Peer") -> Connection:
-        """A connection that is up; for streams. Raises as `Connection.open`."""
-        return Connection.open(
+    def connect(self, address: str, peer: "_Peer") -> PagesConnection:
+        """A connection that is up; for streams. Raises as `PagesConnection.open`."""
+        return PagesConnection.open(
             address,
             self._hello,
             self._token,
@@ -228,7 +228,7 @@ class _Peer:
         self._kept: set[str] = set()
         self._released: dict[str, None] = {}  # in order, until it has been said
         self._streams: list[threading.Thread] = []
-        self._connections: set[Connection] = set()
+        self._connections: set[PagesConnection] = set()
         self._idle = 0
         self._renewed = time.monotonic()
         self._closing = False
@@ -284,7 +284,7 @@ class _Peer:
         for stream in list(self._streams):
             stream.join(max(0.0, end - time.monotonic()))
 
-    def tick(self, connection: Connection) -> None:
+    def tick(self, connection: PagesConnection) -> None:
         """Sends what is due over a connection; on its reader's thread."""
         with self._changed:
             released = [*self._released]
@@ -312,7 +312,7 @@ class _Peer:
 
     def _stream(self) -> None:
         """Serves fetches, one at a time, over one connection after the other."""
-        connection: Connection | None = None
+        connection: PagesConnection | None = None
         try:
             while self._wait():
                 connection = self._live(connection)
@@ -337,7 +337,7 @@ class _Peer:
             finally:
                 self._idle -= 1
 
-    def _live(self, connection: Connection | None) -> Connection | None:
+    def _live(self, connection: PagesConnection | None) -> PagesConnection | None:
         """Serves the next fetch, if there is one; the connection to go on with."""
         with self._changed:
             job = self._queue.popleft() if self._queue else None
@@ -373,7 +373,7 @@ class _Peer:
             self._failed(job, f"{type(error).__name__}: {error}", False)
         return connection
 
-    def _serve(self, connection: Connection, job: FetchJob) -> None:
+    def _serve(self, connection: PagesConnection, job: FetchJob) -> None:
         """Fetches what is missing of a job, piece by piece."""
         job.attempts += 1
         landing = self._client.landing
@@ -404,7 +404,7 @@ class _Peer:
                 self._kept.clear()
                 self._released.clear()
 
-    def _drop(self, connection: Connection | None) -> None:
+    def _drop(self, connection: PagesConnection | None) -> None:
         if connection is not None:
             connection.close()
             self._connections.discard(connection)

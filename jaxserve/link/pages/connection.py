@@ -102,7 +102,7 @@ class _Asked(NamedTuple):
     shapes: Sequence[jax.ShapeDtypeStruct]
 
 
-class Connection:
+class PagesConnection:
     """From hello to loss. The owner's thread fetches and closes; any thread may `fail` it."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Connection:
         *,
         buffers: HostBuffers,
         deadlines: Deadlines,
-        on_tick: Callable[["Connection"], None],
+        on_tick: Callable[["PagesConnection"], None],
     ):
         self.failure: str | None = None
         self.cache_format = ""
@@ -139,8 +139,8 @@ class Connection:
         *,
         buffers: HostBuffers,
         deadlines: Deadlines,
-        on_tick: Callable[["Connection"], None],
-    ) -> "Connection":
+        on_tick: Callable[["PagesConnection"], None],
+    ) -> "PagesConnection":
         """Dials, proves the token and introduces this worker.
 
         Raises:

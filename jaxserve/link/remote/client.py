@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
-from jaxserve.link.remote.connection import Connection, Introduction, Message
+from jaxserve.link.remote.connection import Introduction, MessageConnection, Unanswered
 from jaxserve.link.remote.peer import Peer, PeerState
 from jaxserve.link.remote.transfers import is_ready, refuse_several_processes
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines, split_address
@@ -100,8 +100,8 @@ class MessageClient:
         self._answer_shape = functools.cache(answer_shape)
         self._deadlines = deadlines
         self._changed = threading.Condition()
-        self._unanswered: dict[int, Message] = {}
-        self._active: Connection | None = None
+        self._unanswered: dict[int, Unanswered] = {}
+        self._active: MessageConnection | None = None
         self._last_used = ""
         self._closed = False
         self._messages = self._resends = self._failures = 0
@@ -145,7 +145,7 @@ class MessageClient:
             be donated.
         """
         assert lane not in self._unanswered, lane
-        message = Message(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
+        message = Unanswered(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
         self._unanswered[lane] = message
         connection = self._usable()
         if connection is not None:
@@ -214,7 +214,7 @@ class MessageClient:
         found = enumerate(peer.describe() for peer in self.peers)
         return [f"ffn worker {number}: {what}" for number, what in found if what]
 
-    def _usable(self) -> Connection | None:
+    def _usable(self) -> MessageConnection | None:
         """The connection in use, or another that is up; notes the loss of the former."""
         if self._active is not None:
             if self._active.failure is None:
@@ -248,7 +248,7 @@ class MessageClient:
             self._check(message)
             self._post(connection, message)
 
-    def _check(self, message: Message) -> None:
+    def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
             raise EngineFailedError(
                 f"ffn workers refused {message} {message.refusals} times: {self._last_failure}"
@@ -259,13 +259,13 @@ class MessageClient:
                 f"{self._last_failure}"
             )
 
-    def _post(self, connection: Connection, message: Message) -> None:
+    def _post(self, connection: MessageConnection, message: Unanswered) -> None:
         try:
             connection.post(message, self._domain)
         except (OSError, RuntimeError) as error:
             connection.lost(f"a message could not be sent: {error}")
 
-    def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> Connection:
+    def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> MessageConnection:
         clock = AwakeClock(longest=2 * WAIT_SECONDS)
         with self._changed:
             while (connection := self._usable()) is None:

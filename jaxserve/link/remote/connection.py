@@ -1,9 +1,9 @@
 """One connection of an attention worker to an ffn worker, from hello to loss.
 
 A peer's thread (`peer.py`) joins, reads frames, probes and watches deadlines; the engine's thread
-posts messages (`client.py`). Every way in which a connection ends passes through `Connection.fail`,
-which turns what is still being pulled into errors, so that nobody waits for it. Knows nothing of
-attention and ffn.
+posts messages (`client.py`). Every way in which a connection ends passes through
+`MessageConnection.fail`, which turns what is still being pulled into errors, so that nobody waits
+for it. Knows nothing of attention and ffn.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.transfers import PROBE_BYTES, Transfers, is_ready, new_uuid
+from jaxserve.link.remote.transfers import PROBE_BYTES, ArrayTransfers, is_ready, new_uuid
 from jaxserve.link.session.channel import LONGEST_TICK_SECONDS, TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal, greeted
 from jaxserve.link.transports import opens
@@ -55,7 +55,7 @@ class Posting:
 
 
 @dataclasses.dataclass(eq=False)
-class Message:
+class Unanswered:
     """Message of a lane that has no answer yet.
 
     Attributes:
@@ -72,7 +72,7 @@ class Message:
     rows: int
     packed: jax.Array
     answer_shape: jax.ShapeDtypeStruct
-    connection: "Connection | None" = None
+    connection: "MessageConnection | None" = None
     posting: Posting | None = None
     posts: int = 0
     refusals: int = 0
@@ -94,7 +94,7 @@ class Introduction(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Connection:
+class MessageConnection:
     """One connection to an ffn worker, from hello to loss.
 
     The peer's thread drives it (`join`, `serve`); the engine's thread posts messages; any thread
@@ -106,7 +106,7 @@ class Connection:
         self.failure: str | None = None
         self.silent = 0.0
         """Seconds since the last frame of the peer."""
-        self._transfers: Transfers = opens(transport)(device, channel.local_host)
+        self._transfers: ArrayTransfers = opens(transport)(device, channel.local_host)
         self._deadlines = deadlines
         self._failing = threading.Lock()
         self._failed = threading.Event()
@@ -150,7 +150,7 @@ class Connection:
         self._heard = self._probe_time = self._clock.now
         return welcome.hello
 
-    def post(self, message: Message, domain: str) -> None:
+    def post(self, message: Unanswered, domain: str) -> None:
         """Registers and announces the message and asks for its answer; does not wait.
 
         Raises OSError or RuntimeError when the connection is lost.
@@ -174,7 +174,7 @@ class Connection:
         self.channel.send(frames.encode(note))
         (posting.answer,) = self._transfers.pull(answer, [message.answer_shape])
 
-    def answered(self, message: Message) -> None:
+    def answered(self, message: Unanswered) -> None:
         """The message's answer is there."""
         self._posted.pop(message.lane, None)
 

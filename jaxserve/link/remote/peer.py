@@ -21,7 +21,7 @@ import jax
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.remote.connection import Connection, Introduction, NotYet
+from jaxserve.link.remote.connection import Introduction, MessageConnection, NotYet
 from jaxserve.link.session.channel import AuthenticationError, Channel, Deadlines, cut_off, dial
 from jaxserve.link.session.hello import Refusal
 
@@ -63,7 +63,7 @@ class Peer:
         limit: Callable[["Peer"], float],
     ):
         self.address = address
-        self.connection: Connection | None = None
+        self.connection: MessageConnection | None = None
         self.reason = "not connected yet"
         """Why it is not up, for people."""
         self.connections = 0
@@ -130,7 +130,7 @@ class Peer:
         try:
             with cut_off(channel.shutdown, self._deadlines.handshake):
                 channel.authenticate(self._token, accepted=False)
-            connection = Connection(channel, self._device, self._deadlines, self._transport)
+            connection = MessageConnection(channel, self._device, self._deadlines, self._transport)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, self._deadlines.handshake):
                 theirs = connection.join(self._us)
@@ -150,7 +150,7 @@ class Peer:
             self.connection = None
             channel.close()
 
-    def _allowed(self, connection: Connection) -> float:
+    def _allowed(self, connection: MessageConnection) -> float:
         """Seconds of silence; says when the peer becomes suspect, and when it is not any more."""
         suspect = connection.silent > self._deadlines.suspect
         if suspect and not self._said:

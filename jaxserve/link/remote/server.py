@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.transfers import PROBE_BYTES, Transfers, refuse_several_processes
+from jaxserve.link.remote.transfers import PROBE_BYTES, ArrayTransfers, refuse_several_processes
 from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
@@ -126,7 +126,7 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
         """Pieces of each of the domain's messages."""
         self._server = server
         self._answering = False
-        self._transfers: Transfers | None = None
+        self._transfers: ArrayTransfers | None = None
         sharding = jax.sharding.SingleDeviceSharding(server.device)
         self._probe_shape = jax.ShapeDtypeStruct((PROBE_BYTES // 4,), "int32", sharding=sharding)
 

@@ -15,7 +15,7 @@ PROBE_BYTES = 4096
 """Size of the array that shows whether a transfer works, there and back."""
 
 
-class Transfers(Protocol):
+class ArrayTransfers(Protocol):
     """One end of the array side of a connection, made of a device of the worker, whose runtime
     moves the arrays, and the address of this host as the peer reaches it."""
 

@@ -29,7 +29,7 @@ AHEAD = 1
 """Messages in the devices' queues beside the one that runs: enough to keep them busy."""
 
 
-class Result(Protocol):
+class Enqueued(Protocol):
     """An array that is being computed."""
 
     def block_until_ready(self) -> Any: ...
@@ -55,7 +55,7 @@ class Turns:
         self._served: dict[Hashable, int] = {}
         self._count = 0
         self._taken = False
-        self._running: deque[Result] = deque()
+        self._running: deque[Enqueued] = deque()
 
     @property
     def waiting(self) -> int:
@@ -79,7 +79,7 @@ class Turns:
                 self._taken = False
                 self._changed.notify_all()
 
-    def enqueued(self, result: Result) -> None:
+    def enqueued(self, result: Enqueued) -> None:
         """Notes what the body enqueued; waits, where domains share, until the queue is short."""
         self._running.append(result)
         while len(self._running) > AHEAD:
@@ -188,7 +188,7 @@ class Preparations:
                 )
 
 
-class Landing:
+class MessageLanding:
     """Places where messages of any size land on an ffn mesh, and from which their answers leave.
 
     The pieces arrive one array each, on their ingress devices; programs take one array a slot over

@@ -17,7 +17,7 @@ from jaxserve.server.access import Access
 from jaxserve.server.front_end import SlowReaderError
 from jaxserve.server.http.document import PAGE_POLICY, document, document_page
 from jaxserve.server.http.errors import HttpError, http_error
-from jaxserve.server.http.exchange import ClientGone, Exchange
+from jaxserve.server.http.exchange import ClientGone, HttpExchange
 from jaxserve.server.http.responses import Error
 from jaxserve.server.http.routes import Endpoint
 from jaxserve.server.http.service import Service
@@ -57,7 +57,7 @@ class App:
         """ASGI."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         scope["app"], scope["exchange"] = self, exchange
         try:
             try:
@@ -77,7 +77,7 @@ class App:
             self._log(exchange)
             self._count(exchange)
 
-    async def serve(self, endpoint: Endpoint, exchange: Exchange) -> None:
+    async def serve(self, endpoint: Endpoint, exchange: HttpExchange) -> None:
         """Checks the key and the load, and calls the endpoint's handler."""
         exchange.error_form = endpoint.errors
         authorization = exchange.headers.get("authorization")
@@ -98,7 +98,7 @@ class App:
         with self._service.active():
             await endpoint.handler(self._service, exchange)
 
-    async def _fail(self, exchange: Exchange, error: Exception) -> None:
+    async def _fail(self, exchange: HttpExchange, error: Exception) -> None:
         """Sends an error; in a stream that has begun, as its last event."""
         answer = http_error(error, exchange.request_id)
         if answer.status == 500:
@@ -113,7 +113,7 @@ class App:
         else:
             await exchange.reply(body, status=answer.status, headers=answer.headers)
 
-    def _log(self, exchange: Exchange) -> None:
+    def _log(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
         quiet = getattr(scope.get("endpoint"), "endpoint", None)
         level = logging.DEBUG if quiet is not None and not quiet.counted else logging.INFO
@@ -132,7 +132,7 @@ class App:
         shown = " ".join(f"{key}={_line(value)}" for key, value in fields.items() if value != "")
         logger.log(level, "%s", shown, extra={"fields": fields})
 
-    def _count(self, exchange: Exchange) -> None:
+    def _count(self, exchange: HttpExchange) -> None:
         """Counts the response; by the route, as paths are without number."""
         if (metrics := self._service.metrics) is not None:
             target = getattr(exchange.scope.get("endpoint"), "endpoint", None)
@@ -142,10 +142,10 @@ class App:
     def _descriptions(self) -> list[Endpoint]:
         """What describes the endpoints."""
 
-        async def openapi(service: Service, exchange: Exchange) -> None:
+        async def openapi(service: Service, exchange: HttpExchange) -> None:
             await exchange.reply(self._document)
 
-        async def docs(service: Service, exchange: Exchange) -> None:
+        async def docs(service: Service, exchange: HttpExchange) -> None:
             headers = {"Content-Security-Policy": PAGE_POLICY}
             await exchange.reply(self._page, media_type="text/html; charset=utf-8", headers=headers)
 

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.completions import DONE
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.forms import chosen_tools, forced_call, grammar, with_rules
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest, StreamOptions
@@ -45,7 +45,7 @@ from jaxserve.text.structured import TokenGrammar
 from jaxserve.text.tokenizer import Tokenizer
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
+async def chat_completions(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(ChatRequest)
     exchange.rename(request.request_id)
@@ -395,7 +395,7 @@ def _call_delta(part: CallPart) -> ToolCall:
     )
 
 
-async def _stream(exchange: Exchange, answer: _Answer, sources: Sequence[Source]) -> None:
+async def _stream(exchange: HttpExchange, answer: _Answer, sources: Sequence[Source]) -> None:
     """Streams the outputs of all answers."""
     await exchange.start_events()
     for chunk in answer.first_chunks(sources):

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.forms import grammar, with_rules
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, concatenated, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 DONE = b"[DONE]"
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
+async def completions(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(CompletionRequest)
     exchange.rename(request.request_id)
@@ -218,7 +218,7 @@ class _Answer:
 
 
 async def _stream(
-    service: Service, exchange: Exchange, answer: _Answer, sources: Sequence[Source]
+    service: Service, exchange: HttpExchange, answer: _Answer, sources: Sequence[Source]
 ) -> None:
     """Streams the outputs of all choices."""
     await exchange.start_events()

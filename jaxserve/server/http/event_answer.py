@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import Conversation
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.service import Service, UsageCount
 
 
@@ -25,7 +25,7 @@ class Event(Protocol):
 
 async def answer(
     service: Service,
-    exchange: Exchange,
+    exchange: HttpExchange,
     conversation: Conversation,
     count: UsageCount,
     begin: Callable[[], Iterable[Event]],
@@ -61,6 +61,6 @@ async def answer(
         await exchange.reply(written)
 
 
-async def _send(exchange: Exchange, events: Iterable[Event]) -> None:
+async def _send(exchange: HttpExchange, events: Iterable[Event]) -> None:
     for event in events:
         await exchange.event(msgspec.json.encode(event), event.type)

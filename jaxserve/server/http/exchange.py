@@ -51,7 +51,7 @@ class ClientGone(Exception):
     """The client closed the connection or stopped reading; no response can be sent."""
 
 
-class Exchange:
+class HttpExchange:
     """One request and its response.
 
     Attributes:

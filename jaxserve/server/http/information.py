@@ -7,7 +7,7 @@ from msgspec import UNSET
 import jaxserve
 from jaxserve.server.access import without_addresses
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.responses import (
     Model,
     ModelList,
@@ -23,7 +23,7 @@ STUCK_SECONDS = 60.0
 """A step loop without an iteration for this long is not alive; steps have shorter deadlines."""
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(service: Service, exchange: HttpExchange) -> None:
     """Liveness: the process is starting, or its step loop has iterated recently. It also names what
     is wrong with workers that this process needs, which does not make it any less alive."""
     loop = service.step_loop
@@ -40,7 +40,7 @@ async def health(service: Service, exchange: Exchange) -> None:
     await exchange.reply(Status(status=status, problems=found or UNSET))
 
 
-async def ready(service: Service, exchange: Exchange) -> None:
+async def ready(service: Service, exchange: HttpExchange) -> None:
     """Readiness: the model is loaded and warm, and the server does not drain."""
     status = service.loop_ready().status
     if status != "ready":
@@ -48,29 +48,29 @@ async def ready(service: Service, exchange: Exchange) -> None:
     await exchange.reply(Status(status="ready"))
 
 
-async def version(service: Service, exchange: Exchange) -> None:
+async def version(service: Service, exchange: HttpExchange) -> None:
     """The version of jaxserve."""
     await exchange.reply(Version(version=jaxserve.__version__))
 
 
-async def models(service: Service, exchange: Exchange) -> None:
+async def models(service: Service, exchange: HttpExchange) -> None:
     """The names of the model that is served."""
     names = service.model_names()
     await exchange.reply(ModelList(data=[_model(service, name) for name in names]))
 
 
-async def model(service: Service, exchange: Exchange) -> None:
+async def model(service: Service, exchange: HttpExchange) -> None:
     """A model by name."""
     name = service.model(exchange.scope["path_params"]["model"])
     await exchange.reply(_model(service, name))
 
 
-async def load(service: Service, exchange: Exchange) -> None:
+async def load(service: Service, exchange: HttpExchange) -> None:
     """Requests that are read, run or answered."""
     await exchange.reply(ServerLoad(server_load=service.active_requests))
 
 
-async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+async def tokenizer_info(service: Service, exchange: HttpExchange) -> None:
     """What a client needs to count tokens and to write prompts as the server does."""
     generator = service.ready()
     tokenizer = generator.tokenizer

@@ -19,7 +19,7 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.service import Service
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """Null until steps were measured, which happens only while clients ask."""
 
 
-async def pipeline(service: Service, exchange: Exchange) -> None:
+async def pipeline(service: Service, exchange: HttpExchange) -> None:
     """The server's load and the steps measured last."""
     generator = service.ready()
     engine = generator.engine
@@ -143,7 +143,7 @@ async def pipeline(service: Service, exchange: Exchange) -> None:
     await exchange.reply(answer, headers={"Cache-Control": "no-store"})
 
 
-async def page(service: Service, exchange: Exchange) -> None:
+async def page(service: Service, exchange: HttpExchange) -> None:
     """The page."""
     await exchange.reply(PAGE, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 

@@ -11,7 +11,7 @@ import msgspec
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.message_input import NAMES, CountTokensRequest, MessagesRequest, as_chat
 from jaxserve.server.http.message_output import (
     Message,
@@ -27,7 +27,7 @@ from jaxserve.text.answers import AnswerParser
 from jaxserve.text.output import GenerationOutput
 
 
-async def create_message(service: Service, exchange: Exchange) -> None:
+async def create_message(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(MessagesRequest)
     chat, origins = as_chat(request)
@@ -54,7 +54,7 @@ async def create_message(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def count_tokens(service: Service, exchange: Exchange) -> None:
+async def count_tokens(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(CountTokensRequest)
     chat, origins = as_chat(request)

@@ -15,7 +15,7 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.responses import Status
 from jaxserve.server.http.service import Service
 from jaxserve.server.metrics import CONTENT_TYPE
@@ -43,14 +43,14 @@ class State(msgspec.Struct, kw_only=True):
     load: EngineLoad
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
+async def metrics(service: Service, exchange: HttpExchange) -> None:
     """The metrics in Prometheus' text format."""
     if service.metrics is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
-async def state(service: Service, exchange: Exchange) -> None:
+async def state(service: Service, exchange: HttpExchange) -> None:
     """Status, load and running requests."""
     check_caller(exchange)
     requests = service.live_requests()
@@ -63,7 +63,7 @@ async def state(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def abort(service: Service, exchange: Exchange) -> None:
+async def abort(service: Service, exchange: HttpExchange) -> None:
     """Aborts a request of any client."""
     check_caller(exchange)
     request = await exchange.read(Abort)
@@ -94,7 +94,7 @@ class ExpertMover(Protocol):
         """Proposes, and unless it is a dry run begins to move."""
 
 
-async def rebalance(service: Service, exchange: Exchange) -> None:
+async def rebalance(service: Service, exchange: HttpExchange) -> None:
     """Moves experts to where there is less to do, or says what that would bring."""
     check_caller(exchange)
     request = await exchange.read(Rebalance)
@@ -108,7 +108,7 @@ async def rebalance(service: Service, exchange: Exchange) -> None:
     await exchange.reply(proposal)
 
 
-async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
+async def reset_prefix_cache(service: Service, exchange: HttpExchange) -> None:
     """Forgets the KV pages that are cached; those that running requests fill later are cached."""
     check_caller(exchange)
     reset = getattr(service.live_requests().engine, "reset_prefix_cache", None)
@@ -117,7 +117,7 @@ async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     await exchange.reply(PrefixCacheReset(freed_pages=await asyncio.to_thread(reset)))
 
 
-async def log_level(service: Service, exchange: Exchange) -> None:
+async def log_level(service: Service, exchange: HttpExchange) -> None:
     """Sets the level of a logger."""
     check_caller(exchange)
     request = await exchange.read(LogLevel)
@@ -127,7 +127,7 @@ async def log_level(service: Service, exchange: Exchange) -> None:
     await exchange.reply(Status(status=request.level))
 
 
-async def drain(service: Service, exchange: Exchange) -> None:
+async def drain(service: Service, exchange: HttpExchange) -> None:
     """Drains and ends the process, as SIGTERM does."""
     check_caller(exchange)
     if service.on_drain is None:
@@ -136,7 +136,7 @@ async def drain(service: Service, exchange: Exchange) -> None:
     asyncio.get_running_loop().call_soon(service.on_drain)
 
 
-def check_caller(exchange: Exchange) -> None:
+def check_caller(exchange: HttpExchange) -> None:
     """Refuses calls that a web page of another origin may have made.
 
     Raises:

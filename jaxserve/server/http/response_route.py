@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.event_answer import answer
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.logprobs import MessageLogprobs
 from jaxserve.server.http.requests import ChatRequest
 from jaxserve.server.http.response_input import (
@@ -41,7 +41,7 @@ from jaxserve.text.generator import PromptTooLongError
 from jaxserve.text.tokenizer import Tokenizer
 
 
-async def create_response(service: Service, exchange: Exchange) -> None:
+async def create_response(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(ResponseRequest)
     exchange.rename(request.request_id)

@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.rolling import WorkerStatus
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.operations import check_caller
 from jaxserve.server.http.service import Service
 
@@ -61,41 +61,41 @@ class RoleControl(Protocol):
     def remove(self, address: str, force: bool) -> WorkerStatus: ...
 
 
-async def roles(service: Service, exchange: Exchange) -> None:
+async def roles(service: Service, exchange: HttpExchange) -> None:
     """All workers of the fleet."""
     check_caller(exchange)
     await exchange.reply(Roles(workers=_control(service).workers()))
 
 
-async def drain_worker(service: Service, exchange: Exchange) -> None:
+async def drain_worker(service: Service, exchange: HttpExchange) -> None:
     """Has a worker take nothing new."""
     check_caller(exchange)
     order = await exchange.read(DrainWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, order.mode))
 
 
-async def resume_worker(service: Service, exchange: Exchange) -> None:
+async def resume_worker(service: Service, exchange: HttpExchange) -> None:
     """Has a worker take requests again."""
     check_caller(exchange)
     order = await exchange.read(ResumeWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, ""))
 
 
-async def add_worker(service: Service, exchange: Exchange) -> None:
+async def add_worker(service: Service, exchange: HttpExchange) -> None:
     """Looks for a worker at one more address."""
     check_caller(exchange)
     order = await exchange.read(AddWorker)
     await _answer(exchange, lambda: _control(service).add(order.worker, order.role, order.long))
 
 
-async def remove_worker(service: Service, exchange: Exchange) -> None:
+async def remove_worker(service: Service, exchange: HttpExchange) -> None:
     """Stops looking for a worker at an address."""
     check_caller(exchange)
     order = await exchange.read(RemoveWorker)
     await _answer(exchange, lambda: _control(service).remove(order.worker, order.force))
 
 
-async def _answer(exchange: Exchange, change: Callable[[], WorkerStatus]) -> None:
+async def _answer(exchange: HttpExchange, change: Callable[[], WorkerStatus]) -> None:
     try:
         status = change()
     except ConfigError as error:

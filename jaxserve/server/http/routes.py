@@ -23,7 +23,7 @@ from jaxserve.server.http import (
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.errors import ErrorForm
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.message_input import CountTokensRequest, MessagesRequest
 from jaxserve.server.http.message_output import Message, MessageEvent, TokenCount
 from jaxserve.server.http.message_route import count_tokens, create_message
@@ -32,7 +32,7 @@ from jaxserve.server.http.response_output import Response, ResponseEvent
 from jaxserve.server.http.response_route import create_response
 from jaxserve.server.http.service import Service
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+Handler = Callable[[Service, HttpExchange], Awaitable[None]]
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

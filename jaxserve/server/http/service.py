@@ -16,7 +16,7 @@ from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.requests import MAX_CHOICES, SamplingFields
 from jaxserve.server.http.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
@@ -134,7 +134,7 @@ class Service(FrontEnd):
 
     @contextlib.asynccontextmanager
     async def answering(
-        self, exchange: Exchange, jobs: Sequence[Job], *, stream: bool
+        self, exchange: HttpExchange, jobs: Sequence[Job], *, stream: bool
     ) -> AsyncIterator[list[Source]]:
         """Jobs that run as long as their client stays; see `FrontEnd.running`."""
         if len(jobs) > MAX_CHOICES:

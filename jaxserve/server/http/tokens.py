@@ -1,13 +1,13 @@
 """POST /tokenize and /detokenize: text to token ids and back, with the model's tokenizer."""
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.http.exchange import Exchange
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.requests import DetokenizeRequest, TokenizeRequest
 from jaxserve.server.http.responses import Text, Tokens
 from jaxserve.server.http.service import Service
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
+async def tokenize(service: Service, exchange: HttpExchange) -> None:
     """Handles the route; a prompt that is too long for the model is refused."""
     request = await exchange.read(TokenizeRequest)
     service.model(request.model)
@@ -39,7 +39,7 @@ def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
     )
 
 
-async def detokenize(service: Service, exchange: Exchange) -> None:
+async def detokenize(service: Service, exchange: HttpExchange) -> None:
     """Handles the route."""
     request = await exchange.read(DetokenizeRequest)
     service.model(request.model)
