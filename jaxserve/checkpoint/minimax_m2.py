@@ -20,7 +20,7 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
     for part in ("full_attention", "linear_attention", "mlp"):
         entries.only(f"layernorm_{part}_beta", 1.0, 1)
     # Sizes of a shared expert and dense layers, which the model does not have, and of prediction
-    # modules, which the released files do not have.
+    # modules, which are not loaded.
     entries.meaningless("shared_moe_mode", "mlp_intermediate_size", "use_mtp")
     entries.meaningless("num_mtp_modules", "mtp_transformer_layers")
     rule = Router(
@@ -40,7 +40,9 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
 def minimax_m2_names(config: ModelConfig) -> CheckpointNames:
     """MiniMax-M2's tensors."""
     gate, bias = (f"block_sparse_moe.{name}" for name in ("gate", "e_score_correction_bias"))
-    return decoder_names(config, ffn=_experts, gate=gate, bias=bias)
+    # Prediction modules, where files have them (`num_mtp_modules` is 3), are skipped.
+    modules = (f"model.layers.{config.layers + number}." for number in range(3))
+    return decoder_names(config, ffn=_experts, gate=gate, bias=bias, ignored=tuple(modules))
 
 
 def _experts(config: ModelConfig, layer: str, ffn: FFN) -> Sources:

@@ -199,6 +199,21 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
     assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["minimax_m2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("glm4_moe", "kimi_k2"))],
+)
+def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name: str, tmp_path: Path):
+    few = CHUNKED | {"mode": "colocated", "cache.pages": 12}
+    expected = Expected.golden(name).tokens
+    with LLM(CATALOGUE[name].write(tmp_path), overrides=few) as llm:
+        for _ in range(2):
+            assert [made.token_ids for made in llm.generate(PROMPTS, GREEDY)] == expected
+        (domain,) = llm._engine.load().domains
+    assert domain.preemptions > 0
+    assert domain.prefix_hits > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["2A4F", "3A2F"])
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -19,6 +19,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
 from tests import golden
 from tests.reference.catalogue import CATALOGUE
+from tests.reference.tiny_models import write_safetensors
 from tests.reference.tiny_sizes import TinyDeepseek, TinyGlm4, TinyMinimax, TinyQwen3, Yarn
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -202,3 +203,17 @@ def test_the_text_model_of_a_model_with_images(tmp_path: Path):
     tree["text_config"] = text | {"quantization_config": {"quant_method": "x"}}
     with pytest.raises(CheckpointError, match=r"quantization_config.quant_method = 'x' is not"):
         read(tree)
+
+
+def test_prediction_modules_of_minimax_are_skipped(tmp_path):
+    """Tensors behind them are not."""
+    model = CATALOGUE["minimax_m2"]
+    model.write(tmp_path)
+    _, names = read_config(tmp_path)
+    extra = {"model.layers.5.eh_proj.weight": np.zeros((48, 96), np.float32)}
+    write_safetensors(tmp_path, model.tensors() | extra, 1)
+    HFCheckpoint(tmp_path, names)
+    beyond = {"model.layers.6.eh_proj.weight": np.zeros((48, 96), np.float32)}
+    write_safetensors(tmp_path, model.tensors() | beyond, 1)
+    with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.6\.eh_proj"):
+        HFCheckpoint(tmp_path, names)
