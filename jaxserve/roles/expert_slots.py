@@ -322,7 +322,7 @@ class ExpertSlots:
         self.tables[number] = self._table(bank)
 
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
-        """What was fetched, into a bank."""
+        """Puts fetched experts into a bank."""
         run = self._compiled[_key("insert", len(self.banks[number].layers))]
         inserted = run(
             self._everywhere(moves),

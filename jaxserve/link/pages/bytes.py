@@ -20,8 +20,8 @@ ALIGNMENT = 64
 KEPT_BUFFERS = 16
 """Unused buffers that are kept for later pieces; memory that is new has to be faulted in."""
 CHECKED_WORDS = 509
-"""Of 64 bits, a row of what is summed up for a checksum: prime, so that bytes which lie some pages
-of memory from where they belong add to other columns."""
+"""Words of 64 bits in a row of the sums that a checksum takes: prime, so that bytes which lie some
+pages of memory from where they belong add to other columns."""
 
 
 def piece_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:

@@ -3,7 +3,7 @@
 A thread reads frames and pieces, keeps the other end alive and gives the connection up when it is
 silent or late; the stream that owns it (`client.py`) fetches, one range after the other, with
 some asked for ahead. Every way in which a connection ends passes through `fail`, which wakes
-whoever waits for a piece.
+threads that wait for a piece.
 """
 
 import functools
@@ -146,7 +146,7 @@ class PagesConnection:
         Raises:
           Refusal: the two ends do not fit.
           AuthenticationError: they have different tokens.
-          OSError, EOFError, RuntimeError: nobody is there, or not in time.
+          OSError, EOFError, RuntimeError: no worker answers in time.
         """
         channel = dial(address, deadlines.handshake)
         try:
@@ -277,7 +277,7 @@ class PagesConnection:
         return asked
 
     def _answer(self, number: int) -> "_Received":
-        """A piece; answers that nobody waits for any more are passed over."""
+        """Returns a piece; passes over answers that no fetch waits for any more."""
         while (answer := self._answers.get()) is not None:
             given, content = answer
             if given != number:

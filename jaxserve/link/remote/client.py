@@ -29,9 +29,9 @@ from jaxserve.link.session.hello import Hello
 logger = logging.getLogger(__name__)
 
 MOST_REFUSALS = 3
-"""After so many refusals by ffn workers a message is given up, with their error."""
+"""Refusals by ffn workers after which a message is given up, with their error."""
 MOST_POSTS = 12
-"""A message after which so many ffn workers died is not sent again."""
+"""Deaths of ffn workers after a message that is then not sent again."""
 WAIT_SECONDS = 0.25
 
 AnswerShape = Callable[[str, int], jax.ShapeDtypeStruct]
@@ -40,7 +40,7 @@ sharding."""
 
 
 class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link has done since it was opened.
+    """Counts of a link's work since it was opened.
 
     Attributes:
       messages: answered.
@@ -127,8 +127,8 @@ class MessageClient:
 
         Raises:
           ConfigError: every address refuses this worker, naming the differing facts.
-          EngineFailedError: nobody is up within `deadlines.absent`; while an ffn worker compiles
-            for this one, that time does not run.
+          EngineFailedError: no ffn worker is up within `deadlines.absent`; while one compiles for
+            this worker, that time does not run.
         """
         for peer in self.peers:
             peer.start()
@@ -157,8 +157,8 @@ class MessageClient:
         Sends unanswered messages again, to whichever ffn worker is up, as often as that is needed.
 
         Raises:
-          EngineFailedError: nobody was up for `deadlines.absent`, ffn workers refuse the message
-            or die of it, or the link was closed.
+          EngineFailedError: no ffn worker was up for `deadlines.absent`, ffn workers refuse the
+            message or die of it, or the link was closed.
           jax.errors.JaxRuntimeError: the message itself is an error of this worker's device.
         """
         message = self._unanswered[lane]
@@ -180,7 +180,7 @@ class MessageClient:
         """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
 
         Raises:
-          EngineFailedError: nobody is up, or answers within so many seconds.
+          EngineFailedError: no ffn worker is up, or none answers within `seconds`.
         """
         connection = self._active
         if connection is None or connection.failure is not None:
@@ -191,7 +191,7 @@ class MessageClient:
         return connection.ask(data, seconds)
 
     def close(self) -> None:
-        """Ends all connections; whoever waits for an answer gets an EngineFailedError."""
+        """Ends all connections; callers that wait for an answer get an EngineFailedError."""
         self._closed = True
         for peer in self.peers:
             peer.close()
@@ -199,7 +199,7 @@ class MessageClient:
 
     @property
     def counters(self) -> LinkCounters:
-        """What the link has done so far."""
+        """Counts of the link's work so far."""
         return LinkCounters(
             messages=self._messages,
             resends=self._resends,
@@ -210,12 +210,12 @@ class MessageClient:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with ffn workers, by their place among the addresses; from any thread."""
+        """Problems of ffn workers, by their place among the addresses; from any thread."""
         found = enumerate(peer.describe() for peer in self.peers)
         return [f"ffn worker {number}: {what}" for number, what in found if what]
 
     def _usable(self) -> MessageConnection | None:
-        """The connection in use, or another that is up; notes the loss of the former."""
+        """Returns the connection in use, or another that is up; notes the loss of the former."""
         if self._active is not None:
             if self._active.failure is None:
                 return self._active
@@ -233,7 +233,7 @@ class MessageClient:
         return None
 
     def _resend(self) -> None:
-        """Sends again whatever was sent over a lost connection or never."""
+        """Sends messages again that went over a lost connection or over none."""
         connection = self._wait_for_connection()
         for message in list(self._unanswered.values()):
             posting = message.posting

@@ -2,7 +2,7 @@
 
 A peer's thread (`peer.py`) joins, reads frames, probes and watches deadlines; the engine's thread
 posts messages (`client.py`). Every way in which a connection ends passes through
-`MessageConnection.fail`, which turns what is still being pulled into errors, so that nobody waits
+`MessageConnection.fail`, which turns unfinished pulls into errors, so that no thread waits
 for it. Knows nothing of attention and ffn.
 """
 
@@ -175,7 +175,7 @@ class MessageConnection:
         (posting.answer,) = self._transfers.pull(answer, [message.answer_shape])
 
     def answered(self, message: Unanswered) -> None:
-        """The message's answer is there."""
+        """Forgets a message whose answer has arrived."""
         self._posted.pop(message.lane, None)
 
     def lost(self, what: str) -> None:
@@ -203,7 +203,7 @@ class MessageConnection:
         """Asks the runtime at the other end; any thread but the peer's.
 
         Raises:
-          EngineFailedError: there is no answer within so many seconds, or it cannot be given.
+          EngineFailedError: no answer came within `seconds`, or the other end has none.
         """
         future: Future[bytes] = Future()
         number = next(self._numbers)

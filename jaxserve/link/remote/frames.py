@@ -1,4 +1,4 @@
-"""The frames of a `pull` link's control channel: msgpack of the structs below, nothing pickled.
+"""Frames of the control channel between runtimes: msgpack of the structs below, nothing pickled.
 
 Arrays do not pass here; they are pulled from transfer servers (`link/transports/pull.py`) under the
 uuids that these frames name.

@@ -33,7 +33,7 @@ PREPARING_RETRY_SECONDS = 0.25
 
 
 class PeerState(enum.Enum):
-    """What is known of the other end."""
+    """State of the other end, as this one knows it."""
 
     CONNECTING = "connecting"
     PREPARING = "preparing"
@@ -65,7 +65,7 @@ class Peer:
         self.address = address
         self.connection: MessageConnection | None = None
         self.reason = "not connected yet"
-        """Why it is not up, for people."""
+        """Reason why the peer is not up, for people."""
         self.connections = 0
         self._state = PeerState.CONNECTING
         self._said = False  # that it is suspect
@@ -80,7 +80,7 @@ class Peer:
 
     @property
     def state(self) -> PeerState:
-        """What is known of the other end."""
+        """State of the other end, as this one knows it."""
         connection = self.connection
         if self._state is PeerState.UP and connection is not None:
             if connection.failure is not None:
@@ -161,7 +161,7 @@ class Peer:
         return self._limit(self)
 
     def describe(self) -> str:
-        """What is wrong; empty while it is up."""
+        """Returns the peer's problem in words; empty while it is up."""
         state, connection = self.state, self.connection
         if state is PeerState.UP:
             return ""

@@ -1,4 +1,4 @@
-"""The ffn worker's end of a `pull` link: a message server.
+"""The ffn worker's end of a link between runtimes: a message server.
 
 Attention workers connect, announce messages and pull their answers. For each there are two threads:
 one reads notes and starts the pulls, the other waits until a message has arrived and only then

@@ -106,14 +106,14 @@ layer."""
 
 
 class Work(Protocol):
-    """An ffn worker, as its message server knows it."""
+    """Interface of an ffn worker to its message server."""
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
-        """Whether messages of these sizes can be run, without compiling anything."""
+        """Returns whether messages of these sizes can be run without compiling anything."""
         ...
 
     def compile(self, sizes: Sequence[MessageSize]) -> None:
-        """Makes it so; beside `run`, on another thread. Raises where it cannot be done."""
+        """Compiles for these sizes, beside `run`, on another thread. Raises where that fails."""
         ...
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:
@@ -128,13 +128,13 @@ class Work(Protocol):
     def run(
         self, kind: str, layer: int, size: MessageSize, message: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """The answer: arrays with one buffer a piece, in the order of the pieces; enqueued, not
-        waited for. Raises where there is no such work."""
+        """Enqueues the answer and returns it: arrays with one buffer a piece, in the order of the
+        pieces. Raises for a kind or layer that this worker does not have."""
         ...
 
 
 class Preparations:
-    """What is being compiled for domains that want to join."""
+    """Compilations for domains that ask to join."""
 
     def __init__(self, work: Work, turns: Turns):
         self._work, self._turns = work, turns

@@ -1,4 +1,4 @@
-"""The control channel of a `pull` link: authenticated frames of bytes over TCP.
+"""Channel of a session: authenticated frames of bytes over TCP.
 
 The two ends prove to each other that they know the token (HMAC challenges of
 `multiprocessing.connection`, whose framing is used too; nothing is pickled), then exchange the
@@ -31,9 +31,9 @@ MAX_FRAME_BYTES = 1 << 20
 SEND_SECONDS = 2
 """A peer that reads nothing for this long, with its buffers full, has lost the connection."""
 TICK_SECONDS = 0.1
-"""How long whoever reads a channel waits before it looks at its deadlines."""
+"""Wait of a channel's reader before it looks at its deadlines."""
 LONGEST_TICK_SECONDS = 0.5
-"""What a tick counts for at most: a process that was stopped has not waited (`AwakeClock`)."""
+"""Most that a tick counts for: a process that was stopped has not waited (`AwakeClock`)."""
 RECEIVE_SECONDS = 5
 """A frame that stops in the middle for this long is the end of the connection, too."""
 
@@ -41,7 +41,7 @@ _LENGTH = struct.Struct("!i")
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """How long each wait of a link may take, in seconds in which this process can run.
+    """Deadlines of a link's waits, in seconds in which this process can run.
 
     Attributes:
       handshake: from the TCP connection to the first probe's return.
@@ -49,7 +49,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
       suspect: of silence, after which a standby takes over if there is one.
       down: of silence, after which the connection is given up in any case.
       answer: from a message being computed to its answer; includes the peer's compilation.
-      absent: that an attention worker waits with nobody there before it fails.
+      absent: wait of an attention worker without any ffn worker before it fails.
     """
 
     handshake: float = 5.0
@@ -146,7 +146,7 @@ class Channel:
         return self._socket
 
     def shutdown(self) -> None:
-        """Ends the connection from any thread: whoever receives or sends gets an error."""
+        """Ends the connection from any thread: threads that receive or send get an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -197,7 +197,7 @@ def cut_off(action: Callable[[], None], seconds: float) -> Iterator[None]:
 
 
 def dial(address: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
-    """A channel to whoever listens at `address`, to be authenticated; raises OSError."""
+    """Opens a channel to the listener at `address`, to be authenticated; raises OSError."""
     return Channel(socket.create_connection(split_address(address), timeout=seconds), most)
 
 

@@ -1,9 +1,9 @@
-"""What the two ends of a `pull` link say of themselves when they meet, and who is refused.
+"""Introductions of the two ends of a link, and the comparison that refuses a wrong one.
 
 An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing but
 this comparison keeps an ffn worker of another model, or of an epoch that is over, from answering
 with numbers that look like any others. Used by both ends (`link/remote/connection.py`,
-`link/remote/server.py`); whoever builds a worker fills in the facts. Plain Python; knows nothing of
+`link/remote/server.py`); the builder of a worker fills in the facts. Plain Python; knows nothing of
 models and meshes beyond the names in `facts`.
 """
 
@@ -21,11 +21,11 @@ SHOWN_DIFFERENCES = 4
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is there; `protocol`, `epoch` and `digest` must be equal at both ends.
+    """Introduction of one end; `protocol`, `epoch` and `digest` must be equal at both.
 
     Attributes:
-      worker: what people call it: role, host and process id.
-      facts: what both ends must agree on (model, formats, layers, …), one dotted key a
+      worker: name for people: role, host and process id.
+      facts: values that both ends must agree on (model, formats, layers, …), one dotted key a
         value, so that a difference can be named.
       digest: of `facts`.
       epoch: number of the configuration of membership and placement; every note carries it.
@@ -65,7 +65,7 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def refusal(ours: Hello, theirs: Hello) -> str:
-    """Why we do not work with them, naming what differs; empty if we do."""
+    """Returns why two ends do not work together, naming the differences; empty if they do."""
     for name in ("protocol", "epoch"):
         if getattr(ours, name) != getattr(theirs, name):
             return (

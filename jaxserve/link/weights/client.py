@@ -36,10 +36,10 @@ class PeerError(Exception):
 
 
 class WeightsPeer:
-    """A connection to a running worker, with what it holds.
+    """Connection to a running worker, with the arrays that it holds.
 
     Raises:
-      PeerError: nobody is there, or not of the same model; says why.
+      PeerError: no worker listens there, or one of another model; says why.
     """
 
     def __init__(

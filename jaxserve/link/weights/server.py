@@ -1,7 +1,7 @@
 """The end of a running worker of a weights channel: hands out parts of its weights, read-only.
 
 Workers that start, or that lack an expert, connect and ask for parts. A thread for each reads what
-it asks for from whoever holds the weights, keeps the rate, and sends it. `client.py` is the
+it asks for from the holder of the weights, keeps the rate, and sends it. `client.py` is the
 other end. Knows neither models nor meshes.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 IDLE_SECONDS = 60.0
-"""A connection on which nothing is asked for so long is closed; whoever wants more dials again."""
+"""Idle time after which a connection is closed; a worker that wants more dials again."""
 
 
 class HoldsWeights(Protocol):

@@ -8,7 +8,7 @@ to the mesh nor how they are packed.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from jaxserve.config.formats import FormatName, scaled
 from jaxserve.config.model import FFNKind
-from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.beside import NOTHING, Beside, shared_expert
 from jaxserve.model.ffn.collectives import (
@@ -35,6 +34,9 @@ from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, Unsummed
 from pallas_kernels.grouped_matmul.routed import Choices, Order, sort_choices
 from pallas_kernels.target import current_target
+
+if TYPE_CHECKING:
+    from jaxserve.model.blocks import FFNBlock
 
 
 class Packing(Protocol):
@@ -70,7 +72,7 @@ class Exchange(Protocol):
     def __call__(
         self,
         packed: UInt[Array, "rows words"],
-        block: FFNBlock,
+        block: "FFNBlock",
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
@@ -145,7 +147,7 @@ class GatherExchange(NamedTuple):
     def __call__(
         self,
         packed: UInt[Array, "rows words"],
-        block: FFNBlock,
+        block: "FFNBlock",
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
@@ -217,7 +219,7 @@ class AllToAllExchange(NamedTuple):
     def __call__(
         self,
         packed: UInt[Array, "rows words"],
-        block: FFNBlock,
+        block: "FFNBlock",
         packing: Packing,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
@@ -269,7 +271,7 @@ class AllToAllExchange(NamedTuple):
         return self.results.over_tensor(rows, axes), load
 
     def _beside(
-        self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
+        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: Packing
     ) -> Beside:
         """Steps of the shared expert on GPUs, if it needs nothing from other devices."""
         if block.dense is None or current_target().backend != "mosaic_gpu":
@@ -280,7 +282,7 @@ class AllToAllExchange(NamedTuple):
         return shared_expert(block.dense, packed, packing.unpack)
 
     def _shared(
-        self, packed: UInt[Array, "rows words"], block: FFNBlock, packing: Packing
+        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: Packing
     ) -> Float[Array, "rows d_model"]:
         """Applies the shared expert to this device's rows, or its share if others have the rows."""
         tensor, expert = self.axes.tensor, block.dense
