@@ -33,6 +33,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.assembly import build_runtime
+from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from jaxserve.text.tokenizer import Tokenizer
@@ -357,7 +358,8 @@ def _logits(runtime: Runtime, token_ids: list[int]) -> Iterator[tuple[int, np.nd
             for slot, token_id in enumerate(piece)
         ]
         slots = runtime.deployment.scheduler.slots
-        driver.begin(plan_of_rows(0, start, bucket, [rows], slots=slots))
+        rings = ring_pages(runtime.config, runtime.deployment)
+        driver.begin(plan_of_rows(0, start, bucket, [rows], slots=slots, rings=rings))
         finished = driver.advance()
         assert isinstance(finished, Finished)
         yield start, np.asarray(jax.block_until_ready(finished.logits))[: len(piece)]

@@ -29,6 +29,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.fleet.devices import initialise
+from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import Span, merge
@@ -104,7 +105,13 @@ def bucket_of(deployment: Deployment, sequences: int, context: int) -> Bucket:
 
 
 def decode_plan(
-    deployment: Deployment, lane: int, number: int, bucket: Bucket, sequences: int, context: int
+    deployment: Deployment,
+    lane: int,
+    number: int,
+    bucket: Bucket,
+    sequences: int,
+    context: int,
+    rings: int = 0,
 ) -> StepPlan:
     """Builds a decode step of sequences with this context. Their tokens are drawn at random, so
     that their experts are random, too."""
@@ -123,14 +130,22 @@ def decode_plan(
         ]
         for _ in range(deployment.attention.dp)
     ]
-    return plan_of_rows(lane, number, bucket, groups, slots=deployment.scheduler.slots)
+    slots = deployment.scheduler.slots
+    return plan_of_rows(lane, number, bucket, groups, slots=slots, rings=rings)
 
 
-def measure(deployment: Deployment, driver: Any, options: argparse.Namespace, rounds: int) -> None:
+def measure(
+    deployment: Deployment,
+    driver: Any,
+    options: argparse.Namespace,
+    rounds: int,
+    rings: int = 0,
+) -> None:
     """Runs all rounds; the loop enqueues a lane's next step before it reads the last one's tokens.
 
     Args:
       driver: a `Cell`.
+      rings: see `plan_of_rows`.
     """
     number = 0
     points = list(itertools.product(options.batches, options.contexts))
@@ -140,7 +155,8 @@ def measure(deployment: Deployment, driver: Any, options: argparse.Namespace, ro
             bucket = bucket_of(deployment, sequences, context)
             plans = [
                 decode_plan(
-                    deployment, at % deployment.lanes, number + at, bucket, sequences, context
+                    *(deployment, at % deployment.lanes, number + at, bucket),
+                    *(sequences, context, rings),
                 )
                 for at in range(options.steps * deployment.lanes)
             ]
@@ -153,6 +169,7 @@ def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
 
     Args:
       driver: a `Cell`.
+      rings: see `plan_of_rows`.
     """
     waiting = list(plans)
     unread: dict[int, Finished | Passed] = {}
@@ -198,12 +215,13 @@ def work(
     runtime = build_runtime(deployment)
     barrier("compiled", _COMPILE_SECONDS)  # attention has more programs; the link waits for less
     warm_up(runtime)
-    measure(deployment, runtime.driver, wanted, rounds=1)  # warm everywhere
+    rings = ring_pages(runtime.config, deployment)
+    measure(deployment, runtime.driver, wanted, 1, rings)  # warm everywhere
     barrier("warm")
     os.sched_setaffinity(0, cores)  # this thread's, and that of those which it starts
     recorder = Recorder(process)
     runtime.driver.observer = recorder
-    measure(deployment, runtime.driver, wanted, rounds)
+    measure(deployment, runtime.driver, wanted, rounds, rings)
     spans = recorder.ended(30.0)
     leave_runtime(process)
     return spans

@@ -31,6 +31,7 @@ from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.transports import opens
 from jaxserve.mesh import Submeshes, memory_limit
+from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.float_matrices import placed
 from jaxserve.observe.recorder import Recorder
 from jaxserve.preflight.exchange import exchange, narrow
@@ -318,6 +319,7 @@ def run_prompt(runtime: Runtime, bucket: Bucket, groups: int | None = None) -> n
     deployment, driver = runtime.deployment, runtime.driver
     slots, size = deployment.scheduler.slots, deployment.cache.page_size
     groups = groups or deployment.attention.dp
+    rings = ring_pages(runtime.config, deployment)
     each = max(1, min(bucket.tokens // slots, 8, size * bucket.pages - STEPS))
     used = min(slots, deployment.cache.pages // -(-(each + STEPS) // size))
     pages = -(-(each + STEPS) // size)
@@ -337,7 +339,8 @@ def run_prompt(runtime: Runtime, bucket: Bucket, groups: int | None = None) -> n
             )
             for slot in range(used)
         ]
-        driver.begin(plan_of_rows(0, step, bucket, [rows] * groups, slots=slots))
+        plan = plan_of_rows(0, step, bucket, [rows] * groups, slots=slots, rings=rings)
+        driver.begin(plan)
         finished: Any = driver.advance()
         jax.block_until_ready(finished.last)
         if hasattr(finished, "sampled"):
@@ -366,11 +369,12 @@ def measured_steps(runtime: Runtime, built: float) -> Found:
     batches, contexts = loads_of(deployment)
     wanted = argparse.Namespace(batches=batches, contexts=contexts, steps=STEPS)
     runtime.driver.observer = None
-    measure(deployment, runtime.driver, wanted, rounds=1)
+    rings = ring_pages(runtime.config, deployment)
+    measure(deployment, runtime.driver, wanted, 1, rings)
     recorder = Recorder(jax.process_index())
     runtime.driver.observer = recorder
     begun = time.perf_counter()
-    measure(deployment, runtime.driver, wanted, rounds=1)
+    measure(deployment, runtime.driver, wanted, 1, rings)
     count = len(batches) * len(contexts) * STEPS * deployment.lanes
     spans = recorder.ended(SPAN_SECONDS)
     seconds = (time.perf_counter() - begun) / count

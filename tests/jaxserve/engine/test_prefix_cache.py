@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jaxserve.engine.pages import PageAllocator
-from jaxserve.engine.prefix_cache import PageKeys, PrefixCache
+from jaxserve.engine.pages import PageAllocator, RingPool
+from jaxserve.engine.prefix_cache import PageKeys, PageNode, PrefixCache
 from tests import golden
 
 
@@ -240,3 +240,22 @@ class CacheMachine(RuleBasedStateMachine):
 
 class TestCache(CacheMachine.TestCase):
     settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_prefix_is_found_where_its_last_window_is_kept():
+    """Pages of 2 tokens and a window of 3: the token behind a prefix reads its last page."""
+    pool, rings = PageAllocator(3), RingPool(3, 0, window=3, page_size=2)
+    cache, own = PrefixCache(pool, 2, rings), keys(range(7))
+    path: list[PageNode] = []
+    for page_id, ring in zip(pool.allocate(3), rings.allocate(3), strict=True):
+        assert cache.extend(path, own, page_id, ring)
+    for node, keep in zip(path, (False, False, True), strict=True):
+        cache.unread(node, keep=keep)
+    cache.release(path)
+    found = []
+    for _ in range(4):
+        found.append([len(cache.match(own, tokens)) for tokens in (6, 4, 2)])
+        cache.evict_rings(1)
+    assert found == [[3, 2, 1], [3, 1, 1], [3, 0, 0], [0, 0, 0]]
+    assert (rings.free_pages, cache.idle) == (3, 3)
+    cache.check_integrity([])
