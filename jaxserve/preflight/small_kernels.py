@@ -31,7 +31,7 @@ PLAIN = ("norm and quantise", "route deepseek-v3", "route step3", "permute")
 SLOTS, VOCAB = 32, 32768
 
 Operation = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""Its name, the function, and its arguments, some of them shapes alone."""
+"""Name, function and arguments of an operation. Arguments may be shapes without numbers."""
 
 
 def operations() -> list[Operation]:
