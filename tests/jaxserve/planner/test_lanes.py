@@ -82,7 +82,7 @@ class TestCycles:
     )
     def test_no_schedule_beats_its_busiest_resource_nor_its_own_stages(self, stages, lanes, link):
         attend, dispatch, ffn, combine = stages
-        found = cycle(run(link, lanes, stages, steps=5, layers=5)[0], 5)
+        found = cycle(run(link, lanes, stages, steps=8, layers=5)[0], 5)
         least = {
             "duplex": max(stages),
             "shared": max(attend, ffn, dispatch + combine),
