@@ -252,8 +252,10 @@ def _target(
     """The target whose kernel runs; None: plain XLA."""
 
     def gap(target: Target) -> str:
-        if target.backend == "mosaic_tpu":
-            return ""  # which refuses what it cannot take
+        if target.backend == "mosaic_tpu":  # refuses formats by itself
+            from pallas_kernels.grouped_matmul import mosaic_tpu_plan
+
+            return mosaic_tpu_plan.gap((array.shape[1] for array in weights), target)
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
         kept = [array for array in weights if not isinstance(array, InputMajor)]  # all: CPUs'

@@ -46,7 +46,7 @@ collectives. By machine code Step-3's
 shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width 31 for
 256 rows (14), as many; in two turns, or in 40 tiles of twice the rows, some 50."""
 
-_COST = "multiplies one block of columns after the other, several launches each"
+_COST = "converts the weights, and multiplies one block of columns after the other"
 
 
 def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
@@ -61,8 +61,12 @@ def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
 
 def _on_tpu(rows: Array, weights: QuantArray) -> bool:
     """TPUs keep matrices of other widths transposed, which a kernel would have copied first."""
+    from pallas_kernels.grouped_matmul import mosaic_tpu_plan
+
     fits = rows.dtype in (jnp.bfloat16, jnp.float32)
-    return fits and (weights.shape[1] % 128 == 0 or _in_blocks(weights))
+    if not fits or not (weights.shape[1] % 128 == 0 or _in_blocks(weights)):
+        return False
+    return not _said(mosaic_tpu_plan.gap(weights.shape[:1], current_target()))
 
 
 def _on_gpu(rows: Array, weights: QuantArray) -> bool:
@@ -70,9 +74,14 @@ def _on_gpu(rows: Array, weights: QuantArray) -> bool:
 
     if not _in_blocks(weights):
         return False
-    if reason := mosaic_gpu.gap(rows.dtype, (_stack(weights),)):
+    return not _said(mosaic_gpu.gap(rows.dtype, (_stack(weights),)))
+
+
+def _said(reason: str) -> str:
+    """Returns the reason why no kernel runs, and says it, if it is not empty."""
+    if reason:
         fall_back(Fallback("dense_matmul", current_target().device_kind, reason, _COST))
-    return not reason
+    return reason
 
 
 def _in_blocks(weights: QuantArray) -> bool:

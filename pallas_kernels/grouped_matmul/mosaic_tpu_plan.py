@@ -4,6 +4,7 @@ Called by `mosaic_tpu.py`. Knows nothing of the kernel's computation. `plan_visi
 `arrange_scales` are array code for XLA; the sizes follow from shapes alone.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,9 +15,13 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.grouped_matmul.tile_list import running_sum
 from pallas_kernels.grouped_matmul.tiles import OP, TpuTiles
 from pallas_kernels.quantize import QuantArray
+from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
 
 LANES = 128
+
+SUBLANES = 8
+"""Columns of weights in a register tile, at whose edges a copy from HBM begins and ends."""
 
 
 class Visits(NamedTuple):
@@ -261,6 +266,12 @@ def arrange_scales(weights: QuantArray) -> Scales:
         return Scales(scales[:, :, None, :], False, block_in)
     scales = jnp.repeat(scales, block_out, axis=1)[:, :d_out]
     return Scales(scales.reshape(groups, -1, unit, scales.shape[2]).swapaxes(2, 3), True, block_in)
+
+
+def gap(widths: Iterable[int], target: Target) -> str:
+    """Returns why weights of these widths d_out cannot be copied in pieces; empty: they can."""
+    odd = [width for width in widths if width % SUBLANES]
+    return f"d_out {odd[0]}, not a multiple of {SUBLANES}" if odd and not target.interpret else ""
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -135,6 +135,11 @@ def test_products_of_one_weight():
     weight = jax.tree.map(lambda array: shape(*array.shape[1:], dtype=array.dtype), whole)
     found = traced(dense_matmul, shape(8, 256), weight)
     assert found == [("dense_matmul", "scales of blocks of 96 x 128")]
+    odd = QuantArray(shape(461, 256, dtype=jnp.int8), shape(461, 1, dtype=jnp.float32), (1, 0))
+    found = traced(dense_matmul, shape(8, 256), odd, target=V6E)
+    assert found == [("dense_matmul", "d_out 461, not a multiple of 8")]
+    found = traced(grouped_matmul, shape(32, 256), shape(4, 461, 256), SIZES, target=V6E)
+    assert found == [("grouped_matmul", "d_out 461, not a multiple of 8")]
     narrow = shape(4, 256, 96), SIZES
     assert traced(grouped_matmul, shape(32, 96), *narrow, target=A100)[0][0] == "grouped_matmul"
 
