@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.commands.checking import check, describe_slice
 
             code = check(deployment, sizing)
-            print(describe_slice(deployment))
+            print(describe_slice(deployment), end="")
             return code
         if sizing is not None:
             sizing.log()

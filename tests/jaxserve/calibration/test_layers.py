@@ -30,7 +30,7 @@ def rows_of(model, sequences, seed):
 def relative_error(model, made, x):
     """The error of all that attention's matrices give, with INT8 activations as they are served."""
     floats = model.floats("layers.0.attention")
-    _, inputs = forward.attend(model.config, 0, floats, x)
+    _, inputs = forward.attend(model.config, model.config.layer(0).attention, floats, x)
     wrong = total = 0.0
     for name in ("attention.down", "attention.up", "attention.out"):
         scales, quantised = made(name, floats)
@@ -44,8 +44,8 @@ def relative_error(model, made, x):
 def calibrated(model, x):
     block = model.floats("layers.0.attention")
     before = dict(block)
-    _, inputs = forward.attend(model.config, 0, block, x)
-    matrices, _ = quantise_attention(model.config, block, inputs)
+    _, inputs = forward.attend(model.config, model.config.layer(0).attention, block, x)
+    matrices, _ = quantise_attention(model.config.layer(0).attention, block, inputs)
 
     def made(name, floats):
         values, scales = matrices[name]
@@ -87,14 +87,17 @@ def test_outliers_are_the_same_function_in_fp32(wide, tmp_path):
     x = rows_of(plain, 1, seed=3)
     for layer in range(2):
         blocks = [model.floats(f"layers.{layer}.attention") for model in (plain, wide)]
-        first, second = (forward.attend(plain.config, 0, block, x)[0] for block in blocks)
+        kind = plain.config.layer(layer)
+        first, second = (
+            forward.attend(plain.config, kind.attention, block, x)[0] for block in blocks
+        )
         np.testing.assert_array_equal(first, second)
         for name in ("input_norm", "attention.inter_norm", "post_norm"):
             ratio = np.abs(blocks[1][name]).max() / np.median(np.abs(blocks[0][name]))
             assert 32 <= ratio <= 100
         normed = [forward.normed_rows(plain.config, b["post_norm"], first) for b in blocks]
         routes = [
-            forward.route(plain.config, block, rows) if layer == 1 else None
+            forward.route(kind.ffn.router, block, rows) if layer == 1 else None
             for block, rows in zip(blocks, normed, strict=True)
         ]
         outputs = [

@@ -21,7 +21,7 @@ def put(request, monkeypatch):
     scheduler = SimpleNamespace(page_buckets=[16])
     deployment = SimpleNamespace(scheduler=scheduler, lanes=2, modules=0)
     programs = NonCallableMagicMock(TokenPrograms)
-    programs.configure_mock(mesh=mesh, groups=4, slots=3, deployment=deployment)
+    programs.configure_mock(mesh=mesh, groups=4, slots=3, tables=1, deployment=deployment)
     return GroupPut(programs)
 
 

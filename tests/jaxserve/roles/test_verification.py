@@ -61,7 +61,7 @@ def choose():
     bucket = Bucket(2 * SLOTS, 1, 1)
     programs = TokenPrograms.__new__(TokenPrograms)
     programs.config = SimpleNamespace(vocab=VOCAB, modules=0)
-    programs.slots, programs.groups = SLOTS, 1
+    programs.slots, programs.groups, programs.tables = SLOTS, 1, 1
     programs.divided, programs.logits_spec = False, PartitionSpec("dp")
     programs.mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
     body = sampling.choose(programs, bucket).body

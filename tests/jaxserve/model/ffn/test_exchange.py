@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.families import architecture
+from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock, shared_parts
@@ -333,9 +334,9 @@ def test_ranks_of_the_shared_expert_take_turns():
     assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
-def dimensions_of(kind, **options):
+def dimensions_of(exchange, spec=CONFIG.moe, **options):
     formats = Formats(FLOAT, "plain", {})
-    build = functools.partial(FFNBlock, CONFIG, CONFIG.moe, (4, 2), kind, formats, **options)
+    build = functools.partial(FFNBlock, CONFIG, spec, (4, 2), exchange, formats, **options)
     return [leaf.dimensions for leaf in Template(build).leaves]
 
 
@@ -346,4 +347,4 @@ def test_the_shared_expert_is_whole_on_every_rank():
     assert ("own_d_ff", "d_model") in dimensions_of("gather", whole_shared=True)
     assert "own_d_ff" not in FFN_RULES
     assert COLOCATED_FFN_RULES["own_d_ff"] == "tp"
-    assert ("d_ff", "d_model") in dimensions_of("dense", "alltoall")
+    assert ("d_ff", "d_model") in dimensions_of("alltoall", FFN(d_ff=32))
