@@ -282,6 +282,7 @@ TWO_MODELS = """
 import sys, threading, time
 import jax
 from jaxserve import LLM, SamplingParams
+from jaxserve.fleet import assembly
 from tests.jaxserve.layouts import LIMITS
 
 def live():
@@ -298,7 +299,8 @@ llm = small()
 for piece in llm.stream([7, 8], SamplingParams(max_tokens=100, ignore_eos=True)):
     break
 threading.Thread(target=small, daemon=True).start()
-time.sleep(0.5)
+while not assembly._opening:
+    time.sleep(0.01)
 """
 
 
