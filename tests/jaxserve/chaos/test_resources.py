@@ -17,9 +17,11 @@ def life(pid, *samples, role="domain"):
 
 
 def test_a_process_is_read():
-    with open(os.devnull) as nothing:
-        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
-    with child:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["cat"], **pipes, stderr=subprocess.DEVNULL) as child:
+        child.stdin.write(b"loaded\n")  # before that it has its libraries open
+        child.stdin.flush()
+        assert child.stdout.readline() == b"loaded\n"
         found = sample(child.pid)
         assert (found.files, found.threads) == (3, 1)
         assert 0.0 < found.memory <= found.resident < 50.0
