@@ -154,22 +154,20 @@ def test_pods_of_tpu_slices_find_their_numbers(expected: str, tmp_path: Path) ->
 
 
 SRUN = golden.text("launch/srun.txt")
-SINFO = "#!/bin/sh\necho node7\necho node8\n"
+SINFO = "#!/bin/sh\necho node7\n"
 
 
 def test_slurm(expected: str, tmp_path: Path) -> None:
-    """The script itself, with a stand-in for `srun`."""
+    """The script itself, with a stand-in for `srun`, on one node; `tests.rehearsal` has four."""
     shared = "--set server.host=0.0.0.0 --without-keys"
     command = f"--config demo --hardware l4 --target slurm {TWO} {shared}"
     write(files_of(command) | {"srun": SRUN, "sinfo": SINFO}, tmp_path)
-    with hosts(["node7", "node8"], tmp_path) as made:
-        for name in made.addresses:
-            script = f'#!/bin/sh\nexec {shlex.join(made.on(name))} "$@"\n'
-            write({f"on-{name}": script}, tmp_path)
+    with hosts(["node7"], tmp_path) as made:
+        write({"on-node7": f'#!/bin/sh\nexec {shlex.join(made.on("node7"))} "$@"\n'}, tmp_path)
         own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-        slurm = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[7-8]"}
-        slurm |= {"SLURM_JOB_NODELIST": "node[7-8]"}
-        slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+        slurm = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node7"}
+        slurm |= {"SLURM_JOB_NODELIST": "node7"}
+        slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
         how = {"cwd": tmp_path, "env": surroundings() | own | slurm, "start_new_session": True}
         script = subprocess.Popen(["bash", "jaxserve.sbatch"], **how)
         made.processes.append(script)
