@@ -105,7 +105,8 @@ def describe_slice(deployment: Deployment) -> str:
         return ""
     command = [sys.executable, "-m", "jaxserve.planner.slice_layout"]
     tree = msgspec.json.encode(deployment)
-    return subprocess.run(command, input=tree, capture_output=True, check=True).stdout.decode()
+    ran = subprocess.run(command, input=tree, capture_output=True, check=True, timeout=60.0)
+    return ran.stdout.decode()
 
 
 def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
