@@ -1,8 +1,8 @@
-"""Calibration of a whole model, a layer at a time.
+"""Calibrates a whole model, a layer at a time.
 
-Called by `checkpoint/conversion.py`, which reads float blocks and writes what comes out. In memory
-are one layer's floats and integers, the rows of all samples, the inputs of one attention or FFN
-part, and GPTQ's matrices [d_in, d_in] in FP64 (four of them), never the model. The rows that reach
+Called by `checkpoint/conversion.py`, which reads float blocks and writes the quantised ones. Memory
+holds one layer's floats and integers, the rows of all samples, the inputs of one attention or FFN
+part, and four matrices [d_in, d_in] of GPTQ in FP64, never the model. The rows that reach
 a layer are those of the quantised layers before it, so that each makes up for the others' errors.
 
 Where an expert saw too few samples, more text is taken: it goes through the layers that are done,

@@ -121,7 +121,7 @@ def convert(
         as in the source.
       group: columns that share a scale in INT4.
       calibration: text; the matrices become INT8 by SmoothQuant and GPTQ, those of FFNs INT4, and
-        what was done stands in `calibration.json`. Only with the weights that it is for.
+        `calibration.json` records the method and its errors. Needs `weights` that it can make.
       ignored: entries of config.json that the user declares irrelevant.
       on_block: called with the number of finished blocks, of all blocks, and a note on the latest.
       on_read: called with the number of bytes of every read.

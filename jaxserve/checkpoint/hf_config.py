@@ -132,8 +132,8 @@ def _plain_parts(
     stored: StoredFormat,
     packing: Packing | None,
 ) -> frozenset[MatrixPart]:
-    """Whose matrices (some of them, at least) the files have as floats, or in other formats than
-    this; but for those that are kept as floats whatever they are (the per-head ones of latents)."""
+    """Returns the parts of a layer with at least one matrix that the files keep as floats, or in a
+    format other than `stored`. Per-head matrices of latents always stay floats and do not count."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     sources = [
         (known[part], source)

@@ -145,7 +145,7 @@ class _Model:
         self.perplexity = math.nan
 
     def losses(self, sets: Sequence[Layers], on_layer: Callable[[int], None]) -> list[Loss]:
-        """Of each of these sets of layers."""
+        """Returns the loss of each set of layers."""
         plain: Layers = frozenset()
         embedding = self._leaves("embedding", self._of[False].embedding, ATTENTION_RULES)["table"]
         rows = {plain: np.asarray(embedding, np.float32)[self._sequences]}

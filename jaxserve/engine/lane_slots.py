@@ -43,19 +43,19 @@ class StepInFlight(NamedTuple):
 
 
 class LaneSlots:
-    """All rows of one lane; every array has an entry a row.
+    """Holds all rows of one lane; every array has one entry per row.
 
     A resident sequence's own tokens may lack the last ones: see `write_back`.
 
     Args:
-      lane: its number.
-      groups: DP groups.
-      slots: of each.
+      lane: number of the lane.
+      groups: number of DP groups.
+      slots: slots of each DP group.
       page_size: tokens a page.
-      looks_up: whether workers look drafts up in what sequences have said, and have to be told
-        what no step of theirs says.
-      modules: Prediction modules, which have to be told the tokens behind a prompt's chunk.
-      ahead: cache entries that drafts are written to behind those of a step, where there is room.
+      looks_up: whether workers look up drafts in a sequence's tokens, so that they must be sent
+        the tokens that none of their steps produced.
+      modules: number of prediction modules, which must be sent the tokens behind a prompt's chunk.
+      ahead: cache entries behind those of a step that drafts may use, if the cache has room.
     """
 
     def __init__(

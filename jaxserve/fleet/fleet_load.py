@@ -26,10 +26,10 @@ def fleet_load(
     absences: Mapping[str, str] = MappingProxyType({}),
     losses: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> EngineLoad:
-    """Of the workers that are connected; those that are not are listed as absent.
+    """Returns the load of all connected workers, and lists the others as absent.
 
     Args:
-      absences: address → why nobody is connected there.
+      absences: address → why no worker is connected there.
       losses: role → cause → workers that were lost.
     """
     workers, placement = [], coordinator.placement

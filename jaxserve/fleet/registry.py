@@ -1,8 +1,8 @@
 """Addresses at which a fleet's workers may listen, as a hint for its routers.
 
-`static`: those of the deployment file. `kubernetes`: each address there is the name of a headless
-Service, whose ready pods the cluster's DNS knows. A name that does not resolve leaves what was
-known: losing the registry stops workers from joining, and nothing else.
+`static` takes the addresses of the deployment file. With `kubernetes` each address names a headless
+Service, whose ready pods the cluster's DNS lists. When a name does not resolve, its last addresses
+stay: losing the registry stops workers from joining, and nothing else.
 """
 
 import logging

@@ -1,11 +1,11 @@
-"""What a router and a worker tell each other; see `worker_port.py` and `worker_connection.py`.
+"""Frames between a router and a worker; see `worker_port.py` and `worker_connections.py`.
 
     router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
                                 | Drain | Become | AskPipeline | Reset | Echo)*
     worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
 
-Every request has an id that its router made for this attempt to run it, different from all others'.
-Nothing of KV pages passes here: a `PagesSource` says where they are.
+Every request has a unique id, which its router made for this attempt to run it. KV pages do not
+pass here: a `PagesSource` names the worker that holds them.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ class Submit(Frame):
     """A request for a domain; answered by `Outputs`, or by `Rejected`.
 
     Attributes:
-      prompt, emitted: int32 as bytes; what was generated of it elsewhere.
+      prompt, emitted: int32 as bytes: the prompt, and the tokens that other workers generated.
       params: with a seed, without the grammar, which is beside them.
       seconds: until its deadline.
       source: where a prefill worker holds the pages of prompt and emitted tokens.

@@ -1,8 +1,8 @@
 """Puts arrays of the host on this process's devices, as cheaply for the host as JAX can.
 
-JAX's public functions check and look up on every call what never changes in a hot loop. What is
-private here and in `copy.py` proves itself once, on this process's devices; where it is not as
-expected, the public function takes its place.
+On every call JAX's public functions check and look up facts that never change in a hot loop. The
+private functions used here and in `copy.py` are tried once on this process's devices; if one does
+not behave as expected, the public function takes its place.
 """
 
 import functools

@@ -1,12 +1,12 @@
 """The decode worker's end of a pages link: fetches held pages from prefill workers.
 
 The engine's thread hands fetches in and gets their pieces back on threads of this module; nothing
-that it calls waits. For every prefill worker there are a few streams, each a thread with a
-connection of its own (`connection.py`), which it keeps from fetch to fetch. While a request
-waits for a slot, its lease is renewed over any of them. A fetch whose connection is lost, or gave
+that it calls waits. Each prefill worker has a few streams: threads with a connection of their own
+(`connection.py`), which they keep from fetch to fetch. While a request waits for a slot, any
+stream renews its lease. A fetch whose connection is lost, or gave
 a piece with a wrong checksum, goes on once over a new one; after that its request is told. A
 prefill worker that let a fetch time out is left alone for a while (`Breaker`).
-`server.py` is the other end. Knows nothing of requests and pages.
+`server.py` is the other end. This module knows nothing of requests and pages.
 """
 
 import logging

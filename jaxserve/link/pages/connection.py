@@ -182,12 +182,12 @@ class PagesConnection:
         """Asks for a range of tokens and gives its pieces as they arrive, in order.
 
         Args:
-          token_ids: all that the source says it holds.
-          given_up: whether nothing more is wanted.
+          token_ids: all tokens that the source says it holds.
+          given_up: returns whether the caller has given up the fetch.
 
         Raises:
-          FetchError: the other end does not have what is wanted, or cannot give it.
-          CorruptPiece: the checksum of a piece is wrong; nothing of it was given.
+          FetchError: the other end does not hold the range, or cannot send it.
+          CorruptPiece: the checksum of a piece is wrong; the piece was not given to the caller.
           OSError, RuntimeError: the connection was lost.
         """
         if self.cache_format not in landing.imports:

@@ -1,12 +1,12 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
-Attention workers connect, announce messages and pull their answers. For each there are two threads:
-one reads notes and starts the pulls, the other waits until a message has arrived and only then
-enqueues the worker's program, because device queues are in order and a program ahead of its message
-would block every other domain's. So every domain is served in the order of its notes, and the
-domains whose messages have arrived in rotation. Nothing is kept but what is in flight and what was
-compiled (`work.py`): a domain that is lost is forgotten. `client.py` is the other end.
-Knows nothing of ffn, plans or requests.
+Attention workers connect, announce messages and pull their answers. Each has two threads here: one
+reads notes and starts the pulls, the other waits until a message has arrived and only then enqueues
+the worker's program, because device queues are in order and a program ahead of its message would
+block every other domain's. So each domain is served in the order of its notes, and domains whose
+messages have arrived take turns. The server keeps only messages in flight and compiled programs
+(`work.py`): a lost domain is forgotten. `client.py` is the other end.
+This module knows nothing of ffn, plans or requests.
 """
 
 import contextlib
