@@ -20,12 +20,11 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.fleet.deploy_command import add_deploy
 from jaxserve.fleet.simulation_command import add_fleet
-from jaxserve.planner import world
+from jaxserve.planner import tables, world
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.compile_command import add_compile
 from jaxserve.planner.deployment_file import plan_file, write_plan
 from jaxserve.planner.estimate_command import add_estimate
-from jaxserve.planner.figures import draw
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.measure_commands import add_calibrate, add_verify
 from jaxserve.planner.options import (
@@ -44,13 +43,7 @@ from jaxserve.planner.options import (
 from jaxserve.planner.payoff import add_map
 from jaxserve.planner.search_view import front_svg, search_report
 from jaxserve.planner.simulate_command import add_simulate
-from jaxserve.planner.tables import agreement, figures, load_sources, tables
-from jaxserve.planner.view import Part, Report, show
-
-DECODE_TABLES = (
-    "decode only: costs of output tokens, as the paper has them, without prompts; prices are the "
-    "paper's of 2025-07, not verified"
-)
+from jaxserve.planner.view import show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,20 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tables(options: argparse.Namespace) -> None:
     if options.world:
         return show(options, world.world_report(world.compare(options.configs)))
-    sources = load_sources(options.configs)
-    printed, drawn = tables(sources), figures(sources)
-    everything = [*printed, *drawn]
-    pictures = draw({table.name: table for table in drawn})
-    if options.svg:
-        options.svg.mkdir(parents=True, exist_ok=True)
-        for name, text in pictures.items():
-            (options.svg / name).write_text(text, encoding="utf-8")
-    parts = [Part(f"{table.name}: {table.title}", table.text_rows) for table in everything]
-    agree = [f"tables: {agreement(printed)}", f"figures: {agreement(drawn)}"]
-    parts.append(Part(lines=[DECODE_TABLES, *agree]))
-    parts.append(Part("Pictures", pictures=list(pictures.values()), aside=True))
-    tree = [{"scope": DECODE_TABLES, **table.tree} for table in everything]
-    return show(options, Report("Step-3's tables and figures, computed and printed", parts, tree))
+    return show(options, tables.report(tables.tables(options.configs)))
 
 
 def _search(options: argparse.Namespace) -> int:
@@ -118,9 +98,8 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _add_tables(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--svg", type=Path, metavar="DIR", help="writes the figures there")
-    add("--world", action="store_true", help="published measurements instead, with our errors")
+    world = "published measurements instead, with our errors"
+    command.add_argument("--world", action="store_true", help=world)
     command.set_defaults(run=_tables)
 
 
@@ -139,7 +118,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "tables": ("Step-3's tables 2 to 7 and figures 1 to 5", _add_tables),
+    "tables": ("Step-3's tables 2 to 7", _add_tables),
     "search": ("the cheapest layouts that meet a target", _add_search),
     "map": ("where AFD, EP and TP are the cheapest", add_map),
     "deploy": ("a whole deployment for requests at a rate", add_deploy),

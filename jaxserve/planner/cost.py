@@ -1,8 +1,7 @@
 """The cost of decoding a token in bytes, FLOPs and dollars at full utilisation: the formulas of
-Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `checks.py`."""
+Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `advice.py`."""
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.planner.hardware import Hardware
@@ -89,12 +88,6 @@ def cheapest(model: CostModel, context: int, hardware: dict[str, Hardware]) -> C
     return Choice(attention[best[0]] + ffn[best[1]], *best)
 
 
-def training_dollars(model: CostModel, hardware: Hardware) -> float:
-    """USD to train on a million tokens at full use: 6 FLOPs a parameter that a token meets. The
-    paper draws this (figure 4) without its formula."""
-    return 1e6 * 6.0 * model.activated * hardware.dollars_per_flop
-
-
 def arithmetic_intensity(model: CostModel, context: int) -> float:
     """FLOPs a byte of cache (§5.1)."""
     cost = token_cost(model, context)
@@ -178,13 +171,3 @@ def ffn_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> FFNFi
     host = layer * model.layers * hardware.devices_per_host
     hosts = math.ceil(model.ffn_parameters / host)
     return FFNFit(layer, host, model.ffn_parameters, hosts, hosts * hardware.devices_per_host)
-
-
-def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto-optimal points: the first number is better when larger, the second when
-    smaller."""
-    front: list[tuple[float, float]] = []
-    for point in sorted(set(points), key=lambda p: (-p[0], p[1])):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
-    return front[::-1]

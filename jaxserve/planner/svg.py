@@ -1,5 +1,7 @@
-"""Charts as SVG: lines, points and bars on linear or logarithmic axes; and boxes with arrows.
-Called by `figures.py`, `search_view.py` and `deploy_drawing.py`; knows nothing of what it draws."""
+"""Charts as SVG, of lines and points on linear or logarithmic axes; and boxes with arrows.
+
+Called by `search_view.py`, `deploy_view.py` and `bench/serving.py`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -127,31 +129,6 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
     return _document(parts)
 
 
-def bars(
-    title: str, y: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]
-) -> str:
-    """Groups of bars side by side; a value of 0 has no bar."""
-    up = _Axis([0.0, *(value for _, values in series for value in values)], _HEIGHT - _BOTTOM, _TOP)
-    parts = _frame(title, "", y, None, up)
-    width = (_WIDTH - _LEFT - _RIGHT) / len(groups)
-    bar = 0.8 * width / len(series)
-    for place, group in enumerate(groups):
-        left = _LEFT + place * width + 0.1 * width
-        for index, (_, values) in enumerate(series):
-            value = values[place]
-            if not value:
-                continue
-            top = up.place(value)
-            parts.append(
-                f'<rect x="{left + index * bar:.1f}" y="{top:.1f}" width="{max(bar - 2, 1):.1f}" '
-                f'height="{up.place(0.0) - top:.1f}" fill="{COLOURS[index % len(COLOURS)]}"/>'
-            )
-            parts.append(_text(left + index * bar + bar / 2, top - 4, f"{value:.2g}", 9, "middle"))
-        parts.append(_text(left + 0.4 * width, _HEIGHT - _BOTTOM + 18, group, 12, "middle"))
-    parts += _legend([label for label, _ in series])
-    return _document(parts)
-
-
 class _Axis:
     """Values to pixels."""
 
@@ -181,7 +158,7 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
 
-def _frame(title: str, x: str, y: str, across: _Axis | None, up: _Axis) -> list[str]:
+def _frame(title: str, x: str, y: str, across: _Axis, up: _Axis) -> list[str]:
     parts = [_text(_LEFT, 22, title, 15)]
     for tick in up.ticks:
         place = up.place(tick)
@@ -190,8 +167,8 @@ def _frame(title: str, x: str, y: str, across: _Axis | None, up: _Axis) -> list[
             f'stroke="{_GRID}"/>'
         )
         parts.append(_text(_LEFT - 8, place + 4, _number(tick), 11, "end", _MUTED))
-    for tick in across.ticks if across else ():
-        place = across.place(tick) if across else 0.0
+    for tick in across.ticks:
+        place = across.place(tick)
         parts.append(_text(place, _HEIGHT - _BOTTOM + 18, _number(tick), 11, "middle", _MUTED))
     parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 12, x, 12, "middle", _MUTED))
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2

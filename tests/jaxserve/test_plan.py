@@ -18,16 +18,13 @@ def test_tables(capsys, tmp_path):
     """As text, for programs, and as a page."""
     assert main(["tables"]) == 0
     text = capsys.readouterr().out
-    assert "tables: 211 of 212 printed cells agree to the printed digits\n" in text
-    assert "Figure 5" in text
-    path, figures = tmp_path / "tables.html", tmp_path / "figures"
-    assert main(["tables", "--json", "--svg", str(figures), "--html", str(path)]) == 0
+    assert "225 of 228 printed numbers agree to the printed digits\n" in text
+    path = tmp_path / "tables.html"
+    assert main(["tables", "--json", "--html", str(path)]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert [table["name"] for table in tree][:2] == ["Table 2", "Table 3"]
     assert tree[0]["rows"]["Step-3"]["cache bytes"]["value"] == 61 * 512 * 8192
-    assert len(list(figures.glob("*.svg"))) == 7
-    text = path.read_text(encoding="utf-8")
-    assert (text.count("<svg"), text.count("<table>")) == (7, 12)
+    assert path.read_text(encoding="utf-8").count("<table>") == 7
 
 
 @pytest.mark.parametrize(

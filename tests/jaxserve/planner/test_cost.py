@@ -9,7 +9,6 @@ from jaxserve.planner.cost import (
     ffn_fit,
     minimum_sparsity,
     network_batch,
-    pareto,
     token_cost,
 )
 from jaxserve.planner.hardware import load_hardware
@@ -69,9 +68,3 @@ def test_cheapest_names_the_hardware():
     hardware = {name: load_hardware(name) for name in ("h800", "h20", "a800", "910b")}
     choice = cheapest(load_model("step3"), 8192, hardware)
     assert (choice.attention, choice.ffn) == ("h20", "h800")  # §4.2, observation 1
-
-
-def test_pareto():
-    points = [(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (3.0, 4.0), (4.0, 2.5)]
-    assert pareto(points) == [(1.0, 1.0), (3.0, 2.0), (4.0, 2.5)]
-    assert pareto([]) == []
