@@ -23,7 +23,7 @@ from jaxserve.llm import LLM
 from jaxserve.observe import timeline_view
 from jaxserve.observe.recorder import Recorder
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 
 OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 CHANNEL_OPTIONS = [

@@ -24,8 +24,8 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer

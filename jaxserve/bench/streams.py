@@ -21,8 +21,8 @@ from jaxserve.bench.workers import BenchError, Helper, Worker, run_worker
 from jaxserve.config.deployment import Server
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.faces import Faces, LocalFaces
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.processes.host import FaceProcesses
+from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.tokenizer import Tokenizer
 
 STREAMS = 2048

@@ -24,7 +24,7 @@ import msgspec
 
 from jaxserve.bench.report import Measure, Part, count, percentile, publish
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 
 AT_ONCE = 8
 """Hostile requests."""

@@ -17,7 +17,7 @@ import msgspec
 from jaxserve.bench.client import Client, Outcome, completion_body
 from jaxserve.chaos.questions import Question
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 
 HANG_SECONDS = 60.0
 """Time without an event after which a request counts as hanging."""

@@ -12,17 +12,16 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxserve.engine.interface import StepLoop
 from jaxserve.errors import ConfigError
-from jaxserve.server import jaxserve_pb2, jaxserve_pb2_grpc
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, FrontEnd
 from jaxserve.server.inference import InferenceService
 from jaxserve.server.interceptors import KeyInterceptor, MessageInterceptor, Refusals
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.rpc import SERVICE, inference_handlers
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.text.generator import TextGenerator
 
-SERVICE: str = jaxserve_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -120,9 +119,8 @@ class GrpcServer(LoopThread):
             options=[("grpc.so_reuseport", int(self._share_port)), *OPTIONS],
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
-        jaxserve_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._front_end, self._refused), self._server
-        )
+        service = InferenceService(self._front_end, self._refused)
+        self._server.add_generic_rpc_handlers((inference_handlers(service),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

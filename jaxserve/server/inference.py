@@ -20,7 +20,6 @@ from jaxserve.engine.request import SamplingParams, TokenLogprobs
 from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server import jaxserve_pb2_grpc
 from jaxserve.server.access import prefix_salt
 from jaxserve.server.front_end import DeadlineError, FrontEnd, Job, SlowReaderError, Source
 from jaxserve.server.interceptors import Refusals, tenant
@@ -43,7 +42,7 @@ Context = grpc.aio.ServicerContext
 logger = logging.getLogger(__name__)
 
 
-class InferenceService(jaxserve_pb2_grpc.InferenceServicer):
+class InferenceService:
     """The RPCs of `jaxserve.v1.Inference`. Lives on the server's event loop.
 
     Args:

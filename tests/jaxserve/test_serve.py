@@ -31,7 +31,7 @@ from jaxserve.fleet.control import Identity
 from jaxserve.fleet.follower import Follower
 from jaxserve.server import choice
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 from tests import golden
 from tests.jaxserve.text.letters import raw_letters
 from tests.jaxserve.waiting import until

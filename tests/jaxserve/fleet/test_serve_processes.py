@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.fleet.launched import Launched, launched
 from tests.jaxserve.text.letters import raw_letters
 

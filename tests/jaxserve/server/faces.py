@@ -11,8 +11,8 @@ from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.tokenizer import Tokenizer

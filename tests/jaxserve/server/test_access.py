@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys, Tls, check_bind
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 from tests import golden
 from tests.jaxserve.server import certificates
 from tests.jaxserve.server.faces import ALICE, BOB, SECONDS, Faces, rpc_error

@@ -18,7 +18,7 @@ from jaxserve.errors import OverloadedError
 from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
+from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.generator import TextGenerator
 from tests import golden
 from tests.jaxserve.server.faces import SECONDS, Faces, rpc_error

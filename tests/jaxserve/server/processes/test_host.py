@@ -15,9 +15,9 @@ import pytest
 from jaxserve.config.deployment import Server
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.jaxserve_pb2_grpc import InferenceStub
 from jaxserve.server.processes import host
 from jaxserve.server.processes.host import FaceProcesses
+from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.server.faces import rpc_error
 from tests.jaxserve.server.http.rig import events
 from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
