@@ -18,6 +18,7 @@ from jaxserve.server.front_end import SlowReaderError
 from jaxserve.server.http.document import PAGE_POLICY, document, document_page
 from jaxserve.server.http.errors import HttpError, http_error
 from jaxserve.server.http.exchange import ClientGone, HttpExchange
+from jaxserve.server.http.operations import check_caller
 from jaxserve.server.http.responses import Error
 from jaxserve.server.http.routes import Endpoint
 from jaxserve.server.http.service import Service
@@ -92,6 +93,8 @@ class App:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         exchange.tenant = tenant or ""
+        if endpoint.local:
+            check_caller(exchange)
         if not endpoint.counted:
             await endpoint.handler(self._service, exchange)
             return
@@ -151,8 +154,7 @@ class App:
 
         described = {"/openapi.json": openapi, "/docs": docs}
         return [
-            Endpoint(path=path, handler=handler, summary="", gives=Error, counted=False)
-            for path, handler in described.items()
+            Endpoint(path=path, handler=handler, gives=Error) for path, handler in described.items()
         ]
 
 

@@ -46,7 +46,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 async def chat_completions(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """Answer a conversation."""
     request = await exchange.read(ChatRequest)
     exchange.rename(request.request_id)
     conversation = await read_conversation(service, request, exchange.tenant)

@@ -26,7 +26,7 @@ DONE = b"[DONE]"
 
 
 async def completions(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """Complete prompts."""
     request = await exchange.read(CompletionRequest)
     exchange.rename(request.request_id)
     completion = Completion(

@@ -24,8 +24,11 @@ STUCK_SECONDS = 60.0
 
 
 async def health(service: Service, exchange: HttpExchange) -> None:
-    """Liveness: the process is starting, or its step loop has iterated recently. It also names what
-    is wrong with workers that this process needs, which does not make it any less alive."""
+    """Whether the process lives.
+
+    It lives while it starts, or if its step loop has iterated recently. Problems of workers that
+    this process needs are named, and do not make it any less alive.
+    """
     loop = service.step_loop
     status = "starting" if loop is None else loop.status
     stuck = 0.0
@@ -41,7 +44,7 @@ async def health(service: Service, exchange: HttpExchange) -> None:
 
 
 async def ready(service: Service, exchange: HttpExchange) -> None:
-    """Readiness: the model is loaded and warm, and the server does not drain."""
+    """Whether requests are taken."""
     status = service.loop_ready().status
     if status != "ready":
         raise HttpError(503, f"not ready: {status}", code="not_ready")
@@ -54,24 +57,24 @@ async def version(service: Service, exchange: HttpExchange) -> None:
 
 
 async def models(service: Service, exchange: HttpExchange) -> None:
-    """The names of the model that is served."""
+    """The models that are served."""
     names = service.model_names()
     await exchange.reply(ModelList(data=[_model(service, name) for name in names]))
 
 
 async def model(service: Service, exchange: HttpExchange) -> None:
-    """A model by name."""
+    """A model that is served."""
     name = service.model(exchange.scope["path_params"]["model"])
     await exchange.reply(_model(service, name))
 
 
 async def load(service: Service, exchange: HttpExchange) -> None:
-    """Requests that are read, run or answered."""
+    """How many requests are being served."""
     await exchange.reply(ServerLoad(server_load=service.active_requests))
 
 
 async def tokenizer_info(service: Service, exchange: HttpExchange) -> None:
-    """What a client needs to count tokens and to write prompts as the server does."""
+    """The tokenizer and the chat template."""
     generator = service.ready()
     tokenizer = generator.tokenizer
     bos = tokenizer.bos_token_id

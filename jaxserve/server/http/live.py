@@ -118,7 +118,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
 
 
 async def pipeline(service: Service, exchange: HttpExchange) -> None:
-    """The server's load and the steps measured last."""
+    """What runs, and what the steps measured last looked like."""
     generator = service.ready()
     engine = generator.engine
     view = engine.pipeline()
@@ -144,7 +144,7 @@ async def pipeline(service: Service, exchange: HttpExchange) -> None:
 
 
 async def page(service: Service, exchange: HttpExchange) -> None:
-    """The page."""
+    """A page to try the model and to watch the pipeline."""
     await exchange.reply(PAGE, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 

