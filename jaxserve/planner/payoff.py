@@ -1,9 +1,6 @@
-"""`plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs. Called by
-`plan.py`.
+"""`plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs.
 
-A search finds the largest batch of every layout within one TPOT; here each layout is evaluated once
-at batches a half apart, and every TPOT takes the cheapest of those that meet it, so costs are those
-of a search within some percent.
+Called by `plan.py`. Every case is two searches: of AFD on the mix, and of colocation on either kind.
 """
 
 import argparse
@@ -13,7 +10,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -99,7 +96,7 @@ class Case(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the map, which one process works out: a model on a mix."""
+    """A model on a mix, which one process works out."""
 
     name: str
     model: CostModel
@@ -113,38 +110,25 @@ class Part(NamedTuple):
     """Devices of a deployment, at most."""
 
     def cases(self) -> list[Case]:
-        """Returns the cheapest plans of each context and TPOT."""
-        return [case for context in self.contexts for case in self._at(context)]
-
-    def _at(self, context: int) -> Iterator[Case]:
-        mix, slowest = self.mix, max(self.tpots)
-        both = {**mix.attention, **mix.ffn}
-        calculator = Calculator(self.model, context, self.formats, self.assumed)
-        afd = Searcher(calculator, mix.attention, mix.ffn, skew=self.skew)
-        same = Searcher(calculator, both, both, skew=self.skew)
-        plans = [
-            *_points(afd, Target(tpot=slowest, max_devices=self.most, modes=("afd",))),
-            *_points(same, Target(tpot=slowest, max_devices=self.most, modes=("ep", "tp"))),
+        """Returns the cheapest plan of each mode for each context and TPOT."""
+        return [
+            Case(self.name, self.mix.name, context, tpot, self._best(context, tpot))
+            for context in self.contexts
+            for tpot in self.tpots
         ]
-        for tpot in self.tpots:
-            best: dict[PlannedMode, Plan] = {}
-            for plan in sorted(plans, key=lambda plan: plan.dollars):
-                if plan.tpot <= tpot:
-                    best.setdefault(plan.layout.mode, plan)
-            yield Case(self.name, mix.name, context, tpot, best)
 
-
-def _points(searcher: Searcher, target: Target) -> Iterator[Plan]:
-    """Every layout that fits, at batches a half apart, as long as it meets the target."""
-    for layout in searcher.layouts(target):
-        room = searcher.room(layout)
-        batch = min(room, 4)
-        while batch:
-            plan = searcher.evaluate(layout, batch)
-            if plan.tpot > target.tpot:
-                break
-            yield plan
-            batch = min(room, batch + (batch + 1) // 2) if batch < room else 0
+    def _best(self, context: int, tpot: float) -> dict[PlannedMode, Plan]:
+        attention, ffn = self.mix.attention, self.mix.ffn
+        both = {**attention, **ffn}
+        calculator = Calculator(self.model, context, self.formats, self.assumed)
+        apart = Searcher(calculator, attention, ffn, skew=self.skew)
+        together = Searcher(calculator, both, both, skew=self.skew)
+        target = Target(tpot=tpot, max_devices=self.most, modes=("afd",))
+        colocated = msgspec.structs.replace(target, modes=("ep", "tp"))
+        best: dict[PlannedMode, Plan] = {}
+        for plan in [*apart.search(target).plans, *together.search(colocated).plans]:
+            best.setdefault(plan.layout.mode, plan)
+        return best
 
 
 def map_rows(found: Sequence[Case]) -> list[list[str]]:
@@ -168,39 +152,6 @@ def _cell(case: Case) -> str:
     return text if case.ratio is None else f"{text} x{case.ratio:.2f}"
 
 
-def tally_rows(found: Sequence[Case], name: str, key: Callable[[Case], str]) -> list[list[str]]:
-    """Cases by something: how many each mode wins, the median of what AFD costs over colocation,
-    and the stage that most often sets AFD's pace."""
-    rows = [[name, "cases", *MODES, "none", "AFD / other", "AFD's slowest stage"]]
-    groups: dict[str, list[Case]] = {}
-    for case in found:
-        groups.setdefault(key(case), []).append(case)
-    for group, own in groups.items():
-        won = Counter(case.winner for case in own)
-        ratios = [case.ratio for case in own if case.ratio is not None]
-        slowest = Counter(": ".join(case.best["afd"].slowest) for case in own if "afd" in case.best)
-        rows.append(
-            [
-                group,
-                str(len(own)),
-                *(str(won[mode]) for mode in (*MODES, None)),
-                f"{statistics.median(ratios):.2f}" if ratios else "-",
-                ", ".join(f"{stage} {count}" for stage, count in slowest.most_common(2)),
-            ]
-        )
-    return rows
-
-
-def _tallies(found: Sequence[Case]) -> list[list[list[str]]]:
-    """Tallies by model, hardware, context and TPOT."""
-    return [
-        tally_rows(found, "model", lambda case: case.model),
-        tally_rows(found, "hardware", lambda case: case.mix),
-        tally_rows(found, "context", lambda case: f"{case.context // 1024}K"),
-        tally_rows(found, "TPOT", lambda case: f"{case.tpot * 1e3:g} ms"),
-    ]
-
-
 def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
     """Cases of two kinds of hardware in which AFD on both costs less than every mode on either
     alone, and the part of that cost. Both kinds have to be in the map alone, too."""
@@ -219,19 +170,23 @@ def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
     return sorted((one for one in pays if one[1] < 1), key=lambda one: one[1])
 
 
-def map_summary(found: Sequence[Case]) -> str:
-    """Says in how many cases AFD is the cheapest, and the median of its cost over colocation."""
-    ratios = sorted(case.ratio for case in found if case.ratio is not None)
-    met = [case for case in found if case.winner is not None]
-    won = sum(case.winner == "afd" for case in met)
-    alone = sum(case.winner == "afd" and case.colocated is None for case in met)
-    lines = [f"AFD is the cheapest of {won} of {len(met)} cases, in {alone} of them alone"]
+def map_summary(found: Sequence[Case]) -> list[str]:
+    """Says which mode is the cheapest how often, what AFD costs over colocation, and which stages
+    set AFD's pace."""
+    won = Counter(case.winner for case in found)
+    counts = ", ".join(f"{name} {won[mode]}" for mode, name in MODES.items())
+    lines = [f"the cheapest of {len(found)} cases: {counts}; nothing meets the TPOT: {won[None]}"]
+    ratios = [case.ratio for case in found if case.ratio is not None]
     if ratios:
         lines.append(
-            f"cost of AFD over colocation: least {ratios[0]:.2f}, median "
-            f"{ratios[len(ratios) // 2]:.2f}, most {ratios[-1]:.2f}"
+            f"cost of AFD over colocation: least {min(ratios):.2f}, median "
+            f"{statistics.median(ratios):.2f}, most {max(ratios):.2f}"
         )
-    return "; ".join(lines)
+    slowest = Counter(": ".join(case.best["afd"].slowest) for case in found if "afd" in case.best)
+    if slowest:
+        stages = ", ".join(f"{stage} {count}" for stage, count in slowest.most_common())
+        lines.append(f"AFD's slowest stage, and what bounds it: {stages}")
+    return lines
 
 
 def add_map(command: argparse.ArgumentParser) -> None:
@@ -274,9 +229,8 @@ def run(options: argparse.Namespace) -> None:
         f"x{ratio:.2f} of the cheapest on either alone"
         for case, ratio in mixes_that_pay(found)
     ]
-    notes = [DECODE_ONLY, LEGEND, map_summary(found), *(["mixes that pay:", *pays] if pays else [])]
+    notes = [DECODE_ONLY, LEGEND, *map_summary(found), *(["mixes that pay:", *pays] if pays else [])]
     shown = [view.Part(rows=map_rows(found), lines=notes)]
-    shown += [view.Part(rows=rows) for rows in (_tallies(found) if options.full else [])]
     tree = {"scope": DECODE_ONLY, "cases": [_tree(case) for case in found]}
     view.show(options, view.Report("Where AFD, EP and TP are the cheapest", shown, tree))
 
