@@ -10,17 +10,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.config.shipped import CONFIGS
 from jaxserve.planner.calibration import Asked, MeasuredStage
 from jaxserve.planner.lanes import Disaggregated
-from jaxserve.planner.measurements import Measurement, calibration
-from jaxserve.planner.observed import ALIKE, Observed, Timed
+from jaxserve.planner.measurements import Measurement
+from jaxserve.planner.observed import ALIKE, Observed
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, layer_kinds, rows_of_load
 from jaxserve.roles.layout import StepLoad
 
 WITHIN = {"stage": 0.15, "step": 0.10}
-"""Relative errors that a calibrated prediction of a median should keep to."""
+"""Relative errors that a calibrated prediction should keep to."""
 _LEAST = 1e-9
 """Seconds: no stage takes less."""
 _SETTLE, _COUNTED = 4, 8
@@ -36,7 +35,7 @@ class Compared(NamedTuple):
     load: StepLoad
     spans: int
     measured: float
-    """Seconds, the median."""
+    """Seconds, the mean of ordinary steps."""
     predicted: float
     held_out: bool
     """Whether the calibration has not seen this load."""
@@ -81,40 +80,25 @@ def compare(
     made: Scenario,
     seen: Sequence[Observed],
     known: Sequence[Measurement] = (),
-    configs: Path = CONFIGS,
 ) -> list[Compared]:
-    """Medians of a trace's stages and steps beside the predictions: of a stage by fits of medians,
-    of a step by fits of means.
+    """Returns the stages and steps of a trace beside the predictions.
 
     Args:
-      known: what the calibration was made from.
+      known: what the deployment's calibration was made from.
     """
-    plain = made.measured_by(calibration(known, configs, medians=True)) if known else made
     calibrated = {load_of(one) for one in known}
     found = []
     for one in seen:
-        times = plain.rooflines().step(_rows(made, one))
+        times = made.rooflines().step(_rows(made, one))
         held_out = load_of(_measurement(made, one.load, "attend", 0)) not in calibrated
         for (stage, layers), timed in one.stages.items():
             if stage != "host":  # a step's time where it is measured
                 seconds = _predicted(made, times, stage, layers)
-                found.append(_compared(stage, layers, one.load, timed, seconds, held_out))
+                found.append(Compared(stage, layers, one.load, *timed, seconds, held_out))
         if one.step is not None:
-            times = made.rooflines().step(_rows(made, one))
             seconds = step_seconds(times, made.layout.lanes, made.layout.dp)
-            found.append(_compared("step", 0, one.load, one.step, seconds, held_out))
+            found.append(Compared("step", 0, one.load, *one.step, seconds, held_out))
     return found
-
-
-def _compared(
-    name: MeasuredStage | Literal["step"],
-    layers: int,
-    load: StepLoad,
-    timed: Timed,
-    predicted: float,
-    held_out: bool,
-) -> Compared:
-    return Compared(name, layers, load, timed.number, timed.seconds, predicted, held_out)
 
 
 def _rows(made: Scenario, one: Observed) -> Rows:
@@ -166,8 +150,8 @@ def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
         own = {(key.stage, key.layers): roof for key, (_, roof) in asked.terms.items()}
         for (stage, layers), timed in one.stages.items():
             beside = _predicted(made, times, stage, layers) - own[stage, layers]
-            both = (max(seconds - beside, _LEAST) for seconds in timed[1:])
-            found.append(_measurement(made, one.load, stage, layers, *both))
+            seconds = max(timed.seconds - beside, _LEAST)
+            found.append(_measurement(made, one.load, stage, layers, seconds))
     return found
 
 
@@ -177,7 +161,6 @@ def _measurement(
     stage: MeasuredStage,
     layers: int,
     seconds: float = 1.0,
-    mean: float = 0.0,
 ) -> Measurement:
     layout, on_ffn = made.layout, stage in ("ffn", "combine")
     formats = (made.ffn if on_ffn else made.attention).formats
@@ -190,7 +173,6 @@ def _measurement(
         format=formats.weights,
         cache=None if formats.cache == formats.weights else formats.cache,
         seconds=seconds,
-        mean=mean,
         dispatch=formats.dispatch,
         combine=formats.combine,
         dp=layout.dp,

@@ -503,12 +503,11 @@ def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
     for program, counted, one in measured_stages(counts, found):
         if program in lines:
             continue
-        seconds = one.mean or one.seconds
-        more = (seconds - counted) * counts.programs[program].layers / counts.layers
+        more = (one.seconds - counted) * counts.programs[program].layers / counts.layers
         role = "ffn" if program.startswith("ffn") else "attention"
         made = made._replace(**{role: getattr(made, role) + more})
         lines[program] = (
-            f"{program} counted {counted * 1e6:.1f} µs, measured {seconds * 1e6:.1f} on "
+            f"{program} counted {counted * 1e6:.1f} µs, measured {one.seconds * 1e6:.1f} on "
             f"{one.device_kind}"
         )
     own = Case("the figure with measured stages", max(made), made.longest())

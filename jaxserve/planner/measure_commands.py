@@ -74,8 +74,8 @@ def verify(options: argparse.Namespace) -> None:
         raise ConfigError("--timeline is missing: a folder that serve --timeline wrote")
     made, seen = observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
-    found = compare(made, seen, known, options.configs)
-    rows = [["", "sequences", "tokens", "context", "bucket", "", "median µs", "predicted", "error"]]
+    found = compare(made, seen, known)
+    rows = [["", "sequences", "tokens", "context", "bucket", "", "µs", "predicted", "error"]]
     for one in found:
         load = one.load
         rows.append(
@@ -142,17 +142,13 @@ def calibrate(options: argparse.Namespace) -> None:
     fits = calibration(found, options.configs)
     if options.write is not None:
         options.write.write_text(json_text(found) + "\n")
-    medians = calibration(found, options.configs, medians=True)
-    points = _point_rows(found, fits, medians, options.configs)
+    points = _point_rows(found, fits, options.configs)
     sure = all(one.determined for one in fits.fits.values())
     parts = [
-        Part(rows=_fit_rows(fits, medians)),
+        Part(rows=_fit_rows(fits)),
         Part(rows=points, lines=[] if sure else [UNDETERMINED]),
     ]
-    tree = [
-        {**key._asdict(), **one._asdict(), "median": medians.fits[key]._asdict()}
-        for key, one in fits.fits.items()
-    ]
+    tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
     show(options, Report("Calibration", parts, tree))
 
 
@@ -175,33 +171,25 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
     return chosen
 
 
-def _fit_rows(fits: Calibration, medians: Calibration) -> list[list[str]]:
-    """Rows of a table: the fit of every stage's mean and, if it differs, of its median."""
-    heading = ["", "of", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]
-    rows = [heading]
-    for key, mean in fits.fits.items():
+def _fit_rows(fits: Calibration) -> list[list[str]]:
+    """Returns a heading, and the fit of each stage."""
+    rows = [["", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]]
+    for key, one in fits.fits.items():
         name = f"{key.stage} {key.layers}, {key.model} on {key.hardware}"
-        for which, one in (("steps", mean), ("medians", medians.fits[key])):
-            if which == "medians" and one == mean:
-                continue
-            factors = f"{one.constant * 1e6:.1f}", f"{one.memory:.2f}", f"{one.compute:.2f}"
-            unsure = "" if one.determined else " ?"
-            error = f"{one.error:.1%}{unsure}"
-            rows.append([name, which, key.format, *factors, str(one.points), error])
-            name = ""
+        factors = f"{one.constant * 1e6:.1f}", f"{one.memory:.2f}", f"{one.compute:.2f}"
+        error = f"{one.error:.1%}{'' if one.determined else ' ?'}"
+        rows.append([name, key.format, *factors, str(one.points), error])
     return rows
 
 
-def _point_rows(
-    found: Sequence[Measurement], fits: Calibration, medians: Calibration, configs: Path
-) -> list[list[str]]:
-    rows = [["", "batch", "context", "padded", "roofline µs", "in steps", "fit", "median", "fit"]]
+def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) -> list[list[str]]:
+    """Returns a heading, and each measurement with its roofline and what its fit says."""
+    rows = [["", "batch", "context", "padded", "roofline µs", "measured", "fit"]]
     for one in found:
         key, terms, roofline = expected(one, configs)
-        in_steps, median = (of.fits[key].seconds(terms) for of in (fits, medians))
-        seconds = roofline, one.mean or one.seconds, in_steps, one.seconds, median
         name = f"{one.op} {key.layers}, {key.model} on {one.device_kind}"
         padded = f"{one.padded or one.tokens or one.batch}x{one.reach or one.context}"
+        seconds = roofline, one.seconds, fits.fits[key].seconds(terms)
         times = (f"{value * 1e6:.1f}" for value in seconds)
         rows.append([name, str(one.batch), str(one.context), padded, *times])
     return rows

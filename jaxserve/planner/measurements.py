@@ -50,10 +50,7 @@ class Measurement(
     format: FormatName
     """Number format of weights and cache."""
     seconds: float
-    """The median."""
-    mean: float = 0.0
-    """Seconds on the mean of ordinary steps, tails included: what a step is made of; 0: as
-    `seconds`."""
+    """Mean of ordinary steps."""
     cache: FormatName | None = None
     """Number format of the cache, if it differs."""
     dispatch: FormatName = "bfloat16"
@@ -88,7 +85,7 @@ class Measurement(
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies what was measured; a later measurement with the same key replaces this one."""
-        result = ("seconds", "mean", "source")
+        result = ("seconds", "source")
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in result)
 
 
@@ -115,7 +112,7 @@ def read_measurements(path: Path) -> list[Measurement]:
         for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
             if not 0 < getattr(one, name) < 1e9:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is not above 0")
-        for name in ("tokens", "pairs", "padded", "reach", "sampled", "mean"):
+        for name in ("tokens", "pairs", "padded", "reach", "sampled"):
             if not 0 <= getattr(one, name) < 1e12:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is below 0")
     return found
@@ -218,11 +215,9 @@ def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
     raise ConfigError(unknown("hardware", device_kind, names))
 
 
-def calibration(
-    found: Sequence[Measurement], configs: Path = CONFIGS, *, medians: bool = False
-) -> Calibration:
-    """A fit for each stage, hardware, model and format that was measured, or else estimated: of
-    means, whose sums are steps, or of medians."""
+def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
+    """Returns a fit for each stage, hardware, model and format that was measured, or else
+    estimated."""
     points: dict[FitKey, list[tuple[Terms, float]]] = {}
     measured: set[FitKey] = set()
     for one in sorted(found, key=lambda one: one.source == "estimate"):
@@ -231,8 +226,7 @@ def calibration(
             measured.add(key)
         elif key in measured:
             continue
-        seconds = one.seconds if medians or not one.mean else one.mean
-        points.setdefault(key, []).append((terms, seconds))
+        points.setdefault(key, []).append((terms, one.seconds))
     return Calibration({key: fit(values) for key, values in points.items()})
 
 

@@ -1,9 +1,8 @@
-"""Stages and steps of a timeline, load by load: medians, and the means that add up to steps.
+"""Times of stages and steps in a timeline, load by load.
 
 Called by `measure_commands.py`. A load is what a step had to do; steps whose contexts differ by
-less than a tenth are alike. Medians of stages do not add up to a step's, since every stage is late
-now and then; their means over ordinary steps do, which are those of the middle half of durations:
-so a pause counts as little as in a median.
+less than a tenth are alike. Times are means over ordinary steps, those of the middle half of
+durations: such means add up to a step, as medians do not, and a pause counts as little in them.
 """
 
 import functools
@@ -40,9 +39,8 @@ class Timed(NamedTuple):
     """How long something took."""
 
     number: int
+    """Spans that took any time, in all steps."""
     seconds: float
-    """The median."""
-    mean: float
     """Mean of ordinary steps."""
 
 
@@ -126,17 +124,18 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
     late = _late(spans)
     found = []
     for alike in sorted(times, key=lambda alike: alike[2:]):
-        step = _timed(steps.get(alike, {}).items(), set(steps.get(alike, {})))
         ordinary = _ordinary(steps.get(alike, {})) or set(loads[alike])
+        step = _timed(steps.get(alike, {}).items(), ordinary)
         stages = {
             key: timed
             for key, values in sorted(times[alike].items())
             if (timed := _timed(values, ordinary)) is not None
         }
-        if step is not None:
-            step = step._replace(mean=statistics.mean(steps[alike][of] for of in ordinary))
-            if statistics.median(late[of] for of in ordinary) > WAITING * step.seconds:
-                stages["host", 0] = _of_host(step, {lane for lane, _ in ordinary})
+        waited = statistics.median(late[of] for of in ordinary)
+        if step is not None and waited > WAITING * step.seconds:
+            # The host takes all of the time, which the lanes share.
+            lanes = {lane for lane, _ in ordinary}
+            stages["host", 0] = step._replace(seconds=step.seconds / len(lanes))
         found.append(Observed(_typical(loads[alike].values()), stages, step))
     if not any(one.stages for one in found):
         raise ConfigError("the trace has no stage that can be measured")
@@ -200,17 +199,15 @@ def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:
     return late
 
 
-def _of_host(step: Timed, lanes: set[int]) -> Timed:
-    """The host's part of steps that wait for it: all of their time, which the lanes share."""
-    return Timed(step.number, step.seconds / len(lanes), step.mean / len(lanes))
-
-
 def _timed(values: Iterable[tuple[_LaneStep, float]], ordinary: set[_LaneStep]) -> Timed | None:
-    """None: nothing took any time. A span of none is one whose end was noted late by what came
-    before it; a median leaves it out, a sum needs it."""
+    """Returns the mean over ordinary steps; None if nothing took any time.
+
+    The end of a span is noted late now and then, and the next one seems to take no time: the mean
+    counts both, so that stages add up.
+    """
     seconds = [(of, value) for of, value in values]
     longer = [value for _, value in seconds if value > 0]
     if not longer:
         return None
     mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
-    return Timed(len(longer), statistics.median(longer), mean)
+    return Timed(len(longer), mean)

@@ -229,7 +229,12 @@ def run(options: argparse.Namespace) -> None:
         f"x{ratio:.2f} of the cheapest on either alone"
         for case, ratio in mixes_that_pay(found)
     ]
-    notes = [DECODE_ONLY, LEGEND, *map_summary(found), *(["mixes that pay:", *pays] if pays else [])]
+    notes = [
+        DECODE_ONLY,
+        LEGEND,
+        *map_summary(found),
+        *(["mixes that pay:", *pays] if pays else []),
+    ]
     shown = [view.Part(rows=map_rows(found), lines=notes)]
     tree = {"scope": DECODE_ONLY, "cases": [_tree(case) for case in found]}
     view.show(options, view.Report("Where AFD, EP and TP are the cheapest", shown, tree))

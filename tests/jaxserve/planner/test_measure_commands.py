@@ -114,8 +114,6 @@ class TestVerify:
             assert stages[name]["measured"] == pytest.approx(microseconds * 1e-6)
             error = stages[name]["predicted"] / stages[name]["measured"] - 1
             assert stages[name]["error"] == pytest.approx(error)
-        assert main(["verify", *qwen(trace)]) == 0
-        assert "median µs" in capsys.readouterr().out
 
     def test_another_model_s_trace(self, capsys, trace):
         asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]

@@ -23,22 +23,23 @@ def span(stage, layer, step, start, end, load, lane=0, enqueued=0):
     return Span(stage, lane, layer, step, start * 1000, end * 1000, 0, enqueued * 1000, load)
 
 
-def test_medians_of_steps_that_are_alike():
+def test_means_of_steps_that_are_alike():
+    """A step begins where the lane's last one ended, so the first of all has no duration."""
     spans = []
     for step, (at, load, attend) in enumerate(
-        [(0, SMALL, 10), (50, SMALL, 12), (100, SMALL, 90), (300, LARGE, 40), (400, LARGE, 40)]
+        [(0, SMALL, 99), (250, SMALL, 12), (300, SMALL, 90), (600, LARGE, 40), (700, LARGE, 40)]
     ):
         spans += stages(step, at, load, attend)
     small, large = observe(spans, [(0, 0), (0, 1)])
     assert (small.load, large.load) == (SMALL, LARGE)
-    assert small.stages[("enter", 0)][:2] == (3, pytest.approx(12e-6))  # the first embeds, too
-    assert small.stages[("attend", 0)][:2] == (3, pytest.approx(12e-6))
-    five = Timed(3, pytest.approx(5e-6), pytest.approx(5e-6))
+    assert small.stages[("enter", 0)] == (3, pytest.approx(51e-6))  # the first embeds, too
+    assert small.stages[("attend", 0)] == (3, pytest.approx(51e-6))
+    five = Timed(3, pytest.approx(5e-6))
     assert small.stages[("ffn", 0)] == small.stages[("ffn", 1)] == five
     assert small.stages[("dispatch", 0)].number == 6
-    assert small.stages[("leave", 0)] == Timed(3, pytest.approx(3e-6), pytest.approx(3e-6))
-    assert small.step[:2] == (2, pytest.approx((54 + 206) / 2 * 1e-6))
-    assert large.step == Timed(1, pytest.approx(100e-6), pytest.approx(100e-6))
+    assert small.stages[("leave", 0)] == Timed(3, pytest.approx(3e-6))
+    assert small.step == (2, pytest.approx((76 + 206) / 2 * 1e-6))
+    assert large.step == Timed(1, pytest.approx(100e-6))
 
 
 def test_what_ordinary_steps_are_made_of_adds_up():
@@ -50,18 +51,16 @@ def test_what_ordinary_steps_are_made_of_adds_up():
         at = one[-1].end_ns // 1000 + (2000 if step == 20 else 0)
         spans += one
     (only,) = observe(spans, [(0, 0), (0, 0)])
-    times = {stage: timed for (stage, _), timed in only.stages.items()}
-    assert (times["attend"].seconds, times["ffn"].seconds) == pytest.approx((10e-6, 5e-6))
+    times = {stage: timed.seconds for (stage, _), timed in only.stages.items()}
     counts = {"enter": 1, "attend": 1, "dispatch": 2, "ffn": 2, "combine": 2, "leave": 1}
-    total = sum(count * times[stage].mean for stage, count in counts.items())
-    assert total == pytest.approx(only.step.mean)
-    assert only.step.mean == pytest.approx(only.step.seconds, rel=0.35)
-    assert sum(count * times[stage].seconds for stage, count in counts.items()) < only.step.mean
+    assert sum(count * times[stage] for stage, count in counts.items()) == pytest.approx(
+        only.step.seconds
+    )
+    assert 39e-6 < only.step.seconds < 100e-6
 
 
 def test_a_stage_whose_end_was_noted_late_took_the_next_one_s_time():
-    """The dispatch's end is noted when the ffn's is: the sum is right, and the median leaves the
-    ffn that seems to take no time out."""
+    """The dispatch's end is noted when the ffn's is: the sum of both is right."""
     spans = []
     for step in range(4):
         one = stages(step, 50 * step, SMALL)
@@ -70,8 +69,9 @@ def test_a_stage_whose_end_was_noted_late_took_the_next_one_s_time():
             one[2] = span("ffn", 0, step, 66, 66, SMALL)
         spans += one
     (only,) = observe(spans, [(0, 0), (0, 1)])
-    assert only.stages["ffn", 0][:2] == (3, pytest.approx(5e-6))
-    assert only.stages["dispatch", 0].seconds == pytest.approx(1e-6)
+    assert only.stages["ffn", 0].number == 3
+    layers = only.stages["ffn", 0].seconds + only.stages["ffn", 1].seconds
+    assert layers + 2 * only.stages["dispatch", 0].seconds == pytest.approx(12e-6)
 
 
 def test_the_host_where_lanes_wait_for_it():
