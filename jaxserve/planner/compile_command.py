@@ -1,4 +1,4 @@
-"""`plan compile`: its options, and what it shows. Called by `plan.py`."""
+"""`plan compile`: programs of a deployment, compiled for a topology that is not here."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.measurements import hardware_of
 from jaxserve.planner.models import model_config, model_folder
-from jaxserve.planner.options import DEPLOYMENT, add_shared, number, read_deployment
+from jaxserve.planner.options import read_deployment
 from jaxserve.planner.view import Part, Report, show
 from jaxserve.roles.layout import Bucket
 
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from jaxserve.planner.aot import CompiledProgram, RoleMemory
 
 GB = 1e9
-
-
-def add_compile(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add_shared(command, *DEPLOYMENT)
-    add = command.add_argument
-    add("--topology", metavar="NAME", help="as v6e:8x8, v7x:2x2x4")
-    add_shared(command, "--bucket", action="append", default=[], help="without: all")
-    add("--workers", type=number(1, 256), default=2, help="compilations at a time: 2")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

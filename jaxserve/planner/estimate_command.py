@@ -1,4 +1,4 @@
-"""`plan estimate`: a deployment's speed from its compiled programs. Called by `plan.py`."""
+"""`plan estimate`: a deployment's speed from its compiled programs."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.measurements import read_measurements
 from jaxserve.planner.models import load_model, model_config, model_folder
-from jaxserve.planner.options import DEPLOYMENT, add_shared, read_deployment, tokens
+from jaxserve.planner.options import read_deployment
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import Part, Report, json_text, show
 from jaxserve.roles.layout import Bucket
@@ -26,22 +26,6 @@ COMMITTED = ESTIMATES / "step3-h200.json"
 """Counts shown when no deployment is named."""
 PROGRAMS = ("enter", "attend", "leave", "ffn")
 """Programs of a step. Programs of a layer append the layer's kind."""
-
-
-def add_estimate(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add_shared(command, *DEPLOYMENT)
-    add = command.add_argument
-    add("--counts", type=Path, metavar="FILE", help="what was counted, of --config: Step-3's")
-    add("--count", action="store_true", help="compile --config and write the counts first")
-    add("--topology", default="h200:4x8", metavar="NAME", help="with --count: h200:4x8")
-    add_shared(command, "--bucket", default="128x64", help="with --count: 128x64")
-    add_shared(command, "--calibration")
-    add("--context", type=tokens, default="4K", metavar="TOKENS", help="with --count: 4K")
-    add("--attention-kernel", default="step3 fp8 decode", metavar="CASE", help="whose cycles count")
-    add("--ffn-kernel", metavar="CASE", help="likewise: the case of these experts and tokens")
-    add("--write", type=Path, metavar="FILE", help="stages, for --calibration of other commands")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,7 +1,4 @@
-"""`plan calibrate` and `plan verify`: measurements against predictions, printed.
-
-Called by `plan.py`.
-"""
+"""`plan calibrate` and `plan verify`: measurements against predictions, printed."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,7 +18,7 @@ from jaxserve.planner.measurements import (
 )
 from jaxserve.planner.models import model_config
 from jaxserve.planner.observed import Observed, kinds_of, observe, read_spans, with_load
-from jaxserve.planner.options import add_scenario, number, read_scenario, tokens
+from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import layer_kinds
 from jaxserve.planner.view import Part, Report, json_text, show
@@ -31,41 +28,6 @@ UNDETERMINED = (
     "? measured at too few batches and contexts to tell memory, compute and constant apart: what "
     "lies beyond them is a guess"
 )
-
-
-def add_calibrate(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add = command.add_argument
-    add("--measured", nargs="+", type=Path, default=[], metavar="FILE", help="lists of stage times")
-    _add_timeline(command)
-    only = "take only loads of the timeline of"
-    add("--batches", type=_numbers, metavar="N,N", help=f"{only} so many sequences a DP group")
-    add("--contexts", type=_numbers, metavar="N,N", help=f"{only} so many tokens a sequence")
-    add("--write", type=Path, metavar="FILE", help="keeps all of them there, for --calibration")
-    command.set_defaults(run=calibrate)
-
-
-def add_verify(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    _add_timeline(command)
-    command.set_defaults(run=verify)
-
-
-def _add_timeline(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--timeline", type=Path, metavar="T", help="of serve, generate or bench stages")
-    add_scenario(command)
-    old = "of a timeline that does not say"
-    slots = f"{old}: sequences a DP group and lane: scheduler.slots"
-    add("--batch", type=number(1, 65536), help=slots)
-    add("--context", type=tokens, default="2K", help=f"{old}: mean tokens of a sequence: 2K")
-
-
-def _numbers(text: str) -> list[int]:
-    items = text.split(",")
-    if not all(item.isdecimal() for item in items):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in 8,32")
-    return list(map(int, items))
 
 
 def verify(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Options of the `plan` commands: how their texts are read, and those that commands share.
+"""Options of the `plan` commands, which `commands.yaml` lists: how their texts are read.
 
 Called by `plan.py` and the command modules. Readers of a single option raise ArgumentTypeError;
 `Parser` adds the option's name.
@@ -18,7 +18,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
-from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
+from jaxserve.planner.hardware import MONTH, Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
@@ -74,6 +74,14 @@ def bucket(text: str) -> Bucket:
     if not (rows.isdecimal() and pages.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r}: expected tokens x pages, as in 128x64")
     return Bucket(int(rows), int(pages))
+
+
+def numbers(text: str) -> list[int]:
+    """Reads `8,32`."""
+    items = text.split(",")
+    if not all(item.isdecimal() for item in items):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in 8,32")
+    return list(map(int, items))
 
 
 def price(text: str) -> tuple[str, float]:
@@ -198,72 +206,61 @@ def acceptance(text: str, most: int) -> Acceptance:
     return Acceptance(shares)
 
 
-_PRODUCTS = ("auto", *PLANNED)
-_SHARED: dict[str, dict[str, Any]] = {
-    "--model": {"required": True, "help": "a known model, or a model folder"},
-    "--modes": {"nargs": "+", "choices": list(MODES), "default": list(MODES), "help": "all"},
-    "--max-devices": {"type": number(1, 4096), "default": 64, "help": "of a layout: 64"},
-    "--weights": {"choices": PLANNED, "help": "number format: fp8, or int8 where there is none"},
-    "--cache": {"choices": PLANNED, "help": "likewise"},
-    "--dispatch": {"choices": PLANNED, "help": "likewise"},
-    "--combine": {"choices": ("auto", "int8"), "default": "auto", "help": "of results: as rows"},
-    "--compute": {"choices": _PRODUCTS, "default": "auto", "help": "of matrix products"},
-    "--core": {"choices": _PRODUCTS, "default": "auto", "help": "of attention's own products"},
-    "--drafts": {"type": number(0, 8), "default": 0, "help": "a step, of a module: at most: 0"},
-    "--acceptance": {"default": "0.85", "help": "of drafts: 0.85 each, or one each, as 0.9,0.7"},
-    "--skew": {
-        "help": "of the experts' popularity: its spread, zipf:EXPONENT, or counts as JSON; a "
-        "search places them, with replicas; without: all alike"
-    },
-    "--shared-ranks": {"action": "store_true", "help": "tries some for the shared expert alone"},
-    "--price": {
-        "nargs": "+",
-        "type": price,
-        "default": [],
-        "metavar": "NAME=USD",
-        "help": "a device and hour",
-    },
-    "--assume": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "NAME=VALUE",
-        "help": "or `paper`, `published`; see the README",
-    },
-    "--calibration": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "measured stages, from `calibrate`",
-    },
-    "--bucket": {"type": bucket, "metavar": "TOKENSxPAGES"},
-    "--config": {"type": Path, "metavar": "FILE", "help": "a deployment, as of serve"},
-    "--set": {
-        "action": "append",
-        "default": [],
-        "metavar": "KEY=VALUE",
-        "help": "a key of it, e.g. lanes=3",
-    },
+READERS: dict[str, Callable[[str], Any]] = {
+    "bucket": bucket,
+    "numbers": numbers,
+    "path": Path,
+    "price": price,
+    "seconds": seconds,
+    "tokens": tokens,
 }
-"""Options that mean the same in several commands."""
+NAMES: dict[str, Sequence[str]] = {
+    "formats": PLANNED,
+    "modes": tuple(MODES),
+    "products": ("auto", *PLANNED),
+}
 
-DEPLOYMENT = ("--config", "--set")
-SEARCHED: tuple[str, ...] = ("--model", "--modes", "--max-devices", "--weights", "--cache")
-SEARCHED += ("--dispatch", "--combine", "--compute", "--core", "--drafts", "--acceptance")
-SEARCHED += ("--skew", "--shared-ranks", "--price", "--assume", "--calibration")
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command of `commands.yaml`."""
+
+    help: str
+    run: str
+    """Module and function, as `module:function`."""
+    shared: list[str] = []
+    """Names of options that several commands have."""
+    options: dict[str, dict[str, Any]] = {}
+    """Its own options: keywords by name."""
 
 
-def add_shared(command: argparse.ArgumentParser, *names: str, **more: Any) -> None:
-    """Adds options that several commands have, with `more` about them."""
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    shared: dict[str, dict[str, Any]]
+    commands: dict[str, Command]
+
+
+TABLE = read_struct(Path(__file__).with_name("commands.yaml"), _Table)
+SEARCHED = TABLE.commands["search"].shared
+SCENARIO: tuple[str, ...] = ("config", "set", "assume", "calibration")
+SCENARIO += ("role-hardware", "attention-hardware", "ffn-hardware")
+
+
+def add_shared(command: argparse.ArgumentParser, *names: str) -> None:
+    """Adds options that several commands have."""
     for name in names:
-        command.add_argument(name, **_SHARED[name], **more)
+        add_option(command, name.removeprefix("role-"), TABLE.shared[name])
 
 
-def add_scenario(command: argparse.ArgumentParser) -> None:
-    """Adds the options that name a deployment, its hardware, assumptions and measurements."""
-    add_shared(command, *DEPLOYMENT, "--assume", "--calibration")
-    add = command.add_argument
-    add("--hardware", metavar="NAME", help="of both roles; what the deployment names")
-    add("--attention-hardware", metavar="NAME", help="of the attention role alone")
-    add("--ffn-hardware", metavar="NAME", help="of the ffn role alone")
+def add_option(command: argparse.ArgumentParser, name: str, told: Mapping[str, Any]) -> None:
+    """Adds an option of `commands.yaml`."""
+    keywords = dict(told)
+    if "read" in keywords:
+        keywords["type"] = READERS[keywords.pop("read")]
+    if "range" in keywords:
+        low, high = keywords.pop("range")
+        keywords["type"] = number(low, high, type(low))
+    if "among" in keywords:
+        keywords["choices"] = NAMES[keywords.pop("among")]
+    command.add_argument(f"--{name}", **keywords)
 
 
 def read_hardware(
@@ -375,7 +372,7 @@ def read_deployment(options: argparse.Namespace) -> Deployment:
 
 
 def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
-    """Reads the options of `add_scenario`. Where none names the hardware, the deployment does.
+    """Reads the options of `SCENARIO`. Where none names the hardware, the deployment does.
 
     Raises:
       ConfigError: one of them is wrong.

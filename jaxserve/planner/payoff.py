@@ -1,6 +1,6 @@
 """`plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs.
 
-Called by `plan.py`. Every case is two searches: of AFD on the mix, and of colocation on either kind.
+Every case is two searches: of AFD on the mix, and of colocation on either kind.
 """
 
 import argparse
@@ -24,14 +24,7 @@ from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Skew, read_skew
-from jaxserve.planner.options import (
-    add_shared,
-    assumptions,
-    number,
-    positions,
-    seconds,
-    tokens,
-)
+from jaxserve.planner.options import assumptions, positions, seconds, tokens
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.search_view import DECODE_ONLY
 from jaxserve.planner.stages import Calculator
@@ -187,20 +180,6 @@ def map_summary(found: Sequence[Case]) -> list[str]:
         stages = ", ".join(f"{stage} {count}" for stage, count in slowest.most_common())
         lines.append(f"AFD's slowest stage, and what bounds it: {stages}")
     return lines
-
-
-def add_map(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add = command.add_argument
-    add_shared(command, "--compute", "--core", "--skew", "--price", "--assume")
-    add("--full", action="store_true", help="5 models, 8 chips and 6 mixes, 4 contexts, 3 TPOTs")
-    add("--models", nargs="+", help=" ".join(SMALL["models"]))
-    add("--hardware", nargs="+", metavar="NAME[+NAME]", help=" ".join(SMALL["hardware"]))
-    add("--contexts", nargs="+", type=tokens, help=f"mean tokens: {' '.join(SMALL['contexts'])}")
-    add("--tpots", nargs="+", type=seconds, help=" ".join(SMALL["tpots"]))
-    add("--max-devices", type=number(1, 512), default=48, help="48")
-    add("--jobs", type=number(0, 256), default=0, help="processes: as many as there are cores")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,18 +1,31 @@
-"""Plans of a search for a terminal, for programs, and as a picture. Called by `plan.py` and
-`deploy_view.py`."""
+"""`plan search`: the cheapest layouts, for a terminal, for programs, and as a picture.
 
+Its pictures and trees are those of `plan deploy`, too.
+"""
+
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxserve.planner.advice import checks
+from jaxserve.errors import ConfigError
+from jaxserve.planner.advice import checks, why_not
+from jaxserve.planner.deployment_file import plan_file, write_plan
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import MODES, Target
+from jaxserve.planner.options import (
+    positions,
+    price_lines,
+    read_formats,
+    read_hardware,
+    read_searcher,
+)
 from jaxserve.planner.search import STAGES, Found, Plan, front
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.svg import Series, chart
-from jaxserve.planner.view import Part, Report
+from jaxserve.planner.view import Part, Report, show
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
@@ -153,3 +166,40 @@ def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
     place = [(chosen.tpot * 1e3, chosen.dollars)]
     series.append(Series("chosen", place, line=False, names=["chosen"], chosen=True))
     return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Searches, writes and shows; returns 1 if nothing meets the target.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    attention, ffn = read_hardware(options, options.attention_hardware, options.ffn_hardware)
+    hardware = {**attention, **ffn}
+    most = positions(options.model, options.configs)
+    if most is not None and options.context > most:
+        raise ConfigError(f"--context {options.context}: {options.model} has {most} positions")
+    formats = read_formats(options, hardware)
+    searcher = read_searcher(options, attention, ffn, options.context, formats)
+    target = Target(
+        tpot=options.tpot,
+        max_devices=options.max_devices,
+        modes=tuple(options.modes),
+        most_drafts=options.drafts,
+        shared_ranks=options.shared_ranks,
+    )
+    found = searcher.search(target)
+    if not found.plans:
+        print(f"error: {why_not(searcher, target, found)}", file=sys.stderr)
+        return 1
+    if options.write:
+        write_plan(plan_file(options, hardware), found.plans[0], searcher)
+    prices = price_lines(hardware, options.price)
+    calculator, best = searcher.calculator, options.best
+    report = search_report(options.model, calculator, target, found, hardware, prices, best)
+    if options.svg:
+        title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
+        picture = front_svg(title, found, target, found.plans[0])
+        options.svg.write_text(picture, encoding="utf-8")
+    show(options, report)
+    return 0

@@ -14,7 +14,7 @@ from jaxserve.observe.timeline import steady_window, summarise, typical_steps
 from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.noise import ExpertLoads, Lengths, read_skew
 from jaxserve.planner.options import (
-    add_scenario,
+    SCENARIO,
     add_shared,
     jitter,
     number,
@@ -38,8 +38,7 @@ PREFILL_HERE = "prompts are computed here"
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add = command.add_argument
-    add_scenario(command)
-    add_shared(command, "--skew")
+    add_shared(command, *SCENARIO, "skew")
     add("--domains", type=number(1, 64), help="on one ffn mesh: those of the deployment")
     add("--prompt", type=tokens, default="2K", help="tokens, on the mean: 2K")
     add("--output", type=tokens, default="512", help="tokens, on the mean: 512")

@@ -4,6 +4,7 @@ Called by `plan tables`. `configs/world/step3.yaml` holds the numbers that the p
 compared with ours, rounded to as many digits.
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.planner import world
 from jaxserve.planner.cost import (
     arithmetic_intensity,
     attention_dollars,
@@ -21,7 +23,7 @@ from jaxserve.planner.cost import (
 )
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.view import Part, Report
+from jaxserve.planner.view import Part, Report, show
 
 CONTEXTS = (8 * 1024, 32 * 1024)
 SCOPE = (
@@ -185,3 +187,11 @@ def report(found: Sequence[Table]) -> Report:
         for table in found
     ]
     return Report("Step-3's tables, computed and printed", parts, tree)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Shows Step-3's tables or, with --world, what others measured."""
+    if options.world:
+        show(options, world.world_report(world.compare(options.configs)))
+    else:
+        show(options, report(tables(options.configs)))
