@@ -8,7 +8,6 @@ import resource
 import secrets
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,14 +19,13 @@ from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import Frame, Outputs
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import accept
+from jaxserve.link.session.channel import Framing, accept
 
 MODEL = "stub"
 TOKEN = "bench"
 STEP_SECONDS = 0.05
 STATE_SECONDS = 0.5
 VOCAB = 50_000
-_LENGTH = struct.Struct("!i")
 
 
 def serve(workers: int) -> None:
@@ -73,9 +71,9 @@ class Stubs:
         channel.receive()
         prefill = number < len(self.ports) // 2
         channel.send(frames.encode(frames.Welcome(facts_of(number, prefill))))
-        connection = channel.detach()
+        connection, framing = channel.detach()
         connection.setblocking(True)
-        stub = _Stub(connection, number)
+        stub = _Stub(connection, framing, number)
         self._there.append(stub)
         self._selector.register(connection, selectors.EVENT_READ, stub)
 
@@ -83,10 +81,10 @@ class Stubs:
 class _Stub:
     """One connected worker."""
 
-    def __init__(self, sock: socket.socket, number: int):
-        self._socket, self._number = sock, number
+    def __init__(self, sock: socket.socket, framing: Framing, number: int):
+        self._socket, self._framing, self._number = sock, framing, number
         self._received = bytearray()
-        self._left: dict[str, int] = {}
+        self._left: dict[str, tuple[int, int]] = {}
         self._state_at = 0.0
 
     def read(self) -> bool:
@@ -97,36 +95,30 @@ class _Stub:
             return False
         self._received += data
         answers: list[Frame] = []
-        start = 0
-        while len(self._received) >= start + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            end = start + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            match frames.decode_from_router(bytes(self._received[start + _LENGTH.size : end])):
+        for body in self._framing.take(self._received):
+            match frames.decode_from_router(body):
                 case frames.Prefill(request_id=request_id, prompt=prompt):
                     source = PagesSource("stub", request_id, len(prompt) // 4, "digest")
                     answers.append(frames.Held(request_id, source))
                 case frames.Submit(request_id=request_id, params=params):
-                    self._left[request_id] = params.max_tokens
-            start = end
-        del self._received[:start]
+                    self._left[request_id] = params.max_tokens, 0
         self._send(answers)
         return bool(data)
 
     def step(self, now: float) -> None:
         """Sends a token for every request, and the state now and then."""
         outputs = []
-        for request_id, left in list(self._left.items()):
+        for request_id, (left, offset) in list(self._left.items()):
             outputs.append(
                 TokenOutput(
                     request_id=request_id,
                     token_ids=[left],
                     finish_reason=None if left > 1 else "length",
+                    offset=offset,
                 )
             )
             if left > 1:
-                self._left[request_id] = left - 1
+                self._left[request_id] = left - 1, offset + 1
             else:
                 del self._left[request_id]
         found: list[Frame] = [Outputs(outputs)] if outputs else []
@@ -138,12 +130,9 @@ class _Stub:
         self._send(found)
 
     def _send(self, found: list[Frame]) -> None:
-        parts = []
-        for frame in found:
-            body = frames.encode(frame)
-            parts += [_LENGTH.pack(len(body)), body]
-        if parts:
-            self._socket.sendall(b"".join(parts))
+        if found:
+            data = b"".join(self._framing.pack(frames.encode(frame)) for frame in found)
+            self._socket.sendall(data)
 
 
 def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:

@@ -17,7 +17,7 @@ READ_BYTES = 1 << 16
 LOOK_SECONDS = 0.02
 DIAL_SECONDS = 5.0
 
-Mode = Literal["", "cut", "stall", "delay", "truncate", "corrupt"]
+Mode = Literal["", "cut", "stall", "delay", "truncate", "corrupt", "omit"]
 
 
 class Proxy:
@@ -28,7 +28,8 @@ class Proxy:
     cut: all are reset, and new ones, too. stall: nothing is carried, and nothing is closed.
     delay: every byte comes `size` seconds later. truncate: the next bytes of each are carried by
     half, then it is closed, as if a sender had died in the middle of a frame. corrupt: of what is
-    carried at a time, 64 KiB at most, the part `size` comes with one bit changed.
+    carried at a time, 64 KiB at most, the part `size` comes with one bit changed. omit: likewise,
+    with one byte left out.
 
     Args:
       listens: host:port.
@@ -103,7 +104,7 @@ class Proxy:
                 if self._mode == "truncate":
                     ways[source].sendall(data[: len(data) // 2])
                     return
-                if self._mode == "corrupt" and self._random.random() < self._size:
+                if self._mode in ("corrupt", "omit") and self._random.random() < self._size:
                     data = self._changed(data)
                 if self._mode == "delay" or late:
                     late.append((time.monotonic() + self._size, ways[source], data))
@@ -114,9 +115,12 @@ class Proxy:
                 end.sendall(data)
 
     def _changed(self, data: bytes) -> bytes:
-        """Returns the data with one bit changed."""
-        changed = bytearray(data)
-        changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        """Returns the data with one bit changed, or without one byte."""
+        changed, at = bytearray(data), self._random.randrange(len(data))
+        if self._mode == "omit":
+            del changed[at]
+        else:
+            changed[at] ^= 1 << self._random.randrange(8)
         return bytes(changed)
 
 

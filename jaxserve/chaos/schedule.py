@@ -12,11 +12,10 @@ KINDS = ("kill", "end", "stop", "slow", "drop", "delay", "corrupt", "disk", "clo
 """kill: SIGKILL. end: SIGTERM, the planned end of a worker. stop: SIGSTOP for seconds. slow:
 stopped most of the time for seconds. drop: the links to a worker are cut, or carry nothing, for
 seconds. delay: the links to a worker carry everything later. corrupt: some of the bytes on the
-pages link of a prefill worker arrive with a bit changed. disk: no file of the process grows for
-seconds, as on a full disk. clock: the wall clock jumps."""
-LINK_KINDS: Mapping[str, Sequence[str]] = {"drop": (), "delay": (), "corrupt": ("pages",)}
-"""Kinds that disturb links → the only roles whose links they disturb; empty: all linked roles.
-Links other than `pages` have no checksums but TCP's."""
+links to a worker arrive with a bit changed. disk: no file of the process grows for seconds, as on a
+full disk. clock: the wall clock jumps."""
+LINK_KINDS = ("drop", "delay", "corrupt")
+"""Kinds that disturb the links to a worker."""
 
 NEVER_ENDED = ("router", "face", "pages")
 """Roles without a planned end in a storm: the deployment ends with its router."""
@@ -115,4 +114,4 @@ def _befalls(kind: str, role: str, linked: Sequence[str]) -> bool:
         return role not in NEVER_ENDED
     if kind not in LINK_KINDS:
         return role != "pages"
-    return role in linked and role in (LINK_KINDS[kind] or linked)
+    return role in linked

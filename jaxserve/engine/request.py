@@ -206,7 +206,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return generated >= self.params.min_tokens and token_id in self.end_ids
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Output of one request: new tokens, the end of the request, or both.
 
     Attributes:
@@ -228,6 +228,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
       engine_failed: for an error: the engine that had the request has failed; another may go on
         with it.
       unavailable: for an error: no worker could run the request; one may be back later.
+      offset: tokens that the request had before these, from a worker to its router; None inside a
+        process.
     """
 
     request_id: str
@@ -244,6 +246,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     pages_lost: bool = False
     engine_failed: bool = False
     unavailable: bool = False
+    offset: int | None = None
 
     @property
     def says_nothing(self) -> bool:

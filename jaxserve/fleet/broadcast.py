@@ -7,6 +7,7 @@ twelve times the CPU (`bench plans`). Handshake and frames are those of
 stream. Knows nothing of the meaning of messages.
 """
 
+import contextlib
 import select
 import socket
 import threading
@@ -17,10 +18,9 @@ from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
+    Framing,
     cut_off,
     dial,
-    framed,
-    take_frames,
 )
 from jaxserve.link.session.listener import Listener, shut
 
@@ -70,8 +70,7 @@ class Broadcaster:
         self._listener = Listener(
             "broadcast", token, self._admit, most=MOST_HELLOS, seconds=_HELLO_SECONDS
         )
-        self._waiting: dict[socket.socket, deque[memoryview]] = {}
-        """Connection → frames for which its buffer has no room."""
+        self._below: list[_Subscriber] = []
 
     def listen(self, host: str) -> int:
         """Takes subscribers from now on; returns the port.
@@ -85,52 +84,60 @@ class Broadcaster:
 
     def send(self, message: bytes) -> None:
         """Sends to all; waits for nobody."""
-        frame = memoryview(framed(message))
         with self._lock:
-            for connection, waiting in self._waiting.items():
-                if waiting:
-                    waiting.append(frame)
-                elif rest := _send(connection, frame):
-                    waiting.append(rest)
-                    behind = connection, waiting
+            for subscriber in self._below:
+                frame = memoryview(subscriber.framing.pack(message))
+                if subscriber.waiting:
+                    subscriber.waiting.append(frame)
+                elif rest := _send(subscriber.connection, frame):
+                    subscriber.waiting.append(rest)
+                    behind = (subscriber,)
                     threading.Thread(target=self._catch_up, args=behind, daemon=True).start()
 
     def close(self) -> None:
         """Ends all connections. Idempotent."""
         with self._lock:
             self._closed = True
-            connections = [*self._waiting]
-            self._waiting.clear()
+            below, self._below = self._below, []
         self._listener.close(LOOK_SECONDS)
-        for connection in connections:
-            shut(connection)
-            connection.close()
+        for subscriber in below:
+            shut(subscriber.connection)
+            subscriber.connection.close()
 
     def _admit(self, channel: Channel) -> None:
         """Takes a subscriber, and says so by an empty message."""
-        subscriber = channel.detach()
-        subscriber.setblocking(False)
+        connection, framing = channel.detach()
+        connection.setblocking(False)
         with self._lock:
             if self._closed:
-                subscriber.close()
+                connection.close()
                 return
-            _send(subscriber, memoryview(framed(b"")))
-            self._waiting[subscriber] = deque()
+            _send(connection, memoryview(framing.pack(b"")))
+            self._below.append(_Subscriber(connection, framing))
 
-    def _catch_up(self, connection: socket.socket, waiting: deque[memoryview]) -> None:
+    def _catch_up(self, subscriber: "_Subscriber") -> None:
         """Sends what waits for room, until nothing does."""
-        room = select.poll()
-        room.register(connection, select.POLLOUT)
+        room, waiting = select.poll(), subscriber.waiting
+        room.register(subscriber.connection, select.POLLOUT)
         while True:
             room.poll(LOOK_SECONDS * 1000)
             with self._lock:
                 while not self._closed and waiting:
-                    if rest := _send(connection, waiting[0]):
+                    if rest := _send(subscriber.connection, waiting[0]):
                         waiting[0] = rest
                         break
                     waiting.popleft()
                 if self._closed or not waiting:
                     return
+
+
+class _Subscriber:
+    """One process directly below this one."""
+
+    def __init__(self, connection: socket.socket, framing: Framing):
+        self.connection, self.framing = connection, framing
+        self.waiting: deque[memoryview] = deque()
+        """Frames for which the connection's buffer has no room."""
 
 
 class Subscription:
@@ -146,16 +153,17 @@ class Subscription:
     """
 
     def __init__(self, address: str, token: str, timeout: float):
-        channel = dial(address, timeout, _MESSAGE_BYTES)
         try:
-            with cut_off(channel.shutdown, timeout):
-                channel.authenticate(token, accepted=False)
-                if channel.receive():
-                    raise OSError("another protocol")
+            channel = dial(address, token, timeout, _MESSAGE_BYTES)
+            with contextlib.ExitStack() as stack:
+                stack.callback(channel.close)
+                with cut_off(channel.shutdown, timeout):
+                    if channel.receive():
+                        raise OSError("another protocol")
+                stack.pop_all()
         except (AuthenticationError, OSError, EOFError) as error:
-            channel.close()
             raise OSError(f"{error}" or "it closed the connection") from error
-        self._socket = channel.detach()
+        self._socket, self._framing = channel.detach()
         self._socket.settimeout(LOOK_SECONDS)
 
     def messages(self) -> Iterator[bytes | None]:
@@ -163,7 +171,7 @@ class Subscription:
         ends.
 
         Raises:
-          EOFError: one would be larger than any is.
+          EOFError, OSError: one would be larger than any is, or is not the one that was sent.
         """
         buffer = bytearray()
         with self._socket:
@@ -178,7 +186,7 @@ class Subscription:
                 if not piece:
                     return
                 buffer += piece
-                yield from take_frames(buffer, _MESSAGE_BYTES)
+                yield from self._framing.take(buffer)
 
     def close(self) -> None:
         """Ends `messages`, from any thread."""

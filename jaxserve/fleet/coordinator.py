@@ -220,6 +220,11 @@ class Coordinator:
         if request is None or attempt != request.attempt:
             return None, []
         reason = output.finish_reason
+        if output.offset not in (None, len(request.emitted)) and not output.says_nothing:
+            assert request.worker is not None
+            actions: list[Action] = [SendCancel(request.worker.name, attempt)]
+            why = f"its tokens from {len(request.emitted)} to {output.offset} did not come"
+            return None, actions + self._lost(request, why) + self._go_on()
         if reason is None:
             if request.last_at is None or request.prefill is not None:
                 return request, self._begun(request, output)

@@ -23,7 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.session.channel import cut_off, dial, framed, take_frames
+from jaxserve.link.session.channel import Channel, cut_off, dial
 
 HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5
@@ -64,8 +64,10 @@ class Receiver(Protocol):
 class _Wire:
     """The connection to one worker, from its welcome on."""
 
-    def __init__(self, place: Place, sock: socket.socket, facts: frames.WorkerFacts):
-        self.place, self.facts, self.socket = place, facts, sock
+    def __init__(self, place: Place, channel: Channel, facts: frames.WorkerFacts):
+        self.place, self.facts = place, facts
+        self.socket, self._framing = channel.detach()
+        self.socket.setblocking(False)
         self.heard = self.echo_at = 0.0
         self.joined = False
         """Whether its first state has come, by which it is well."""
@@ -85,9 +87,10 @@ class _Wire:
 
     def send(self, found: Sequence[Frame]) -> bool:
         """Sends frames, or what the socket takes of them; whether all went."""
-        data = b"".join(framed(frames.encode(frame)) for frame in found)
+        bodies = [frames.encode(frame) for frame in found]
         with self._sending:
-            self.unsent += data
+            for body in bodies:
+                self.unsent += self._framing.pack(body)
             if len(self.unsent) > MAX_UNSENT_BYTES:
                 self.lose("unread", f"it has left {len(self.unsent)} bytes unread")
             return self._flush()
@@ -111,7 +114,7 @@ class _Wire:
                 self._received += data
                 if len(data) < READ_BYTES:
                     break
-        found = take_frames(self._received, frames.WORKER_FRAME_BYTES)
+        found = self._framing.take(self._received)
         if ended and not found:
             raise EOFError("it closed the connection")
         return [frames.decode_from_worker(body) for body in found]
@@ -371,10 +374,9 @@ class WorkerConnections:
             self._due[place.address] = self._clock.now + DIAL_SECONDS
 
     def _handshake(self, place: Place) -> _Wire:
-        channel = dial(place.address, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
+        channel = dial(place.address, self._token, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
         try:
             with cut_off(channel.shutdown, HANDSHAKE_SECONDS):
-                channel.authenticate(self._token, accepted=False)
                 join = frames.Join(self._router, jaxserve.__version__, frames.PROTOCOL)
                 channel.send(frames.encode(join))
                 answer = frames.decode_from_worker(channel.receive())
@@ -388,6 +390,4 @@ class WorkerConnections:
         except BaseException:
             channel.close()
             raise
-        sock = channel.detach()
-        sock.setblocking(False)
-        return _Wire(place, sock, answer.facts)
+        return _Wire(place, channel, answer.facts)

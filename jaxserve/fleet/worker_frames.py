@@ -23,7 +23,7 @@ from jaxserve.observe.view import PipelineView
 WORKER_FRAME_BYTES = 1 << 28
 """Cap of one frame: a prompt takes four bytes a token."""
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a frame changes its meaning. Routers and workers of different versions work
 together while it is the same, so that they can be replaced one by one."""
 
@@ -235,6 +235,9 @@ encode = msgspec.msgpack.Encoder().encode
 decode_from_router = msgspec.msgpack.Decoder(FromRouter).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 """Decoders; they raise msgspec.DecodeError for anything but such a frame."""
+
+
+TOKEN_BYTES = 4
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

@@ -261,7 +261,7 @@ class RouterConnection:
         assert port.engine is not None
         self._port, self._engine, self._channel, self.name = port, port.engine, channel, name
         # Ids. The engine's thread and the pool's change them, too: copy before iterating.
-        self._submitted: dict[str, None] = {}
+        self._submitted: dict[str, int] = {}  # id → tokens so far
         self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet
         self._prefills: dict[str, None] = {}  # ids; until released
         self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
@@ -310,7 +310,7 @@ class RouterConnection:
         match frame:
             case frames.Submit():
                 submit = functools.partial(self._submit, _deadline(frame.seconds))
-                self._submitted[frame.request_id] = None
+                self._submitted[frame.request_id] = len(frame.emitted) // frames.TOKEN_BYTES
                 if frame.grammar.serialised:
                     self._restoring.add(frame.request_id)
                     try:
@@ -399,7 +399,7 @@ class RouterConnection:
 
     def _adopt(self, frame: frames.Adopt) -> None:
         """Takes a request over whose router is gone."""
-        self._submitted[frame.request_id] = None  # before its last output, which may come at once
+        self._submitted[frame.request_id] = 0  # before its last output, which may come at once
         try:
             self._port.kept.adopt(frame.request_id, frame.prompt, self._output)
         except (InvalidRequestError, OverloadedError) as error:
@@ -407,8 +407,12 @@ class RouterConnection:
 
     def _output(self, output: TokenOutput) -> None:
         request_id, reason = output.request_id, output.finish_reason
+        offset = self._submitted.get(request_id, 0)
         if reason is not None:
             self._submitted.pop(request_id, None)
+        else:
+            self._submitted[request_id] = offset + len(output.token_ids)
+        msgspec.structs.force_setattr(output, "offset", offset)  # nobody else reads it
         if request_id in self._withdrawn:
             self._withdrawn.discard(request_id)
             if reason == "cancelled" and not output.token_ids:

@@ -129,16 +129,11 @@ class Meeting:
 
     def _dialled(self, end: float) -> Channel:
         while True:
-            channel = None
             try:
-                channel = dial(self._address, _HANDSHAKE_SECONDS, FRAME_BYTES)
-                channel.authenticate(self._token, accepted=False)
-                return channel
-            except (AuthenticationError, OSError, EOFError) as error:
-                if channel is not None:
-                    channel.close()
-                if isinstance(error, AuthenticationError):
-                    raise Failed(str(error)) from None
+                return dial(self._address, self._token, _HANDSHAKE_SECONDS, FRAME_BYTES)
+            except AuthenticationError as error:
+                raise Failed(str(error)) from None
+            except (OSError, EOFError) as error:
                 if time.monotonic() > end:
                     raise Failed(
                         f"process 0 cannot be reached at {self._address}: {error}"

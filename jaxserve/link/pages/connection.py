@@ -148,10 +148,8 @@ class PagesConnection:
           AuthenticationError: they have different tokens.
           OSError, EOFError, RuntimeError: no worker answers in time.
         """
-        channel = dial(address, deadlines.handshake)
+        channel = dial(address, token, deadlines.handshake)
         try:
-            with cut_off(channel.shutdown, deadlines.handshake):
-                channel.authenticate(token, accepted=False)
             connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, deadlines.handshake):

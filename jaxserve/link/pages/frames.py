@@ -1,16 +1,15 @@
 """The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
 
 The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
-which follow it as `bytes.py` lays them out. Behind every frame stands its CRC-32, and `Ready`
-has the checksum of the piece together with the fetch that it answers: a connection on which either
-is wrong is given up.
+which follow it as `bytes.py` lays them out. `Ready`
+has the checksum of the piece together with the fetch that it answers: a connection on which it is
+wrong is given up.
 
     decode → prefill   Join      (Fetch | Renew | Release | Echo)*
     prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
 """
 
 import hashlib
-import zlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -79,35 +78,10 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
 FromDecode = Join | Fetch | Renew | Release | Echo
 FromPrefill = Welcome | Refused | Ready | Failed | Echo
 
-CHECKED = 4
-"""Bytes of the CRC-32 behind a frame, big-endian."""
-
-_encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-_decode_decoder = msgspec.msgpack.Decoder(FromDecode)
-_prefill_decoder = msgspec.msgpack.Decoder(FromPrefill)
-
-
-def encode(frame: msgspec.Struct) -> bytes:
-    """The frame and its checksum."""
-    data = _encode(frame)
-    return data + zlib.crc32(data).to_bytes(CHECKED)
-
-
-def decode_from_decode(data: bytes) -> FromDecode:
-    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
-    return _decode_decoder.decode(_checked(data))
-
-
-def decode_from_prefill(data: bytes) -> FromPrefill:
-    """Raises msgspec.DecodeError for anything but such a frame, whole and unchanged."""
-    return _prefill_decoder.decode(_checked(data))
-
-
-def _checked(data: bytes) -> bytes:
-    frame, check = data[:-CHECKED], data[-CHECKED:]
-    if zlib.crc32(frame).to_bytes(CHECKED) != check:
-        raise msgspec.DecodeError(f"a frame of {len(frame)} bytes is not what was sent: checksum")
-    return frame
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+decode_from_decode = msgspec.msgpack.Decoder(FromDecode).decode
+decode_from_prefill = msgspec.msgpack.Decoder(FromPrefill).decode
+"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""
 
 
 def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:

@@ -125,11 +125,9 @@ class Peer:
             self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
 
     def _live_once(self) -> None:
-        self._channel = channel = dial(self.address, self._deadlines.handshake)
+        self._channel = channel = dial(self.address, self._token, self._deadlines.handshake)
         connection = None
         try:
-            with cut_off(channel.shutdown, self._deadlines.handshake):
-                channel.authenticate(self._token, accepted=False)
             connection = MessageConnection(channel, self._device, self._deadlines, self._transport)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, self._deadlines.handshake):

@@ -1,11 +1,13 @@
 """Channel of a session: authenticated frames of bytes over TCP.
 
 The two ends prove to each other that they know the token (HMAC challenges of
-`multiprocessing.connection`, whose framing is used too; nothing is pickled), then exchange the
-frames of `link/remote/frames.py`. Chosen over a gRPC stream by latency: a frame of 120 bytes and
-its echo take 45 µs, over gRPC 295 (2 cores of a Xeon at 2.0 GHz, loopback, 2026-11-22), and a note
-goes out for every layer and lane. The token keeps strangers out; nothing is encrypted, and transfer
-servers have no protection at all, so a link belongs into a private network. Knows nothing of JAX.
+`multiprocessing.connection`; nothing is pickled), then exchange frames. Every frame carries its
+number on the connection and a checksum, so that a changed, lost or repeated frame ends the
+connection and never passes for another one. Chosen over a gRPC stream by latency: a frame of 120
+bytes and its echo take 45 µs, over gRPC 295 (2 cores of a Xeon at 2.0 GHz, loopback, 2026-11-22),
+and a note goes out for every layer and lane. The token keeps strangers out; nothing is encrypted,
+and transfer servers have no protection at all, so a link belongs into a private network. Knows
+nothing of JAX.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import AuthenticationError as AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -37,7 +40,9 @@ LONGEST_TICK_SECONDS = 0.5
 RECEIVE_SECONDS = 5
 """A frame that stops in the middle for this long is the end of the connection, too."""
 
-_LENGTH = struct.Struct("!i")
+_NUMBERED = struct.Struct("!II")
+_HEAD_BYTES = 12
+"""Bytes of the body and number of the frame, and the checksum."""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +68,74 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULT_DEADLINES = Deadlines()
 
 
+class Framing:
+    """Makes and checks the frames of one connection, each way numbered from 0.
+
+    A frame is a head (bytes of the body, number, CRC-32 of both and of the body) and the body.
+    Frames must be packed and unpacked in the order in which they are sent and received.
+
+    Args:
+      most: Largest body that is received, in bytes.
+    """
+
+    def __init__(self, most: int = MAX_FRAME_BYTES):
+        self._most = most
+        self._sent = self._received = 0
+
+    def pack(self, body: bytes) -> bytes:
+        """Returns the next frame to send."""
+        self._sent += 1
+        return _head(body, self._sent - 1) + body
+
+    def length(self, head: bytes | bytearray, start: int = 0) -> int:
+        """Returns the bytes of the body that follows a head.
+
+        Raises:
+          EOFError: Larger than the cap; said before the body has come.
+        """
+        length: int = _NUMBERED.unpack_from(head, start)[0]
+        if length > self._most:
+            raise EOFError(f"a frame of {length} bytes where {self._most} are the most")
+        return length
+
+    def check(self, head: bytes, body: bytes) -> None:
+        """Checks the next frame received.
+
+        Raises:
+          OSError: It is not the one that was sent.
+        """
+        if head != _head(body, self._received):
+            raise OSError(
+                f"frame {self._received} was changed, lost or repeated, or is of another version"
+            )
+        self._received += 1
+
+    def take(self, received: bytearray) -> list[bytes]:
+        """Takes the whole frames off the front of the received bytes; returns their bodies.
+
+        Raises:
+          EOFError, OSError: As `length` and `check`.
+        """
+        found, start = [], 0
+        with memoryview(received) as view:
+            while len(view) >= start + _HEAD_BYTES:
+                begin = start + _HEAD_BYTES
+                end = begin + self.length(received, start)
+                if len(view) < end:
+                    break
+                body = bytes(view[begin:end])
+                self.check(bytes(view[start:begin]), body)
+                found.append(body)
+                start = end
+        del received[:start]
+        return found
+
+
+def _head(body: bytes, number: int) -> bytes:
+    begin = _NUMBERED.pack(len(body), number & 0xFFFFFFFF)
+    return begin + zlib.crc32(body, zlib.crc32(begin)).to_bytes(4)
+
+
 class Channel:
     """Frames to and from one peer. Any thread may send; one thread receives and closes.
 
@@ -72,7 +145,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, most: int = MAX_FRAME_BYTES):
-        self._socket, self._most = sock, most
+        self._socket = sock
         try:
             sock.setblocking(True)
             # Notes follow each other unanswered: Nagle's algorithm would hold the second back.
@@ -85,14 +158,13 @@ class Channel:
             self.local_host: str = sock.getsockname()[0]
             """The address by which the peer reaches this host."""
             self.peer: str = join_address(*sock.getpeername()[:2])
-            descriptor = os.dup(sock.fileno())
         except OSError:  # The peer has left already.
             sock.close()
             raise
-        self._connection: Connection[Any, Any] = Connection(descriptor)
+        self._framing = Framing(most)
         self._sending = threading.Lock()
         self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
 
     def send(self, frame: bytes, parts: Iterable[memoryview] = ()) -> None:
         """Sends a frame and, right behind it, the bytes that it announces.
@@ -101,7 +173,7 @@ class Channel:
           OSError: the connection is gone.
         """
         with self._sending:
-            self._connection.send_bytes(frame)
+            self._socket.sendall(self._framing.pack(frame))
             for part in parts:
                 self._socket.sendall(part)
 
@@ -110,8 +182,17 @@ class Channel:
         return bool(self._poll.poll(seconds * 1000))
 
     def receive(self) -> bytes:
-        """Raises EOFError or OSError when the connection is gone."""
-        return self._connection.recv_bytes(self._most)
+        """Returns the next frame's body.
+
+        Raises:
+          EOFError, OSError: the connection is gone, or the frame is not the one that was sent.
+        """
+        head = bytearray(_HEAD_BYTES)
+        self.receive_into(memoryview(head), RECEIVE_SECONDS)
+        body = bytearray(self._framing.length(head))
+        self.receive_into(memoryview(body), RECEIVE_SECONDS)
+        self._framing.check(bytes(head), frame := bytes(body))
+        return frame
 
     def receive_into(self, buffer: memoryview, seconds: float) -> None:
         """Receives bytes that a frame has announced; raises EOFError or OSError when the connection
@@ -133,17 +214,18 @@ class Channel:
           OSError, EOFError: the connection is gone.
         """
         parts = [deliver_challenge, answer_challenge]
+        connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         try:
-            for part in parts if accepted else reversed(parts):
-                part(self._connection, token.encode())
+            with connection:
+                for part in parts if accepted else reversed(parts):
+                    part(connection, token.encode())
         except AuthenticationError as error:
             raise AuthenticationError(f"another token than that of {self.peer}") from error
 
-    def detach(self) -> socket.socket:
-        """The socket, for another way to read and write the same frames (`framed`, `take_frames`);
-        ends the channel."""
-        self._connection.close()
-        return self._socket
+    def detach(self) -> tuple[socket.socket, Framing]:
+        """Returns the socket, and the framing with which its frames go on, for another way to read
+        and write them; ends the channel."""
+        return self._socket, self._framing
 
     def shutdown(self) -> None:
         """Ends the connection from any thread: threads that receive or send get an error."""
@@ -154,34 +236,7 @@ class Channel:
         """Frees the descriptors; only by the thread that receives."""
         self.shutdown()
         with self._sending:
-            self._connection.close()
             self._socket.close()
-
-
-def framed(body: bytes) -> bytes:
-    """A frame of less than 2 GiB as it goes over a detached socket: four bytes of length, signed
-    and big-endian, and the body."""
-    return _LENGTH.pack(len(body)) + body
-
-
-def take_frames(received: bytearray, most: int = MAX_FRAME_BYTES) -> list[bytes]:
-    """Takes the frames that are there in full off the front of what a detached socket has received.
-
-    Raises:
-      EOFError: one has more than `most` bytes, said before they have come.
-    """
-    found, start = [], 0
-    while len(received) >= start + _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(received, start)
-        if not 0 <= length <= most:
-            raise EOFError(f"a frame of {length} bytes where {most} are the most")
-        end = start + _LENGTH.size + length
-        if len(received) < end:
-            break
-        found.append(bytes(memoryview(received)[start + _LENGTH.size : end]))
-        start = end
-    del received[:start]
-    return found
 
 
 @contextlib.contextmanager
@@ -196,22 +251,30 @@ def cut_off(action: Callable[[], None], seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def dial(address: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
-    """Opens a channel to the listener at `address`, to be authenticated; raises OSError."""
-    return Channel(socket.create_connection(split_address(address), timeout=seconds), most)
+def dial(address: str, token: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
+    """Returns an authenticated channel to the listener at `address`.
 
-
-def accept(sock: socket.socket, token: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
-    """An authenticated channel of an accepted socket; `most` bytes a frame.
+    Args:
+      seconds: Deadline, once of the connection and once of the challenges.
+      most: Largest frame that is received, in bytes.
 
     Raises:
       AuthenticationError: the two ends have different tokens.
-      OSError, EOFError: the other end left, or did not answer within `seconds`.
+      OSError, EOFError: nothing listens there, or it did not answer in time.
     """
-    channel = Channel(sock, most)
+    sock = socket.create_connection(split_address(address), timeout=seconds)
+    return _authenticated(Channel(sock, most), token, seconds, accepted=False)
+
+
+def accept(sock: socket.socket, token: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
+    """Returns an authenticated channel of an accepted socket; arguments and errors as `dial`."""
+    return _authenticated(Channel(sock, most), token, seconds, accepted=True)
+
+
+def _authenticated(channel: Channel, token: str, seconds: float, *, accepted: bool) -> Channel:
     try:
         with cut_off(channel.shutdown, seconds):
-            channel.authenticate(token, accepted=True)
+            channel.authenticate(token, accepted=accepted)
     except BaseException:
         channel.close()
         raise

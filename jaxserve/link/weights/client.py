@@ -48,16 +48,15 @@ class WeightsPeer:
         self.address = address
         self._number = 0
         try:
-            self._channel = dial(address, deadlines.handshake, frames.MAX_FRAME_BYTES)
-        except OSError as error:
-            raise PeerError(f"{address}: {error}") from None
+            self._channel = dial(address, token, deadlines.handshake, frames.MAX_FRAME_BYTES)
+        except (AuthenticationError, EOFError, OSError) as error:
+            raise PeerError(f"{address}: {error or 'end of file'}") from None
         try:
             with cut_off(self._channel.shutdown, deadlines.handshake):
-                self._channel.authenticate(token, accepted=False)
                 self._channel.send(frames.encode(frames.Join(hello)))
                 frame = frames.decode_from_running(self._channel.receive())
             welcome = greeted(frame, frames.Welcome, hello)
-        except (AuthenticationError, EOFError, OSError, Refusal, msgspec.DecodeError) as error:
+        except (EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             self._channel.close()
             raise PeerError(f"{address}: {error or 'end of file'}") from None
         self.worker, self.held = welcome.hello.worker, welcome.held

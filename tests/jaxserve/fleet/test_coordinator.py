@@ -164,6 +164,21 @@ class World:
         self.ended[name] = reason
 
 
+def test_a_gap_in_the_tokens_begins_the_request_again() -> None:
+    world = World.without_prefill("d0:1", "d1:1")
+    world.submit("a", 10)
+    ((attempt, (worker, request)),) = world.running.items()
+    first, third = (
+        TokenOutput(request_id=attempt, token_ids=[token], offset=offset)
+        for token, offset in ((7, 0), (9, 2))
+    )
+    assert world.coordinator.output(attempt, first) == (request, [])
+    passed_on, (cancel, submit) = world.coordinator.output(attempt, third)
+    assert passed_on is None
+    assert cancel == orders.SendCancel(worker, attempt)
+    assert (submit.request, request.emitted, request.lost) == (request, [7], 1)
+
+
 def test_runs_are_logged_as_outputs_are() -> None:
     """Up to the first with which there is more to do."""
     worlds = [World.without_prefill("d0:1") for _ in range(2)]

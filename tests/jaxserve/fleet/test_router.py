@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from jaxserve.chaos.proxy import Proxy
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet import router as router_module
 from jaxserve.fleet.router import RouterEngine
+from jaxserve.ports import free_port
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker, FakeWorkerEngine, expected
 from tests.jaxserve.waiting import failing_once, until
@@ -184,6 +186,36 @@ def test_a_lost_domain_s_requests_go_on_elsewhere(how):
         assert fleet.router.load().losses == {"domain": {cause: 1}}
         victim.close()
         fleet.prefills[0].engine.held.clear() if how == "stuck" else fleet.until_idle()
+
+
+class Renaming(Proxy):
+    """Changes the bit that makes another field of `token_ids`: what remains is a message, too."""
+
+    def _changed(self, data: bytes) -> bytes:
+        return data.replace(b"token_ids", b"token_idr")
+
+
+@pytest.mark.parametrize(("proxy_class", "mode"), [(Renaming, "corrupt"), (Proxy, "omit")])
+def test_a_connection_that_changes_bytes_loses_no_token(proxy_class, mode):
+    """Whatever they hit, handshakes too; some requests begin again, from their logs."""
+    with contextlib.ExitStack() as stack:
+        domains, proxies = [FakeWorker("domain") for _ in range(2)], []
+        for domain in domains:
+            listens = f"127.0.0.1:{free_port()}"
+            proxies.append(proxy_class(listens, domain.address))
+            stack.callback(proxies[-1].close)
+            domain.address = listens
+        rig = Rig([], domains, fleet__attempts=100)
+        stack.callback(rig.close)
+        rig.submit_all(range(24), 150)
+        rig.begun(range(24), 1)
+        for proxy in proxies:
+            proxy.disturb(mode, 0.05)
+        until(lambda: rig.router._coordinator.replays > 8)
+        for proxy in proxies:
+            proxy.disturb("")
+        rig.check(range(24), 150)
+        assert {output.finish_reason for output in rig.results.last.values()} == {"length"}
 
 
 def test_a_silent_worker_is_named_before_it_is_given_up(caplog):

@@ -37,9 +37,8 @@ class Router:
     """A router's end of a connection, frame by frame."""
 
     def __init__(self, worker: FakeWorker):
-        self._channel = dial(worker.address, SECONDS, frames.WORKER_FRAME_BYTES)
+        self._channel = dial(worker.address, TOKEN, SECONDS, frames.WORKER_FRAME_BYTES)
         ENDS.append(self._channel)
-        self._channel.authenticate(TOKEN, accepted=False)
         self.send(frames.Join("r", jaxserve.__version__, frames.PROTOCOL))
         assert isinstance(self.receive(), frames.Welcome)
 
@@ -114,6 +113,22 @@ def test_a_worker_that_could_start_no_thread_is_reached_again(monkeypatch) -> No
             Router(worker).leave()
         assert failed.is_set()
         Router(worker).leave()
+
+
+def test_outputs_say_which_tokens_they_bring() -> None:
+    with a_worker() as worker:
+        router = Router(worker)
+        router.submit("x", emitted=frames.packed([8, 9]))
+        assert router.end_of("x").offset == 2
+        worker.engine.allowed = 1
+        router.submit("y", keyed=True)
+        until(lambda: [one.sent for one in worker.engine.running.values()] == [1])
+        router.leave()
+        until(lambda: worker.port.kept.orphans == ["y"])
+        other = Router(worker)
+        other.send(frames.Adopt("y", frames.packed([1, 2, 3])))
+        worker.engine.allowed = 10
+        assert other.end_of("y").offset == 2
 
 
 @pytest.mark.parametrize("meanwhile", ["cancel", "withdraw", "leave"])

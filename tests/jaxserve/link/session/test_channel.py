@@ -5,7 +5,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import answer_challenge
+from multiprocessing.connection import Connection, answer_challenge
 
 import pytest
 
@@ -33,13 +33,7 @@ def address(listener: socket.socket) -> str:
 
 
 def dial_with(listener: socket.socket, token: str) -> channels.Channel:
-    channel = channels.dial(address(listener), 5.0)
-    try:
-        channel.authenticate(token, accepted=False)
-    except AuthenticationError:
-        channel.close()
-        raise
-    return channel
+    return channels.dial(address(listener), token, 5.0)
 
 
 @pytest.fixture
@@ -69,32 +63,57 @@ def test_frames_keep_their_bounds_and_order(ends) -> None:
 
 
 def test_a_detached_socket_has_the_same_frames(ends) -> None:
-    assert channels.framed(b"body") == b"\x00\x00\x00\x04body"
     client, server = ends
-    with client.detach() as sock:
-        sock.sendall(channels.framed(b"one") + channels.framed(b""))
+    sock, framing = client.detach()
+    with sock:
+        sock.sendall(framing.pack(b"one") + framing.pack(b""))
         assert [server.receive() for _ in range(2)] == [b"one", b""]
         server.send(b"three")
-        server.close()
-        assert sock.recv(100, socket.MSG_WAITALL) == b"\x00\x00\x00\x05three"
+        assert framing.take(bytearray(sock.recv(100))) == [b"three"]
 
 
 def test_frames_are_taken_once_they_are_whole() -> None:
-    received = bytearray(b"\0\0\0\x02ab\0\0\0\0\0\0\0\x03xy")
-    assert channels.take_frames(received, 3) == [b"ab", b""]
-    assert received == b"\0\0\0\x03xy"
-    assert channels.take_frames(received, 3) == []
-    received += b"z\0\0"
-    assert channels.take_frames(received, 3) == [b"xyz"]
+    sender, receiver = channels.Framing(), channels.Framing(3)
+    frames = [sender.pack(body) for body in (b"ab", b"", b"xyz")]
+    assert frames[0] == b"\0\0\0\x02\0\0\0\0\xab\x4f\x23\xcdab"
+    received = bytearray(frames[0] + frames[1] + frames[2][:-1])
+    assert receiver.take(received) == [b"ab", b""]
+    assert received == frames[2][:-1]
+    assert receiver.take(received) == []
+    received += frames[2][-1:] + b"\0\0"
+    assert receiver.take(received) == [b"xyz"]
     assert received == b"\0\0"
 
 
-@pytest.mark.parametrize(
-    ("head", "length"), [(b"\0\0\0\x04", 4), (b"\xff\xff\xff\xff", -1), (b"\0\x10\0\0", 1048576)]
-)
-def test_a_length_beyond_the_cap_is_refused_before_its_bytes(head: bytes, length: int) -> None:
+@pytest.mark.parametrize("length", [4, 1 << 20, 0xFFFFFFFF])
+def test_a_length_beyond_the_cap_is_refused_before_its_bytes(length: int) -> None:
+    head = bytearray(length.to_bytes(4) + bytes(8))
     with pytest.raises(EOFError, match=f"a frame of {length} bytes where 3 are the most"):
-        channels.take_frames(bytearray(head), 3)
+        channels.Framing(3).take(head)
+
+
+def test_every_changed_bit_of_a_frame_is_noticed() -> None:
+    frame = channels.Framing().pack(b"a token")
+    for bit in range(8 * len(frame)):
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        receiver = channels.Framing(100)
+        with pytest.raises((OSError, EOFError), match=r"was changed|where 100 are the most"):
+            receiver.take(changed + bytes(100))
+
+
+def test_a_lost_and_a_repeated_frame_are_noticed(ends) -> None:
+    client, server = ends
+    sock, framing = client.detach()
+    with sock:
+        first, second, third = (framing.pack(body) for body in (b"1", b"2", b"3"))
+        sock.sendall(first + third)
+        assert server.receive() == b"1"
+        with pytest.raises(OSError, match="frame 1 was changed, lost or repeated"):
+            server.receive()
+    receiver = channels.Framing()
+    with pytest.raises(OSError, match="frame 2 was changed, lost or repeated"):
+        receiver.take(bytearray(first + second + second))
 
 
 def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
@@ -113,7 +132,7 @@ def test_frame_beyond_the_cap_is_refused(ends) -> None:
 
     sender = threading.Thread(target=send)
     sender.start()
-    with pytest.raises(OSError, match="bad message length"):
+    with pytest.raises(EOFError, match="a frame of 1048577 bytes"):
         server.receive()
     server.close()
     client.shutdown()
@@ -129,13 +148,12 @@ def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
 
 def test_a_listener_that_welcomes_everybody_has_to_prove_itself_too(listener) -> None:
     def welcome() -> None:
-        impostor = channels.Channel(listener.accept()[0])
-        impostor.send(b"#CHALLENGE#{sha256}" + bytes(32))
-        impostor.receive()
-        impostor.send(b"#WELCOME#")
-        with contextlib.suppress(AuthenticationError, EOFError, OSError):
-            answer_challenge(impostor._connection, b"guess")
-        impostor.close()
+        with Connection(listener.accept()[0].detach()) as impostor:
+            impostor.send_bytes(b"#CHALLENGE#{sha256}" + bytes(32))
+            impostor.recv_bytes()
+            impostor.send_bytes(b"#WELCOME#")
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                answer_challenge(impostor, b"guess")
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(welcome)

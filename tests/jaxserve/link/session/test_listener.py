@@ -45,9 +45,8 @@ def listening(most: int = 4, seconds: float = SECONDS) -> Iterator[tuple[Listene
 
 
 def peer(address: str) -> Channel:
-    channel = dial(address, SECONDS)
+    channel = dial(address, TOKEN, SECONDS)
     ENDS.append(channel)
-    channel.authenticate(TOKEN, accepted=False)
     return channel
 
 
