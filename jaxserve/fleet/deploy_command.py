@@ -7,22 +7,30 @@ time (`simulation.py`), by the `plan simulate` command that it prints.
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.fleet.planned_fleet import prediction, simulated
 from jaxserve.fleet.simulation_command import add_fleet, read_simulation
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.deploy import Asked, Deployment, Hosts, NoUnitError, Planned, Sizer
-from jaxserve.planner.deploy_demand import Demand, Level, Spares, failures, level
-from jaxserve.planner.deploy_fleet import Times
-from jaxserve.planner.deploy_view import Shown, Simulated, deploy_report
+from jaxserve.planner.deploy import (
+    Asked,
+    Deployment,
+    Hosts,
+    NoUnitError,
+    Planned,
+    Prediction,
+    Sizer,
+    Trial,
+)
+from jaxserve.planner.deploy_demand import Demand, Spares, failures, level
+from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Target
@@ -87,7 +95,14 @@ def run(options: argparse.Namespace) -> int:
     asked = _asked(options, hardware, formats)
     context = round(asked.demand.requests(asked.longest, asked.page).context)
     searcher = read_searcher(options, attention, ffn, context, formats)
-    sizer = Sizer(searcher, Hosts(prefill, attention, ffn), asked)
+    request_seconds = searcher.calculator.assumed.request_seconds
+
+    def simulate(trial: Trial) -> Prediction:
+        tell(f"simulates {trial.fleet.text} ({trial.part})")
+        return simulated(trial, request_seconds)
+
+    tell = Progress()
+    sizer = Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate)
     try:
         planned = sizer.plan()
     except NoUnitError as error:
@@ -96,17 +111,30 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    simulated, command = None, ""
+    file_simulated, command = None, ""
     if options.write:
         planned = _write(options, sizer, planned, hardware)
         arguments = _simulation(options, asked, planned.best)
         command = "python -m jaxserve.plan " + shlex.join(arguments)
         if options.simulate:
-            simulated = _simulate(arguments, asked)
+            file_simulated = _simulate(arguments, asked)
     prices = price_lines(hardware, options.price)
     title = f"{options.model}: {asked.text}"
-    show(options, deploy_report(Shown(title, sizer, planned, prices, simulated, command)))
+    show(options, deploy_report(Shown(title, sizer, planned, prices, file_simulated, command)))
     return 0
+
+
+class Progress:
+    """Says on stderr what is done, from five seconds on and every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 5
+
+    def __call__(self, text: str) -> None:
+        """Says it, unless something was said lately."""
+        if (now := time.monotonic()) >= self._next:
+            print(f"{text} …", file=sys.stderr, flush=True)
+            self._next = now + 5
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -167,7 +195,7 @@ def _write(
     fleet = FleetFile(file, sizer.model, sizer.searcher.calculator, sizer.asked)
     requests, best = sizer.requests(sizer.asked.demand), planned.best
     slots = fleet.write(best, requests)
-    if slots < best.peak_slots:
+    if slots < best.fleet.slots:
         best = sizer.with_slots(best, slots)
         fleet.write(best, requests)
     return Planned(best=best, others=planned.others, found=planned.found)
@@ -206,7 +234,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
     return arguments + (["--assume", *options.assume] if options.assume else [])
 
 
-def _simulate(arguments: list[str], asked: Asked) -> Simulated:
+def _simulate(arguments: list[str], asked: Asked) -> Prediction:
     """Runs the `plan simulate` command that the plan prints."""
     parser = Parser()
     add_simulate(parser)
@@ -220,18 +248,4 @@ def _simulate(arguments: list[str], asked: Asked) -> Simulated:
             f"all, are more than {MOST_SIMULATED:.0e}; simulate a smaller --rate"
         )
     ready = read_simulation(options, load_deployment(options.config, options.set))
-    result = ready.simulation.run()
-    ttft, tpot = (np.array(each) for each in ready.simulation.samples())
-
-    def at(samples: np.ndarray, level: Level) -> float:
-        return float(np.percentile(samples, level.percent))
-
-    return Simulated(
-        ttft=Times.of(ttft),
-        tpot=Times.of(tpot),
-        ttft_asked=at(ttft, asked.ttft),
-        tpot_asked=at(tpot, asked.tpot),
-        busy=result.busy,
-        refused=result.refused,
-        requests=result.finished,
-    )
+    return prediction(ready.simulation, asked)

@@ -41,6 +41,10 @@ from jaxserve.planner.stage_times import StageTimes
 
 SHARED = 2**30
 """The first token id of beginnings that prompts share; those of requests are their numbers."""
+RUNNING, OWN = "running ", 2**29
+"""Beginning of the ids of sequences that run at the start, and the first of their token ids."""
+LEAST_TOKENS = 8
+"""Tokens after which a request that has not ended has a pace."""
 
 
 class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +120,10 @@ class FleetSimulation:
     ):
         self._traffic, self._conditions = traffic, conditions
         self._random = np.random.default_rng(conditions.seed)
+        lengths = traffic.lengths.sample(np.random.default_rng(conditions.seed), traffic.requests)
+        self._lengths = np.transpose(lengths).tolist()
+        self._without_token = traffic.requests
+        """Requests that have not had their first token yet, those to come included."""
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -138,7 +146,11 @@ class FleetSimulation:
                 self._add(f"prefill {number}", "prefill", again, number >= reserved)
         for number in range(units):
             again = functools.partial(
-                self._engine, deployment, domain, elsewhere=workers > 0, domains=together
+                self._engine,
+                deployment,
+                domain,
+                elsewhere=workers > 0 or conditions.prefilled,
+                domains=together,
             )
             self._add(f"domain {number}", "domain", again)
         for loss in conditions.losses:
@@ -148,16 +160,31 @@ class FleetSimulation:
             self._at(loss.at, functools.partial(self._lose, loss))
 
     def run(self) -> FleetResult:
-        """Simulates until every request has ended."""
-        at = 0.0
-        for number in range(self._traffic.requests):
-            gap = 1 / self._traffic.rate
-            at += gap if self._traffic.even else float(self._random.exponential(gap))
+        """Simulates until every request has ended; with `running`, has had its first token."""
+        workers = self._workers.items()
+        # Without prefill workers, sequences go to domains at once.
+        for name, worker in ((n, w) for n, w in workers if w.role == "domain"):
+            self._join(name, worker)
+        for number, (length, left) in enumerate(self._traffic.running):
+            self._submit(f"{RUNNING}{number}", [OWN + number] * length, left, whole=True)
+        for name, worker in ((n, w) for n, w in workers if w.role == "prefill"):
+            self._join(name, worker)
+        for number, at in enumerate(self._arrivals()):
             self._at(at, functools.partial(self._arrive, number))
         with no_garbage_collection():
-            while self._turn():
+            while not (self._traffic.running and not self._without_token) and self._turn():
                 pass
         return self._result()
+
+    def _arrivals(self) -> list[float]:
+        """Times of the requests, at exactly the rate on the mean."""
+        count, rate = self._traffic.requests, self._traffic.rate
+        gaps = np.ones(count)
+        if not self._traffic.even:
+            gaps = self._random.exponential(1.0, count)
+            gaps *= count / gaps.sum()
+        found: list[float] = np.cumsum(gaps / rate).tolist()
+        return found
 
     def _turn(self) -> bool:
         """The next event, or the turn of the engine that is due first; False: nothing is left."""
@@ -198,8 +225,7 @@ class FleetSimulation:
         again: Callable[[], SimulatedEngine],
         reserved: bool = False,
     ) -> None:
-        self._workers[name] = worker = _Worker(role, again(), again, reserved)
-        self._join(name, worker)
+        self._workers[name] = _Worker(role, again(), again, reserved)
 
     def _lose(self, loss: Loss) -> None:
         """A worker and what it has are gone; what it still had to say is not heard."""
@@ -233,19 +259,25 @@ class FleetSimulation:
         heapq.heappush(self._events, (at, next(self._numbers), happen))
 
     def _arrive(self, number: int) -> None:
-        prompt, output = self._traffic.lengths.draw(self._random)
-        name = str(number)
+        prompt, output = self._lengths[number]
         shared = min(max(self._traffic.shared, int(self._traffic.hits * prompt)), prompt)
         first = int(self._random.integers(self._traffic.prefixes)) if shared else 0
         # What follows is its own, which no prefix cache has.
         tokens = [SHARED + first] * shared + [number] * (prompt - shared)
-        job = Job(request_id=name, prompt=tokens, max_tokens=output)
+        if not self._submit(str(number), tokens, output):
+            self._refused += 1
+            self._without_token -= 1
+
+    def _submit(self, name: str, tokens: list[int], output: int, *, whole: bool = False) -> bool:
+        """Gives a request to the router; False: it has no room for it."""
+        job = Job(request_id=name, prompt=tokens, max_tokens=output, whole=whole)
         self._seen[name] = _Seen(self._now, output)
         try:
             self._act(self._coordinator.submit(job))
         except OverloadedError:
-            self._refused += 1
             del self._seen[name]
+            return False
+        return True
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -312,6 +344,7 @@ class FleetSimulation:
             return
         if seen.first < 0 and output.token_ids:
             seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
+            self._without_token -= not self._attempts[attempt].startswith(RUNNING)
         request, actions = self._coordinator.output(attempt, output)
         if request is not None and request.last_at is not None:
             seen.last, seen.tokens = request.last_at, len(request.emitted)
@@ -332,21 +365,32 @@ class FleetSimulation:
         return sum(found for _, found in lookups) / max(1, sum(asked for asked, _ in lookups))
 
     def samples(self) -> tuple[list[float], list[float]]:
-        """TTFT and TPOT of every request that counts, in seconds."""
+        """TTFT and TPOT of every request that counts, in seconds. Sequences that ran at the start,
+        or run at the end, have a pace by the tokens that they got."""
+        late, paced = self._conditions.request_seconds, self._counted()
+        ttft = [seen.first - seen.arrival + late for seen in paced]
+        if self._traffic.running:
+            for name, request in self._coordinator.requests.items():
+                if request.last_at is not None:
+                    seen = self._seen[name]
+                    seen.last, seen.tokens = request.last_at, len(request.emitted)
+            paced = [seen for seen in self._seen.values() if seen.tokens > LEAST_TOKENS]
+        several = [seen for seen in paced if seen.tokens > 1]
+        return ttft, [(seen.last - seen.first) / (seen.tokens - 1) for seen in several]
+
+    def waits(self) -> dict[str, list[float]]:
+        """Seconds that each request that counts waited, as `FleetResult.waits`."""
         counted = self._counted()
-        several = [seen for seen in counted if seen.tokens > 1]
-        return (
-            [seen.first - seen.arrival for seen in counted],
-            [(seen.last - seen.first) / (seen.tokens - 1) for seen in several],
-        )
+        return {
+            "prefill": [s.prefill_wait for s in counted if s.prefill_wait is not None],
+            "pages": [s.pages_wait for s in counted if s.pages_wait is not None],
+            "domain": [s.domain_wait for s in counted],
+        }
 
     def _counted(self) -> list[_Seen]:
-        end = self._traffic.requests - self._traffic.cool_down
-        return [
-            seen
-            for name, seen in self._seen.items()
-            if self._traffic.warm_up <= int(name) < end and seen.first >= 0
-        ]
+        numbers = range(self._traffic.warm_up, self._traffic.requests - self._traffic.cool_down)
+        found = (self._seen.get(str(number)) for number in numbers)
+        return [seen for seen in found if seen is not None and seen.first >= 0]
 
     def _result(self) -> FleetResult:
         counted = self._counted()
@@ -369,13 +413,7 @@ class FleetSimulation:
             tokens_per_second=sum(seen.tokens for seen in counted) / max(end - begin, 1e-12),
             ttft=percentiles(ttft),
             tpot=percentiles(tpot),
-            waits={
-                "prefill": percentiles(
-                    [s.prefill_wait for s in counted if s.prefill_wait is not None]
-                ),
-                "pages": percentiles([s.pages_wait for s in counted if s.pages_wait is not None]),
-                "domain": percentiles([s.domain_wait for s in counted]),
-            },
+            waits={role: percentiles(found) for role, found in self.waits().items()},
             replays=self._coordinator.replays,
             found=self._found(),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},

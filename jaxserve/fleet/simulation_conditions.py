@@ -29,6 +29,9 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
       prefixes: how many such beginnings there are, each as frequent as any other.
       hits: part of every prompt that is the beginning of a text that all have in common, beside
         `shared`.
+      running: cache lengths, and tokens still to come, of sequences that decode at the start. With
+        them the simulation ends when the last request has its first token, as the fleet would go
+        on; without, it begins and ends empty.
     """
 
     lengths: Lengths
@@ -40,6 +43,7 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
     prefixes: int = 1
     hits: float = 0.0
+    running: tuple[tuple[int, int], ...] = ()
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +61,17 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """How it runs; as those of `planner.simulate`."""
+    """How the fleet runs; fields as those of `planner.simulate`.
+
+    Attributes:
+      request_seconds: added to every TTFT: HTTP, the router and its messages.
+      prefilled: whether prompts come with their KV entries although no worker computes them.
+    """
 
     pages: PagesLink = PagesLink()
     host_seconds: float = 0.0
     jitter: Jitter = Jitter()
     seed: int = 0
     losses: tuple[Loss, ...] = ()
+    request_seconds: float = 0.0
+    prefilled: bool = False

@@ -140,6 +140,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the process that leads others, for a step's plan of 2,048 sequences."""
     plan_below_seconds: float = 14e-6
     """And for each process or host that it sends it to (`python -m jaxserve.bench plans`)."""
+    request_seconds: float = 10e-3
+    """HTTP, router and sessions, of a request on its way to its first token. A guess; the demo's
+    fleet takes 59 ms on two busy cores."""
     imbalance: float = 0.0
     """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
     are equally popular, which is what a perfect placement leaves."""

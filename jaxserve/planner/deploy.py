@@ -1,14 +1,14 @@
 """Sizes a whole deployment: prefill workers, the pages link, decode units and spares, for requests
 at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
 
-The decode units are the layouts that `search.py` finds, with what an arriving request takes of them
-by Little's law; prefill workers are colocated layouts of their own. Of both the cheapest fleet is
-taken. Plain arithmetic; no JAX.
+Arithmetic gives every layout the most requests a second that it could serve, which orders the
+layouts by what they would cost at least. From the cheapest on, a simulation with the engine's own
+schedulers and the router's own policy (`fleet/planned_fleet.py`) says how many it takes; a layout
+that costs more at least than the best one costs is not looked at. No queue is approximated.
 """
 
-from collections.abc import Iterator, Mapping
-from statistics import NormalDist
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,39 +16,47 @@ import numpy as np
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
-from jaxserve.planner.deploy_fleet import (
-    CHUNKS,
-    DecodeUnit,
-    Fleet,
-    Handoff,
-    Overloaded,
-    Pace,
-    Prediction,
-    PrefillWorker,
-    Steps,
-    after_prefill,
-    capacity,
-    occupied,
-    predict,
-    steps_of,
-    units_for,
-    workers_for,
-)
 from jaxserve.planner.hardware import MONTH, Hardware
+from jaxserve.planner.lanes import pipeline_of
 from jaxserve.planner.layouts import Layout, Layouts, Target
-from jaxserve.planner.memory import Memory
+from jaxserve.planner.memory import Memory, token_budget
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
+from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
 
 TRIED = 3
-"""Layouts of a mode that are looked at closely."""
+"""Decode layouts of a mode that are looked at closely."""
+SIMULATED = 4
+"""Layouts of a role that are simulated at most."""
 KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
+MOST_BUSY = 0.85
+"""Share of the time, and of the slots, that are planned to be taken at most: nearer to 1 a percent
+more requests multiplies what they wait."""
+CHUNKS = (1024, 2048, 4096, 8192)
+"""Tokens of a DP group's prefill step to try."""
+QUANTILES, POINTS = 5, 3
+"""Prompts, and chunks of each, whose seconds stand for all prompts."""
+STEPS = 4
+"""Steps of every lane that are run for a pace."""
+HELD_SLOTS = 16
+"""Prompts of a DP group of a prefill worker at a time."""
+FURTHER = 4
+"""Times the least number of workers or units up to which a number that meets a target is looked
+for."""
+GROWN = 8
+"""Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
+WAITS = ("prefill", "domain")
+SHARES = {"mean": None, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
+"""Figures that are shown of a distribution."""
+
+Tree = dict[str, Any]
+Part = Literal["prefill", "decode", "whole"]
 
 
 class Hosts(NamedTuple):
-    """Hardware by name that the parts may use."""
+    """Hardware by name that each part may use."""
 
     prefill: Mapping[str, Hardware]
     attention: Mapping[str, Hardware]
@@ -59,7 +67,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Demand and targets of the deployment, and what may be rented.
 
     Attributes:
-      positions: the model's.
+      positions: of the model.
+      pages_latency: seconds of a KV hand-off beside its bytes.
       prefill_devices, decode_devices: of a worker and of a unit: these alone are tried; 0: all.
     """
 
@@ -76,7 +85,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence, at most."""
+        """Most tokens of a sequence."""
         return min(self.positions, self.demand.longest(self.page))
 
     @property
@@ -88,10 +97,366 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             f"a prefix cache), {demand.output:,} out; TTFT {self.ttft.text}, TPOT {self.tpot.text}"
         )
 
+
+class PrefillWorker(NamedTuple):
+    """A kind of prefill worker.
+
+    Attributes:
+      chunk: tokens of a DP group and step.
+      pages: of a DP group, in the memory that the weights leave.
+      capacity: requests a second, if every DP group were always busy.
+      alone: seconds of the prompt at the percentile of the TTFT, with nothing else in the worker.
+    """
+
+    layout: Layout
+    chunk: int
+    hardware: Hardware
+    pages: int
+    capacity: float
+    alone: float
+
     @property
-    def percents(self) -> tuple[float, float]:
-        """Percentiles of TTFT and TPOT that are asked for."""
-        return self.ttft.percent, self.tpot.percent
+    def dollars(self) -> float:
+        """USD an hour."""
+        return self.hardware.price * self.layout.devices
+
+
+class DecodeUnit(NamedTuple):
+    """A kind of decode unit: an attention and an ffn role together, or a colocated worker.
+
+    Attributes:
+      plan: of the search, for its layout.
+      slots: most sequences of a DP group and lane.
+      pace: seconds between a sequence's tokens, by sequences of a DP group and lane.
+      capacity: requests a second within the TPOT, with `MOST_BUSY` of the slots taken.
+    """
+
+    plan: Plan
+    slots: int
+    hardware: tuple[Hardware, Hardware]
+    pace: "Pace"
+    capacity: float
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's."""
+        return self.plan.layout
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of all DP groups."""
+        return self.layout.dp * self.layout.lanes
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences at a time."""
+        return self.lanes * self.slots
+
+    @property
+    def dollars(self) -> float:
+        """USD an hour."""
+        a, f = self.hardware
+        return a.price * self.layout.attention_devices + f.price * self.layout.ffn_devices
+
+    def taken(self, rate: float, output: float) -> float:
+        """Sequences of a DP group and lane at `rate` requests a second of `output` tokens (Little's
+        law); at most the slots."""
+        taken = 1.0
+        for _ in range(12):
+            taken, before = (
+                min(
+                    rate * output * self.pace.seconds(max(1, round(taken))) / self.lanes,
+                    float(self.slots),
+                ),
+                taken,
+            )
+            if abs(taken - before) < 0.5:
+                break
+        return taken
+
+
+class Pace:
+    """Seconds between tokens of a layout whose DP groups hold sequences of unequal lengths: every
+    layer waits for the group with the longest ones."""
+
+    def __init__(self, searcher: Searcher, layout: Layout, times: Rooflines, requests: Requests):
+        self._searcher, self._layout, self._times = searcher, layout, times
+        self._requests = requests
+        self._known: dict[int, float] = {}
+
+    def seconds(self, batch: int) -> float:
+        """Seconds with `batch` sequences a DP group and lane."""
+        if batch not in self._known:
+            self._known[batch] = self._cycle(batch) * self.drafts(batch)
+        return self._known[batch]
+
+    def drafts(self, batch: int) -> float:
+        """Seconds a token with the layout's drafts over seconds a token without."""
+        if not self._layout.drafts:
+            return 1.0
+        plain = msgspec.structs.replace(self._layout, drafts=0)
+        evaluate = self._searcher.evaluate
+        return evaluate(self._layout, batch).tpot / evaluate(plain, batch).tpot
+
+    def _cycle(self, batch: int) -> float:
+        layout, count = self._layout, self._layout.dp * batch
+        length, _ = self._requests.running(count * layout.lanes)
+        group = np.repeat(np.arange(layout.dp), batch)
+        ones = np.ones(count, int)
+        steps = [
+            self._times.step(rows_of(layout, group, ones, of_lane))
+            for of_lane in np.split(length, layout.lanes)
+        ]
+        cycle = cycle_seconds(layout, steps * STEPS, self._times)
+        # The hosts of a role enqueue every layer of every lane.
+        host = self._searcher.host_seconds(layout)
+        return max(cycle, self._times.layers * layout.lanes * host)
+
+    def largest(self, room: int, tpot: float) -> int:
+        """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
+        if self.seconds(1) > tpot:
+            return 0
+        if self.seconds(room) <= tpot:
+            return room
+        low, high = 1, room
+        while high - low > max(1, low // 50):
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.seconds(middle) <= tpot else (low, middle)
+        return low
+
+
+def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
+    """A step's sequences; messages are padded to the fullest DP group."""
+    most = int(np.bincount(group, tokens, layout.dp).max(initial=1))
+    return Rows(layout.dp, group, tokens, length, most)
+
+
+def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> float:
+    """Seconds between two steps of a lane, when every lane goes on with a next step at once.
+
+    Args:
+      steps: steps of the lanes in turn, at least three a lane.
+      times: the source of the steps' times.
+    """
+    lanes = layout.lanes
+    pipeline = pipeline_of(layout.topology, times, lanes=lanes, groups=layout.dp)
+    ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
+    for number, step in enumerate(steps[:lanes]):
+        pipeline.begin(number, number, 0.0, step)
+    for number in range(lanes, len(steps)):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+        pipeline.begin(lane, number, 0.0, steps[number])
+    for _ in range(lanes):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+    # The first steps fill the pipeline, and the last of every lane run in an emptying one.
+    cycles = [(one[-2] - one[0]) / (len(one) - 2) for one in ends.values()]
+    return float(np.mean(cycles))
+
+
+class Chunks:
+    """Seconds of prompts in chunks in a colocated worker.
+
+    Args:
+      times: of the worker's layout.
+      chunk: tokens of a DP group and step.
+    """
+
+    def __init__(self, layout: Layout, times: Rooflines, chunk: int):
+        self._layout, self._times, self._chunk = layout, times, chunk
+
+    def _step(self, groups: int, tokens: int, length: int) -> float:
+        """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
+        each = np.ones(groups, int)
+        rows = rows_of(self._layout, np.arange(groups), each * tokens, each * length)
+        step = self._times.step(rows)
+        attend = sum(float(layer.max()) for layer in step.attend)
+        return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
+
+    def _mean(self, groups: int, found: int, prompt: int) -> float:
+        """Mean seconds of a full chunk of a prompt; attention grows with what is before it."""
+        ends = np.linspace(min(found + self._chunk, prompt), prompt, POINTS)
+        return float(np.mean([self._step(groups, self._chunk, round(end)) for end in ends]))
+
+    def busy(self, requests: Requests) -> float:
+        """Mean seconds of a DP group for a request, with all groups busy."""
+        chunks = float((requests.prompt - requests.found).mean()) / self._chunk
+        prompts = (requests.at_token((n + 0.5) / QUANTILES) for n in range(QUANTILES))
+        return chunks * float(
+            np.mean([self._mean(self._layout.dp, found, prompt) for prompt, found in prompts])
+        )
+
+    def alone(self, prompt: int, found: int) -> float:
+        """Seconds of a prompt with nothing else in the worker."""
+        whole, rest = divmod(prompt - found, self._chunk)
+        seconds = whole * self._mean(1, found, prompt) if whole else 0.0
+        return seconds + (self._step(1, rest, prompt) if rest else 0.0)
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """The pages link.
+
+    Attributes:
+      token_bytes: of a token's entries in all layers.
+      bytes_per_second: of the slower end, one worker.
+      latency: seconds of a hand-off beside its bytes.
+      page: tokens of a page; whole pages cross, without the prompt's last token.
+    """
+
+    token_bytes: float
+    bytes_per_second: float
+    latency: float
+    page: int
+
+    def tokens(self, requests: Requests) -> float:
+        """Mean tokens that cross for a request."""
+        return float(((requests.prompt - 1) // self.page * self.page).mean())
+
+
+class Fleet(NamedTuple):
+    """The workers and units that are rented, without spares.
+
+    Attributes:
+      taken: sequences of a DP group and lane that decode at a time.
+    """
+
+    worker: PrefillWorker
+    workers: int
+    unit: DecodeUnit
+    units: int
+    taken: float
+
+    @property
+    def text(self) -> str:
+        """Numbers of workers and units."""
+        return f"{self.workers} prefill workers and {self.units} decode units"
+
+    @property
+    def sequences(self) -> float:
+        """Sequences that decode at a time."""
+        return self.taken * self.unit.lanes * self.units
+
+    @property
+    def pace(self) -> float:
+        """Seconds between a sequence's tokens with so many of them."""
+        return self.unit.pace.seconds(max(1, round(self.taken)))
+
+    @property
+    def slots(self) -> int:
+        """Slots of a DP group and lane: what runs in all but a moment of a thousand, and one more,
+        as whole requests go to DP groups."""
+        most = self.sequences + 3.1 * self.sequences**0.5
+        return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
+
+    def keys(self, asked: Asked, requests: Requests, model: CostModel) -> Tree:
+        """Keys of the fleet's deployment that its schedulers and its router read."""
+        worker, layout, slots = self.worker, self.unit.layout, self.slots
+        pages = -(-asked.longest // asked.page)
+        running = layout.lanes * slots
+        tokens = running * (requests.context + asked.page)
+        tokens += 2 * requests.context_spread * running**0.5
+        budget = token_budget(slots, layout.drafts)
+        heads = [group.layers * group.q_heads * group.head_dim for group in model.attention]
+        colocated = layout.topology.has("colocated")
+        return {
+            "mode": "colocated" if colocated else "afd",
+            "lanes": layout.lanes,
+            "attention": {"dp": layout.dp, "tp": layout.tp},
+            "ffn": {} if colocated else {"ep": layout.ep, "tp": layout.ffn_tp},
+            "cache": {
+                "page_size": asked.page,
+                "pages": max(pages + 1, -int(-tokens // asked.page)),
+            },
+            "scheduler": {
+                "slots": slots,
+                "max_length": asked.longest,
+                "page_buckets": sorted({-(-pages // 4), pages}),
+                "token_budget": budget,
+                "token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
+            },
+            **({"domains": self.units} if colocated else {}),
+            "prefill": {
+                "workers": self.workers,
+                "mode": "colocated",
+                "lanes": 1,
+                "quadratic_tokens": max(1, round(model.activated / sum(heads))),
+                "attention": {"dp": worker.layout.dp, "tp": worker.layout.tp},
+                "cache": {"pages": max(pages + 1, worker.pages)},
+                "scheduler": {
+                    "slots": HELD_SLOTS,
+                    "token_budget": worker.chunk,
+                    "token_buckets": [worker.chunk // 4, worker.chunk],
+                },
+            },
+            "pages": {"on_failure": "recompute", "recompute_tokens": 8192, "held": 256},
+            "fleet": {"prefill_waiting": max(64, 8 * worker.layout.dp)},
+        }
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Seconds, of all requests."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, samples: np.ndarray) -> "Times":
+        """Returns the mean and percentiles of samples."""
+        found = {
+            name: float(samples.mean() if share is None else np.percentile(samples, share))
+            for name, share in SHARES.items()
+        }
+        return cls(**found)
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a simulated fleet's requests, in seconds.
+
+    Attributes:
+      ttft_asked, tpot_asked: at the percentiles that were asked for.
+      parts: of TTFT: waiting for a prefill worker; waiting for and crossing the pages link; waiting
+        for a domain.
+      busy: share of the time, by role.
+      refused: requests that the router did not take.
+      requests: that count.
+    """
+
+    ttft: Times
+    ttft_asked: float
+    tpot: Times
+    tpot_asked: float
+    parts: dict[str, Times]
+    busy: dict[str, float]
+    refused: int
+    requests: int
+
+
+class Trial(NamedTuple):
+    """A fleet to simulate.
+
+    Attributes:
+      part: prefill with decode units that keep their pace; decode with prompts that are computed
+        already; or both.
+      domain, prefill: stage times of the two roles.
+      keys: of the fleet's deployment.
+    """
+
+    part: Part
+    fleet: Fleet
+    demand: Demand
+    requests: Requests
+    asked: Asked
+    link: Handoff
+    keys: Tree
+    domain: StageTimes
+    prefill: StageTimes
+
+
+Simulate = Callable[[Trial], Prediction]
 
 
 class Role(NamedTuple):
@@ -121,8 +486,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     link: Handoff
     prediction: Prediction
     roles: tuple[Role, ...]
-    plan: Plan
-    """The search's plan of a decode unit."""
+
+    @property
+    def plan(self) -> Plan:
+        """The search's plan of a decode unit."""
+        return self.fleet.unit.plan
 
     @property
     def dollars(self) -> float:
@@ -133,15 +501,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def month(self) -> float:
         """USD a month."""
         return self.dollars * MONTH
-
-    @property
-    def peak_slots(self) -> int:
-        """Sequences of a DP group and lane that run in all but one moment of a thousand."""
-        unit, units = self.fleet.unit, self.fleet.units
-        peak = occupied(self.prediction.sequences, 99.9)
-        lanes = units * unit.layout.dp * unit.layout.lanes
-        # Whole requests go to DP groups: the fullest of them has one more than its share.
-        return max(1, min(unit.slots, int(peak / lanes) + 2))
 
     def millions(self, requests: Requests, rate: float) -> tuple[float, float]:
         """USD a million tokens of prompts, found ones included, which prefill costs; and of
@@ -171,19 +530,19 @@ class Sizer:
     Args:
       searcher: finds decode units, at the demand's mean context.
       hosts: what may be rented.
+      simulate: runs a fleet in simulated time.
     """
 
-    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked):
+    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked, simulate: Simulate):
         self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
-        self.asked = asked
+        self.asked, self._simulate = asked, simulate
         self._requests: dict[Demand, Requests] = {}
-        self._steps: dict[tuple[Layout, int, Demand], Steps] = {}
         self._loads: dict[object, ExpertLoads] = {}
 
     @property
     def context(self) -> int:
         """Mean tokens of a running sequence, for which the search looked."""
-        return self.searcher.calculator.context
+        return self._calculator.context
 
     @property
     def model(self) -> CostModel:
@@ -202,43 +561,54 @@ class Sizer:
         Raises:
           ConfigError: nothing meets the targets; says which part cannot.
         """
-        asked, demand = self.asked, self.asked.demand
-        requests = self.requests(demand)
+        asked = self.asked
         found = self.searcher.search(asked.target)
         candidates = [
             plan for plan in found.plans if asked.decode_devices in (0, plan.layout.devices)
         ]
         if not candidates:
             raise NoUnitError(found)
-        made: dict[PlannedMode, Deployment] = {}
-        refused: list[str] = []
-        workers = list(self._workers(requests))
+        workers = sorted(self._workers(), key=self._least_prefill)
         if not workers:
             raise ConfigError(self._no_worker())
-        for plan in self._closest(candidates, requests, demand.rate):
-            unit = self.unit(plan, requests)
+        refused: list[str] = []
+        decoding: dict[PlannedMode, Fleet] = {}
+        for plan in self._closest(candidates):
+            unit = self.unit(plan)
             if isinstance(unit, str):
                 refused.append(unit)
                 continue
-            one = self._cheapest(plan, unit, workers)
-            if isinstance(one, str):
-                refused.append(one)
-                continue
             mode = plan.layout.mode
-            if mode not in made or _price(one) < _price(made[mode]):
-                made[mode] = one
-        if not made:
+            if mode in decoding and self._least_units(unit) >= _decode_dollars(decoding[mode]):
+                continue
+            sized = self._decoding(Fleet(workers[0], 1, unit, 1, 1.0), asked.demand)
+            if sized is None:
+                refused.append(f"no number of units of {plan.layout.text} meets {asked.tpot.text}")
+            elif mode not in decoding or _decode_dollars(sized) < _decode_dollars(decoding[mode]):
+                decoding[mode] = sized
+        if not decoding:
             raise ConfigError("no deployment meets it: " + "; ".join(dict.fromkeys(refused)))
-        best, *others = sorted(made.values(), key=_price)
+        made: list[Deployment] = []
+        for fleet in sorted(decoding.values(), key=_decode_dollars):
+            one = self._cheapest(fleet, workers if not made else [made[0].fleet.worker])
+            if one is not None:
+                made.append(one)
+        if not made:
+            raise ConfigError(
+                f"no prefill worker of up to {asked.target.max_devices} devices meets "
+                f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
+                "such a prompt with nothing else to do"
+            )
+        best, *others = sorted(made, key=lambda one: one.dollars)
         return Planned(best=best, others=tuple(others), found=found)
 
-    def _closest(self, plans: list[Plan], requests: Requests, rate: float) -> Iterator[Plan]:
+    def _closest(self, plans: list[Plan]) -> Iterator[Plan]:
         """The layouts of every mode that are cheapest for the rate, by the search's figures."""
+        demand = self.asked.demand
+        tokens = demand.rate * float(self.requests(demand).output.mean())
 
         def dollars(plan: Plan) -> float:
-            sequences = rate * float(requests.output.mean()) * plan.tpot
-            peak = sequences + NormalDist().inv_cdf(0.999) * sequences**0.5
-            units = -(-peak // plan.sequences)
+            units = -(-tokens // (MOST_BUSY * plan.tokens_per_second))
             return float(units * plan.dollars * plan.tokens_per_second)
 
         left: dict[PlannedMode, int] = {}
@@ -248,117 +618,185 @@ class Sizer:
             if left[mode] >= 0:
                 yield plan
 
-    def unit(self, plan: Plan, requests: Requests) -> DecodeUnit | str:
-        """Returns a decode unit of the plan's layout, or why it is none."""
+    # -------------------------------------------------------------------------- decode units
+
+    def unit(self, plan: Plan, demand: Demand | None = None, most: int = 0) -> DecodeUnit | str:
+        """Returns a decode unit of the plan's layout, or why it is none.
+
+        Args:
+          demand: requests that it is for; None: those that the plan is for.
+          most: slots at most; 0: any number.
+        """
         layout, target = plan.layout, self.asked.tpot.seconds
+        requests = self.requests(demand or self.asked.demand)
         hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
-        pace = Pace(self.searcher, layout, hardware, self._experts(layout))
-        slots = pace.largest(requests, self._room(plan, requests), target)
+        pace = Pace(self.searcher, layout, self._times(layout, hardware), requests)
+        room = min(self._room(plan, requests), most or plan.batch)
+        slots = pace.largest(room, target)
         if not slots:
             return (
                 f"with sequences of unequal lengths not even one a DP group is within "
                 f"{target * 1e3:g} ms in {layout.devices} devices ({layout.mode})"
             )
-        table = pace.table(requests, slots)
-        return DecodeUnit(layout, slots, hardware, table, plan.tokens_a_step)
+        taken = slots if slots < room else MOST_BUSY * slots
+        lanes, output = layout.dp * layout.lanes, float(requests.output.mean())
+        capacity = lanes * taken / (output * pace.seconds(max(1, round(taken))))
+        return DecodeUnit(plan, slots, hardware, pace, capacity)
 
     def _room(self, plan: Plan, requests: Requests) -> int:
         """Slots whose sequences fit with their unequal lengths, twice the standard deviation of
         their sum above the mean."""
         count = plan.batch * plan.layout.lanes
         more = 2 * requests.context_spread / (requests.context * count**0.5)
-        return max(1, int(plan.batch / (1 + more)))
+        longer = requests.context / self.context
+        return max(1, int(plan.batch / longer / (1 + more)))
 
-    def _experts(self, layout: Layout) -> ExpertLoads | None:
-        moe = self._calculator.model.moe
-        if self.searcher.skew is None or moe is None or layout.ep == 1:
-            return None
-        sizes = layout.slots(moe.experts)
-        if sizes not in self._loads:
-            random = np.random.default_rng(0)
-            rows = self.searcher.skew.popularity(random, self._calculator.model.layers, moe.experts)
-            self._loads[sizes] = ExpertLoads(random, rows, sizes, top_k=moe.top_k, placed=True)
-        return self._loads[sizes]
+    def _least_units(self, unit: DecodeUnit) -> float:
+        """USD an hour of the fewest units that could do."""
+        return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
-    def _workers(self, requests: Requests) -> Iterator[PrefillWorker]:
-        """Prefill workers that hold the weights, and pages beside them."""
+    def _decoding(self, fleet: Fleet, demand: Demand) -> Fleet | None:
+        """The fleet with the fewest units within the TPOT; None: no number of them is."""
+
+        def meets(units: int) -> bool:
+            found = self.simulated("decode", self._with_units(fleet, units, demand), demand)
+            return found.tpot_asked <= self.asked.tpot.seconds
+
+        units = _fewest(meets, _ceil(demand.rate / fleet.unit.capacity))
+        return None if units is None else self._with_units(fleet, units, demand)
+
+    # ------------------------------------------------------------------------ prefill workers
+
+    def _workers(self) -> Iterator[PrefillWorker]:
+        """Prefill workers that hold the weights and pages beside them, and could meet the TTFT."""
         asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
+        requests = self.requests(asked.demand)
         modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
         layouts = Layouts(calculator.model, hosts, hosts, skewed=self.searcher.skew is not None)
+        memory, mean = Memory(calculator, hosts, hosts), requests.prompt - requests.found
         for layout in layouts.of(target):
             if asked.prefill_devices not in (0, layout.devices) or layout.shared_ranks:
                 continue
             hardware = hosts[layout.attention]
-            weights = calculator.attention_weights(layout.tp)
-            weights += calculator.ffn_weights(layout.ffn_mesh, hardware, layout.redundant_slots)
-            if weights > hardware.memory * (1 - calculator.assumed.reserve - KEPT):
+            weights, _ = memory.kept(layout, 0)
+            free = hardware.memory * (1 - calculator.assumed.reserve) - weights
+            if free < hardware.memory * KEPT:
                 continue
+            page = calculator.sequence_bytes(layout.tp) / self.context * asked.page
             for chunk in CHUNKS:
-                worker = PrefillWorker(layout, chunk, hardware)
-                useful = chunk == CHUNKS[0] or chunk < 2 * requests.computed.mean()
-                if useful and self._holds(worker):
-                    yield worker
+                (held,) = memory.held(layout, 1, chunk)
+                longest = held._replace(cache=held.cache * asked.longest / self.context)
+                if not longest.fits(hardware, calculator.assumed.reserve):
+                    continue
+                if chunk == CHUNKS[0] or chunk < 2 * mean.mean():
+                    yield self._worker(layout, chunk, hardware, int(0.9 * free / page))
 
-    def _holds(self, worker: PrefillWorker) -> bool:
-        """Whether a step of full chunks fits beside the weights and the pages of one prompt."""
-        memory = Memory(self._calculator, self._hosts.prefill, self._hosts.prefill)
-        (held,) = memory.held(worker.layout, 1, worker.chunk)
-        longest = held._replace(cache=held.cache * self.asked.longest / self.context)
-        return longest.fits(worker.hardware, self._calculator.assumed.reserve)
+    def _worker(self, layout: Layout, chunk: int, hardware: Hardware, pages: int) -> PrefillWorker:
+        requests = self.requests(self.asked.demand)
+        chunks = Chunks(layout, self._times(layout, (hardware, hardware)), chunk)
+        prompt, found = requests.quantile(self.asked.ttft.percent / 100)
+        capacity = layout.dp / chunks.busy(requests)
+        alone = chunks.alone(prompt, found)
+        return PrefillWorker(layout, chunk, hardware, pages, capacity, alone)
 
     def _no_worker(self) -> str:
         names = ", ".join(self._hosts.prefill)
         most = self.asked.prefill_devices or f"up to {self.asked.target.max_devices}"
         return f"no prefill worker: the weights do not fit on {most} devices of {names}"
 
-    def steps(self, worker: PrefillWorker, demand: Demand) -> Steps:
-        """Steps of a prefill worker with the demand's prompts."""
-        key = worker.layout, worker.chunk, demand
-        if key not in self._steps:
-            experts = self._experts(worker.layout)
-            self._steps[key] = steps_of(worker, self._calculator, self.requests(demand), experts)
-        return self._steps[key]
+    def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
+        return _ceil(rate / (MOST_BUSY * worker.capacity))
 
-    def _cheapest(
-        self, plan: Plan, unit: DecodeUnit, workers: list[PrefillWorker]
-    ) -> Deployment | str:
-        """Returns the deployment with this unit and the prefill workers that cost least, or why
-        there is none."""
+    def _least_prefill(self, worker: PrefillWorker) -> tuple[float, float]:
+        """USD an hour of the fewest workers that could do, and their TTFT."""
+        return worker.dollars * self._least_workers(worker, self.asked.demand.rate), worker.alone
+
+    def _cheapest(self, fleet: Fleet, workers: list[PrefillWorker]) -> Deployment | None:
+        """The deployment with these decode units and the prefill workers that cost least; None:
+        none of them meets the TTFT."""
+        best: Deployment | None = None
+        left = SIMULATED
+        for worker in workers:
+            if worker.alone > self.asked.ttft.seconds:
+                continue
+            least = self._least_prefill(worker)[0]
+            if left == 0 or (best is not None and least >= _prefill_dollars(best.fleet)):
+                break
+            left -= 1
+            made = self._sized(fleet._replace(worker=worker))
+            if made is not None and (best is None or made.dollars < best.dollars):
+                best = made
+        return best
+
+    def _sized(self, fleet: Fleet) -> Deployment | None:
+        """The deployment with the fewest such prefill workers within the TTFT; None: no number of
+        them is."""
         asked, demand = self.asked, self.asked.demand
-        units = units_for(unit, self.requests(demand), demand.rate, asked.tpot)
-        if units is None:
-            return f"no number of units meets {asked.tpot.text}"
-        made = [self.size(plan, unit, units, worker, demand) for worker in workers]
-        return min(filter(None, made), key=_price, default=None) or (
-            f"no prefill worker of up to {asked.target.max_devices} devices meets {asked.ttft.text}"
-        )
 
-    def size(
-        self, plan: Plan, unit: DecodeUnit, units: int, worker: PrefillWorker, demand: Demand
-    ) -> Deployment | None:
-        """The fewest of these prefill workers; None: no number of them meets the TTFT."""
-        asked, requests = self.asked, self.requests(demand)
-        steps, link = self.steps(worker, demand), self.link(worker, unit)
-        fewest = max(
-            1, int(demand.rate * requests.prompt.mean() / capacity(worker, steps, requests))
-        )
-        after = after_prefill(unit, units, fewest, link, requests, demand.rate)
-        if isinstance(after, Overloaded):
-            return None
-        rest = sum(after[1].values(), np.zeros(len(requests.prompt)))
-        count = workers_for(worker, steps, rest, requests, demand.rate, asked.ttft)
-        if count is None:
-            return None
-        fleet = Fleet(worker, steps, count, unit, units)
-        found = predict(fleet, link, requests, demand.rate, asked.percents)
-        if isinstance(found, Overloaded):
-            return None
-        roles = self._roles(fleet)
-        return Deployment(fleet=fleet, link=link, prediction=found, roles=roles, plan=plan)
+        def meets(workers: int) -> bool:
+            found = self.simulated("prefill", fleet._replace(workers=workers), demand)
+            return found.ttft_asked <= asked.ttft.seconds
 
-    def link(self, worker: PrefillWorker, unit: DecodeUnit) -> Handoff:
-        """The pages link between them, at the network of the slower."""
+        workers = _fewest(meets, self._least_workers(fleet.worker, demand.rate))
+        return None if workers is None else self._whole(fleet._replace(workers=workers), demand)
+
+    def _whole(self, fleet: Fleet, demand: Demand) -> Deployment | None:
+        """The deployment of this fleet, with as many more workers and units as it takes when both
+        run together; None: no number does."""
+        for _ in range(GROWN):
+            found = self.simulated("whole", fleet, demand)
+            if self._meets(found):
+                return self._deployment(fleet, found)
+            slow = found.ttft_asked > self.asked.ttft.seconds
+            waits = [found.parts[name].p95 if name in found.parts else 0.0 for name in WAITS]
+            if slow and waits[0] >= waits[1]:
+                fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // 10))
+            else:
+                fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10), demand)
+        return None
+
+    def _with_units(self, fleet: Fleet, units: int, demand: Demand) -> Fleet:
+        output = float(self.requests(demand).output.mean())
+        return fleet._replace(units=units, taken=fleet.unit.taken(demand.rate / units, output))
+
+    # ------------------------------------------------------------------------------- together
+
+    def simulated(self, part: Part, fleet: Fleet, demand: Demand) -> Prediction:
+        """Runs a fleet, or a part of it, in simulated time."""
+        requests, layout = self.requests(demand), fleet.unit.layout
+        times = self._times(layout, fleet.unit.hardware)
+        domain: StageTimes = times
+        if layout.drafts:
+            domain = Slowed(times, fleet.unit.pace.drafts(max(1, round(fleet.taken))))
+        own = fleet.worker.hardware
+        trial = Trial(
+            part=part,
+            fleet=fleet,
+            demand=demand,
+            requests=requests,
+            asked=self.asked,
+            link=self.link(fleet),
+            keys=fleet.keys(self.asked, requests, self.model),
+            domain=domain,
+            prefill=self._times(fleet.worker.layout, (own, own)),
+        )
+        return self._simulate(trial)
+
+    def _times(self, layout: Layout, hardware: tuple[Hardware, Hardware]) -> Rooflines:
+        calculator, moe, loads = self._calculator, self._calculator.model.moe, None
+        if self.searcher.skew is not None and moe is not None and layout.ep > 1:
+            sizes = layout.slots(moe.experts)
+            if sizes not in self._loads:
+                random = np.random.default_rng(0)
+                rows = self.searcher.skew.popularity(random, calculator.model.layers, moe.experts)
+                self._loads[sizes] = ExpertLoads(random, rows, sizes, top_k=moe.top_k, placed=True)
+            loads = self._loads[sizes]
+        return Rooflines(layout, calculator, calculator, hardware, loads)
+
+    def link(self, fleet: Fleet) -> Handoff:
+        """The pages link, at the network of its slower end."""
+        worker, unit = fleet.worker, fleet.unit
         ends = (
             worker.hardware.network * worker.layout.devices,
             unit.hardware[0].network * unit.layout.attention_devices,
@@ -370,7 +808,7 @@ class Sizer:
             page=self.asked.page,
         )
 
-    def _roles(self, fleet: Fleet) -> tuple[Role, ...]:
+    def _deployment(self, fleet: Fleet, found: Prediction) -> Deployment:
         spares, layout = self.asked.spares, fleet.unit.layout
         a, f = fleet.unit.hardware
         parts = [
@@ -380,29 +818,39 @@ class Sizer:
         ]
         if layout.topology.has("colocated"):
             parts = [parts[0], ("decode", *parts[1][1:])]
-        return tuple(
+        roles = tuple(
             Role(name, hardware, devices, spares.hosts(-(-devices // hardware.devices_per_host)))
             for name, hardware, devices in parts
         )
+        return Deployment(fleet=fleet, link=self.link(fleet), prediction=found, roles=roles)
 
-    def under(self, made: Deployment, demand: Demand) -> Prediction | Overloaded:
-        """Returns what the same fleet does with another demand."""
-        fleet, requests = self._as_with(made, demand), self.requests(demand)
-        return predict(fleet, made.link, requests, demand.rate, self.asked.percents)
+    def again(self, made: Deployment, demand: Demand, most: int = 0) -> Deployment | None:
+        """Returns a deployment of the same kinds of workers and units for another demand; None: no
+        number of them meets the targets.
 
-    def again(self, made: Deployment, demand: Demand) -> Deployment | None:
-        """Returns a deployment of the same workers and units for another demand; None: no number of
-        them meets the targets."""
-        unit = self._as_with(made, demand).unit
-        if unit.pace[0][1] > self.asked.tpot.seconds:
+        Args:
+          most: slots of a unit at most; 0: any number.
+        """
+        old = made.fleet.worker
+        unit = self.unit(made.plan, demand, most)
+        if isinstance(unit, str):
             return None
-        return self._resized(made, unit, demand)
+        chunks = Chunks(old.layout, self._times(old.layout, (old.hardware,) * 2), old.chunk)
+        worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests(demand)))
+        fleet = Fleet(worker, self._least_workers(worker, demand.rate), unit, 1, 1.0)
+        fleet = self._with_units(fleet, _ceil(demand.rate / unit.capacity), demand)
+        same = (fleet.workers, fleet.units) == (made.fleet.workers, made.fleet.units)
+        if demand == self.asked.demand and not most and same and self._meets(made.prediction):
+            return made
+        return self._whole(fleet, demand)
 
-    def _resized(self, made: Deployment, unit: DecodeUnit, demand: Demand) -> Deployment | None:
-        units = units_for(unit, self.requests(demand), demand.rate, self.asked.tpot)
-        if units is None:
-            return None
-        return self.size(made.plan, unit, units, made.fleet.worker, demand)
+    def _meets(self, found: Prediction) -> bool:
+        asked = self.asked
+        return found.ttft_asked <= asked.ttft.seconds and found.tpot_asked <= asked.tpot.seconds
+
+    def asking(self, asked: Asked) -> "Sizer":
+        """The same for other targets."""
+        return Sizer(self.searcher, self._hosts, asked, self._simulate)
 
     def with_slots(self, made: Deployment, slots: int) -> Deployment:
         """Returns the same workers and units, as many as it takes where a unit has no more slots.
@@ -410,24 +858,30 @@ class Sizer:
         Raises:
           ConfigError: no number of them meets the targets.
         """
-        unit = made.fleet.unit._replace(slots=slots)
-        again = self._resized(made, unit, self.asked.demand)
+        again = self.again(made, self.asked.demand, slots)
         if again is None:
             raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
         return again
 
-    def _as_with(self, made: Deployment, demand: Demand) -> Fleet:
-        """The fleet with its times for other requests; a unit's pages hold fewer longer ones."""
-        fleet, requests = made.fleet, self.requests(demand)
-        own = self.requests(self.asked.demand)
-        steps = self.steps(fleet.worker, demand)
-        if requests.context == own.context:
-            return fleet._replace(steps=steps)
-        unit, layout = fleet.unit, fleet.unit.layout
-        pace = Pace(self.searcher, layout, unit.hardware, self._experts(layout))
-        slots = max(1, int(unit.slots * own.context / requests.context))
-        table = pace.table(requests, slots)
-        return fleet._replace(steps=steps, unit=unit._replace(slots=slots, pace=table))
+
+class Slowed:
+    """Stage times of steps that each take `factor` times as long: those of drafts, a token each."""
+
+    def __init__(self, times: Rooflines, factor: float):
+        self.layers, self.overlapped = times.layers, times.overlapped
+        self._times, self._factor = times, factor
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The times of a step with these sequences."""
+        step, factor = self._times.step(rows), self._factor
+        return StepTimes(
+            attend=[factor * layer for layer in step.attend],
+            dispatch=[factor * layer for layer in step.dispatch],
+            ffn=[factor * layer for layer in step.ffn],
+            combine=[factor * layer for layer in step.combine],
+            leave=factor * step.leave,
+            host=step.host,
+        )
 
 
 class NoUnitError(ConfigError):
@@ -438,5 +892,30 @@ class NoUnitError(ConfigError):
         self.found = found
 
 
-def _price(made: Deployment) -> tuple[float, float]:
-    return made.dollars, made.prediction.ttft_asked
+def _prefill_dollars(fleet: Fleet) -> float:
+    return fleet.workers * fleet.worker.dollars
+
+
+def _decode_dollars(fleet: Fleet) -> float:
+    return fleet.units * fleet.unit.dollars
+
+
+def _ceil(number: float) -> int:
+    """The least whole number not below, at least 1."""
+    return max(1, int(np.ceil(number - 1e-9)))
+
+
+def _fewest(meets: Callable[[int], bool], least: int) -> int | None:
+    """The least number from `least` on that meets what all larger ones meet, too; None: none up to
+    `FURTHER` times as many, and a few, does."""
+    if meets(least):
+        return least
+    low, step = least, 1
+    while not meets(high := low + step):
+        low, step = high, 2 * step
+        if low > FURTHER * least + 4:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return high

@@ -1,8 +1,8 @@
 """Demand of a deployment: requests a second, their lengths, how soon their tokens come, and the
 servers that stand by.
 
-Called by `deploy.py`. Lengths are those of `noise.Lengths`, as a fixed sample instead of draws, so
-that a plan is the same every time.
+Called by `deploy.py`. Lengths are quantiles of `noise.Lengths` instead of draws, so that a plan is
+the same every time, and changes no more than what it is for.
 """
 
 import argparse
@@ -14,14 +14,16 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from jaxserve.planner.noise import Lengths
 from jaxserve.planner.options import seconds
 
 SAMPLE = 4096
-"""Requests that stand for all."""
+"""Requests that stand for all where no queue matters."""
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that come.
+    """Requests at a rate.
 
     Attributes:
       rate: requests a second, at random (Poisson).
@@ -36,6 +38,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = 0.0
     hits: float = 0.0
 
+    def lengths(self, longest: int) -> Lengths:
+        """Lengths of prompts and outputs; both together are cut to `longest`."""
+        return Lengths(prompt=self.prompt, output=self.output, spread=self.spread, longest=longest)
+
     def requests(self, longest: int, page: int) -> "Requests":
         """Returns the requests that stand for all.
 
@@ -43,15 +49,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
           longest: prompt and output together are cut to this.
           page: tokens of a page; whole pages are found in a prefix cache.
         """
-        order = np.random.default_rng(0).permutation(SAMPLE)
-        factors = np.ones(SAMPLE)
-        if self.spread:
-            variance = np.log1p(self.spread**2)
-            deviates = [NormalDist().inv_cdf((n + 0.5) / SAMPLE) for n in range(SAMPLE)]
-            factors = np.exp(variance**0.5 * np.array(deviates) - variance / 2)
-        prompt = np.clip(np.rint(self.prompt * factors), 1, longest - 1).astype(int)
-        output = np.rint(self.output * factors[order]).astype(int)
-        output = np.clip(output, 1, longest - prompt)
+        prompt, output = self.lengths(longest).sample(np.random.default_rng(0), SAMPLE)
         found = np.minimum((self.hits * prompt).astype(int), prompt - 1) // page * page
         return Requests(prompt, output, found)
 
@@ -65,17 +63,12 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """Equally likely requests; arrays of an entry each."""
+    """Equally likely requests; arrays with an entry for each."""
 
     prompt: np.ndarray
     output: np.ndarray
     found: np.ndarray
     """Tokens of the prompt that a prefix cache has."""
-
-    @property
-    def computed(self) -> np.ndarray:
-        """Tokens of the prompt that are not found, at least the last."""
-        return self.prompt - self.found
 
     @property
     def context(self) -> float:
@@ -90,11 +83,28 @@ class Requests(msgspec.Struct, frozen=True):
         inside = np.average(self.output.astype(float) ** 2 / 12, weights=self.output)
         return float((variance + inside) ** 0.5)
 
-    def running(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Draws the cache lengths of `count` sequences that run at a moment."""
-        which = random.choice(len(self.output), count, p=self.output / self.output.sum())
-        done = random.random(count) * self.output[which]
-        return self.prompt[which] + done.astype(int)
+    def running(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cache lengths of `count` sequences that run at a moment, and the tokens that each still
+        generates, int `[count]`: the same fixed quadrature for every call."""
+        order = np.argsort(self.prompt + self.output, kind="stable")
+        share = np.cumsum(self.output[order]) / self.output.sum()
+        which = order[np.searchsorted(share, (np.arange(count) + 0.5) / count)]
+        done = ((np.arange(count) * GOLDEN + 0.5) % 1 * self.output[which]).astype(int)
+        mixed = np.random.default_rng(0).permutation(count)
+        return (self.prompt[which] + done)[mixed], (self.output[which] - done)[mixed]
+
+    def quantile(self, share: float) -> tuple[int, int]:
+        """Tokens of a prompt that this share of prompts stays below, and those of it found."""
+        place = int(np.argsort(self.prompt, kind="stable")[int(share * (len(self.prompt) - 1))])
+        return int(self.prompt[place]), int(self.found[place])
+
+    def at_token(self, share: float) -> tuple[int, int]:
+        """The same of the prompt with the token that this share of all computed tokens, in the
+        order of their prompts' lengths, comes before."""
+        order = np.argsort(self.prompt, kind="stable")
+        tokens = np.cumsum((self.prompt - self.found)[order])
+        place = int(order[np.searchsorted(tokens, share * tokens[-1])])
+        return int(self.prompt[place]), int(self.found[place])
 
 
 class Level(msgspec.Struct, frozen=True):

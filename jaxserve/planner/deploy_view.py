@@ -6,33 +6,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.planner.deploy import Asked, Deployment, Planned, Sizer
+from jaxserve.planner.deploy import Asked, Deployment, Planned, Prediction, Sizer, Times
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.deploy_fleet import Overloaded, Times
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.search_view import front_svg, plan_tree
 from jaxserve.planner.svg import COLOURS, Arrow, Box, diagram
 from jaxserve.planner.view import Part, Report
 
-PREDICTED = "Predicted by rooflines and queueing; nothing here was measured."
-UNCHANGED = (
-    "Times are of the fleet as planned; workers, units and USD of one of the same parts, sized "
-    "anew."
-)
+PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."
+UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each row."
 BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[7]
-
-
-class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of requests in the simulated fleet, in seconds."""
-
-    ttft: Times
-    tpot: Times
-    ttft_asked: float
-    tpot_asked: float
-    busy: dict[str, float]
-    refused: int
-    requests: int
 
 
 class Shown(NamedTuple):
@@ -40,6 +24,7 @@ class Shown(NamedTuple):
 
     Attributes:
       prices: a line a kind of hardware.
+      of_file: times of the written file's own simulation.
       command: the `plan simulate` of what was written; empty: nothing was.
     """
 
@@ -47,7 +32,7 @@ class Shown(NamedTuple):
     sizer: Sizer
     planned: Planned
     prices: list[str]
-    simulated: Simulated | None
+    of_file: Prediction | None
     command: str
 
     @property
@@ -88,10 +73,10 @@ def _role_rows(made: Deployment) -> list[list[str]]:
         "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), chunks of "
         f"{fleet.worker.chunk} a group",
         "attention": f"{fleet.units} x (dp {dp} tp {tp}), {unit.layout.lanes} lanes of "
-        f"{unit.slots}",
+        f"{fleet.slots}",
         "ffn": f"{fleet.units} x (ep {unit.layout.ep} tp {unit.layout.ffn_tp})",
         "decode": f"{fleet.units} x (dp {dp} tp {tp}), {MODES[unit.layout.mode]}, "
-        f"{unit.slots} a group",
+        f"{fleet.slots} a group",
     }
 
     def row(devices: int, spares: int, chips: float, dollars: float) -> list[str]:
@@ -108,8 +93,8 @@ def _role_rows(made: Deployment) -> list[list[str]]:
 
 
 def _latency_rows(shown: Shown) -> list[list[str]]:
-    """TTFT and TPOT, beside what a simulation gave."""
-    asked, found, simulated = shown.asked, shown.made.prediction, shown.simulated
+    """TTFT and TPOT as sized, and as the written file's simulation gave them."""
+    asked, found, of_file = shown.asked, shown.made.prediction, shown.of_file
     rows = [["ms", "mean", "p50", "p90", "p95", "p99", "asked for", "there"]]
 
     def row(name: str, times: Times, target: str = "", there: float | None = None) -> None:
@@ -118,13 +103,13 @@ def _latency_rows(shown: Shown) -> list[list[str]]:
         rows.append([name, *(f"{value * 1e3:.1f}" for value in values), target, last])
 
     row("TTFT", found.ttft, asked.ttft.text, found.ttft_asked)
-    if simulated:
-        row("  simulated", simulated.ttft, asked.ttft.text, simulated.ttft_asked)
     for name, times in found.parts.items():
-        row(f"  {name}", times)
+        row(f"  wait for {name}", times)
+    if of_file:
+        row("  of the file", of_file.ttft, asked.ttft.text, of_file.ttft_asked)
     row("TPOT", found.tpot, asked.tpot.text, found.tpot_asked)
-    if simulated:
-        row("  simulated", simulated.tpot, asked.tpot.text, simulated.tpot_asked)
+    if of_file:
+        row("  of the file", of_file.tpot, asked.tpot.text, of_file.tpot_asked)
     return rows
 
 
@@ -134,18 +119,18 @@ def _facts(shown: Shown) -> list[str]:
     found, fleet, link = made.prediction, made.fleet, made.link
     requests, layout = sizer.requests(demand), fleet.unit.layout
     million_in, million_out = made.millions(requests, demand.rate)
+    crossing = link.tokens(requests) * link.token_bytes
+    busy = ", ".join(f"{role} {share:.0%}" for role, share in found.busy.items())
     lines = [
+        f"simulated: {found.requests} requests that count, {found.refused} refused; busy: {busy}",
         f"decoding at a time (Little's law): {demand.rate:g} a second x "
         f"{requests.output.mean():,.0f} tokens x {found.tpot.mean * 1e3:.1f} ms = "
-        f"{found.sequences:,.0f} sequences, {found.slots_busy:.0%} of {fleet.units} x "
-        f"{fleet.unit.sequences:,} slots, {requests.context:,.0f} tokens each",
-        f"prefill: DP groups busy {found.prefill_busy:.0%}, steps of "
-        f"{fleet.steps.alone * 1e3:.1f} ms (one prompt) to {fleet.steps.full * 1e3:.1f} ms (all "
-        "groups)",
-        f"KV hand-off: {link.token_bytes / 1e3:.1f} KB a token, "
-        f"{found.link_bytes / demand.rate / 1e6:.1f} MB a request, "
-        f"{found.link_bytes / 1e9:.2f} GB/s in all; "
-        f"{link.bytes_per_second / 1e9:.0f} GB/s a worker, busy {found.link_busy:.1%}",
+        f"{_sequences(shown):,.0f} sequences, {_sequences(shown) / _slots(made):.0%} of "
+        f"{fleet.units} x {fleet.slots * fleet.unit.lanes:,} slots, {requests.context:,.0f} tokens "
+        "each",
+        f"KV hand-off: {link.token_bytes / 1e3:.1f} KB a token, {crossing / 1e6:.1f} MB a request, "
+        f"{demand.rate * crossing / 1e9:.2f} GB/s in all; {link.bytes_per_second / 1e9:.0f} GB/s a "
+        "worker",
         f"drafts: {layout.drafts} a step, {made.plan.tokens_a_step:.2f} tokens; redundant slots of "
         f"experts: {layout.redundant_slots} a rank (prefill "
         f"{fleet.worker.layout.redundant_slots})",
@@ -168,6 +153,17 @@ def _facts(shown: Shown) -> list[str]:
     return lines + shown.prices
 
 
+def _sequences(shown: Shown) -> float:
+    """Sequences that decode at a time, by Little's law."""
+    demand = shown.asked.demand
+    output = float(shown.sizer.requests(demand).output.mean())
+    return demand.rate * output * shown.made.prediction.tpot.mean
+
+
+def _slots(made: Deployment) -> int:
+    return made.fleet.units * made.fleet.unit.lanes * made.fleet.slots
+
+
 def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
     """Yields demands a fifth less and more: (name, demand, factor of prices)."""
     fields = {"rate": "rate", "prompts": "prompt", "outputs": "output", "hits": "hits"}
@@ -183,22 +179,32 @@ def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
 
 
 def _sensitivity_rows(shown: Shown) -> list[list[str]]:
-    """Effects of changes on this fleet, and the fleet of such parts that would then do."""
+    """The fleet of the same kinds of workers and units that another demand, or targets a fifth
+    tighter or looser, would take."""
     sizer, made, asked = shown.sizer, shown.made, shown.asked
     rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
     rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]
-    for name, demand, factor in [("as planned", asked.demand, 1.0), *_variants(asked.demand)]:
-        found = sizer.under(made, demand)
-        times = ["overloaded", "overloaded"]
-        if not isinstance(found, Overloaded):
-            times = [f"{found.ttft_asked * 1e3:.0f}", f"{found.tpot_asked * 1e3:.1f}"]
+
+    def add(name: str, found: Deployment | None, demand: Demand, factor: float = 1.0) -> None:
+        if found is None:
+            rows.append([name, "none meet it", "", "", "", "", "", ""])
+            return
+        times, fleet = found.prediction, found.fleet
+        millions = found.millions(sizer.requests(demand), demand.rate)
+        row = [name, f"{times.ttft_asked * 1e3:.0f}", f"{times.tpot_asked * 1e3:.1f}"]
+        row += [str(fleet.workers), str(fleet.units), f"{found.month * factor:,.0f}"]
+        rows.append([*row, *(f"{one * factor:.3f}" for one in millions)])
+
+    add("as planned", made, asked.demand)
+    for name, demand, factor in _variants(asked.demand):
         again = made if demand == asked.demand else sizer.again(made, demand)
-        sized = ["none meet it", "", "", "", ""]
-        if again is not None:
-            millions = again.millions(sizer.requests(demand), demand.rate)
-            sized = [str(again.fleet.workers), str(again.fleet.units)]
-            sized += [f"{again.month * factor:,.0f}", *(f"{one * factor:.3f}" for one in millions)]
-        rows.append([name, *times, *sized])
+        add(name, again, demand, factor)
+    for name in ("ttft", "tpot"):
+        level = getattr(asked, name)
+        for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
+            moved = msgspec.structs.replace(level, seconds=level.seconds * factor)
+            other = sizer.asking(msgspec.structs.replace(asked, **{name: moved}))
+            add(f"{name.upper()} {sign}", other.again(made, asked.demand), asked.demand)
     return rows
 
 
@@ -241,12 +247,12 @@ def _tree(shown: Shown, sensitivity: list[list[str]]) -> dict[str, Any]:
         },
         "decode": {
             "units": fleet.units,
-            "slots": fleet.unit.slots,
+            "slots": fleet.slots,
             "plan": plan_tree(made.plan),
         },
         "link": msgspec.to_builtins(made.link),
         "prediction": msgspec.to_builtins(made.prediction),
-        "simulated": msgspec.to_builtins(shown.simulated),
+        "of_file": msgspec.to_builtins(shown.of_file),
         "dollars_a_month": made.month,
         "dollars_per_million_tokens": {"in": million_in, "out": million_out},
         "prices": shown.prices,
@@ -258,6 +264,7 @@ def _tree(shown: Shown, sensitivity: list[list[str]]) -> dict[str, Any]:
 def _drawing(made: Deployment, asked: Asked) -> str:
     """The way of a request from the router to its tokens, as SVG."""
     fleet, demand, found = made.fleet, asked.demand, made.prediction
+    crossing = demand.rate * demand.prompt * made.link.token_bytes
     worker, layout = fleet.worker, fleet.unit.layout
     a, f = fleet.unit.hardware
     prefill = [
@@ -265,14 +272,14 @@ def _drawing(made: Deployment, asked: Asked) -> str:
         f"each {worker.layout.devices} {worker.hardware.name}",
         f"dp {worker.layout.dp} tp {worker.layout.tp}",
         f"chunks of {worker.chunk}",
-        f"busy {found.prefill_busy:.0%}",
+        f"busy {found.busy.get('prefill', 0.0):.0%}",
     ]
     afd = layout.topology.has("ffn")
     decode = [
         f"{fleet.units} x attention" if afd else f"{fleet.units} decode units",
         f"each {layout.attention_devices} {a.name}",
         f"dp {layout.dp} tp {layout.tp}, {f'{layout.lanes} lanes' if afd else layout.mode}",
-        f"{found.sequences:,.0f} sequences, {found.slots_busy:.0%} of slots",
+        f"{fleet.sequences:,.0f} sequences, {fleet.sequences / _slots(made):.0%} of slots",
     ]
     top, height, way = (60, 110, 130) if afd else (110, 130, 175)
     boxes = [
@@ -283,7 +290,7 @@ def _drawing(made: Deployment, asked: Asked) -> str:
     out = top + height / 2
     arrows = [
         Arrow(140, 175, 240, 175, [f"{demand.prompt:,} tokens", f"{demand.hits:.0%} found"]),
-        Arrow(440, way + 20 * afd, 590, way, ["KV pages", f"{found.link_bytes / 1e9:.2f} GB/s"]),
+        Arrow(440, way + 20 * afd, 590, way, ["KV pages", f"{crossing / 1e9:.2f} GB/s"]),
         Arrow(800, out, 920, out, [f"{demand.output:,} tokens", f"{found.tpot.mean * 1e3:.1f} ms"]),
     ]
     if afd:

@@ -32,8 +32,6 @@ from jaxserve.planner.stages import Calculator
 REBALANCE_SECONDS = 600
 """Interval of plans with slots for replicas, whose predicted balance needs a placement by counts:
 ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
-HELD_SLOTS = 16
-"""Prompts of a DP group of a prefill worker at a time."""
 PORT = 9100
 PRECISION = 0.02
 """Share of a fleet's slots within which the most that `serve` takes is found."""
@@ -279,66 +277,37 @@ class FleetFile(NamedTuple):
             tree["prefill"]["cache"]["pages"] = self.file.pages_beside()
             self.file.write(_yaml(tree, comments))
 
-        return largest_written(self.file, write, made.peak_slots, PRECISION)
+        return largest_written(self.file, write, made.fleet.slots, PRECISION)
 
     def _tree(self, made: Deployment, requests: Requests, slots: int) -> Tree:
         fleet, asked = made.fleet, self.asked
-        layout, longest = fleet.unit.layout, asked.longest
+        unit, worker = fleet.unit.layout, fleet.worker
         plan = msgspec.structs.replace(made.plan, batch=slots)
         tree = _tree(self.file, plan, self.calculator)
-        page = tree["cache"]["page_size"]
-        longest_pages = -(-longest // page)
-        tree["scheduler"]["max_length"] = longest
-        tree["scheduler"]["page_buckets"] = sorted({-(-longest_pages // 4), longest_pages})
-        running = layout.lanes * slots
-        tokens = running * (requests.context + page)
-        tokens += 2 * requests.context_spread * running**0.5
-        tree["cache"]["pages"] = max(longest_pages + 1, -int(-tokens // page))
-        tree["attention"]["hardware"] = layout.attention
-        if layout.topology.has("ffn"):
-            tree["ffn"]["hardware"] = layout.ffn
-        else:
-            tree["domains"] = fleet.units
-        tree["prefill"] = self._prefill(made, longest_pages)
-        tree["pages"] = {"on_failure": "recompute", "recompute_tokens": 8192, "held": 256}
-        tree["fleet"] = {
+        fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
+        for name, value in fewer.keys(asked, requests, self.cost).items():
+            tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
+        tree["attention"]["hardware"] = unit.attention
+        if unit.topology.has("ffn"):
+            tree["ffn"]["hardware"] = unit.ffn
+        usable = 1 - self.calculator.assumed.reserve / 2
+        tree["prefill"]["attention"] |= {
+            "memory_gb": round(worker.hardware.memory_gb * usable, 1),
+            "hardware": worker.layout.attention,
+        }
+        if worker.layout.redundant_slots or unit.redundant_slots:
+            tree["prefill"]["ffn"] = {"redundant_slots": worker.layout.redundant_slots}
+        if unit.shared_ranks:
+            tree["prefill"]["ffn"] = {**tree["prefill"].get("ffn", {}), "shared_ranks": 0}
+        # Their number follows from the memory that one prompt leaves (`pages_beside`).
+        tree["prefill"]["cache"]["pages"] = -(-asked.longest // asked.page) + 1
+        tree["fleet"] |= {
             "prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
             "domains": [f"decode-{number}:{PORT}" for number in range(fleet.units)],
-            "prefill_waiting": max(64, 8 * fleet.worker.layout.dp),
             "ttft_seconds": asked.ttft.seconds,
             "tpot_seconds": asked.tpot.seconds,
         }
         return tree
-
-    def _prefill(self, made: Deployment, longest_pages: int) -> Tree:
-        worker, unit = made.fleet.worker, made.fleet.unit.layout
-        layout, hardware = worker.layout, worker.hardware
-        usable = 1 - self.calculator.assumed.reserve / 2
-        heads = [group.layers * group.q_heads * group.head_dim for group in self.cost.attention]
-        ffn = {}
-        if layout.redundant_slots or unit.redundant_slots:
-            ffn["redundant_slots"] = layout.redundant_slots
-        if unit.shared_ranks:
-            ffn["shared_ranks"] = 0
-        return {
-            "workers": made.fleet.workers,
-            "mode": "colocated",
-            "lanes": 1,
-            "quadratic_tokens": max(1, round(self.cost.activated / sum(heads))),
-            "attention": {
-                "dp": layout.dp,
-                "tp": layout.tp,
-                "memory_gb": round(hardware.memory_gb * usable, 1),
-                "hardware": layout.attention,
-            },
-            **({"ffn": ffn} if ffn else {}),
-            "cache": {"pages": longest_pages + 1},
-            "scheduler": {
-                "slots": HELD_SLOTS,
-                "token_budget": worker.chunk,
-                "token_buckets": [worker.chunk // 4, worker.chunk],
-            },
-        }
 
     def _comments(self, made: Deployment) -> list[str]:
         fleet, asked, found = made.fleet, self.asked, made.prediction
@@ -354,7 +323,7 @@ class FleetFile(NamedTuple):
             f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
             f"{fleet.units} decode units of {layout.devices} {' and '.join(names)} "
             f"({layout.mode}). Standing by: {', '.join(spare) or 'nothing'}.",
-            f"Predicted, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
+            f"Simulated, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
             f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
             *_beyond(self.calculator),
             "Start: a router, every worker of `prefill` and every domain, each at its address.",

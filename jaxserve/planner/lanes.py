@@ -1,6 +1,6 @@
 """Computes when every stage of every lane runs, device by device: the core of the simulator.
 
-Called by `simulate.py` and `deploy_fleet.py`. `Disaggregated` follows the order of
+Called by `simulate.py` and `deploy.py`. `Disaggregated` follows the order of
 `roles/schedule.py`, in which the driver enqueues, so no event queue is needed: a stage starts when
 its input is there, its devices are free (they work in the order of enqueueing) and the host has
 enqueued it. A lane here is any lane of any domain; lane i belongs to domain i mod domains.
@@ -49,6 +49,14 @@ class Seen(NamedTuple):
     mean: float
     least: float
     most: float
+
+
+class _Waited:
+    """Seconds that devices were in a kind of collective so far."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+        self.least, self.most = float("inf"), 0.0
 
 
 class _Pipeline:
@@ -259,10 +267,7 @@ class Colocated(_Pipeline):
         self._free = np.zeros(groups)
         self._begun: list[tuple[int, int, StepTimes]] = []
         self._all_lanes = range(lanes)
-        self._seen: dict[AFDStage, list[tuple[float, float, float]]] = {
-            "dispatch": [],
-            "combine": [],
-        }
+        self._seen: dict[AFDStage, _Waited] = {"dispatch": _Waited(), "combine": _Waited()}
 
     @property
     def active(self) -> bool:
@@ -316,9 +321,11 @@ class Colocated(_Pipeline):
 
     def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
         """Notes how long devices were in the layers' collectives, [layers, groups]."""
-        waited = end - at
-        columns = waited.mean(axis=1), waited.min(axis=1), waited.max(axis=1)
-        self._seen[stage] += zip(*(column.tolist() for column in columns), strict=True)
+        waited, seen = end - at, self._seen[stage]
+        seen.total += float(waited.sum())
+        seen.count += waited.size
+        seen.least = min(seen.least, float(waited.min()))
+        seen.most = max(seen.most, float(waited.max()))
 
     def _leave(self, lane: int, number: int, at: np.ndarray, seconds: float) -> float:
         """Head and sampling; returns when the last device has sampled."""
@@ -329,8 +336,8 @@ class Colocated(_Pipeline):
 
     def seen(self, stage: AFDStage) -> Seen:
         """Durations of a collective over all layers, steps and devices."""
-        means, least, most = zip(*self._seen[stage], strict=True)
-        return Seen(float(np.mean(means)), min(least), max(most))
+        seen = self._seen[stage]
+        return Seen(seen.total / seen.count, seen.least, seen.most)
 
 
 class _Batch:

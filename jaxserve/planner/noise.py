@@ -9,6 +9,7 @@ are those that the engine would make (`model/ffn/balance.py`).
 import functools
 import json
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 import msgspec
@@ -123,6 +124,23 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
             prompt, output = prompt * factors[0], output * factors[1]
         p = min(max(1, round(prompt)), self.longest - 1)
         return p, min(max(1, round(output)), self.longest - p)
+
+    def sample(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts and outputs of `count` requests, int `[count]` each.
+
+        Every quantile occurs once, in random order, so that a few hundred requests have the
+        distribution's mean and tail, and 1 % more in a mean is 1 % more in every length.
+        """
+        factors = np.ones(count)
+        if self.spread:
+            sigma = float(np.log1p(self.spread**2)) ** 0.5
+            places = (np.arange(count) + 0.5) / count
+            factors = np.exp(sigma * np.array([NormalDist().inv_cdf(one) for one in places]))
+            factors /= factors.mean()
+        prompt = np.rint(self.prompt * random.permutation(factors))
+        prompt = np.clip(prompt, 1, self.longest - 1).astype(int)
+        output = np.rint(self.output * random.permutation(factors)).astype(int)
+        return prompt, np.clip(output, 1, self.longest - prompt)
 
 
 class Skew(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The duration of every stage of a step, for the batch that the scheduler planned.
 
-Called by `simulate.py` and `deploy_fleet.py`. `Rooflines` computes times from a deployment and its
+Called by `simulate.py` and `deploy.py`. `Rooflines` computes times from a deployment and its
 hardware, corrected by what was measured or counted from compiled programs. Times are without noise,
 which `noise.py` adds.
 """

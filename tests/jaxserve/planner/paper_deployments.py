@@ -8,23 +8,23 @@ prints the comparison, `test_paper_deployments.py` holds it.
 import msgspec
 
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.deploy import Asked, Hosts, Sizer
-from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
-from jaxserve.planner.deploy_fleet import (
+from jaxserve.planner.deploy import (
     CHUNKS,
+    Asked,
+    Chunks,
     DecodeUnit,
-    Fleet,
+    Hosts,
     Pace,
     Prediction,
-    PrefillWorker,
-    capacity,
-    decoding,
-    predict,
+    Sizer,
+    Trial,
 )
+from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import Hardware, load_hardware
-from jaxserve.planner.layouts import Target
+from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
+from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import layout
 from tests.jaxserve.planner.published import Compared, show
@@ -67,14 +67,13 @@ def deepseek() -> list[Compared]:
     sizer = _sizer(h800, formats, demand, DEEPSEEK)
     requests = sizer.requests(demand)
     prefill = max(
-        capacity(worker, sizer.steps(worker, demand), requests)
-        for worker in (PrefillWorker(layout("ep", dp=32), chunk, h800) for chunk in CHUNKS)
+        32 / chunks.busy(requests) for chunks in _chunks(sizer, layout("ep", dp=32), h800)
     )
-    node_in = prefill / 4
+    node_in = prefill * float(requests.prompt.mean()) / 4
     two = layout("ep", dp=144, lanes=2)
-    pace = Pace(sizer.searcher, two, (h800, h800))
-    batch = pace.largest(requests, 256, 1 / SPEED)
-    node_out = 8 * two.lanes * batch / pace.seconds(requests, batch)
+    pace = _pace(sizer, two, h800, requests)
+    batch = pace.largest(256, 1 / SPEED)
+    node_out = 8 * two.lanes * batch / pace.seconds(batch)
     nodes = in_rate / node_in + out_rate / node_out
     name = "DeepSeek's day, H800"
     return [
@@ -108,42 +107,48 @@ def xdeepserve() -> list[Compared]:
         sizer = _sizer(DIE, formats, own, assumed, LONGEST)
         for hits in (0.0, HITS):
             demand = msgspec.structs.replace(own, hits=hits)
-            alone, rate = _prefill_on_910c(sizer, demand)
+            requests = sizer.requests(demand)
+            unit = layout("ep", "910c", dp=128)
+            pace = _pace(sizer, unit, DIE, requests)
             at = f"{hits:.0%} hits{form}"
+            alone = min(
+                _alone(chunks, requests)
+                for chunks in _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
+            )
+            first = requests.prompt.mean() * sizer.searcher.calculator.handed_over
+            first = float(first) / (32 * DIE.network) + 2.5 * pace.seconds(1)
+            most = max(
+                PREFILL_WORKERS * 8 / chunks.busy(requests)
+                for chunks in _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
+            )
+            plan = sizer.searcher.evaluate(unit, 1)
+            decode = DecodeUnit(plan, 256, (DIE, DIE), pace, 0.0)
+            taken = decode.taken(most / ACCEPTED, float(requests.output.mean()))
             ttft = f"TTFT ms, mean, nobody else there, {at}"
             tpot = f"TPOT ms, at the most that the prefill workers carry, {at}"
-            unit = _unit_on_910c(sizer, demand)
-            pace = decoding(unit, 1, sizer.requests(demand), rate)
-            assert pace is not None
-            found.append(Compared(name, ttft, 1e3 * TTFT, 1e3 * alone))
-            found.append(Compared(name, tpot, 1e3 * TPOT, 1e3 * pace.tpot))
+            seconds = pace.seconds(max(1, round(taken))) / ACCEPTED
+            found.append(Compared(name, ttft, 1e3 * TTFT, 1e3 * (alone + first)))
+            found.append(Compared(name, tpot, 1e3 * TPOT, 1e3 * seconds))
     return found
 
 
-def _unit_on_910c(sizer: Sizer, demand: Demand) -> DecodeUnit:
-    requests, unit = sizer.requests(demand), layout("ep", "910c", dp=128)
-    pace = Pace(sizer.searcher, unit, (DIE, DIE))
-    slots = pace.largest(requests, 256, 2 * TPOT * ACCEPTED)
-    table = tuple((taken, each / ACCEPTED) for taken, each in pace.table(requests, slots))
-    return DecodeUnit(unit, slots, (DIE, DIE), table, ACCEPTED)
+def _chunks(sizer: Sizer, made: Layout, hardware: Hardware) -> list[Chunks]:
+    """Prompts in chunks of all sizes in a prefill worker."""
+    own = sizer.searcher.calculator
+    times = Rooflines(made, own, own, (hardware, hardware))
+    return [Chunks(made, times, chunk) for chunk in CHUNKS]
 
 
-def _prefill_on_910c(sizer: Sizer, demand: Demand) -> tuple[float, float]:
-    """(mean TTFT of a request by itself in seconds, requests a second that keep the workers busy),
-    of the best chunks."""
-    eight = layout("ep", "910c", dp=8, tp=4, ep=32)
-    requests, unit = sizer.requests(demand), _unit_on_910c(sizer, demand)
-    ttft, rate = float("inf"), 0.0
-    for chunk in CHUNKS:
-        worker = PrefillWorker(eight, chunk, DIE)
-        steps = sizer.steps(worker, demand)
-        most = capacity(worker, steps, requests) / float(requests.prompt.mean())
-        rate = max(rate, PREFILL_WORKERS * most)
-        fleet = Fleet(worker, steps, PREFILL_WORKERS, unit, 1)
-        alone = predict(fleet, sizer.link(worker, unit), requests, 0.1)
-        if isinstance(alone, Prediction):
-            ttft = min(ttft, alone.ttft.mean)
-    return ttft, rate
+def _pace(sizer: Sizer, made: Layout, hardware: Hardware, requests: Requests) -> Pace:
+    own = sizer.searcher.calculator
+    times = Rooflines(made, own, own, (hardware, hardware))
+    return Pace(sizer.searcher, made, times, requests)
+
+
+def _alone(chunks: Chunks, requests: Requests) -> float:
+    """Mean seconds of a prompt with nothing else in the worker."""
+    shares = [(number + 0.5) / 20 for number in range(20)]
+    return sum(chunks.alone(*requests.quantile(share)) for share in shares) / len(shares)
 
 
 def _sizer(
@@ -159,7 +164,11 @@ def _sizer(
     calculator = Calculator(load_model("deepseek-v3"), round(requests.context), formats, assumed)
     hosts = {"h800": hardware, "910c": hardware}
     searcher = Searcher(calculator, hosts, hosts)
-    return Sizer(searcher, Hosts(hosts, hosts, hosts), asked)
+    return Sizer(searcher, Hosts(hosts, hosts, hosts), asked, _nothing)
+
+
+def _nothing(trial: Trial) -> Prediction:
+    raise AssertionError("no fleet is simulated here")
 
 
 if __name__ == "__main__":

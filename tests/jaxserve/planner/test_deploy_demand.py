@@ -3,31 +3,15 @@
 import argparse
 import math
 
-import numpy as np
 import pytest
 
 from jaxserve.planner.deploy_demand import Demand, Level, Spares, failures, level
-from jaxserve.planner.noise import Lengths
-
-
-def test_lengths_are_those_of_a_simulation():
-    requests = Demand(rate=1, prompt=1000, output=200, spread=0.5).requests(5000, 64)
-    random, lengths = (
-        np.random.default_rng(0),
-        Lengths(prompt=1000, output=200, spread=0.5, longest=5000),
-    )
-    drawn = np.array([lengths.draw(random) for _ in range(4000)])
-    for mine, theirs in ((requests.prompt, drawn[:, 0]), (requests.output, drawn[:, 1])):
-        assert mine.mean() == pytest.approx(theirs.mean(), rel=0.03)
-        assert mine.std() == pytest.approx(theirs.std(), rel=0.08)
-    assert abs(np.corrcoef(requests.prompt, requests.output)[0, 1]) < 0.05
 
 
 def test_equal_ones():
     requests = Demand(rate=1, prompt=1000, output=200, hits=0.5).requests(5000, 64)
     assert set(requests.prompt) == {1000}
     assert set(requests.found) == {448}  # seven whole pages
-    assert set(requests.computed) == {552}
     assert requests.context == 1100
     assert requests.context_spread == pytest.approx(200 / 12**0.5)
 
@@ -36,6 +20,26 @@ def test_long_outputs_run_longer():
     requests = Demand(rate=1, prompt=1, output=100, spread=1.0).requests(10**6, 64)
     # E[output² / 2] ÷ E[output] = 100 (1 + 1) / 2
     assert requests.context == pytest.approx(100, rel=0.05)
+
+
+def test_what_runs_at_a_moment():
+    """Lengths by how long they run: half of each output is there on the mean."""
+    requests = Demand(rate=1, prompt=1000, output=200, spread=0.5).requests(5000, 64)
+    length, left = requests.running(500)
+    assert length.mean() == pytest.approx(requests.context, rel=0.02)
+    assert length.std() == pytest.approx(requests.context_spread, rel=0.1)
+    # E[output²] / E[output] / 2 = 200 × 1.25 / 2
+    assert left.mean() == pytest.approx(125, rel=0.05)
+    more = Demand(rate=1, prompt=1010, output=200, spread=0.5).requests(5000, 64)
+    assert more.running(500)[0].mean() / length.mean() == pytest.approx(1.01, abs=0.005)
+
+
+def test_quantiles_of_prompts():
+    requests = Demand(rate=1, prompt=1000, output=200, spread=0.5, hits=0.5).requests(9000, 64)
+    prompt, found = requests.quantile(0.95)
+    # Lognormal: 1000 e^(1.645 σ - σ²/2) with σ² = ln 1.25
+    assert prompt == pytest.approx(1000 * math.exp(1.645 * 0.4724 - 0.1116), rel=0.02)
+    assert found == prompt // 2 // 64 * 64
 
 
 def test_all_of_a_prompt_is_never_found():

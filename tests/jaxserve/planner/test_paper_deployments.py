@@ -47,4 +47,4 @@ def test_xdeepserves_decoding_is_predicted_too_fast(found):
         one = found[
             "xDeepServe", f"TPOT ms, at the most that the prefill workers carry, {hits} hits"
         ]
-        assert -0.5 < one.error < -0.35
+        assert -0.5 < one.error < -0.25

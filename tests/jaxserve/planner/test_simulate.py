@@ -6,8 +6,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
 from jaxserve.planner.assumptions import Assumptions
+from jaxserve.planner.deploy import Pace
 from jaxserve.planner.deploy_demand import Demand
-from jaxserve.planner.deploy_fleet import Pace
 from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
@@ -170,12 +170,12 @@ def test_one_plan_three_ways(mode, lanes, assumed, apart):
     search = searcher("deepseek-v3", context=4064, assumed=assumed)
     searched = search.evaluate(plan, 8).tpot
     requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
-    pace = Pace(search, plan, (H800, H800)).seconds(requests, 8)
+    times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
+    pace = Pace(search, plan, times, requests).seconds(8)
     made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
     limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
     made = msgspec.structs.replace(made, scheduler=limits)
     traffic = Traffic(lengths=Lengths(prompt=4032, output=64, longest=8192))
-    times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
     conditions = Conditions(steps=12, warm_up=4)
     result = Simulation(made, times, traffic, conditions).run()[0]
     assert pace == pytest.approx(searched, rel=apart)

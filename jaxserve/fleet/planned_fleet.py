@@ -1,0 +1,147 @@
+"""Runs a planned fleet in simulated time, all of it or a role. Called by `deploy_command.py`.
+
+Every plan is simulated with the same lengths and the same gaps between requests, so that two plans
+differ by what they are and not by chance. Of a large fleet a part is run, with its part of the
+requests: the router balances over a few workers nearly as well as over many.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from jaxserve.config.load import load_deployment
+from jaxserve.fleet.simulation import FleetSimulation
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, PagesLink
+from jaxserve.planner.deploy import Asked, Fleet, Prediction, Times, Trial
+from jaxserve.planner.stage_times import Rows, StepTimes
+
+COUNTED = 300
+"""Requests that count, where percentiles up to 95 are asked for; five times as many above."""
+TOKENS = 150_000
+"""Output tokens of a simulation of decoding, about: a second or two."""
+STEPS = 6_000
+"""Prefill steps of a simulation, about: some seconds."""
+LEAST = 60
+"""Requests that count in any simulation."""
+GROUPS = 64
+"""DP groups of the prefill workers that are simulated at most."""
+SEQUENCES = 8192
+"""Sequences that decode at a time in a simulation at most."""
+PACED_SLOTS = 4096
+HOST_SECONDS = 1e-4
+"""Time of the host at every step's end, as `plan simulate` has it."""
+
+
+class Paced:
+    """Stage times of a decode unit that keeps its pace whatever the batch."""
+
+    layers, overlapped = 1, False
+
+    def __init__(self, seconds: float):
+        self._step = StepTimes([np.array([seconds])], [0.0], [0.0], [0.0], 0.0)
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The same for all sequences."""
+        return self._step
+
+
+def simulated(trial: Trial, request_seconds: float) -> Prediction:
+    """Returns the times of a fleet's requests.
+
+    Args:
+      request_seconds: of HTTP and the router, a request.
+    """
+    fleet, demand, part, keys = trial.fleet, trial.demand, trial.part, dict(trial.keys)
+    share = _share(fleet, part)
+    workers = max(1, int(fleet.workers * share))
+    units = max(1, int(fleet.units * share + 1e-9))
+    share = min(share, workers / fleet.workers if part == "prefill" else units / fleet.units)
+    prompts, output = trial.requests.prompt - trial.requests.found, demand.output
+    counted = COUNTED * (5 if max(trial.asked.ttft.percent, trial.asked.tpot.percent) > 95 else 1)
+    running: tuple[tuple[int, int], ...] = ()
+    domain, prefill = trial.domain, trial.prefill
+    if part != "decode":
+        steps = float(prompts.mean()) / fleet.worker.chunk / min(fleet.worker.layout.dp, 4)
+        counted = min(counted, max(LEAST, int(STEPS / max(steps, 0.1))))
+    if part == "prefill":
+        output = 1
+        lanes = fleet.unit.layout.lanes
+        domain = Paced(fleet.pace / lanes)
+        keys |= {"mode": "colocated", "lanes": lanes, "ffn": {}, "domains": units}
+        keys["attention"] = {"dp": 1, "tp": 1}
+        keys["cache"] = {**keys["cache"], "pages": 2**24}
+        slots = {"slots": PACED_SLOTS, "token_budget": PACED_SLOTS, "token_buckets": [PACED_SLOTS]}
+        keys["scheduler"] = {**keys["scheduler"], **slots}
+    else:
+        counted = min(counted, max(LEAST, TOKENS // output))
+        held = round(fleet.sequences * units / fleet.units)
+        lengths = trial.requests.running(max(1, held))
+        running = tuple(zip(*(each.tolist() for each in lengths), strict=True))
+    warm = 0 if part == "decode" else min(counted, 2 * workers * fleet.worker.layout.dp)
+    if part == "decode":
+        keys["prefill"] = {}
+        keys["fleet"] = {"domain_waiting": PACED_SLOTS}
+    else:
+        keys["prefill"] = {**keys["prefill"], "workers": workers}
+    if keys["mode"] == "afd":
+        addresses = {"domains": [f"decode-{one}:1" for one in range(units)]}
+        if part == "whole":
+            addresses["prefill"] = [f"prefill-{one}:1" for one in range(workers)]
+        keys["fleet"] = {**keys["fleet"], **addresses}
+    else:
+        keys["domains"] = units
+    deployment = load_deployment(Path(), keys)
+    traffic = FleetTraffic(
+        lengths=msgspec.structs.replace(demand.lengths(trial.asked.longest), output=output),
+        rate=demand.rate * share,
+        requests=warm + counted,
+        warm_up=warm,
+        hits=demand.hits,
+        running=running,
+    )
+    link = trial.link
+    pages = PagesLink(
+        seconds_per_token=link.token_bytes / link.bytes_per_second, latency=link.latency
+    )
+    conditions = FleetConditions(
+        pages=pages,
+        host_seconds=HOST_SECONDS,
+        request_seconds=request_seconds,
+        prefilled=part == "decode",
+    )
+    simulation = FleetSimulation(
+        deployment,
+        traffic,
+        conditions,
+        domain=domain,
+        prefill=None if part == "decode" else prefill,
+    )
+    return prediction(simulation, trial.asked)
+
+
+def prediction(simulation: FleetSimulation, asked: Asked) -> Prediction:
+    """Runs a simulation; returns its requests' times."""
+    result = simulation.run()
+    ttft, tpot = (np.array(each or [0.0]) for each in simulation.samples())
+    return Prediction(
+        ttft=Times.of(ttft),
+        ttft_asked=float(np.percentile(ttft, asked.ttft.percent)),
+        tpot=Times.of(tpot),
+        tpot_asked=float(np.percentile(tpot, asked.tpot.percent)),
+        parts={name: Times.of(np.array(each)) for name, each in simulation.waits().items() if each},
+        busy=result.busy,
+        refused=result.refused,
+        requests=result.finished,
+    )
+
+
+def _share(fleet: Fleet, part: str) -> float:
+    """The part of a fleet that is simulated."""
+    share = 1.0
+    if part != "decode":
+        share = min(share, GROUPS / (fleet.workers * fleet.worker.layout.dp))
+    if part != "prefill":
+        share = min(share, SEQUENCES / fleet.sequences)
+    whole = fleet.workers if part == "prefill" else fleet.units
+    return max(1, int(whole * share)) / whole

@@ -1,0 +1,151 @@
+"""Sizing, with simulations whose results are given, and what arithmetic says before them."""
+
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.deploy import (
+    Asked,
+    Chunks,
+    DecodeUnit,
+    Hosts,
+    Prediction,
+    Sizer,
+    Times,
+    _fewest,
+)
+from jaxserve.planner.deploy_demand import Demand, Level, Spares
+from jaxserve.planner.layouts import Target
+from jaxserve.planner.stage_times import Rooflines
+from tests.jaxserve.planner.making import H100, calculator, layout, searcher
+
+DEMAND = Demand(rate=200, prompt=512, output=32, spread=0.3, hits=0.25)
+
+
+class Fleets:
+    """Simulates nothing: a TTFT by the number of workers, a TPOT by that of units."""
+
+    def __init__(self, workers: int, units: int):
+        self._workers, self._units = workers, units
+        self.parts: list[str] = []
+
+    def __call__(self, trial) -> Prediction:
+        self.parts.append(trial.part)
+        ttft = 0.1 if trial.fleet.workers >= self._workers else 0.9
+        tpot = 0.01 if trial.fleet.units >= self._units else 0.09
+        late, each = (Times.of(np.array([seconds])) for seconds in (ttft, tpot))
+        return Prediction(
+            ttft=late,
+            ttft_asked=ttft,
+            tpot=each,
+            tpot_asked=tpot,
+            parts={},
+            busy={},
+            refused=0,
+            requests=1,
+        )
+
+
+def sizer(simulate, demand: Demand = DEMAND, ttft: float = 0.2, devices: int = 1) -> Sizer:
+    search = searcher("qwen3-30b-a3b", "h100", context=542)
+    asked = Asked(
+        demand=demand,
+        ttft=Level(95.0, ttft),
+        tpot=Level(95.0, 0.02),
+        positions=40960,
+        page=64,
+        target=Target(tpot=0.02, max_devices=devices, modes=("tp",)),
+        spares=Spares(),
+    )
+    hosts = {"h100": H100}
+    return Sizer(search, Hosts(hosts, hosts, hosts), asked, simulate)
+
+
+def test_as_many_as_the_simulation_asks_for():
+    fleets = Fleets(workers=7, units=5)
+    made = sizer(fleets).plan().best
+    assert (made.fleet.workers, made.fleet.units) == (7, 5)
+    assert made.dollars == pytest.approx((7 + 5) * H100.price)
+    assert fleets.parts[-1] == "whole"
+
+
+def test_no_fewer_than_the_work_takes():
+    """However short the simulated waits: 85 % of the time, and of the slots."""
+    plan = sizer(Fleets(1, 1), Demand(rate=2000, prompt=512, output=32)).plan()
+    fleet = plan.best.fleet
+    assert fleet.workers >= 2000 / (0.85 * fleet.worker.capacity)
+    assert fleet.units >= 2000 / fleet.unit.capacity
+
+
+@pytest.mark.parametrize("field", ["rate", "prompt", "output"])
+def test_one_percent_more_is_no_jump(field):
+    """Bounds of workers and units before they are rounded up."""
+
+    def least(factor: float) -> tuple[float, float]:
+        sizes = {"rate": 200.0, "prompt": 5000, "output": 500}
+        sizes[field] = type(sizes[field])(sizes[field] * factor)
+        one = sizer(Fleets(1, 1), Demand(**sizes, spread=0.5))
+        fleet = one.plan().best.fleet
+        return one.asked.demand.rate / fleet.worker.capacity, sizes["rate"] / fleet.unit.capacity
+
+    before, after = least(1.0), least(1.01)
+    for few, more in zip(before, after, strict=True):
+        assert 1.0 <= more / few <= 1.03
+
+
+def test_nothing_meets_it():
+    with pytest.raises(ConfigError, match="no prefill worker of up to 1 devices meets p95=1ms"):
+        sizer(Fleets(1, 1), ttft=1e-3).plan()
+    with pytest.raises(ConfigError, match=r"no number of units of 1 h100 .* meets p95=20ms"):
+        sizer(Fleets(1, 10**6)).plan()
+
+
+def test_fewer_slots_take_more_units():
+    one = sizer(Fleets(1, 1))
+    made = one.plan().best
+    few = one.with_slots(made, 20)
+    assert few.fleet.unit.slots == 20
+    assert few.fleet.units > made.fleet.units
+
+
+def test_the_fewest():
+    asked: list[int] = []
+
+    def meets(number: int) -> bool:
+        asked.append(number)
+        return number >= 11
+
+    assert _fewest(meets, 3) == 11
+    assert len(asked) <= 8
+    assert _fewest(lambda number: False, 3) is None
+
+
+def test_littles_law():
+    unit = sizer(Fleets(1, 1)).plan().best.fleet.unit
+    assert isinstance(unit, DecodeUnit)
+    taken = unit.taken(100.0, 32.0)
+    assert taken == pytest.approx(100 * 32 * unit.pace.seconds(round(taken)), abs=1)
+    assert unit.taken(1e6, 32.0) == unit.slots
+
+
+def chunks(chunk: int, dp: int = 1) -> Chunks:
+    own, made = calculator("qwen3-32b"), layout("ep" if dp > 1 else "tp", "h100", dp=dp)
+    return Chunks(made, Rooflines(made, own, own, (H100, H100)), chunk)
+
+
+def test_a_prompt_alone():
+    """Bound by compute: 2 x 31.2 billion parameters a token at 70 % of the peak, and attention."""
+    least = 2 * 31.2e9 * 4096 / (989e12 * 0.7)
+    assert least < chunks(1024).alone(4096, 0) < 1.5 * least
+    # Found tokens are not computed, but attended to.
+    half = chunks(1024).alone(4096, 2048)
+    assert 0.5 < half / chunks(1024).alone(4096, 0) < 0.6
+
+
+def test_attention_is_quadratic():
+    """Per token a long prompt takes longer, and so do a fleet's prompts of unequal lengths."""
+    short, long = chunks(2048).alone(8192, 0), chunks(2048).alone(32768, 0)
+    assert long > 4.4 * short
+    equal = Demand(rate=1, prompt=16384, output=1).requests(10**6, 64)
+    spread = Demand(rate=1, prompt=16384, output=1, spread=1.0).requests(10**6, 64)
+    assert chunks(2048).busy(spread) > 1.05 * chunks(2048).busy(equal)
