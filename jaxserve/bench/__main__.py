@@ -16,19 +16,17 @@ from jaxserve.bench import (
     interference,
     load,
     machine,
-    options,
+    mixes,
     overlap,
     peers,
     plans,
     quality,
     router,
-    sampling,
     serving,
     stages,
     startup,
     step_host,
     streams,
-    tokens,
 )
 from jaxserve.bench.report import Part, add_report_arguments, publish
 from jaxserve.errors import JaxserveError
@@ -52,7 +50,7 @@ BENCHES = {
         {
             "host": host.measure,
             "overlap": overlap.measure,
-            "tokens": tokens.measure,
+            "tokens": mixes.measure_tokens,
             "startup": startup.measure,
         },
     ),
@@ -62,7 +60,7 @@ BENCHES = {
     ),
     "engine": Bench(
         "shared prefixes, and the cost of sampling options",
-        {"options": options.measure, "sampling": sampling.measure},
+        {"options": mixes.measure_options, "sampling": mixes.measure_sampling},
     ),
     "front": Bench(
         "the network faces, over an engine stub",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.bench import drafts, options, plans, sampling
+from jaxserve.bench import drafts, mixes, plans
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
 from jaxserve.fleet.control import Boundary, encode
@@ -27,34 +27,8 @@ def test_drafts_are_compared_round_by_round_and_by_verified_steps():
     golden.check("bench/drafts.txt", table(part) + "\n")
 
 
-def test_sampling_takes_the_best_rounds():
-    seconds = {
-        "1 greedy": [0.03, 0.02],
-        "1 temperature": [0.025, 0.09],
-        "1 top_k and top_p": [0.03, 0.04],
-        "32 greedy": [0.2, 0.1],
-        "32 temperature": [0.15, 0.14],
-        "32 top_k and top_p": [0.4, 0.2],
-    }
-    golden.check("bench/sampling.txt", table(sampling.part_of(seconds, rounds=2)) + "\n")
-
-
-def test_options_take_the_best_rounds():
-    rates = {
-        "plain": [100.0, 80.0],
-        "grammars": [50.0, 90.0],
-        "half grammars": [80.0, 70.0],
-        "penalties": [99.0, 98.0],
-        "biases": [1.0, 97.0],
-        "5 logprobs": [96.0, 2.0],
-    }
-    first = {"cold": [0.9, 0.8], "shared": [0.1, 0.3]}
-    samples = {"first_token_seconds": first, "tokens_per_second": rates, "compilations": 0}
-    golden.check("bench/options.txt", table(options.part_of({"1A1F": samples}, rounds=2)) + "\n")
-
-
 def test_a_grammar_of_even_and_odd_tokens_by_turns():
-    grammar = options.EveryOther(70)
+    grammar = mixes.EveryOther(70)
     assert grammar.mask().shape == (3,)
     assert [bit for bit in range(8) if grammar.mask()[0] >> np.uint32(bit) & 1] == [0, 2, 4, 6]
     grammar.accept(4)

@@ -1,0 +1,260 @@
+"""Mixes of requests to the engine: tokens a second by layout, the gain of cached prefixes, the cost
+of sampling options and of drawing from a large vocabulary.
+
+Parts of `bench pipeline` (tokens) and `bench engine` (options, sampling). Every layout has its own
+process, in which the mixes take turns, so that other work on the machine affects all alike.
+"""
+
+import functools
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxserve.bench.random_leaves import open_random
+from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
+from jaxserve.bench.timing import take_turns
+from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runtime import warm_up
+from jaxserve.fleet.assembly import Options, build_runtime, make_engine, open_engine
+
+LAYOUTS = {
+    "colocated": ["mode=colocated"],
+    "1A1F": ["attention.dp=1", "ffn.ep=1"],
+    "2A2F": ["attention.dp=2", "ffn.ep=2"],
+    "colocated, 1 lane": ["mode=colocated", "lanes=1", "scheduler.slots=32"],
+    "1A1F, 1 lane": ["attention.dp=1", "ffn.ep=1", "lanes=1", "scheduler.slots=32"],
+}
+"""The first three with the lanes of the demo's file; one lane holds the same sequences in one
+batch."""
+OUTPUT_TOKENS = 64
+PROMPT_TOKENS = 960
+SHARED_TOKENS = 864
+VOCAB = 151_936
+"""Tokens of Qwen3's vocabulary."""
+LARGE_VOCAB = [
+    *("mode=colocated", "lanes=1", "scheduler.slots=32", "scheduler.token_buckets=[32]"),
+    *("scheduler.page_buckets=[16]", "scheduler.token_budget=32", "scheduler.max_length=256"),
+]
+_SECONDS = 600.0
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that run together.
+
+    Attributes:
+      prompt: tokens of each prompt.
+      shared: tokens with which all prompts of all rounds begin.
+      options: fields of `SamplingParams`.
+      grammars: part of the requests that follow a grammar.
+      biases: number of token ids with a bias.
+    """
+
+    sequences: int
+    prompt: int = 16
+    output: int = OUTPUT_TOKENS
+    shared: int = 0
+    options: dict[str, Any] = {}
+    grammars: float = 0.0
+    biases: int = 0
+
+
+class Ran(msgspec.Struct):
+    """Figures of one mix in one round.
+
+    Attributes:
+      rate: tokens a second of all requests, prefill included.
+      gap: seconds from one token of a request to its next; 0: answers have one token.
+      core: core seconds a step.
+    """
+
+    seconds: float
+    rate: float
+    gap: float
+    core: float
+
+
+class EveryOther:
+    """A grammar that alternates even and odd token ids, with precomputed masks: only the engine's
+    share of a grammar's cost is measured."""
+
+    finished = False
+
+    def __init__(self, vocab: int):
+        words = -(-vocab // 32)
+        self._masks = [np.full(words, word, np.uint32) for word in (0x55555555, 0xAAAAAAAA)]
+        self._turn = 0
+
+    def mask(self) -> np.ndarray:
+        """The mask of the current turn."""
+        return self._masks[self._turn]
+
+    def accept(self, token_id: int) -> None:
+        """Switches to the other turn."""
+        if token_id % 2 != self._turn:
+            raise ValueError(f"token {token_id} is not allowed")
+        self._turn = 1 - self._turn
+
+
+Found = dict[str, list[Ran]]
+"""Name of a mix → its figures in every round."""
+
+
+def run_mixes(
+    settings: Sequence[str], mixes: dict[str, Any], rounds: int, vocab: int
+) -> dict[str, Any]:
+    """In a layout's process: runs all mixes in turns.
+
+    Args:
+      vocab: vocabulary of a model with random weights; 0: the demo.
+    """
+    deployment = load_deployment(DEMO, settings)
+    engine = random_engine(deployment, vocab) if vocab else open_engine(deployment)
+    draw = random.Random(1)
+    ways = {
+        name: functools.partial(run_mix, engine, mix, draw)
+        for name, mix in msgspec.convert(mixes, dict[str, Mix]).items()
+    }
+    found = take_turns(ways, rounds)
+    compiled = engine.compilations_after_ready
+    engine.close()
+    return {"mixes": found, "compilations": compiled}
+
+
+def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
+    """Runs the requests of a mix, whose prompts are new but for the shared beginning."""
+    vocab = engine.model_info()["vocab_size"]
+    (shared,) = random_prompts(random.Random(0), 1, mix.shared, vocab)
+    own = random_prompts(draw, mix.sequences, mix.prompt - mix.shared, vocab)
+    params = [
+        msgspec.structs.replace(
+            greedy(mix.output),
+            seed=number,
+            logit_bias=dict.fromkeys(range(mix.biases), -5.0),
+            grammar=EveryOther(vocab) if number < mix.grammars * mix.sequences else None,
+            **mix.options,
+        )
+        for number in range(mix.sequences)
+    ]
+    ran = run_requests(engine, [shared + prompt for prompt in own], params)
+    gap = ran.gap if mix.output > 1 else 0.0
+    return Ran(ran.seconds, ran.rate, gap, ran.core_seconds / mix.output)
+
+
+def random_engine(deployment: Deployment, vocab: int) -> Engine:
+    """Starts the demo's layers with random weights and a vocabulary of this size."""
+    config, names = read_config(deployment.model, deployment.ignored_model_keys)
+    config = msgspec.structs.replace(config, vocab=vocab)
+    runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
+    warm_up(runtime)
+    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine.start()
+    return engine
+
+
+def _measured(
+    settings: Sequence[str], mixes: dict[str, Mix], rounds: int, vocab: int = 0
+) -> tuple[Found, int]:
+    """Figures of the mixes of a layout, and the programs that were compiled after the start."""
+    devices = load_deployment(DEMO, settings).devices
+    given = {"settings": settings, "mixes": mixes, "rounds": rounds, "vocab": vocab}
+    found = run_worker(Worker(run_mixes, given, devices), _SECONDS)
+    return msgspec.convert(found["mixes"], Found), found["compilations"]
+
+
+def measure_tokens(quick: bool) -> Iterator[Part]:
+    """Measures tokens a second of every layout at several numbers of sequences."""
+    mixes = {f"{count} sequences": Mix(sequences=count) for count in (1, 8, 32)}
+    measures, details = [], {}
+    for layout, settings in LAYOUTS.items():
+        found, _ = _measured(settings, mixes, 1 if quick else 3)
+        details[layout] = found
+        for name, runs in found.items():
+            rate = statistics.median(run.rate for run in runs)
+            gap = statistics.median(run.gap for run in runs)
+            measures += [
+                Measure(f"{layout}: {name}", rate, "tokens/s"),
+                Measure("  from one token of a sequence to the next", gap * 1e3, "ms"),
+            ]
+    notes = [
+        f"Greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included.",
+        "Devices are simulated on the cores above: more devices are not more speed.",
+    ]
+    yield Part("tokens", "demo model, tokens a second of the engine", measures, notes, details)
+
+
+def measure_options(quick: bool) -> Iterator[Part]:
+    """Measures the time to a first token with 90 % of the prompt cached, and the throughput of
+    requests with options relative to requests without."""
+    alone = Mix(sequences=1, prompt=PROMPT_TOKENS, output=1)
+    mixes = {
+        "cold": alone,
+        "shared": msgspec.structs.replace(alone, shared=SHARED_TOKENS),
+        "plain": Mix(sequences=32),
+        "grammars": Mix(sequences=32, grammars=1.0),
+        "half grammars": Mix(sequences=32, grammars=0.5),
+        "penalties": Mix(
+            sequences=32, options={"presence_penalty": 0.5, "repetition_penalty": 1.1}
+        ),
+        "biases": Mix(sequences=32, biases=300),
+        "5 logprobs": Mix(sequences=32, options={"logprobs": 5}),
+    }
+    rounds, measures, details = 1 if quick else 8, [], {}
+    for layout in ("colocated", "1A1F"):
+        details[layout], compiled = _measured(LAYOUTS[layout], mixes, rounds)
+        found = details[layout]
+        cold, shared = (min(run.seconds for run in found[name]) for name in ("cold", "shared"))
+        rates = {name: max(run.rate for run in found[name]) for name in list(mixes)[2:]}
+        plain = rates.pop("plain")
+        measures += [
+            Measure(f"{layout}: first token, cold ÷ shared", cold / shared, "", 4.0, "more"),
+            Measure("  cold", cold * 1e3, "ms"),
+            Measure("  90 % shared", shared * 1e3, "ms"),
+            Measure(f"{layout}: plain requests", plain, "tokens/s"),
+        ]
+        for name, rate in rates.items():
+            limit = 0.85 if "grammars" in name else None
+            measures.append(Measure(f"  {name} ÷ plain", rate / plain, "", limit, "more"))
+        measures.append(Measure("  compiled after ready", compiled, "", 0.0))
+    notes = [
+        f"{PROMPT_TOKENS} prompt tokens, of which {SHARED_TOKENS} shared; then 32 requests "
+        f"together, {OUTPUT_TOKENS} greedy tokens each. The best of {rounds} rounds: other work on "
+        "the machine only makes a round longer.",
+        "Masks are ready-made: the time of a grammar library is not included.",
+    ]
+    yield Part("engine", "Shared prefixes and sampling options", measures, notes, details)
+
+
+def measure_sampling(quick: bool) -> Iterator[Part]:
+    """Measures core time of steps that draw from a large vocabulary relative to greedy ones."""
+    drawing: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "temperature": {"temperature": 1.0},
+        "top_k and top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    }
+    mixes = {
+        f"{count} {name}": Mix(sequences=count, prompt=1, output=12, options=options)
+        for count in (1, 32)
+        for name, options in drawing.items()
+    }
+    rounds, measures = 1 if quick else 8, []
+    found, _ = _measured(LARGE_VOCAB, mixes, rounds, VOCAB)
+    for count in (1, 32):
+        core = {name: min(run.core for run in found[f"{count} {name}"]) for name in drawing}
+        measures.append(Measure(f"{count} sequences: greedy", core["greedy"] * 1e3, "CPU ms"))
+        for name in list(drawing)[1:]:
+            limit = 1.3 if name == "temperature" else None
+            measures.append(Measure(f"  {name} ÷ greedy", core[name] / core["greedy"], "", limit))
+    notes = [
+        f"{VOCAB:,} tokens, the demo's layers with random weights, colocated; CPU time of a step, "
+        f"over 12 tokens a sequence, prefill included; the best of {rounds} rounds each.",
+    ]
+    yield Part("sampling", "Tokens that are drawn", measures, notes, {"mixes": found})
