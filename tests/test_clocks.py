@@ -10,7 +10,6 @@ REPOSITORY = Path(__file__).parents[1]
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
 ALLOWED = {
     "jaxserve/bench/report.py": "the date of a report",
-    "jaxserve/chaos/clock_shim/sitecustomize.py": "has the wall clock jump, on purpose",
     "jaxserve/observe/recorder.py": "brings the spans of several hosts to one axis",
     "jaxserve/preflight/meeting.py": "compares the clocks of hosts",
     "jaxserve/roles/cell.py": "when a stage began, for timelines",

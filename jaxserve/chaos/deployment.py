@@ -23,7 +23,6 @@ from jaxserve.chaos.proxy import Proxy
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
 """Starts the processes of a deployment on this host; exists in a source tree only."""
-SHIM = Path(__file__).resolve().parent / "clock_shim"
 FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.processes.child", 1000, 2000
 """Mark in the command line of a face process, and first numbers of faces and of links: the launcher
 gives smaller ones."""
@@ -79,27 +78,22 @@ class Process(msgspec.Struct):
 
 
 class Deployment:
-    """Starts the launcher and reads everything that is printed. Links and the wall clock of the
-    processes can be disturbed.
+    """Starts the launcher and reads everything that is printed. Links can be disturbed.
 
     Args:
       arguments: arguments of the launcher.
-      folder: folder for logs and for the hook of the clock.
+      folder: folder for logs.
 
     Attributes:
       processes: processes by the launcher's number.
       pages: links of prefill workers to domains, described like processes.
       proxies: proxies by the address that others dial.
-      clock: file with the seconds by which the wall clock jumps.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path):
         self.processes: dict[int, Process] = {}
         self.pages: list[Process] = []
         self.proxies: dict[str, Proxy] = {}
-        self.clock = folder / "clock"
-        path = os.pathsep.join([str(SHIM), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        shim = {"PYTHONPATH": path, "JAXSERVE_CHAOS_CLOCK": str(self.clock)}
         self.lines: list[Line] = []
         self._changed = threading.Condition()
         self._logs = folder / "logs"
@@ -111,7 +105,6 @@ class Deployment:
         self._rest: dict[Path, bytes] = {}
         self._launcher = subprocess.Popen(
             [sys.executable, str(LAUNCHER), "--logs", str(self._logs), *arguments],
-            env={**os.environ, **shim},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

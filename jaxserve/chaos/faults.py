@@ -59,12 +59,6 @@ def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-        case "clock":
-            deployment.clock.write_text(f"{fault.size}")
-            try:
-                yield
-            finally:
-                deployment.clock.write_text("0")
         case _:
             raise ValueError(fault.kind)
 

@@ -249,7 +249,7 @@ def has_others(kind: str, roles: Sequence[str]) -> bool:
     the ffn worker, and the loss of several processes slows all requests."""
     if kind in NOTICED:
         return len(roles) == 1 and roles[0] not in ("router", "ffn")
-    return kind in ("disk", "clock")
+    return kind == "disk"
 
 
 def _bad(found: Found) -> dict[str, list[Record]]:

@@ -221,7 +221,6 @@ class Load:
             request.text = question.prompt
         else:
             request.token_ids.ids.extend(question.prompt)
-        # Without a deadline: gRPC makes one of C's clock and Python's, of which one may jump here.
         call = self._stub.GenerateStream(request)
         try:
             async for message in call:

@@ -8,12 +8,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-KINDS = ("kill", "end", "stop", "slow", "drop", "delay", "corrupt", "disk", "clock")
+KINDS = ("kill", "end", "stop", "slow", "drop", "delay", "corrupt", "disk")
 """kill: SIGKILL. end: SIGTERM, the planned end of a worker. stop: SIGSTOP for seconds. slow:
 stopped most of the time for seconds. drop: the links to a worker are cut, or carry nothing, for
 seconds. delay: the links to a worker carry everything later. corrupt: some of the bytes on the
 links to a worker arrive with a bit changed. disk: no file of the process grows for seconds, as on a
-full disk. clock: the wall clock jumps."""
+full disk."""
 LINK_KINDS = ("drop", "delay", "corrupt")
 """Kinds that disturb the links to a worker."""
 
@@ -29,13 +29,11 @@ SECONDS: Mapping[str, tuple[float, float]] = {
     "delay": (2.0, 6.0),
     "corrupt": (2.0, 6.0),
     "disk": (2.0, 6.0),
-    "clock": (2.0, 6.0),
 }
 """Shortest and longest duration of a fault, by kind."""
 PAUSE = (0.5, 2.0)
 """Shortest and longest undisturbed time, in seconds, between full recovery and the next fault."""
 WAYS_OF_A_DROP = ("cut", "stall", "truncate")
-JUMPS = (-3600.0, 3600.0)
 
 
 class Fault(NamedTuple):
@@ -49,7 +47,7 @@ class Fault(NamedTuple):
       seconds: how long it lasts.
       how: one of `WAYS_OF_A_DROP` for a drop, else empty.
       size: delay: seconds each way. slow: the part of the time in which the process stands.
-        corrupt: the part of the bytes that is changed. clock: seconds that the clock jumps.
+        corrupt: the part of the bytes that is changed.
     """
 
     number: int
@@ -95,7 +93,6 @@ def draw(
                 "delay": random_.uniform(0.02, 0.2),
                 "slow": random_.uniform(0.5, 0.9),
                 "corrupt": random_.uniform(0.1, 0.9),
-                "clock": random_.choice(JUMPS),
             }.get(kind, 0.0)
             yield Fault(
                 next(numbers),

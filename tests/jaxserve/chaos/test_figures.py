@@ -88,7 +88,7 @@ def test_p99_of_other_requests():
         return measures["p99 between tokens of other requests ÷ undisturbed"]
 
     assert round(ratio("kill", "domain").value, 2) == 3.0
-    judged = [("kill", "domain"), ("stop", "follower"), ("drop", "prefill"), ("clock", "router")]
+    judged = [("kill", "domain"), ("stop", "follower"), ("drop", "prefill"), ("disk", "router")]
     assert [ratio(*each).met for each in judged] == [False] * 4
     spared = [("kill", "ffn"), ("slow", "domain"), ("kill", "domain+prefill")]
     assert [ratio(*each).met for each in spared] == [None] * 3
