@@ -1,12 +1,10 @@
-"""Host time per layer and lane on 1A1F in one process: the driver against two loops; part of
+"""Host time per layer and lane on 1A1F in one process: the driver against a bare loop; part of
 `bench pipeline`.
 
-The *naive* loop is what one would write first: jitted calls, a message of four arrays (values,
-scales, expert ids, gate weights), JAX's public `device_put`. The *bare* loop is the driver without
-a driver: the driver's own programs and copies, called one after the other in a straight loop that
-knows everything beforehand. All three run the same model, tiny, so that devices wait for the host;
-they take turns, and each ratio is the median of the ratios of single rounds. The clock runs while
-one step is enqueued onto empty queues.
+The bare loop is the lower bound: the driver's own programs and copies, called one after the other
+by a straight loop that knows everything beforehand. Both run the same model, tiny, so that devices
+wait for the host; they take turns, and each ratio is the median of the ratios of single rounds. The
+clock runs while one step is enqueued onto empty queues.
 """
 
 import statistics
@@ -15,18 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxserve.bench.random_model import RandomModel, build, decode_plan, deployment_of, idle_experts
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router
-from jaxserve.model.message import Message
-from jaxserve.model.quant.rows import decode_rows, encode_rows
 from jaxserve.roles.cell import Cell
 from jaxserve.roles.compilation import hot_call
-from jaxserve.roles.program import Program
 from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
 
@@ -38,9 +32,9 @@ KIND = LayerKind(
     FFN(router=Router(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
 )
 _SECONDS = 300.0
-LIMITS = {"naive": 0.25, "bare": 1.15}
-"""Targets of the driver's time over that of another loop."""
-LOOPS = ("driver", "bare", "naive")
+LIMIT = 1.15
+"""Target of the driver's time over that of the bare loop."""
+LOOPS = ("driver", "bare")
 
 
 def measure(quick: bool) -> Iterator[Part]:
@@ -50,10 +44,9 @@ def measure(quick: bool) -> Iterator[Part]:
     # A step's seconds by the clock and of the enqueuing thread, for each loop and round.
     wall, cpu = ({loop: [one[at] for one in found[loop]] for loop in LOOPS} for at in (0, 1))
     measures = []
-    for other, limit in LIMITS.items():
-        for clock, times, most in (("wall", wall, limit), ("CPU", cpu, None)):
-            ratio = median_ratio(times["driver"], times[other])
-            measures.append(Measure(f"driver ÷ {other} loop, {clock}", ratio, "", most))
+    for clock, times, most in (("wall", wall, LIMIT), ("CPU", cpu, None)):
+        ratio = median_ratio(times["driver"], times["bare"])
+        measures.append(Measure(f"driver ÷ bare loop, {clock}", ratio, "", most))
     for loop in LOOPS:
         median = statistics.median(wall[loop]) / LAYERS
         measures.append(Measure(f"{loop}, a layer", median * 1e6, "µs"))
@@ -77,68 +70,13 @@ def tiny_model() -> RandomModel:
     return build(deployment_of(slots=4, max_length=32, page_size=16, **wire), config)
 
 
-class NaivePrograms(NamedTuple):
-    """`enter`, `attend` and `ffn` with the message as four arrays; `leave` is the driver's."""
-
-    enter: jax.stages.Compiled
-    attend: jax.stages.Compiled
-    ffn: jax.stages.Compiled
-
-
-def compile_naive(model: RandomModel) -> NaivePrograms:
-    """The driver's programs with the packing undone: the same blocks, another message."""
-    bucket, attention = model.bucket, model.attention
-    return NaivePrograms(
-        _unpacked(model, attention.enter(bucket, KIND)).compile(),
-        _unpacked(model, attention.attend(bucket, KIND)).compile(),
-        _fed_unpacked(model, model.ffn.ffn(bucket.tokens, KIND.ffn)).compile(),
-    )
-
-
-def _unpacked(model: RandomModel, program: Program) -> Program:
-    """The program with (values, scales, expert ids, gate weights) in place of the message."""
-    message, dtype = model.ffn.formats["moe"], model.ffn.dtype
-
-    def body(*arguments: Any) -> tuple[jax.Array, ...]:
-        x, packed, *rest = program.body(*arguments)
-        rows = message.unpack(packed, dtype)
-        values, scales = encode_rows(rows.tokens, message.rows)
-        assert scales is not None
-        assert rows.experts is not None
-        assert rows.gates is not None
-        return x, values, scales, rows.experts, rows.gates, *rest
-
-    x, pieces, *rest = program.out_specs
-    return program._replace(body=body, out_specs=(x, *[pieces] * 4, *rest))
-
-
-def _fed_unpacked(model: RandomModel, program: Program) -> Program:
-    """The ffn program that takes the four arrays."""
-    message, dtype = model.ffn.formats["moe"], model.ffn.dtype
-    ((packed,), *others) = program.inputs
-    rows, top_k = packed.shape[0], message.top_k
-
-    def body(four: Sequence[jax.Array], *rest: Any) -> Any:
-        values, scales, experts, gates = four
-        tokens = decode_rows(values, scales, dtype)
-        return program.body([message.pack(Message(tokens, experts, gates))], *rest)
-
-    four = (
-        jax.ShapeDtypeStruct((rows, message.d_model), np.int8, sharding=packed.sharding),
-        jax.ShapeDtypeStruct((rows,), np.float32, sharding=packed.sharding),
-        jax.ShapeDtypeStruct((rows, top_k), np.int32, sharding=packed.sharding),
-        jax.ShapeDtypeStruct((rows, top_k), np.float32, sharding=packed.sharding),
-    )
-    return program._replace(body=body, inputs=(four, *others))
-
-
 Pages = list[Sequence[jax.Array]]
 Step = Callable[[Pages, jax.Array, jax.Array, jax.Array], Any]
 """(pages, last tokens, batch, page table) → (last tokens, sampled, logits)."""
 
 
 def experts_of(model: RandomModel, ffn: Any) -> Callable[..., jax.Array]:
-    """(layer, message…) → answer, by the call that is given, with counts of its own."""
+    """Returns (layer, message…) → answer, with counts of its own."""
     leaves, mesh = model.ffn_weights.layers, model.ffn.mesh
     state = [idle_experts(model.ffn.slots, mesh) for _ in leaves]
     tables, counts = map(list, zip(*state, strict=True))
@@ -176,33 +114,6 @@ def bare_step(model: RandomModel) -> Step:
             pages[layer] = k, v
             (arrived,) = dispatch((message,))
             (combined,) = combine((ffn(layer, arrived),))
-        return leave(x, last, batch, combined, *weights.head)
-
-    return step
-
-
-def naive_step(model: RandomModel, naive: NaivePrograms) -> Step:
-    """The loop that one would write first."""
-    weights, leave = model.weights, model.executables.leave
-    attend, ffn = naive.attend, experts_of(model, naive.ffn)
-    tokens, link = model.bucket.tokens, model.link
-    here = link.combine[tokens].destination_sharding
-    there = link.dispatch(0, tokens).destination_sharding
-    attention = weights.layers
-
-    def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
-        k, v = pages[0]
-        x, values, scales, experts, gates, k, v, *shared = naive.enter(
-            last, table, batch, k, v, *weights.embedding, *attention[0]
-        )
-        message = [values, scales, experts, gates]
-        pages[0] = k, v
-        combined = jax.device_put(ffn(0, *jax.device_put(message, there)), here)
-        for layer in range(1, LAYERS):
-            k, v = pages[layer]
-            x, *message, k, v = attend(x, table, *shared, k, v, combined, *attention[layer])
-            pages[layer] = k, v
-            combined = jax.device_put(ffn(layer, *jax.device_put(message, there)), here)
         return leave(x, last, batch, combined, *weights.head)
 
     return step
@@ -259,6 +170,5 @@ def compare(rounds: int) -> dict[str, list[_Timed]]:
     ways = {
         "driver": timed_driver(model, model.cell()),
         "bare": timed_loop(model, bare_step(model)),
-        "naive": timed_loop(model, naive_step(model, compile_naive(model))),
     }
     return take_turns(ways, rounds, warm_ups=rounds // 10 + 1)

@@ -85,6 +85,6 @@ def test_host_time_quickly(tmp_path, capsys):
     assert report["quick"] is True
     (part,) = report["parts"]
     values = {measure["name"].strip(): measure["value"] for measure in part["measures"]}
-    assert {"driver ÷ naive loop, wall", "driver ÷ bare loop, wall"} <= set(values)
+    assert "driver ÷ bare loop, wall" in values
     assert all(math.isfinite(value) and value > 0 for value in values.values())
     assert "host time per layer and lane" in capsys.readouterr().out
