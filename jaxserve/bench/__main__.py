@@ -6,20 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.bench import (
-    batch,
     compare,
     drafts,
     experts,
     front,
     hand_off,
     host,
-    interference,
     load,
     machine,
     mixes,
     overlap,
-    peers,
-    plans,
     quality,
     router,
     serving,
@@ -55,8 +51,8 @@ BENCHES = {
         },
     ),
     "fleet": Bench(
-        "hand-off of KV pages, decodes beside prefills",
-        {"hand-off": hand_off.measure, "interference": interference.measure},
+        "hand-off of KV pages",
+        {"hand-off": hand_off.measure},
     ),
     "engine": Bench(
         "shared prefixes, and the cost of sampling options",
@@ -68,7 +64,6 @@ BENCHES = {
             "front": front.measure,
             "smooth": front.measure_smoothness,
             "streams": streams.measure,
-            "batch": batch.measure,
         },
     ),
     "quality": Bench(
@@ -80,9 +75,7 @@ BENCHES = {
         },
     ),
     "load": Bench("load of a checkpoint, next to cat on its files", {"load": load.measure}),
-    "peers": Bench("weights from a running worker, next to files", {"peers": peers.measure}),
     "host": Bench("the leader's Python a lane and step", {"host": step_host.measure}),
-    "plans": Bench("the leader's CPU for plans to followers", {"plans": plans.measure}),
     "router": Bench("one router before a thousand stub workers", {"router": router.measure}),
     "drafts": Bench("the gain of drafts on the demo model", {"drafts": drafts.measure}),
     "experts": Bench("the gain and cost of moving experts", {"experts": experts.measure}),

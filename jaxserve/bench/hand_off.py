@@ -7,13 +7,13 @@ memory. What a hand-off adds to the time to the first token is measured against 
 once its prefix is in the domain's own cache.
 """
 
-import contextlib
 import os
+import queue
 import random
 import socket
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -77,7 +77,8 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def open_worker(role: str) -> Engine:
-    """Starts an engine of this bench (see `start_worker`)."""
+    """Starts a colocated engine with one end of the pages link: that of a prefill worker, or that
+    of a domain. The random weights do not depend on the role."""
     attention = MFA(q_heads=1, kv_heads=1, head_dim=HEAD_DIM, latent=32, rope=Rope(theta=1e4))
     config = ModelConfig(
         vocab=VOCAB,
@@ -86,21 +87,18 @@ def open_worker(role: str) -> Engine:
         norm_epsilon=1e-5,
         max_positions=MAX_LENGTH,
     )
-    overrides = {
-        "cache.pages": 1024,
-        "scheduler.token_budget": 128,
-        "scheduler.token_buckets": [2, 128],
-        "scheduler.page_buckets": [MAX_LENGTH // PAGE_SIZE],
-        "pages.lease_seconds": _SECONDS,
-    }
-    return start_worker(role, config, 2, overrides)
-
-
-def start_worker(role: str, config: ModelConfig, slots: int, overrides: dict[str, Any]) -> Engine:
-    """Starts a colocated engine with one end of the pages link: that of a prefill worker or that of
-    a domain. The random weights do not depend on the role."""
     deployment = deployment_of(
-        slots=slots, max_length=MAX_LENGTH, page_size=PAGE_SIZE, mode="colocated", **overrides
+        slots=2,
+        max_length=MAX_LENGTH,
+        page_size=PAGE_SIZE,
+        mode="colocated",
+        **{
+            "cache.pages": 1024,
+            "scheduler.token_budget": 128,
+            "scheduler.token_buckets": [2, 128],
+            "scheduler.page_buckets": [MAX_LENGTH // PAGE_SIZE],
+            "pages.lease_seconds": _SECONDS,
+        },
     )
     runtime = build_runtime(
         deployment, Options(config=config, names=step3_names(config), weights=open_random)
@@ -112,62 +110,39 @@ def start_worker(role: str, config: ModelConfig, slots: int, overrides: dict[str
     return engine
 
 
-@contextlib.contextmanager
-def prefill_worker(function: Callable[..., None], core: int) -> Iterator[Helper]:
-    """Starts a prefill worker in a helper on its own core: a function of the core."""
-    with Helper(Worker(function, {"core": core}).command(), _SECONDS) as helper:
-        yield helper
-
-
-def prefilled(helper: Helper, prompt: list[int]) -> PagesSource:
-    """Has the prefill worker hold a prompt's pages, and returns where they are.
-
-    Raises:
-      BenchError: they are not held.
-    """
-    source = msgspec.convert(helper.ask(prompt), PagesSource | None)
-    if source is None:
-        raise BenchError("a prompt is not held")
-    return source
-
-
-def answer_prompts(engine: Engine) -> None:
-    """In the prefill worker: holds the pages of every prompt that is asked, and says where."""
-    for prompt in asked():
-        held = threading.Event()
-        news: list[object] = []
-
-        def on_held(source: object, held: threading.Event = held, news: Any = news) -> None:
-            news.append(source)
-            held.set()
-
-        engine.prefill(prompt, on_held)
-        if not held.wait(_SECONDS):
-            raise BenchError(f"no pages within {_SECONDS:g} s")
-        say(news[0] if isinstance(news[0], PagesSource) else None)
-
-
 def prefill(core: int) -> None:
-    """The prefill worker, which also serves plain copies; says the port of these."""
+    """The prefill worker: says the port at which it serves plain copies; then computes the pages of
+    every prompt that is asked, holds them, and says where they are."""
     os.sched_setaffinity(0, {core})
     engine = open_worker("prefill")
+    held: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_serve_copies, args=(server,), daemon=True).start()
         say(server.getsockname()[1])
-        answer_prompts(engine)
+        for prompt in asked():
+            engine.prefill(prompt, held.put)
+            source = held.get(timeout=_SECONDS)
+            say(source if isinstance(source, PagesSource) else None)
 
 
 def measure_sizes(rounds: int, prefill_core: int) -> dict[str, Any]:
-    """The domain: seconds of every copy, hand-off and first token, by size."""
+    """The domain: seconds of every copy, hand-off and first token, by size.
+
+    Raises:
+      BenchError: the prefill worker does not hold the pages of a prompt.
+    """
     found: dict[str, Any] = {}
-    with prefill_worker(prefill, prefill_core) as helper:
+    worker = Worker(prefill, {"core": prefill_core})
+    with Helper(worker.command(), _SECONDS) as helper:
         engine, draw = open_worker("domain"), random.Random(0)
         port = helper.answer()
         for name, tokens in SIZES.items():
             rows: dict[str, list[float]] = {"copy": [], "hand_off": [], "added": []}
             # The last token's page is never held, so each prompt has one token more.
             for number, prompt in enumerate(random_prompts(draw, rounds + 1, tokens + 1, VOCAB)):
-                source = prefilled(helper, prompt)
+                source = msgspec.convert(helper.ask(prompt), PagesSource | None)
+                if source is None:
+                    raise BenchError("a prompt is not held")
                 copied = _copied(port, tokens * TOKEN_BYTES)
                 waited = _waited(engine)
                 cold = run_requests(engine, [prompt], greedy(1), source).seconds

@@ -1,11 +1,10 @@
 """Random prompts, and requests that an engine runs together, with the times of their tokens."""
 
-import itertools
 import queue
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.bench.workers import BenchError
@@ -52,25 +51,18 @@ class Ran(NamedTuple):
         """Seconds from one token of a request to its next: median of the requests' means."""
         return statistics.median((a[-1] - a[0]) / (len(a) - 1) for a in self.arrivals)
 
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between tokens of the same request."""
-        return [b - a for times in self.arrivals for a, b in itertools.pairwise(times)]
-
 
 def run_requests(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     source: PagesSource | None = None,
-    on_output: Callable[[int, TokenOutput], None] = lambda number, output: None,
 ) -> Ran:
     """Runs requests together and waits for their ends.
 
     Args:
       params: of all requests, or of each.
       source: a prefill worker that holds the pages of the prompts.
-      on_output: called by the engine's thread with the number of a request and its output.
 
     Raises:
       BenchError: a request ended early, or no token came for a minute.
@@ -83,7 +75,6 @@ def run_requests(
     def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> None:
         def came(output: TokenOutput) -> None:
             outputs.put((number, time.perf_counter() - start, output))
-            on_output(number, output)
 
         engine.submit(prompt, params, came, source=source)
 

@@ -2,7 +2,7 @@
 
 `leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
 send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
-twelve times the CPU (`bench plans`). Handshake and frames are those of
+twelve times the CPU (2026-11-22). Handshake and frames are those of
 `link/session/channel.py`. No process is asked again or reconnects: a lost one is missed on its
 stream. Knows nothing of the meaning of messages.
 """

@@ -23,7 +23,7 @@ class Assumption(NamedTuple):
 
 _DISSECTED = "arXiv 2402.13499 (microbenchmarks of H100)"
 _MEASURED = "CPU devices (jaxserve/README.md, Measured)"
-_PLANS = "CPU of all its threads, python -m jaxserve.bench plans, load 11 to 25"
+_PLANS = "CPU of all its threads, 2026-11-22, load 11 to 25"
 _GUIDE = "CUDA programming guide, throughput of instructions, compute capability 9.0"
 
 ASSUMPTIONS = {

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxserve.bench import drafts, mixes, plans
+from jaxserve.bench import drafts, mixes
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
-from jaxserve.fleet.control import Boundary, encode
 from tests import golden
 
 
@@ -35,19 +34,6 @@ def test_a_grammar_of_even_and_odd_tokens_by_turns():
     assert [bit for bit in range(8) if grammar.mask()[0] >> np.uint32(bit) & 1] == [1, 3, 5, 7]
     with pytest.raises(ValueError, match="token 4 is not allowed"):
         grammar.accept(4)
-
-
-def test_a_plan_is_as_long_as_a_real_one():
-    """Five words a row, three a page."""
-    size = len(encode(Boundary(0, [plans.plan(0)], "")))
-    assert 2048 * 5 * 4 + 16 * 3 * 4 < size < 2048 * 5 * 4 + 16 * 3 * 4 + 400
-
-
-def test_plans_have_medians_and_a_limit():
-    samples = {"thread": [1.0], "busiest": [2.0], "mean": [3.0], "latency": [4000.0]}
-    samples["cpu"] = [10.0, 915.0, 9999.0]
-    golden.check("bench/plans.txt", table(plans.part_of(31, samples)) + "\n")
-    assert plans.part_of(7, samples).measures[2].limit is None
 
 
 @pytest.mark.parametrize(
