@@ -1,13 +1,11 @@
 """The bench's scores against NumPy's; what the formats cost is not judged here."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
 from jaxserve.bench import quality
-from jaxserve.bench.__main__ import main
 from jaxserve.bench.quality import BASE
 from jaxserve.bench.workers import BenchError
 from jaxserve.fleet.assembly import build_runtime
@@ -42,16 +40,3 @@ def test_texts_are_counted_in_bytes_and_have_to_be_listed(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
     with pytest.raises(BenchError, match=r"no held-out text: .*held_out\.txt"):
         quality.held_out(tmp_path, files=1, tokens=8)
-
-
-@pytest.mark.nightly
-def test_command(tmp_path, capsys):
-    assert main(["quality", "--quick", "--json", str(tmp_path / "report.json")]) in (0, 1)
-    assert "int8 × int8 × int8: bits a byte" in capsys.readouterr().out
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert set(report["parts"][0]["details"]) == {
-        "bf16 × bf16 × bf16",
-        "fp8 × fp8 × fp8",
-        "int8 × int8 × int8",
-        "bf16 × int8 × bf16 × products int8",
-    }
