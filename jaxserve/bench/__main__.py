@@ -22,7 +22,6 @@ from jaxserve.bench import (
     stages,
     startup,
     step_host,
-    streams,
 )
 from jaxserve.bench.report import Part, add_report_arguments, publish
 from jaxserve.errors import JaxserveError
@@ -60,11 +59,7 @@ BENCHES = {
     ),
     "front": Bench(
         "the network faces, over an engine stub",
-        {
-            "front": front.measure,
-            "smooth": front.measure_smoothness,
-            "streams": streams.measure,
-        },
+        {"front": front.measure},
     ),
     "quality": Bench(
         "held-out bits a byte of every number format",

@@ -1,12 +1,11 @@
-"""The speed of gRPC and HTTP without a model behind them: two parts of `bench front`.
+"""`python -m jaxserve.bench front`: the speed of gRPC and HTTP without a model behind them.
 
 The server in this process gets its tokens from a stub; clients in another process read streams over
-HTTP and gRPC. Measures tokens per second over 64 streams, the time added to a request of a single
-token, and how evenly the events of a stream arrive.
+HTTP and gRPC. Measures tokens per second over 64 streams, and the time added to a request of a
+single token.
 """
 
 import asyncio
-import itertools
 import statistics
 import threading
 import time
@@ -18,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.bench.client import Client, completion_body
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.stub_engine import FOLDER, PROMPT, PacedEngine, StubEngine
+from jaxserve.bench.stub_engine import FOLDER, PROMPT, StubEngine
 from jaxserve.bench.workers import BenchError, Worker, run_worker
 from jaxserve.engine.request import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
@@ -38,11 +37,6 @@ TURN = 50
 WARM_UP = 5
 """Requests of a turn before the counted ones."""
 SECONDS = 120.0
-SMOOTH = (16, 64)
-"""Streams of which the time between events is measured."""
-STEP_SECONDS = 0.0086
-EVENTS = 256
-"""Events of a stream whose smoothness is measured."""
 
 
 def measure(quick: bool) -> Iterator[Part]:
@@ -83,26 +77,6 @@ def _bare_seconds(generator: TextGenerator) -> float:
         ended.wait(SECONDS)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def measure_smoothness(quick: bool) -> Iterator[Part]:
-    """Measures the time between the events of a stream over that between its tokens."""
-    tokenizer = Tokenizer.from_folder(FOLDER)
-    generator = TextGenerator(PacedEngine(tokenizer, STEP_SECONDS), tokenizer)
-    server = HttpServer(port=0)
-    address = server.start()
-    server.open(generator)
-    try:
-        found = run_worker(Worker(read_smoothly, {"address": address}), SECONDS)
-    finally:
-        server.stop(1.0)
-        generator.close()
-    measures = [
-        Measure(f"http, {streams} streams, between events ÷ tokens, p50", ratio, "", 1.5)
-        for streams, ratio in zip(SMOOTH, found, strict=True)
-    ]
-    notes = [f"An engine stub that has a token for every stream each {STEP_SECONDS * 1e3:g} ms."]
-    yield Part("smooth", "how evenly tokens arrive", measures, notes)
 
 
 def _part(found: dict[str, Any], bare: float) -> Part:
@@ -182,16 +156,3 @@ def run_clients(grpc_address: str, http: str, tokens: int, probes: int) -> dict[
             return {"seconds": times, "rates": rates}
 
     return asyncio.run(run())
-
-
-def read_smoothly(address: str) -> list[float]:
-    """For each number of streams, the median time between two events of a stream over that between
-    its tokens."""
-
-    async def read(streams: int) -> float:
-        client, body = Client(address), completion_body(PROMPT, EVENTS)
-        outcomes = await asyncio.gather(*(client.complete(body) for _ in range(streams)))
-        gaps = [b - a for outcome in outcomes for a, b in itertools.pairwise(outcome.arrivals)]
-        return statistics.median(gaps) / STEP_SECONDS
-
-    return [asyncio.run(read(streams)) for streams in SMOOTH]

@@ -1,6 +1,5 @@
-"""Engines without a model, for benchmarks of the faces. Used by `front.py` and `streams.py`."""
+"""An engine without a model, for the benchmark of the faces. Used by `front.py`."""
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,62 +66,3 @@ class StubEngine:
 def _output(request_id: str, token_id: int, last: bool) -> TokenOutput:
     reason: FinishReason | None = "length" if last else None
     return TokenOutput(request_id=request_id, token_ids=[token_id], finish_reason=reason)
-
-
-class PacedEngine(StubEngine):
-    """A `TokenEngine` whose thread gives every request one token per step until it has them all.
-
-    Args:
-      tokenizer: tokenizer of the model that it pretends to be.
-      step_seconds: seconds from one step to the next.
-
-    Attributes:
-      thread: thread of the step loop.
-      emitting: for each step, the CPU seconds of handing out its tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, step_seconds: float):
-        super().__init__(tokenizer)
-        self.emitting: list[float] = []
-        self._step_seconds = step_seconds
-        self._running: dict[str, Callable[[TokenOutput], None]] = {}
-        self._ends: dict[str, int] = {}  # step after which a request ends
-        self.thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
-        self.thread.start()
-
-    @property
-    def running(self) -> int:
-        """Number of requests that get tokens."""
-        return len(self._running)
-
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        on_output: Callable[[TokenOutput], None],
-        *,
-        request_id: str | None = None,
-        deadline: float | None = None,
-    ) -> str:
-        assert request_id is not None
-        self._ends[request_id] = len(self.emitting) + params.max_tokens
-        self._running[request_id] = on_output
-        return request_id
-
-    def cancel(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
-        self._ends.pop(request_id, None)
-
-    def _run(self) -> None:
-        next_step = time.monotonic()
-        while True:
-            token_id = self._script[len(self.emitting) % len(self._script)]
-            begin = time.thread_time()
-            for request_id, on_output in list(self._running.items()):
-                last = len(self.emitting) >= self._ends.get(request_id, 0)
-                on_output(_output(request_id, token_id, last))
-                if last:
-                    self.cancel(request_id)
-            self.emitting.append(time.thread_time() - begin)
-            next_step += self._step_seconds
-            time.sleep(max(0.0, next_step - time.monotonic()))
