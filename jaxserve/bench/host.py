@@ -9,8 +9,8 @@ clock runs while one step is enqueued onto empty queues.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -19,7 +19,6 @@ from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router
-from jaxserve.roles.cell import Cell
 from jaxserve.roles.compilation import hot_call
 from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
@@ -70,105 +69,66 @@ def tiny_model() -> RandomModel:
     return build(deployment_of(slots=4, max_length=32, page_size=16, **wire), config)
 
 
-Pages = list[Sequence[jax.Array]]
-Step = Callable[[Pages, jax.Array, jax.Array, jax.Array], Any]
-"""(pages, last tokens, batch, page table) → (last tokens, sampled, logits)."""
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of enqueuing one step, by the clock and of this thread; waits for its arrays."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    arrays = call()
+    cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+    jax.block_until_ready(arrays)
+    return wall, cpu
 
 
-def experts_of(model: RandomModel, ffn: Any) -> Callable[..., jax.Array]:
-    """Returns (layer, message…) → answer, with counts of its own."""
-    leaves, mesh = model.ffn_weights.layers, model.ffn.mesh
-    state = [idle_experts(model.ffn.slots, mesh) for _ in leaves]
-    tables, counts = map(list, zip(*state, strict=True))
-
-    def call(layer: int, *message: jax.Array) -> jax.Array:
-        answer, counts[layer] = ffn(*message, tables[layer], counts[layer], *leaves[layer])
-        return answer
-
-    return call
-
-
-def bare_step(model: RandomModel) -> Step:
-    """The cheapest loop over the driver's own calls."""
-    executables, weights = model.executables, model.weights
-    enter, leave = executables.enter, executables.leave
-    tokens, link = model.bucket.tokens, model.link
+def bare_loop(model: RandomModel) -> Callable[[], tuple[float, float]]:
+    """Returns what runs one step of the cheapest loop over the driver's own calls. Pages, last
+    tokens and counts are its own."""
+    executables, weights, programs = model.executables, model.weights, model.attention
+    tokens, link, mesh = model.bucket.tokens, model.link, model.ffn.mesh
     attend = hot_call(executables.attend[KIND])
-    size = model.ffn.contract.size(tokens)
-    ffn = experts_of(model, hot_call(model.ffn_executables[KIND.ffn, size]))
-    dispatch = link.dispatch(0, tokens).copier()
-    combine = link.combine[tokens].copier()
-    attention = weights.layers
-
-    def step(pages: Pages, last: jax.Array, batch: jax.Array, table: jax.Array) -> Any:
-        k, v = pages[0]
-        x, message, k, v, *shared = enter(
-            last, table, batch, k, v, *weights.embedding, *attention[0]
-        )
-        pages[0] = k, v
-        (arrived,) = dispatch((message,))
-        (combined,) = combine((ffn(0, arrived),))
-        for layer in range(1, LAYERS):
-            k, v = pages[layer]
-            x, message, k, v = attend(x, table, *shared, k, v, combined, *attention[layer])
-            pages[layer] = k, v
-            (arrived,) = dispatch((message,))
-            (combined,) = combine((ffn(layer, arrived),))
-        return leave(x, last, batch, combined, *weights.head)
-
-    return step
-
-
-class _Timed(NamedTuple):
-    """Seconds of enqueuing one step."""
-
-    wall: float
-    cpu: float
-
-
-Run = Callable[[], _Timed]
-
-
-def timed_driver(model: RandomModel, driver: Cell) -> Run:
-    """Runs one step through a driver and times `advance`."""
-    plan = decode_plan(model.deployment, 0, KV_LENGTH)
-
-    def run() -> _Timed:
-        driver.begin(plan)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        finished = driver.advance()
-        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-        finished.last.block_until_ready()
-        return _Timed(wall, cpu)
-
-    return run
-
-
-def timed_loop(model: RandomModel, step: Step) -> Run:
-    """Runs one step through a loop with pages and last tokens of its own."""
-    plan = decode_plan(model.deployment, 0, KV_LENGTH)
-    programs = model.attention
-    put = GroupPut(programs)
-    pages: Pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(LAYERS)]
+    ffn = hot_call(model.ffn_executables[KIND.ffn, model.ffn.contract.size(tokens)])
+    dispatch, combine = link.dispatch(0, tokens).copier(), link.combine[tokens].copier()
+    state = [idle_experts(model.ffn.slots, mesh) for _ in range(LAYERS)]
+    tables, counts = map(list, zip(*state, strict=True))
+    pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(LAYERS)]
+    put, plan = GroupPut(programs), decode_plan(model.deployment, 0, KV_LENGTH)
     last = put.last_tokens()
 
-    def run() -> _Timed:
+    def experts(layer: int, message: jax.Array) -> jax.Array:
+        (arrived,) = dispatch((message,))
+        leaves = model.ffn_weights.layers[layer]
+        answer, counts[layer] = ffn(arrived, tables[layer], counts[layer], *leaves)
+        (combined,) = combine((answer,))
+        return combined
+
+    def step(batch: jax.Array, table: jax.Array) -> Any:
         nonlocal last
+        x, message, k, v, *shared = executables.enter(
+            last, table, batch, *pages[0], *weights.embedding, *weights.layers[0]
+        )
+        pages[0] = k, v
+        combined = experts(0, message)
+        for layer in range(1, LAYERS):
+            k, v = pages[layer]
+            x, message, k, v = attend(x, table, *shared, k, v, combined, *weights.layers[layer])
+            pages[layer] = k, v
+            combined = experts(layer, message)
+        last, _, logits = executables.leave(x, last, batch, combined, *weights.head)
+        return logits
+
+    def run() -> tuple[float, float]:
         batch, table = put(plan)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        last, _, logits = step(pages, last, batch, table)
-        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-        jax.block_until_ready(logits)
-        return _Timed(wall, cpu)
+        return timed(lambda: step(batch, table))
 
     return run
 
 
-def compare(rounds: int) -> dict[str, list[_Timed]]:
-    """Times of every loop and round; the first tenth of the rounds warms up."""
+def compare(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of every loop and round; the first tenth of the rounds warms up."""
     model = tiny_model()
-    ways = {
-        "driver": timed_driver(model, model.cell()),
-        "bare": timed_loop(model, bare_step(model)),
-    }
+    driver, plan = model.cell(), decode_plan(model.deployment, 0, KV_LENGTH)
+
+    def run_driver() -> tuple[float, float]:
+        driver.begin(plan)
+        return timed(lambda: driver.advance().last)
+
+    ways = {"driver": run_driver, "bare": bare_loop(model)}
     return take_turns(ways, rounds, warm_ups=rounds // 10 + 1)
