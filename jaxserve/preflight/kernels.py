@@ -116,13 +116,17 @@ def _written(words: list[str], seconds: float, environment: Mapping[str, str] | 
       words: the module and its arguments; the file's name is the last one.
 
     Raises:
-      Failed: the process wrote none.
+      Failed: the process wrote none, or was late; with what it had written by then.
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
         result = Path(name, "bench.json")
         child = Child(["-m", *words, str(result)], Path(name), environment)
         try:
             code = child.wait(seconds)
+        except Failed as late:
+            found = json.loads(result.read_bytes()) if result.exists() else []
+            details = found if isinstance(found, dict) else {"measurements": found}
+            raise Failed(str(late), details) from None
         finally:
             child.end()
         if not result.exists():

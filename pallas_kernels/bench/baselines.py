@@ -47,7 +47,7 @@ def measured(
 def _of_jax(function: Callable[..., Any], *inputs: Any) -> Prepared:
     return Prepared(
         lambda: jax.jit(function)(*inputs),
-        lambda effort: timing.seconds(function, effort, *inputs),
+        lambda effort: timing.timed(function, effort, *inputs)[0],
     )
 
 

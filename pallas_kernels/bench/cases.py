@@ -53,14 +53,15 @@ class Case(NamedTuple):
 
 
 def cases(ops: list[str], names: list[str] | None, quick: bool) -> list[Case]:
-    """Lists the cases of these ops and named shapes (None: all); quick: tiny ones."""
-    found: list[Case] = []
+    """Lists the cases of these ops and named shapes (None: all); quick: tiny ones, each once."""
+    found: dict[tuple[str, Any], Case] = {}
     for op in ops:
         for name, shape in NAMES[op].items():
             if names and name not in names:
                 continue
-            found += [Case(op, name, step) for step in STEPS[op](shape, quick)]
-    return found
+            for step in STEPS[op](shape, quick):
+                found.setdefault((op, step), Case(op, name, step))
+    return list(found.values())
 
 
 def page_size() -> int:
@@ -80,7 +81,7 @@ def _attention(shape: Any, quick: bool) -> list[attention.Step]:
 
 def _experts(shape: Any, quick: bool) -> list[grouped_matmul.Step]:
     if quick:
-        shape = shape._replace(d_model=128, d_ff=128, groups=min(shape.groups, 4))
+        shape = shape._replace(d_model=128, d_ff=128, groups=4 if shape.groups > 1 else 1)
     return [
         grouped_matmul.Step(shape, format, tokens)
         for tokens in ((8,) if quick else DECODE_TOKENS + PREFILL_TOKENS)

@@ -20,17 +20,24 @@ D_MODEL, Q_RANK = 7168, 2048
 
 PLANNER_FORMATS = {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 FORMATS = {name: format for format, name in PLANNER_FORMATS.items()}
-BATCHES, CONTEXTS, FFN_TOKENS = (64, 128), (4096, 8192, 32768), 2048
+LOADS, FFN_TOKENS = ((64, 32768), (128, 4096), (128, 8192)), 2048
+"""Sequences and their lengths that an attention layer is timed with; tokens of an FFN shard."""
+PRODUCTS = 3
+"""Products in a row in a layer. Each rounds its rows anew, so that a layer is off by the square
+root of as many times what one product may be: by 0.067 with FP8 weights on an H100."""
 STAGES = (("bf16", "bf16"), ("fp8", "bf16"), ("int8", "int8"), ("fp8", "fp8"))
 """Formats of weights and cache. The second pair is what Step-3's paper times (table 9)."""
 
 
 def attention_layer(
     step: attention.Step, weight_format: str, d_model: int, q_rank: int
-) -> tuple[Any, tuple[Any, ...]]:
-    """The function of the layer, and its arguments: rows first. K and V of the batch are computed,
-    and added to the sum so that nothing is dropped, but the pages are not written. Products are
-    those of an engine: XLA's where no kernel is meant for them."""
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the function of the layer, its arguments, rows first, and the arguments whose results
+    are checked.
+
+    K and V of the batch are computed, and added to the sum so that nothing is dropped, but the
+    pages are not written. Products are those of an engine: XLA's where no kernel is meant for them.
+    """
     shape = step.shape
     _, pages, scales, where = attention.inputs(step)
     q_width, out_width = shape.q_heads * shape.head_dim, shape.q_heads * shape.v_width
@@ -54,14 +61,18 @@ def attention_layer(
         return out + first[:, q_rank:].sum(axis=1, keepdims=True)
 
     rows = jax.random.normal(keys[-1], (step.sequences, d_model), jnp.bfloat16)
-    return layer, (rows, weights, pages, scales, where)
+    last, _, _, last_where = attention.checked((rows, pages, scales, where))
+    return layer, (rows, weights, pages, scales, where), (last, weights, pages, scales, last_where)
 
 
 def ffn_shard(
     routed: grouped_matmul.Step, shared: grouped_matmul.Step
-) -> tuple[Any, tuple[Any, ...]]:
-    """Routed and shared experts of one device, all tokens; the function and its arguments, rows
-    first. Choices are even, and of all experts of the layer, of which this device has some."""
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the function of one device's routed and shared experts, its arguments, rows first,
+    and the arguments whose results are checked: all tokens.
+
+    Choices are even, and of all experts of the layer, of which this device has some.
+    """
     shape, tokens = routed.shape, routed.tokens
     _, *routed_weights, _ = grouped_matmul.inputs(routed)
     rows, *shared_weights, _ = grouped_matmul.inputs(shared)
@@ -74,25 +85,25 @@ def ffn_shard(
         share, _ = routed_swiglu(rows, choices, gates, *routed_weights)
         return share + dense_swiglu(rows, *shared_weights).astype(share.dtype)
 
-    return shard, (rows, choices, gates, routed_weights, shared_weights)
+    arguments = (rows, choices, gates, routed_weights, shared_weights)
+    return shard, arguments, arguments
 
 
 def stages(quick: bool, page_size: int) -> list[tuple[dict[str, Any], Any, tuple[Any, ...]]]:
     """Each measurement without its seconds, with its function and arguments, made one by one."""
-    batches, contexts = ((2,), (2 * page_size,)) if quick else (BATCHES, CONTEXTS)
+    loads = ((2, 2 * page_size),) if quick else LOADS
     found: list[Any] = []
     for format, cache in STAGES:
         common = {"model": "step3", "format": PLANNER_FORMATS[format]}
         of_cache = {} if cache == format else {"cache": PLANNER_FORMATS[cache]}
-        for batch in batches:
-            for context in contexts:
-                shape = ATTENTION["step3"]
-                sizes = (D_MODEL, Q_RANK)
-                if quick:
-                    shape, sizes = shape._replace(q_heads=4, head_dim=64, v_width=64), (128, 128)
-                step = attention.Step(shape, cache, batch, context, page_size)
-                entry = common | of_cache | {"op": "attend", "batch": batch, "context": context}
-                found.append((entry, attention_layer, (step, format, *sizes)))
+        for batch, context in loads:
+            shape = ATTENTION["step3"]
+            sizes = (D_MODEL, Q_RANK)
+            if quick:
+                shape, sizes = shape._replace(q_heads=4, head_dim=64, v_width=64), (128, 128)
+            step = attention.Step(shape, cache, batch, context, page_size)
+            entry = common | of_cache | {"op": "attend", "batch": batch, "context": context}
+            found.append((entry, attention_layer, (step, format, *sizes)))
         if cache != format:
             continue
         tokens = 16 if quick else FFN_TOKENS

@@ -22,11 +22,18 @@ class Effort(NamedTuple):
     rounds: int
 
 
-def seconds(function: Callable[..., Any], effort: Effort, first: Any, *rest: Any) -> float:
-    """Median seconds of one call; `first` is a small float array, read and written again by every
-    iteration, which makes it wait for the one before."""
+def timed(
+    function: Callable[..., Any], effort: Effort, first: Any, *rest: Any
+) -> tuple[float, Any]:
+    """Returns the median seconds of one call, and the result of the last one.
+
+    Args:
+      first: a small float array. Every iteration reads it and writes it again, unchanged, so that
+        the next one waits.
+    """
     loop = jax.jit(functools.partial(repeated, function, effort.iterations))
-    return _median(lambda: loop(first, *rest), effort)
+    seconds = _median(lambda: loop(first, *rest), effort)
+    return seconds, loop(first, *rest)[1]
 
 
 def _median(loop: Callable[[], Any], effort: Effort) -> float:
@@ -40,7 +47,7 @@ def _median(loop: Callable[[], Any], effort: Effort) -> float:
 
 
 def repeated(function: Callable[..., Any], iterations: int, first: Any, *rest: Any) -> Any:
-    """Calls the function `iterations` times, one call after the other; `seconds` times this. The
+    """Calls the function `iterations` times, one call after the other; `timed` times this. The
     barriers keep XLA from computing the parts that depend on `rest` alone once, before the loop."""
 
     def body(_: Any, carry: Any) -> Any:
@@ -68,4 +75,4 @@ def dense_rate(width: int, effort: Effort) -> float:
     """FLOP a second of a square BF16 product; of random numbers, as those of the ops are: units
     that multiply constants need less power, and clock higher."""
     left, right = jax.random.normal(jax.random.key(0), (2, width, width), jnp.bfloat16)
-    return 2 * width**3 / seconds(jnp.matmul, effort, left, right)
+    return 2 * width**3 / timed(jnp.matmul, effort, left, right)[0]

@@ -64,11 +64,11 @@ class Bench:
                 self.right = correctness.expected(function, module.checked(self.arguments))
                 self.label = case.label()
             with use_tiles(tiles):
-                output = correctness.run(function, self.arguments)
+                seconds, output = timing.timed(function, self.effort, *self.arguments)
                 error = correctness.distance(output, self.right)
                 if error > correctness.TOLERANCE[case.step.format]:
                     return {"failed": f"wrong by {error:.2g}"}
-                return {"seconds": timing.seconds(function, self.effort, *self.arguments)}
+                return {"seconds": seconds}
         except Exception as error:  # of a compiler, of a device: the next candidate may do
             return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
 

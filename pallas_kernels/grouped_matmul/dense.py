@@ -11,7 +11,11 @@ On a GPU kernels are used for block scales only, which XLA multiplies in 127 rou
 Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. FP8
 weights multiply rows in FP8, at twice the rate of 16 bits: rows with a scale for every 128 columns
 where weights have blocks, as DeepSeek-V3's format says, and with one scale for weights with scales
-of channels, which XLA multiplies as both are. Rows that came in FP8 are multiplied as they came.
+of channels, which XLA multiplies as both are. Quantising the rows takes more launches and bytes.
+On an H100 (2026-11-28, [2560, 7168]), 8, 64, 128 and 256 rows take 25, 26, 35 and 35 µs all the
+same, 22, 28, 44 and 59 µs unquantised by XLA, and 43, 52, 66 and 73 µs unquantised by the kernel.
+The 3 µs that 8 rows lose are no reason for a limit on rows: a token would depend on how many
+others are in its batch. Rows that came in FP8 are multiplied as they came.
 INT8 weights multiply rows in INT8. A whole SwiGLU network of FP8 weights and rows that came in FP8
 is two launches of the kernel (`swiglu_steps_of_fp8`), where a caller asks for steps.
 """

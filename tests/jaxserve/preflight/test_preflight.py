@@ -17,7 +17,7 @@ from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
 from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
 from jaxserve.ports import free_port
-from jaxserve.preflight import hosts, small_kernels
+from jaxserve.preflight import hosts, kernels, small_kernels
 from jaxserve.preflight.__main__ import main
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.kernels import judged, timed
@@ -158,6 +158,28 @@ def test_times_of_layers_beside_their_rooflines_and_counts():
     assert "step3-h200: attend_moe counted " in timed([known])[0]
     other = known | {"device_kind": "quick run on cpu"}
     assert timed([other]) == ("1 layers of Step-3 timed", {"measurements": [other]})
+    card = json.loads(Path("measured/nvidia-h100-80gb-hbm3-2026-11-28.json").read_bytes())
+    assert "14 layers of Step-3 timed, 1.03 to 2.05 times" in timed(card["measurements"])[0]
+
+
+class LateChild:
+    """Writes a result and does not end in time."""
+
+    def __init__(self, words, folder, environment):
+        Path(words[-1]).write_text('[{"seconds": 1.0}]')
+
+    def wait(self, seconds):
+        raise Failed("no end")
+
+    def end(self):
+        pass
+
+
+def test_a_late_check_keeps_what_it_had_measured(monkeypatch):
+    monkeypatch.setattr(kernels, "Child", LateChild)
+    with pytest.raises(Failed, match="no end") as caught:
+        kernels.times(1.0)
+    assert caught.value.details == {"measurements": [{"seconds": 1.0}]}
 
 
 def test_a_rendering_for_a_preflight_runs_it_with_the_options_of_serve(
