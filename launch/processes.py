@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from jaxserve.commands.children import ending_with_parent
-from jaxserve.launch.options import NCCL
 
 STOP_SECONDS = 5.0
 """Between the polite and the forced end of a process that should be gone already."""
@@ -36,7 +35,7 @@ def start(
         file = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
             command,
-            env={**NCCL, **environment},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file or subprocess.PIPE,
             stderr=file or subprocess.PIPE,

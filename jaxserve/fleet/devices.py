@@ -52,8 +52,7 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     """
     share = own_share(arguments, deployment)
     platform = choose_platform()
-    on_cpu = platform == "cpu"
-    if on_cpu:
+    if platform == "cpu":
         _set_cpu_devices(share, alone=arguments.processes == 1)
     elif platform == "cuda":
         same = process_shares(deployment, arguments.processes).count(share)
@@ -65,10 +64,10 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     jax.config.update("jax_enable_recoverability", True)
     # JAX's preemption service would catch the SIGTERM that starts our own drain.
     jax.config.update("jax_enable_preemption_service", False)
-    if on_cpu and share.devices > 1:
+    if platform == "cpu" and share.devices > 1:
         _widen_cpu_pool(share.devices)
     host, port = split_address(arguments.coordinator, "--coordinator")
-    if on_cpu:
+    if platform == "cpu":
         here = local_address(host, port, "--coordinator")
         jax.config.update("jax_cross_host_transfer_socket_address", f"{here}:{free_port(here)}")
         # JAX binds every connection to this address: a fixed port would end the process.
@@ -212,6 +211,9 @@ def _set_gpu_options(share: ProcessShare, deployment: Deployment, several: bool)
     busy with them for ever. Long before (`cluster.heartbeat_seconds`) the leader has said which
     process is gone, and all processes of the runtime have ended.
 
+    NCCL's kernels take no more multiprocessors than grids of matrix products leave free
+    (`pallas_kernels/target.py`).
+
     JAX's memory pool is 75 % of a card by default; here it is the larger `memory_gb` of the roles
     that this process has.
     """
@@ -220,6 +222,7 @@ def _set_gpu_options(share: ProcessShare, deployment: Deployment, several: bool)
     more = [f"--{name}={value}" for name, value in wanted.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *more])
     os.environ.setdefault("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
+    os.environ.setdefault("NCCL_MAX_CTAS", "8")
     played = [role for role in deployment.topology.roles if getattr(share, role)]
     sizes = [getattr(deployment, role).memory_gb for role in played]
     if all(sizes) and (card := _card_bytes()):

@@ -80,11 +80,6 @@ class Options(NamedTuple):
     time: str = "24:00:00"
 
 
-NCCL = {"NCCL_MAX_CTAS": "8"}
-"""Variables of NCCL in every process on GPUs: multiprocessors that its kernels may take, which are
-those that grids of matrix products leave free (`pallas_kernels/target.py`)."""
-
-
 class Rendering(NamedTuple):
     """Input of a renderer.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch.options import CACHE, KEYS, NCCL, SECRET_FILES, Options, Rendering, files_of
+from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
 from jaxserve.launch.settings import Places, deployment_text, to_yaml
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 from jaxserve.planner.machines import gpu_product
@@ -195,7 +195,6 @@ def _environment(work: Workload, options: Options) -> list[Tree]:
         # NCCL says what fails, and looks for network cards of InfiniBand or RoCE where a pod has
         # some.
         variables = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0" if options.rdma[0] else "1"}
-        variables |= NCCL
     variables |= options.environment
     return [*made, *({"name": name, "value": value} for name, value in variables.items())]
 

@@ -6,7 +6,7 @@ Called by `__main__.py`. The text is a Bash program; `shlex` quotes the parts th
 import shlex
 
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import NCCL, Options, Rendering, host_places
+from jaxserve.launch.options import Options, Rendering, host_places
 from jaxserve.launch.settings import deployment_text, placed
 from jaxserve.launch.workloads import Workload
 
@@ -24,7 +24,6 @@ cd "${{SLURM_SUBMIT_DIR:-.}}"
 JAXSERVE_CLUSTER_TOKEN="$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
 export JAXSERVE_CLUSTER_TOKEN
 PYTHON="${{PYTHON:-.venv/bin/python}}"
-{nccl}
 
 # Devices pin host memory. Slurm passes the limit on to the processes.
 ulimit -l unlimited || echo "locked memory stays at $(ulimit -l) KB: PropagateResourceLimits?" >&2
@@ -108,7 +107,6 @@ def render(rendering: Rendering) -> dict[str, str]:
         name=options.name,
         directives=_directives(options, works),
         tasks=tasks,
-        nccl="\n".join(f'export {name}="${{{name}:-{value}}}"' for name, value in NCCL.items()),
     )
     if len(works) == 1:
         given = f"--config {shlex.quote(config)}{insecure}"

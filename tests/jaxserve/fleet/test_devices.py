@@ -72,7 +72,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monke
     command.write_text("#!/bin/sh\necho 98304\necho 81920\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", ABORT):
+    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "NCCL_MAX_CTAS", ABORT):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -95,6 +95,7 @@ def test_what_the_environment_says_stays(environment) -> None:
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=true"
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
     assert os.environ[ABORT] == "1"
+    assert os.environ["NCCL_MAX_CTAS"] == "8"
 
 
 def test_a_host_that_does_not_tell_keeps_the_default(environment, caplog) -> None:
