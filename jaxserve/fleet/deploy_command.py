@@ -7,9 +7,10 @@ time (`simulation.py`), by the `plan simulate` command that it prints.
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
@@ -47,15 +48,15 @@ from jaxserve.planner.options import (
     seconds,
     tokens,
 )
+from jaxserve.planner.simulate import Progress
 from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
 """Positions of a model whose description does not say how many it has."""
-MOST_SIMULATED = 2 * 10**7
-"""Tokens of a simulation: some minutes."""
-COUNTED = 500
-"""Requests of a simulation that count, at least."""
+COUNTED, LEAST_COUNTED, TOKENS = 500, 100, 500_000
+"""Requests of the file's simulation that count, fewer where outputs are long, but not below a
+number; and output tokens from which they are fewer: some seconds."""
 
 
 def add_deploy(command: argparse.ArgumentParser) -> None:
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     request_seconds = searcher.calculator.assumed.request_seconds
 
     def simulate(trial: Trial) -> Prediction:
-        tell(f"simulates {trial.fleet.text} ({trial.part})")
+        tell(lambda: f"simulates {trial.fleet.text} ({trial.part})")
         return simulated(trial, request_seconds)
 
     tell = Progress()
@@ -122,19 +123,6 @@ def run(options: argparse.Namespace) -> int:
     title = f"{options.model}: {asked.text}"
     show(options, deploy_report(Shown(title, sizer, planned, prices, file_simulated, command)))
     return 0
-
-
-class Progress:
-    """Says on stderr what is done, from five seconds on and every few seconds."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + 5
-
-    def __call__(self, text: str) -> None:
-        """Says it, unless something was said lately."""
-        if (now := time.monotonic()) >= self._next:
-            print(f"{text} …", file=sys.stderr, flush=True)
-            self._next = now + 5
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -198,15 +186,13 @@ def _write(
     if slots < best.fleet.slots:
         best = sizer.with_slots(best, slots)
         fleet.write(best, requests)
-    return Planned(best=best, others=planned.others, found=planned.found)
+    return msgspec.structs.replace(planned, best=best)
 
 
 def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> list[str]:
-    """Returns the arguments of `plan` that simulate the file."""
-    demand, found, layout = asked.demand, made.prediction, made.plan.layout
-    stay = found.ttft.mean + demand.output * (1 + demand.spread) * found.tpot.mean
-    uncounted = round(1.5 * demand.rate * stay) + 20
-    requests = 2 * uncounted + max(COUNTED, round(demand.rate * stay))
+    """Returns the arguments of `plan` that simulate the file, in the middle of things."""
+    demand, fleet, layout = asked.demand, made.fleet, made.plan.layout
+    uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
     values = {
         "config": options.write,
         "rate": f"{demand.rate:g}",
@@ -214,8 +200,9 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
         "output": demand.output,
         "spread": f"{demand.spread:g}",
         "prefix-hits": f"{demand.hits:g}",
-        "requests": requests,
+        "requests": uncounted + max(LEAST_COUNTED, min(COUNTED, TOKENS // demand.output)),
         "uncounted": uncounted,
+        "running": max(1, round(fleet.sequences)),
         "pages-latency": f"{1e3 * options.pages_latency:g}ms",
     }
     if layout.topology.has("ffn"):
@@ -241,11 +228,5 @@ def _simulate(arguments: list[str], asked: Asked) -> Prediction:
     add_fleet(parser)
     parser.add_argument("--configs", type=Path, default=CONFIGS)
     options = parser.parse_args(arguments[1:])
-    sizes = options.requests * options.output
-    if sizes > MOST_SIMULATED:
-        raise ConfigError(
-            f"--simulate: {options.requests} requests of {options.output} tokens, {sizes:.1e} in "
-            f"all, are more than {MOST_SIMULATED:.0e}; simulate a smaller --rate"
-        )
     ready = read_simulation(options, load_deployment(options.config, options.set))
     return prediction(ready.simulation, asked)

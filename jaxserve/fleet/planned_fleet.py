@@ -18,15 +18,15 @@ from jaxserve.planner.stage_times import Rows, StepTimes
 
 COUNTED = 300
 """Requests that count, where percentiles up to 95 are asked for; five times as many above."""
-TOKENS = 150_000
-"""Output tokens of a simulation of decoding, about: a second or two."""
-STEPS = 6_000
+TOKENS = 60_000
+"""Output tokens of a simulation of decoding, about: a second."""
+STEPS = 3_000
 """Prefill steps of a simulation, about: some seconds."""
 LEAST = 60
 """Requests that count in any simulation."""
 GROUPS = 64
 """DP groups of the prefill workers that are simulated at most."""
-SEQUENCES = 8192
+SEQUENCES = 1024
 """Sequences that decode at a time in a simulation at most."""
 PACED_SLOTS = 4096
 HOST_SECONDS = 1e-4

@@ -32,6 +32,7 @@ from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.planner.simulate import (
     Percentiles,
+    Progress,
     SimulatedEngine,
     disturbance,
     no_garbage_collection,
@@ -161,7 +162,7 @@ class FleetSimulation:
 
     def run(self) -> FleetResult:
         """Simulates until every request has ended; with `running`, has had its first token."""
-        workers = self._workers.items()
+        workers, tell = self._workers.items(), Progress()
         # Without prefill workers, sequences go to domains at once.
         for name, worker in ((n, w) for n, w in workers if w.role == "domain"):
             self._join(name, worker)
@@ -173,7 +174,7 @@ class FleetSimulation:
             self._at(at, functools.partial(self._arrive, number))
         with no_garbage_collection():
             while not (self._traffic.running and not self._without_token) and self._turn():
-                pass
+                tell(lambda: f"{self._now:.1f} s simulated, {self._without_token} requests to come")
         return self._result()
 
     def _arrivals(self) -> list[float]:

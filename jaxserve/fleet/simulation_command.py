@@ -16,6 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetResult, FleetSimulation, decode_workers
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
 from jaxserve.planner import simulate_command
+from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.options import (
@@ -37,6 +38,8 @@ def add_fleet(command: argparse.ArgumentParser) -> None:
     add("--requests", type=number(1, 1e6), default=500, help="of a fleet: 500, a tenth warms up")
     uncounted = "of a fleet, first and last: a tenth, and none"
     add("--uncounted", type=number(0, 1e6), default=-1, help=uncounted)
+    running = "of a fleet: sequences that decode at the start, so that it does not begin empty: 0"
+    add("--running", type=number(0, 1e6), default=0, help=running)
     add("--pages-latency", type=seconds, default=2e-3, help="of a hand-off, beside its bytes: 2ms")
     bandwidth = "of a worker; 0: its devices' network"
     add("--pages-gb-s", type=number(0, 1e6, float), default=0.0, help=bandwidth)
@@ -104,17 +107,25 @@ def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Read
         )
     domain = read_scenario(options, options.prompt + options.output // 2)
     prefill = _prefill(domain, options.prompt // 2, options.configs)
+    lengths = check_lengths(options, domain)
+    demand = Demand(
+        rate=options.rate, prompt=options.prompt, output=options.output, spread=options.spread
+    )
+    requests = demand.requests(lengths.longest, deployment.cache.page_size)
+    running = (each.tolist() for each in requests.running(options.running))
     traffic = FleetTraffic(
-        lengths=check_lengths(options, domain),
+        lengths=lengths,
         rate=options.rate,
         requests=options.requests,
         warm_up=options.requests // 10 if options.uncounted < 0 else options.uncounted,
-        cool_down=max(0, options.uncounted),
+        cool_down=0 if options.running else max(0, options.uncounted),
         shared=options.shared,
         prefixes=options.prefixes,
         hits=options.prefix_hits,
+        running=tuple(zip(*running, strict=True)),
     )
     conditions = FleetConditions(
+        request_seconds=domain.attention.assumed.request_seconds,
         pages=_pages(domain, prefill, options),
         host_seconds=options.host,
         jitter=jitter(options),
@@ -128,7 +139,8 @@ def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Read
         domain=domain.rooflines(_loads(options, domain)),
         prefill=prefill.rooflines(_loads(options, prefill)),
     )
-    return Ready(simulation, deployment, traffic, conditions)
+    # What is shown goes without the lengths of thousands of sequences.
+    return Ready(simulation, deployment, msgspec.structs.replace(traffic, running=()), conditions)
 
 
 def _loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:

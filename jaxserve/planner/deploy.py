@@ -42,6 +42,8 @@ STEPS = 4
 """Steps of every lane that are run for a pace."""
 HELD_SLOTS = 16
 """Prompts of a DP group of a prefill worker at a time."""
+REASONS = 16
+"""Layouts that are named with what they cost."""
 FURTHER = 4
 """Times the least number of workers or units up to which a number that meets a target is looked
 for."""
@@ -516,12 +518,19 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best deployment, and the best of other kinds."""
+    """The best deployment, and the cheapest of other kinds.
+
+    Attributes:
+      others: with the fewest decode units that could do; these were not simulated, since they cost
+        no less, and have the best one's prediction.
+      found: results of the search for decode units.
+      reasons: layouts that were looked at, and what they cost or why they were not taken.
+    """
 
     best: Deployment
     others: tuple[Deployment, ...]
     found: Found
-    """Results of the search for decode units."""
+    reasons: tuple[tuple[str, str], ...]
 
 
 class Sizer:
@@ -538,6 +547,7 @@ class Sizer:
         self.asked, self._simulate = asked, simulate
         self._requests: dict[Demand, Requests] = {}
         self._loads: dict[object, ExpertLoads] = {}
+        self._reasons: dict[str, str] = {}
 
     @property
     def context(self) -> int:
@@ -571,36 +581,51 @@ class Sizer:
         workers = sorted(self._workers(), key=self._least_prefill)
         if not workers:
             raise ConfigError(self._no_worker())
-        refused: list[str] = []
-        decoding: dict[PlannedMode, Fleet] = {}
-        for plan in self._closest(candidates):
-            unit = self.unit(plan)
-            if isinstance(unit, str):
-                refused.append(unit)
-                continue
-            mode = plan.layout.mode
-            if mode in decoding and self._least_units(unit) >= _decode_dollars(decoding[mode]):
+        units = sorted(self._units(candidates), key=self._least_units)
+        fleet: Fleet | None = None
+        for unit in units:
+            least, name = self._least_units(unit), f"decode: {unit.layout.text}"
+            self._reasons[name] = f"at least {least:,.2f} USD an hour"
+            if fleet is not None and least >= _decode_dollars(fleet):
                 continue
             sized = self._decoding(Fleet(workers[0], 1, unit, 1, 1.0), asked.demand)
             if sized is None:
-                refused.append(f"no number of units of {plan.layout.text} meets {asked.tpot.text}")
-            elif mode not in decoding or _decode_dollars(sized) < _decode_dollars(decoding[mode]):
-                decoding[mode] = sized
-        if not decoding:
-            raise ConfigError("no deployment meets it: " + "; ".join(dict.fromkeys(refused)))
-        made: list[Deployment] = []
-        for fleet in sorted(decoding.values(), key=_decode_dollars):
-            one = self._cheapest(fleet, workers if not made else [made[0].fleet.worker])
-            if one is not None:
-                made.append(one)
-        if not made:
+                self._reasons[name] = f"no number of units meets {asked.tpot.text}"
+                continue
+            self._reasons[name] = f"{sized.units}, {_decode_dollars(sized):,.2f} USD an hour"
+            if fleet is None or _decode_dollars(sized) < _decode_dollars(fleet):
+                fleet = sized
+        if fleet is None:
+            told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
+            raise ConfigError(f"no deployment meets it: {told}")
+        best = self._cheapest(fleet, workers)
+        if best is None:
             raise ConfigError(
                 f"no prefill worker of up to {asked.target.max_devices} devices meets "
                 f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
                 "such a prompt with nothing else to do"
             )
-        best, *others = sorted(made, key=lambda one: one.dollars)
-        return Planned(best=best, others=tuple(others), found=found)
+        others: dict[PlannedMode, Deployment] = {}
+        for unit in units:
+            if unit.layout.mode not in (*others, fleet.unit.layout.mode):
+                least_units = _ceil(asked.demand.rate / unit.capacity)
+                other = self._with_units(best.fleet._replace(unit=unit), least_units, asked.demand)
+                others[unit.layout.mode] = self._deployment(other, best.prediction)
+        return Planned(
+            best=best,
+            others=tuple(others.values()),
+            found=found,
+            reasons=tuple(self._reasons.items()),
+        )
+
+    def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
+        """Decode units of the layouts that come closest."""
+        for plan in self._closest(plans):
+            unit = self.unit(plan)
+            if isinstance(unit, DecodeUnit):
+                yield unit
+            else:
+                self._reasons[f"decode: {plan.layout.text}"] = unit
 
     def _closest(self, plans: list[Plan]) -> Iterator[Plan]:
         """The layouts of every mode that are cheapest for the rate, by the search's figures."""
@@ -718,15 +743,23 @@ class Sizer:
         best: Deployment | None = None
         left = SIMULATED
         for worker in workers:
-            if worker.alone > self.asked.ttft.seconds:
-                continue
             least = self._least_prefill(worker)[0]
-            if left == 0 or (best is not None and least >= _prefill_dollars(best.fleet)):
-                break
-            left -= 1
-            made = self._sized(fleet._replace(worker=worker))
-            if made is not None and (best is None or made.dollars < best.dollars):
-                best = made
+            if worker.alone > self.asked.ttft.seconds:
+                reason = f"a prompt by itself takes {worker.alone:.2g} s"
+            elif left == 0 or (best is not None and least >= _prefill_dollars(best.fleet)):
+                reason = f"at least {least:,.2f} USD an hour"
+            else:
+                left -= 1
+                made = self._sized(fleet._replace(worker=worker))
+                reason = "no number of workers meets the TTFT"
+                if made is not None:
+                    reason = (
+                        f"{made.fleet.workers}, {_prefill_dollars(made.fleet):,.2f} USD an hour"
+                    )
+                    best = made if best is None or made.dollars < best.dollars else best
+            if len(self._reasons) < REASONS:
+                text = f"prefill: {worker.layout.text}, chunks of {worker.chunk}"
+                self._reasons[text] = reason
         return best
 
     def _sized(self, fleet: Fleet) -> Deployment | None:

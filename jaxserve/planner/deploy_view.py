@@ -16,6 +16,7 @@ from jaxserve.planner.view import Part, Report
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."
 UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each row."
+OTHERS = "Other kinds with the fewest units that could do, which were not simulated."
 BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[7]
 
 
@@ -52,13 +53,14 @@ def deploy_report(shown: Shown) -> Report:
     title = f"Decode alone: cost against TPOT, {shown.sizer.context:,} tokens"
     picture = front_svg(title, shown.planned.found, asked.target, made.plan)
     command = [f"in simulated time: {shown.command}"] if shown.command else []
-    sensitivity = _sensitivity_rows(shown)
+    sensitivity = _sensitivity(shown)
     parts = [
         Part(shown.title, _role_rows(made), pictures=[_drawing(made, asked)]),
         Part("Latency", _latency_rows(shown)),
         Part("Load and cost", lines=_facts(shown)),
-        Part(f"Sensitivity. {UNCHANGED}", sensitivity),
-        Part("Kinds of decode units", _other_rows(shown)),
+        Part(f"Sensitivity. {UNCHANGED}", _sensitivity_rows(asked, sensitivity)),
+        Part(f"Kinds of decode units. {OTHERS}", _other_rows(shown)),
+        Part("What else was looked at", [["layout", ""], *map(list, shown.planned.reasons)]),
         Part("What decode units cost", pictures=[picture], aside=True),
         Part(lines=[PREDICTED, *command]),
     ]
@@ -178,22 +180,30 @@ def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
     yield "prices +20 %", demand, 1.2
 
 
-def _sensitivity_rows(shown: Shown) -> list[list[str]]:
+def _sensitivity(shown: Shown) -> list[dict[str, Any]]:
     """The fleet of the same kinds of workers and units that another demand, or targets a fifth
-    tighter or looser, would take."""
+    tighter or looser, would take: seconds and USD by name; only the change, where none does."""
     sizer, made, asked = shown.sizer, shown.made, shown.asked
-    rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
-    rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]
+    found: list[dict[str, Any]] = []
 
-    def add(name: str, found: Deployment | None, demand: Demand, factor: float = 1.0) -> None:
-        if found is None:
-            rows.append([name, "none meet it", "", "", "", "", "", ""])
+    def add(name: str, other: Deployment | None, demand: Demand, factor: float = 1.0) -> None:
+        if other is None:
+            found.append({"change": name})
             return
-        times, fleet = found.prediction, found.fleet
-        millions = found.millions(sizer.requests(demand), demand.rate)
-        row = [name, f"{times.ttft_asked * 1e3:.0f}", f"{times.tpot_asked * 1e3:.1f}"]
-        row += [str(fleet.workers), str(fleet.units), f"{found.month * factor:,.0f}"]
-        rows.append([*row, *(f"{one * factor:.3f}" for one in millions)])
+        millions = other.millions(sizer.requests(demand), demand.rate)
+        found.append(
+            {
+                "change": name,
+                "ttft": other.prediction.ttft_asked,
+                "tpot": other.prediction.tpot_asked,
+                "workers": other.fleet.workers,
+                "units": other.fleet.units,
+                "dollars_a_month": other.month * factor,
+                "dollars_per_million_tokens": {
+                    name: one * factor for name, one in zip(("in", "out"), millions, strict=True)
+                },
+            }
+        )
 
     add("as planned", made, asked.demand)
     for name, demand, factor in _variants(asked.demand):
@@ -205,11 +215,24 @@ def _sensitivity_rows(shown: Shown) -> list[list[str]]:
             moved = msgspec.structs.replace(level, seconds=level.seconds * factor)
             other = sizer.asking(msgspec.structs.replace(asked, **{name: moved}))
             add(f"{name.upper()} {sign}", other.again(made, asked.demand), asked.demand)
+    return found
+
+
+def _sensitivity_rows(asked: Asked, found: list[dict[str, Any]]) -> list[list[str]]:
+    rows = [["", f"TTFT p{asked.ttft.percent:g} ms", f"TPOT p{asked.tpot.percent:g} ms"]]
+    rows[0] += ["workers", "units", "USD a month", "USD/M in", "USD/M out"]
+    for one in found:
+        if "ttft" not in one:
+            rows.append([one["change"], "none meet it", *[""] * 6])
+            continue
+        row = [one["change"], f"{one['ttft'] * 1e3:.0f}", f"{one['tpot'] * 1e3:.1f}"]
+        row += [str(one["workers"]), str(one["units"]), f"{one['dollars_a_month']:,.0f}"]
+        rows.append([*row, *(f"{n:.3f}" for n in one["dollars_per_million_tokens"].values())])
     return rows
 
 
 def _other_rows(shown: Shown) -> list[list[str]]:
-    """The best of every kind of decode unit."""
+    """The cheapest of every kind of decode unit."""
     demand = shown.asked.demand
     rows = [["decode units", "units", "workers", "devices", "USD a month", "USD/M out"]]
     for made in (shown.made, *shown.planned.others):
@@ -220,12 +243,11 @@ def _other_rows(shown: Shown) -> list[list[str]]:
     return rows
 
 
-def _tree(shown: Shown, sensitivity: list[list[str]]) -> dict[str, Any]:
+def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
     """The plan for programs: seconds, bytes, USD."""
     made, asked, fleet = shown.made, shown.asked, shown.made.fleet
     requests = shown.sizer.requests(asked.demand)
     million_in, million_out = made.millions(requests, asked.demand.rate)
-    heads, *rows = sensitivity
     return {
         "demand": msgspec.to_builtins(asked.demand),
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
@@ -256,7 +278,8 @@ def _tree(shown: Shown, sensitivity: list[list[str]]) -> dict[str, Any]:
         "dollars_a_month": made.month,
         "dollars_per_million_tokens": {"in": million_in, "out": million_out},
         "prices": shown.prices,
-        "sensitivity": [dict(zip(heads, row, strict=True)) for row in rows],
+        "sensitivity": sensitivity,
+        "alternatives": dict(shown.planned.reasons),
         "simulate": shown.command,
     }
 

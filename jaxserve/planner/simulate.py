@@ -10,8 +10,10 @@ told to.
 import gc
 import heapq
 import itertools
+import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -325,7 +327,8 @@ class Simulation(SimulatedEngine):
             disturb=disturbance(conditions.jitter, self._random),
             note=self._spans.append,
         )
-        self._prompt = [0] * deployment.scheduler.max_length
+        self._prompts: dict[int, list[int]] = {}
+        """Length → prompt: a list for each of many sequences would take most of the memory."""
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
         self._count = 0
@@ -350,12 +353,14 @@ class Simulation(SimulatedEngine):
 
     def run(self) -> tuple[Result, list[Span]]:
         """Simulates to the end."""
+        tell = Progress()
         with no_garbage_collection():
             if not self._traffic.rate:
                 self._fill()
             self.turn()
             while not self._idle or (self._traffic.rate and not self._all_issued):
                 self.turn()
+                tell(lambda: f"{max(self._loop.issued)} of {self._last} steps simulated")
         return self._result(), self._kept_spans()
 
     def _fill(self) -> None:
@@ -371,7 +376,10 @@ class Simulation(SimulatedEngine):
         """A request, to the domain whose turn it is."""
         name = str(self._count)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        request = Request(request_id=name, prompt=self._prompt[:prompt], params=params)
+        tokens = self._prompts.setdefault(prompt, [])
+        if not tokens:
+            tokens += [0] * prompt
+        request = Request(request_id=name, prompt=tokens, params=params)
         self._loop.submit(request, self._count % self._domains)
         self._requests[name] = _Request(arrival)
         self._count += 1
@@ -488,6 +496,19 @@ class Simulation(SimulatedEngine):
             for step in sorted(steps)[-self._conditions.keep_steps :]
         }
         return [span for span in self._spans if (span.lane, span.step) in keep]
+
+
+class Progress:
+    """Says on stderr what is done, from five seconds on and every five seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 5
+
+    def __call__(self, text: Callable[[], str]) -> None:
+        """Says it, unless something was said lately."""
+        if (now := time.monotonic()) >= self._next:
+            print(f"{text()} …", file=sys.stderr, flush=True)
+            self._next = now + 5
 
 
 def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
