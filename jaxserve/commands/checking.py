@@ -105,8 +105,7 @@ def describe_slice(deployment: Deployment) -> str:
         return ""
     command = [sys.executable, "-m", "jaxserve.planner.slice_layout"]
     tree = msgspec.json.encode(deployment)
-    ran = subprocess.run(command, input=tree, capture_output=True, check=True, timeout=60.0)
-    return ran.stdout.decode()
+    return subprocess.check_output(command, input=tree, timeout=60.0).decode()
 
 
 def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:

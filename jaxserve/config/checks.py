@@ -129,6 +129,10 @@ def _check_runtimes(deployment: Deployment) -> None:
                 f"{name}.processes = {role.processes}: over link.transport = {link.transport} a "
                 "worker has one process"
             )
+    if not apart and attention.hardware and ffn.hardware not in ("", attention.hardware):
+        raise ConfigError(
+            f"ffn.hardware = {ffn.hardware} in a runtime with {attention.hardware}: pull joins two"
+        )
     if apart != (attention.runtime != ffn.runtime):
         raise ConfigError(
             f"attention.runtime = {attention.runtime} and ffn.runtime = {ffn.runtime}, but "
@@ -137,18 +141,15 @@ def _check_runtimes(deployment: Deployment) -> None:
         )
     if ffn.instances > 1:
         _check_instances(deployment)
-    if apart and not link.addresses:
+    if apart != bool(link.addresses):
         raise ConfigError(
-            f"link.addresses: empty; link.transport = {link.transport} needs those of ffn workers"
+            f"link.addresses = {link.addresses}, but link.transport = {link.transport}: "
+            f"{', '.join(BETWEEN)} needs the addresses of ffn workers, the others use none"
         )
     if link.route == "broadcast" and ffn.exchange == "alltoall":
         raise ConfigError(
             "link.route = broadcast brings every token to every ffn device, and ffn.exchange = "
             "alltoall only to some"
-        )
-    if link.addresses and not apart:
-        raise ConfigError(
-            f"link.addresses: only with {', '.join(BETWEEN)}, not with {link.transport}"
         )
     check_addresses("link.addresses", link.addresses)
 

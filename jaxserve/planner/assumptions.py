@@ -127,6 +127,11 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Launches, norms, routing, sorting: a constant of every attend and ffn stage."""
     crossing_seconds: float = 20e-6
     """Latency of a message from one role to the other."""
+    pull_seconds: float = 70e-6
+    """Latency of a message over `pull`, which joins runtimes."""
+    pull_gb_s: float = 2.5
+    """GB/s into one process over `pull`, measured between two processes of one machine by four
+    sockets; 0: messages between runtimes cross as others do."""
     collective_seconds: float = 10e-6
     """Latency of a collective within a role."""
     hop_seconds: float = 1e-6

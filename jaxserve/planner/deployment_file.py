@@ -33,6 +33,8 @@ REBALANCE_SECONDS = 600
 """Interval of plans with slots for replicas, whose predicted balance needs a placement by counts:
 ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
 PORT = 9100
+PULL = {"transport": "pull", "addresses": [f"ffn-0:{PORT}"]}
+"""The link between two kinds of hardware, and where the ffn worker listens."""
 PRECISION = 0.02
 """Share of a fleet's slots within which the most that `serve` takes is found."""
 USED = 0.95
@@ -151,6 +153,10 @@ def _tree(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
     for name in ("redundant_slots", "shared_ranks"):
         if number := getattr(layout, name):
             ffn[name] = number
+    domains, apart = 1, layout.topology.crosses_runtimes
+    if apart:  # a worker over `pull` is one process of one host
+        domains = max(1, layout.attention_devices // a.devices_per_host)
+        ffn["runtime"] = "ffn"
     if assumed.alltoall and exchange == "alltoall":
         ffn["exchange"] = exchange
     combine = {} if formats.combine == "auto" else {"combine": formats.combine}
@@ -160,15 +166,17 @@ def _tree(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
         "mode": "colocated" if colocated else "afd",
         "dtype": "float32" if a.platform == "cpu" else "bfloat16",
         "lanes": layout.lanes,
+        **({"domains": domains} if domains > 1 else {}),
         "attention": {
-            "dp": layout.dp,
+            "dp": layout.dp // domains,
             "tp": layout.tp,
             "weights": weights,
             "memory_gb": round(usable(a, assumed.reserve) / 1e9, 1),
             **_hardware(layout.attention),
+            **({"runtime": "attention"} if apart else {}),
         },
         "ffn": ffn,
-        "link": {"dispatch": formats.dispatch, **combine},
+        "link": {"dispatch": formats.dispatch, **combine, **(PULL if apart else {})},
         "cache": {
             "format": formats.cache,
             "page_size": page,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from jaxserve.config.topology import PlannedMode, Topology, topology_of
+from jaxserve.config.topology import PlannedMode, Topology, TransportName, topology_of
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions
@@ -42,11 +42,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ep ranks that hold the shared expert alone."""
     whole_shared: bool = False
     """The deployment's `ffn.whole_shared`; a search does not try it."""
+    transport: TransportName = "auto"
+    """The deployment's `link.transport`: between two kinds of hardware `pull`, which joins a
+    runtime a host of attention and one of a single host for the FFN."""
 
     @property
     def topology(self) -> Topology:
         """Roles with a mesh each, and how experts are divided."""
-        return topology_of(self.mode)
+        return topology_of(self.mode, self.transport)
 
     @property
     def attention_devices(self) -> int:
@@ -163,7 +166,10 @@ class Layouts:
                     if a.platform != f.platform:
                         continue  # a GPU and a TPU have not served a model together
                     for a_devices in _device_counts(a, target.max_devices - 1):
-                        for f_devices in _device_counts(f, target.max_devices - a_devices):
+                        most = target.max_devices - a_devices
+                        if a_name != f_name:  # an ffn worker over `pull` is one process
+                            most = min(most, f.devices_per_host)
+                        for f_devices in _device_counts(f, most):
                             if _rented(a, a_devices, f, f_devices, one_kind=a_name == f_name):
                                 yield from self._afd(a_name, f_name, a_devices, f_devices, target)
         for name, hardware in self._attention.items():
@@ -187,6 +193,7 @@ class Layouts:
                         ep=f_devices // ffn_tp,
                         ffn_tp=ffn_tp,
                         lanes=lanes,
+                        transport="auto" if a_name == f_name else "pull",
                     )
 
     def _colocated(

@@ -141,6 +141,7 @@ PAPER = Assumptions(
     host_device_seconds=0.0,
     plan_seconds=0.0,
     plan_below_seconds=0.0,
+    pull_gb_s=0.0,
 )
 """How Step-3's own system moves rows (§7.1)."""
 
@@ -150,7 +151,7 @@ PUBLISHED = msgspec.structs.replace(
 """AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
 
 _RANGES = {"compute": (0.01, 1.0), "memory": (0.01, 1.0), "network": (0.01, 1.0)}
-_RANGES |= {"imbalance": (0.0, 100.0), "reserve": (0.0, 0.9)}
+_RANGES |= {"imbalance": (0.0, 100.0), "reserve": (0.0, 0.9), "pull_gb_s": (0.0, 1000.0)}
 """Ranges of assumptions; other numbers are from 0 to 1."""
 
 

@@ -153,6 +153,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         redundant_slots=f.redundant_slots,
         shared_ranks=f.shared_ranks,
         whole_shared=f.whole_shared,
+        transport=deployment.link.transport,
     )
 
 

@@ -63,7 +63,8 @@ def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "
     """Returns the possible layouts on a TPU slice, the one to choose first.
 
     The deployment has one layout where it fixes the processes of its roles. It has none on other
-    hardware, or with other roles than one attention and one ffn mesh on the whole slice.
+    hardware, or with other roles than one attention and one ffn mesh, of one runtime, on the whole
+    slice.
 
     Args:
       hardware: name for roles that name none.
@@ -73,7 +74,8 @@ def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "
     """
     name = deployment.attention.hardware or hardware
     kind = load_hardware(name) if name else None
-    if kind is None or kind.platform != "tpu" or not deployment.topology.has("ffn"):
+    inside = deployment.topology.has("ffn") and not deployment.topology.crosses_runtimes
+    if kind is None or kind.platform != "tpu" or not inside:
         return []
     there = tpu_slice(name, deployment.devices // kind.jax_devices)
     sizes, hosts = tuple(map(int, there.topology.split("x"))), there.hosts

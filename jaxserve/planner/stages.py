@@ -256,8 +256,10 @@ class Calculator(NamedTuple):
     def crossings(
         self, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
     ) -> tuple[StageTime, StageTime]:
-        """Dispatch and combine of `batch` rows a DP group, by the fast link if it joins the roles;
-        as measured of such messages, else as predicted."""
+        """Dispatch and combine of `batch` rows a DP group: by the fast link if it joins the roles;
+        over `pull`, through the one process of the ffn role; else over the network. As measured of
+        such messages, else as predicted."""
+        pulled = layout.topology.crosses_runtimes and self.assumed.pull_gb_s > 0
         joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
         bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
         copies = 1.0
@@ -267,20 +269,32 @@ class Calculator(NamedTuple):
                 copies *= self.needed(self.model.moe, layout.ep)
         sent, received = batch / layout.tp, layout.dp * batch * self.own_rows(layout.ffn_mesh)
         rows = [copies * sent, copies * received]
-        if joined:  # on a torus the roles are two parts of a slice, with few links between them
+        if pulled:
+            bandwidth = [self.assumed.pull_gb_s * 1e9, ffn.network * layout.ffn_devices]
+            rows = [float(layout.dp * batch)] * 2
+        elif joined:  # on a torus the roles are two parts of a slice, with few links between them
             bandwidth.append(middle_bandwidth(attention, layout.devices))
             rows.append(copies * layout.dp * batch)
         slowest = max(passing / width for passing, width in zip(rows, bandwidth, strict=True))
         return (
-            self._cross("dispatch", attention, slowest * self.dispatch_bytes()),
-            self._cross("combine", ffn, slowest * self.combine_bytes()),
+            self._cross("dispatch", attention, slowest * self.dispatch_bytes(), pulled=pulled),
+            self._cross("combine", ffn, slowest * self.combine_bytes(), pulled=pulled),
         )
 
     def _cross(
-        self, stage: Literal["dispatch", "combine"], sender: Hardware, moving: float
+        self,
+        stage: Literal["dispatch", "combine"],
+        sender: Hardware,
+        moving: float,
+        *,
+        pulled: bool,
     ) -> StageTime:
-        """A message that takes `moving` seconds at the peak of its links."""
-        latency, charged = self.assumed.crossing_seconds, moving / self.assumed.network
+        """A message that takes `moving` seconds at the peak of its links, or as `pull` was
+        measured."""
+        assumed = self.assumed
+        latency, charged = assumed.crossing_seconds, moving / assumed.network
+        if pulled:
+            latency, charged = assumed.pull_seconds, moving
         form, terms = self.formats.of(stage), Terms(moving, 0.0)
         roof = latency + charged
         seconds = self.measured.seconds(stage, sender.name, form, 0, terms, roof)

@@ -43,13 +43,15 @@ def other(**sizes: int) -> Layout:
         ("drafts", "deepseek-v3", other(drafts=2), 32, {}),
         ("replicas", "deepseek-v3", other(redundant_slots=1), 32, {}),  # rebalanced at times
         ("colocated", "step3", layout("ep", dp=8), 7, {}),
+        ("two-kinds", "step3", other(dp=16, ep=8, transport="pull"), 32, {}),  # runtimes of a host
         ("context", "qwen3-32b", AFD, 1, {}),  # as long as the model allows
     ],
 )
 def test_written(name, model, planned, batch, formats, tmp_path):
     deployment, text = written(tmp_path, model, planned, batch, **formats)
     golden.check(f"planner/plans/{name}.yaml", re.sub(r"(?m)^model: .*$", "model: FOLDER", text))
-    assert (deployment.attention.dp, deployment.lanes) == (planned.dp, planned.lanes)
+    assert deployment.domains * deployment.attention.dp == planned.dp
+    assert deployment.lanes == planned.lanes
 
 
 @pytest.mark.parametrize("batch", [1, 500])

@@ -119,6 +119,7 @@ class TestSearch:
         found = both.search(Target(tpot=0.05, max_devices=8))
         assert {(p.layout.attention, p.layout.ffn) for p in found.plans} == {("h20", "h800")}
         assert {plan.layout.mode for plan in found.plans} == {"afd"}
+        assert all(plan.layout.topology.crosses_runtimes for plan in found.plans)
 
     def test_nothing_fits(self):
         found = searcher().search(Target(tpot=0.05, max_devices=2))

@@ -19,7 +19,7 @@ from tests.jaxserve.planner.making import H100, H800
 from tests.jaxserve.planner.paper_systems import upcycled
 
 ONES = dict.fromkeys(("compute", "memory", "network", "imbalance"), 1)
-NOUGHTS = ("stage_seconds", "crossing_seconds", "collective_seconds", "hop_seconds")
+NOUGHTS = ("stage_seconds", "crossing_seconds", "pull_seconds", "collective_seconds", "hop_seconds")
 IDEAL = Assumptions(**ONES, **dict.fromkeys(NOUGHTS, 0))
 
 H800S, ONE = ExchangeMesh(ranks=2, tensor=8, attention=16), ExchangeMesh(1, 1, 1)
@@ -278,6 +278,9 @@ def test_messages():
     there, back = step3.crossings(afd, H800, slower, 100)
     assert there == StageTime(100 * step3.dispatch_bytes() / slower.network, "network")
     assert back.seconds == pytest.approx(100 * 14336 / slower.network)
+    apart = msgspec.structs.replace(afd, transport="pull")
+    there, _ = step3.crossings(apart, H800, slower, 100)
+    assert there.seconds == pytest.approx(16 * 100 * step3.dispatch_bytes() / 2.5e9)
     chips = making.layout("afd", "v6e", dp=32, ep=32)
     there, _ = step3.crossings(chips, *[load_hardware("v6e")] * 2, 100)
     assert there.seconds == pytest.approx(32 * 100 * step3.dispatch_bytes() / 800e9)
