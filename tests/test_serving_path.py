@@ -17,17 +17,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
-CHOICES = {"lead", "with_peers", "colocated_runtime", "cell_runtime", "domain_runtime"}
+RUNTIMES = {"colocated_runtime", "cell_runtime", "domain_runtime"}
+CHOICES = {"lead", "with_peers", "own_experts"} | RUNTIMES
 """Functions of the assembly that some parts call and others do not."""
 INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
 """Transports, which are imported by name."""
+LEADS, ALONE = ("open_engine", "own_experts"), ("open_here", "_wait", "with_peers")
 PARTS = {
-    "leader, colocated": ("open_engine", "lead", "colocated_runtime"),
-    "leader, attention and ffn": ("open_engine", "lead", "cell_runtime", *INSIDE),
+    "leader, colocated": (*LEADS, "lead", "colocated_runtime"),
+    "leader, attention and ffn": (*LEADS, "lead", "cell_runtime", *INSIDE),
     "follower, attention and ffn": ("open_follower", "cell_runtime", "fleet.following", *INSIDE),
-    "alone, colocated": ("open_here", "_wait", "with_peers", "colocated_runtime"),
-    "alone, attention and ffn": ("open_here", "_wait", "with_peers", "cell_runtime", *INSIDE),
+    "alone, colocated": (*LEADS, *ALONE, "colocated_runtime"),
+    "alone, attention and ffn": (*LEADS, *ALONE, "cell_runtime", *INSIDE),
     "attention": ("open_engine", "domain_runtime", *BETWEEN),
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),

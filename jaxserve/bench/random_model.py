@@ -31,7 +31,7 @@ from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.build_cell import build_cell
 from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.compilation import use_compilation_cache
-from jaxserve.roles.expert_programs import BankShape
+from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorker, build_ffn
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
@@ -130,7 +130,7 @@ def templates_of(
 
 def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """Table and counts of a layer of the ffn role whose experts are at home."""
-    bank = BankShape(1, sizes)
+    bank = Bank((0,), sizes)
     table = replica_table(home_slots(sizes), sizes)[None]
     return (
         jax.device_put(table, cached_sharding(mesh, REPLICATED)),

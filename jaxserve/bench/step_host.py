@@ -17,6 +17,7 @@ clock is the thread's own CPU time: nothing here waits,
 and what else the machine does is not counted. Knows nothing of JAX.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.workers import BenchError
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
-from jaxserve.engine.runtime import freeze, thaw
+from jaxserve.engine.runtime import freeze
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.fleet.control import Boundary, encode, shapes_digest
 from jaxserve.roles.step_arrays import LaneState
@@ -156,7 +157,7 @@ class SteadyState:
                         for values, seconds in zip(times, step, strict=True):
                             values.append(1000 * seconds)
         finally:
-            thaw()
+            gc.unfreeze()
         if preemptions := self._scheduler.num_preemptions:
             raise BenchError(f"{preemptions} preemptions: too few pages for the sequences")
         return times

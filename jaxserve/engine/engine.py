@@ -24,7 +24,6 @@ from jaxserve.engine.interface import DomainLoad, EngineLoad, NeededLink
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
-from jaxserve.engine.runtime import thaw
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import (
     PREFILL_PARAMS,
@@ -89,7 +88,7 @@ class Engine:
         self.deployment = deployment
         self.driver = driver
         self.schedulers = list(schedulers)
-        self._checks = RequestChecks(self.schedulers[0].check, vocab, eos_token_ids)
+        self._checks = RequestChecks(self.schedulers[0].limits, vocab, eos_token_ids)
         self._followers, self.link = followers, link
         self._info = info or {}
         self._watch = watch
@@ -100,10 +99,13 @@ class Engine:
         self._open: dict[str, OnOutput] = {}
         self._grammars: dict[str, Grammar] = {}
         self._queued = 0
-        self._status = "starting"
-        self._last_turn = time.monotonic()
-        self._failure: EngineFailedError | None = None
-        self._failure_callbacks: list[Callable[[EngineFailedError], None]] = []
+        self.status = "starting"
+        """ "starting", "ready", "draining", "failed" or "closed"."""
+        self.last_turn = time.monotonic()
+        """Seconds of `time.monotonic` of the step loop's last iteration, idle or not."""
+        self.failure: EngineFailedError | None = None
+        """Reason why the status is "failed"."""
+        self._on_failure: list[Callable[[EngineFailedError], None]] = []
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
         self.hand_offs = HandOffs()
         """Links to prefill workers or decode domains, if it has some (`hand_off_with`)."""
@@ -114,7 +116,7 @@ class Engine:
             self.hand_offs,
             self._results,
             step_seconds=deployment.cluster.step_seconds,
-            failure=lambda: self._failure,
+            failure=lambda: self.failure,
             followers=followers,
             watch=watch,
             experts=experts,
@@ -123,29 +125,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     @property
-    def status(self) -> str:
-        """ "starting", "ready", "draining", "failed" or "closed"."""
-        return self._status
-
-    @property
-    def failure(self) -> EngineFailedError | None:
-        """Why the engine failed, if it did."""
-        return self._failure
-
-    @property
-    def last_turn(self) -> float:
-        """Seconds of `time.monotonic` at which the step loop last went round, idle or not."""
-        return self._last_turn
-
-    @property
     def compilations_after_ready(self) -> int:
         """Programs that the step loop had to wait for since `start`: more than 0 is a flaw."""
         return self._compilations.count if self._compilations else 0
-
-    @property
-    def domains(self) -> int:
-        """Schedulers, each with pages of its own."""
-        return len(self._loop.schedulers)
 
     @property
     def _waiting(self) -> int:
@@ -166,7 +148,7 @@ class Engine:
             compilations=self.compilations_after_ready,
             held=self.hand_offs.held,
             hand_offs=self.hand_offs.load,
-            problems=[] if self.link is None else self.link.problems,
+            problems=() if self.link is None else self.link.problems,
             domains=[
                 DomainLoad(
                     running=scheduler.num_running,
@@ -198,10 +180,10 @@ class Engine:
     def add_failure_callback(self, callback: Callable[[EngineFailedError], None]) -> None:
         """Calls back once if the engine fails, on whatever thread notices; at once if it has."""
         with self._wake:
-            if self._failure is None:
-                self._failure_callbacks.append(callback)
+            if self.failure is None:
+                self._on_failure.append(callback)
                 return
-        callback(self._failure)
+        callback(self.failure)
 
     def start(self) -> None:
         """Starts the loop; the engine is ready afterwards.
@@ -210,10 +192,10 @@ class Engine:
           EngineFailedError: it has failed, or ended, before.
         """
         with self._wake:
-            if self._status != "starting":
+            if self.status != "starting":
                 self._raise_unless_ready()
                 return
-            self._status = "ready"
+            self.status = "ready"
         self._compilations = CompilationCounter(self._thread)
         if self.experts is not None:
             self.experts.start()
@@ -345,11 +327,11 @@ class Engine:
         """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
         end = time.monotonic() + timeout
         with self._wake:
-            if self._status == "ready":
-                self._status = "draining"
+            if self.status == "ready":
+                self.status = "draining"
             if not self._wake.wait_for(lambda: not self._open, timeout):
                 return False
-        while self.hand_offs.held and self._status == "draining":  # others still fetch them
+        while self.hand_offs.held and self.status == "draining":  # others still fetch them
             if time.monotonic() >= end:
                 return False
             time.sleep(min(0.05, timeout))
@@ -364,8 +346,8 @@ class Engine:
           timeout: seconds to wait for the step under way; None: `cluster.step_seconds`.
         """
         with self._wake:
-            if self._status != "failed":
-                self._status = "closed"
+            if self.status != "failed":
+                self.status = "closed"
             self._wake.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self.deployment.cluster.step_seconds if timeout is None else timeout)
@@ -373,14 +355,14 @@ class Engine:
             self._deliver([TokenOutput(request_id=request_id, finish_reason="cancelled")])
         self.hand_offs.close()
         # What a failed step would have given may never come.
-        self._results.close(EXIT_SECONDS if self._failure is None else FAILED_SECONDS)
+        self._results.close(EXIT_SECONDS if self.failure is None else FAILED_SECONDS)
         if self._watch is not None:
             self._watch.close()
         if self.experts is not None:
             self.experts.close()
         if self.link is not None:
             self.link.close()
-        thaw()
+        gc.unfreeze()  # see `engine/runtime.py`
         if self._compilations is not None:
             self._compilations.stop()
         self._release_devices()
@@ -397,9 +379,9 @@ class Engine:
     def fail(self, error: EngineFailedError) -> None:
         """Marks the engine as failed and ends every open request with the error; any thread."""
         with self._wake:
-            if self._failure is not None or self._status == "closed":
+            if self.failure is not None or self.status == "closed":
                 return
-            self._failure, self._status = error, "failed"
+            self.failure, self.status = error, "failed"
             self._wake.notify_all()
         logger.error("engine failed: %s", error)
         for request_id in list(self._open):
@@ -407,7 +389,7 @@ class Engine:
                 request_id=request_id, finish_reason="error", error=str(error), engine_failed=True
             )
             self._deliver([news])
-        for callback in self._failure_callbacks:
+        for callback in self._on_failure:
             try:
                 callback(error)
             except Exception:
@@ -441,13 +423,13 @@ class Engine:
         return request_id
 
     def _raise_unless_ready(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             # A new one for everybody: an error that is raised again and again keeps every stack.
-            raise EngineFailedError(str(self._failure))
-        if self._status == "draining":
+            raise EngineFailedError(str(self.failure))
+        if self.status == "draining":
             raise DrainingError("the server is shutting down and takes no new requests")
-        if self._status != "ready":
-            raise EngineFailedError(f"the engine is {self._status}")
+        if self.status != "ready":
+            raise EngineFailedError(f"the engine is {self.status}")
 
     def _add(self, request: Request) -> list[TokenOutput]:
         with self._wake:
@@ -473,8 +455,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._status in ("ready", "draining"):
-                self._last_turn = time.monotonic()
+            while self.status in ("ready", "draining"):
+                self.last_turn = time.monotonic()
                 self._take_events()
                 self._step()
         except Exception as error:
@@ -529,7 +511,7 @@ class Engine:
         """
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:
-            if not self._commands and self._status in ("ready", "draining"):
+            if not self._commands and self.status in ("ready", "draining"):
                 self._wake.wait(max(0.0, seconds))
 
 

@@ -139,7 +139,7 @@ class Holds:
           InvalidRequestError: The prompt could never run, or its id is in use.
           OverloadedError: Too many prompts wait.
         """
-        self._scheduler.check(request)
+        self._scheduler.limits.check(request)
         known = request.request_id in self._running or request.request_id in self._held
         if known or any(request.request_id == other.request_id for *_, other in self._waiting):
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")

@@ -128,7 +128,20 @@ class DraftCounts(msgspec.Struct, kw_only=True):
 
 
 class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One domain's part of an `EngineLoad`."""
+    """Load of one domain: current gauges, and counters since the start.
+
+    Attributes:
+      running: sequences that get steps.
+      waiting: requests that wait for pages and a slot.
+      kv_usage: part of its pages that each DP group uses, 0 … 1.
+      preemptions: how often a sequence lost its pages to another.
+      prefix_queries: prompt tokens that were looked up in the prefix cache.
+      prefix_hits: prompt tokens that were found there.
+      invalid_logits: requests that ended because their logits were not finite numbers.
+      recomputed: requests that were computed anew on other pages because of that.
+      quarantined: pages that are kept away now because of that.
+      drafts: drafts that were verified; None: the deployment has no drafts.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -142,21 +155,12 @@ class DomainLoad(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftCounts | None = None
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Current gauges, and counters since the start.
+class EngineLoad(DomainLoad, frozen=True, kw_only=True):
+    """Load of an engine or a fleet: the sums of its domains, and more.
 
     Attributes:
-      running: sequences that get steps.
-      waiting: requests that wait for pages and a slot.
-      kv_usage: the part of its pages that each DP group uses, 0 … 1, domain after domain.
       page_size: tokens a page.
       pages: pages a DP group.
-      preemptions: how often a sequence lost its pages to another.
-      prefix_queries: tokens of prompts that were looked for in the prefix cache.
-      prefix_hits: tokens of prompts that were found there.
-      invalid_logits: requests that ended because their logits were not finite numbers.
-      recomputed: requests that were computed anew on other pages because of that.
-      quarantined: pages that are kept away now because of that.
       compilations: programs that the step loop had to wait for; more than 0 is a flaw.
       prompts: of a prefill worker, those that the engine has not got yet; of a fleet, all that are
         not computed yet.
@@ -168,22 +172,12 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: the figures of each domain.
       hand_offs: counters of the pages link's end; in a fleet the sum of all ends; None: no link.
-      drafts: sum over all domains; None: no drafts.
       problems: current problems of workers that this one needs, in words.
       losses: of a fleet, role → cause → how often a worker was lost or suspect because of it.
     """
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: list[float] = []
     page_size: int = 0
     pages: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    invalid_logits: int = 0
-    recomputed: int = 0
-    quarantined: int = 0
     compilations: int = 0
     prompts: int = 0
     held: int = 0
@@ -194,7 +188,6 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     refusals: int = 0
     domains: list[DomainLoad] = []
     hand_offs: PagesLoad | None = None
-    drafts: DraftCounts | None = None
     problems: list[str] = []
     losses: dict[str, dict[str, int]] = {}
 
@@ -204,18 +197,15 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         domains: Sequence[DomainLoad],
         *,
         queued: int,
-        slots: int = 0,
-        page_size: int,
-        pages: int,
-        compilations: int,
-        held: int = 0,
         hand_offs: PagesLoad | None = None,
         problems: Sequence[str] = (),
+        **others: Any,
     ) -> "EngineLoad":
         """Adds the loads of all domains up.
 
         Args:
           queued: requests that wait to be given to a domain.
+          others: further fields, as they are.
         """
         timed_out = hand_offs.timed_out if hand_offs else {}
         pages_late = [f"pages of {address}: {why}" for address, why in timed_out.items()]
@@ -223,15 +213,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
             **summed(domains, ("running", *COUNTERS)),
             waiting=sum(domain.waiting for domain in domains) + queued,
             kv_usage=[usage for domain in domains for usage in domain.kv_usage],
-            slots=slots,
-            page_size=page_size,
-            pages=pages,
-            compilations=compilations,
-            held=held,
             domains=list(domains),
             hand_offs=hand_offs,
             problems=[*problems, *pages_late],
             drafts=DraftCounts.sum([one.drafts for one in domains if one.drafts is not None]),
+            **others,
         )
 
 

@@ -9,7 +9,7 @@ import math
 import operator
 import random
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -368,13 +368,13 @@ class RequestChecks:
     """Makes requests for one model from the input of callers. Any thread may use it.
 
     Args:
-      check: raises InvalidRequestError for a request that could never run.
+      limits: refuse a request that could never run.
       vocab: token ids are below it.
       eos_token_ids: the model's end ids.
     """
 
-    def __init__(self, check: Callable[[Request], None], vocab: int, eos_token_ids: frozenset[int]):
-        self._check, self._vocab, self._eos_token_ids = check, vocab, eos_token_ids
+    def __init__(self, limits: RequestLimits, vocab: int, eos_token_ids: frozenset[int]):
+        self.limits, self._vocab, self._eos_token_ids = limits, vocab, eos_token_ids
 
     def request(
         self,
@@ -400,7 +400,7 @@ class RequestChecks:
             arrival=time.monotonic(),
             deadline=deadline,
         )
-        self._check(request)
+        self.limits.check(request)
         for token_id in params.logit_bias:
             if token_id >= self._vocab:
                 raise InvalidRequestError(

@@ -101,24 +101,14 @@ class ResultReader:
             finished = self._steps.get()
             if finished is None:
                 return
+            arrays = finished.sampled, finished.logprobs, finished.scores
             result: StepResult | Exception
             try:
-                result = _result(finished)
+                result = step_result(finished.plan, *map(_host, arrays))
             except Exception as error:
                 result = error
             self._complete.put((finished.plan, result))
 
 
-def _result(finished: Finished) -> StepResult:
-    assert finished.sampled is not None
-    logprobs, scores = finished.logprobs, finished.scores
-    return step_result(
-        finished.plan,
-        _host(finished.sampled),
-        None if logprobs is None else _host(logprobs),
-        None if scores is None else _host(scores),
-    )
-
-
-def _host(array: Any) -> np.ndarray:
-    return np.asarray(array.addressable_data(0))
+def _host(array: Any) -> Any:
+    return None if array is None else np.asarray(array.addressable_data(0))

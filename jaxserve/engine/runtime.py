@@ -9,7 +9,6 @@ again, and objects that serving leaves behind are collected in the pauses betwee
 """
 
 import gc
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -19,13 +18,14 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
+from jaxserve.roles.expert_moves import MovesExperts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan
 from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
     from jaxserve.engine.interface import NeededLink
+    from jaxserve.model.blocks import ModelTemplates
     from jaxserve.roles.cell import Cell
     from jaxserve.roles.colocated import ColocatedWorker
 
@@ -38,9 +38,10 @@ class Runtime(NamedTuple):
     driver: "Cell | ColocatedWorker"
     buckets: list[Bucket]
     """All buckets that a step may use, ascending."""
-    make_balancer: Callable[[ReadCounts | None], MovesExperts | None] = lambda others: None
-    """Builds the expert balancer. Its argument reads the token counts of other processes; None:
-    this is the only process. Returns None where the model has no experts."""
+    templates: "ModelTemplates | None" = None
+    """Templates of the model, if this runtime has an ffn mesh, whose experts it moves itself."""
+    experts: MovesExperts | None = None
+    """Moves the experts of another runtime; None without such a runtime."""
     link: "NeededLink | None" = None
     """Link to the runtimes that this one needs; None: it needs no others."""
 
@@ -108,18 +109,12 @@ def _all_finite(part: jax.Array) -> jax.Array:
 
 
 def freeze() -> None:
-    """Collects once and exempts everything that is left; when a process is warm.
-
-    What an earlier engine of the process left behind is not exempt any more.
+    """Collects once and exempts everything that is left, until `gc.unfreeze`; called when a process
+    is warm. Objects of an earlier engine of the process are not exempt any more.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-def thaw() -> None:
-    """Ends the exemption; called when an engine has ended."""
-    gc.unfreeze()
 
 
 class IdleCollection:

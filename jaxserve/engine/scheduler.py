@@ -119,7 +119,7 @@ class Scheduler:
         ahead = max(drafts - modules, 0) if modules else 0
         scratch = scratch_pages(drafts, modules)
         pages -= scratch
-        self._limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
+        self.limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self.capacity = groups * lanes * slots
         """The most sequences that get steps at a time."""
         self._lanes = [
@@ -199,7 +199,7 @@ class Scheduler:
           InvalidRequestError: it could never run; the message has the numbers.
           OverloadedError: too many requests wait.
         """
-        self._limits.check(request)
+        self.limits.check(request)
         if request.request_id in self._live:
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
         if self.num_waiting >= self.max_waiting:
@@ -222,10 +222,6 @@ class Scheduler:
         """Cost of admitting a request now, in pages of the cheapest DP group; None: it would have
         to wait."""
         return self.queue.cost(self._sequence(request))
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidRequestError if the request could never run; from any thread."""
-        self._limits.check(request)
 
     def cancel(
         self, request_id: str, finish_reason: FinishReason = "cancelled"
@@ -455,7 +451,7 @@ class Scheduler:
         return Sequence(
             request,
             (due(request) if due_at is None else due_at, self._requests_seen),
-            self._limits.max_generated(request),
+            self.limits.max_generated(request),
             tokens,
             PageKeys(request.params.cache_salt, tokens, self.page_size),
             source=request.source,

@@ -134,9 +134,6 @@ class Followers(Protocol):
         """Returns the experts' token counts of that number. Raises EngineFailedError."""
 
 
-"""Takes the plans of a boundary, whether what follows is measured, and what comes before them."""
-
-
 class Driver(Protocol):
     """What runs the steps of this process: `roles/cell.py`, or a program of all stages."""
 

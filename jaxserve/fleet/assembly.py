@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jaxserve.observe.recorder import Recorder
     from jaxserve.roles.cell import Cell
     from jaxserve.roles.colocated import ColocatedWorker
+    from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
     from jaxserve.roles.weights import LeafSource, OpenSource
 
 
@@ -195,7 +196,7 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
     experts = RemoteExperts(client.ask) if role.config.experts else None
     buckets = deployment_buckets(deployment)
-    return Runtime(deployment, role.config, cell, buckets, lambda others: experts, client)
+    return Runtime(deployment, role.config, cell, buckets, experts=experts, link=client)
 
 
 def _whole(
@@ -203,10 +204,22 @@ def _whole(
 ) -> "Runtime":
     from jaxserve.engine.runtime import Runtime
     from jaxserve.roles.capacity import deployment_buckets
+
+    buckets = deployment_buckets(deployment)
+    return Runtime(deployment, model.config, driver, buckets, model.templates)
+
+
+def own_experts(
+    runtime: "Runtime", templates: "ModelTemplates", counts: "ReadCounts | None"
+) -> "MovesExperts | None":
+    """The balancer of the leader of a runtime with an ffn mesh; None without routed experts.
+
+    Args:
+      counts: reads the token counts of the followers; None: there are none.
+    """
     from jaxserve.roles.expert_balancer import make_balancer
 
-    balancer = partial(make_balancer, model.templates, deployment, driver.slots)
-    return Runtime(deployment, model.config, driver, deployment_buckets(deployment), balancer)
+    return make_balancer(templates, runtime.deployment, runtime.driver.slots, counts)
 
 
 class OpenModel(NamedTuple):
@@ -303,6 +316,9 @@ def make_engine(
         for _ in range(domains)
     ]
     collect, counts = (followers.measured, followers.counts) if followers else (None, None)
+    experts = runtime.experts
+    if runtime.templates is not None:
+        experts = own_experts(runtime, runtime.templates, counts)
     return Engine(
         deployment,
         schedulers,
@@ -313,7 +329,7 @@ def make_engine(
         link=runtime.link,
         info=_info(runtime),
         watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
-        experts=runtime.make_balancer(counts),
+        experts=experts,
     )
 
 

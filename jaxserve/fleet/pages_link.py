@@ -113,7 +113,7 @@ def fetch_pages(
         most=deployment.pages.recompute_tokens,
         between_steps=deployment.pages.step_tokens,
     )
-    for domain in range(engine.domains):
+    for domain in range(len(engine.schedulers)):
         arrays = engine.driver.kv_arrays(domain)
         access = page_access(arrays, exports=False, imports=formats, pieces=pieces)
         transfer = access.transfer

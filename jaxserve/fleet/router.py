@@ -205,7 +205,7 @@ class RouterEngine:
         job = Job(
             request_id,
             request.prompt,
-            self._limits.max_generated(request),
+            self._checks.limits.max_generated(request),
             params.cache_salt,
             params.priority,
             deadline,
@@ -451,12 +451,10 @@ class RouterEngine:
         first = domains[0].facts
         smallest = min(everyone, key=lambda facts: facts.pages * facts.page_size)
         longest = min(facts.max_length for facts in everyone)
-        self._limits = RequestLimits(
+        limits = RequestLimits(
             max_length=longest, pages=smallest.pages, page_size=smallest.page_size
         )
-        self._checks = RequestChecks(
-            self._limits.check, first.vocab, frozenset(first.eos_token_ids)
-        )
+        self._checks = RequestChecks(limits, first.vocab, frozenset(first.eos_token_ids))
         if not self._info:
             self._info = {**first.info, "max_length": longest}
         if not placement.absent("prefill") or not placement.wants_prefill:

@@ -6,7 +6,6 @@ counts too: it was missing in memory, and its step waited for it.
 
 import logging
 import threading
-import weakref
 
 import jax
 
@@ -17,7 +16,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class CompilationCounter:
-    """Counts compilations from its creation on, and logs a warning for each.
+    """Counts compilations until it is stopped, and logs a warning for each.
 
     Args:
       thread: the thread to count on, as others may be building another engine; None: all threads.
@@ -30,45 +29,21 @@ class CompilationCounter:
         self.count = 0
         self._thread = thread
         self._stopped = False
-        _listen()
-        with _lock:
-            _counters.add(self)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def stop(self) -> None:
         """Stops counting."""
-        self._stopped = True
+        if not self._stopped:
+            self._stopped = True
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def compiled(self, name: str, seconds: float) -> None:
-        """Called for every compilation, on the thread that compiled."""
-        elsewhere = self._thread not in (None, threading.current_thread())
-        if self._stopped or elsewhere:
+    def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
+        """Called by JAX for every event, on the thread that compiled."""
+        if event != COMPILED or self._thread not in (None, threading.current_thread()):
             return
         self.count += 1
         logger.warning(
             "compiled %s in %.2f s after the engine was ready (%d so far): a step met a shape, "
             "type or sharding that was not warmed up",
-            *(name, seconds, self.count),
+            *(details.get("fun_name", "a program"), duration_secs, self.count),
         )
-
-
-# JAX never drops a listener, so there is one for all counters that are in use.
-_lock = threading.Lock()
-_counters: "weakref.WeakSet[CompilationCounter]" = weakref.WeakSet()
-_listening = False
-
-
-def _listen() -> None:
-    global _listening
-    with _lock:
-        if not _listening:
-            jax.monitoring.register_event_duration_secs_listener(_on_event)
-            _listening = True
-
-
-def _on_event(event: str, duration_secs: float, **details: str | int) -> None:
-    if event != COMPILED:
-        return
-    with _lock:
-        counters = list(_counters)
-    for counter in counters:
-        counter.compiled(str(details.get("fun_name", "a program")), duration_secs)

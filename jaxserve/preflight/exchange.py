@@ -38,7 +38,7 @@ from jaxserve.preflight.layers import only_layers
 from jaxserve.preflight.outcomes import Failed, Skipped
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import use_compilation_cache
-from jaxserve.roles.expert_programs import BankShape
+from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.weights import load_leaves
 
@@ -141,7 +141,7 @@ def _answers(
     tokens = token_sizes(deployment)[0]
     (template,) = templates.ffn.values()
     leaves = load_leaves(RandomLeaves(), template, names.ffn[0], meshes.ffn, meshes.ffn_rules)
-    bank = BankShape(1, programs.slots)
+    bank = Bank((0,), programs.slots)
     table = replica_table(home_slots(programs.slots), programs.slots)[None]
     compiled = programs.ffn(tokens, config.moe).compile()
 

@@ -5,7 +5,6 @@ answer. Which lane's stage is next is its runner's decision (`cell.py`). Each ho
 committed arguments and stays on JAX's C++ path.
 """
 
-import functools
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
@@ -40,34 +38,27 @@ class AttentionWeights:
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
         templates, mesh, config = programs.templates, programs.mesh, programs.config
+        self.held: list[HeldBlock] = []
+        """Blocks of the checkpoint that this process holds."""
 
-        def load(template: Template, sources: Sources) -> Leaves:
-            return load_leaves(source, template, sources, mesh, ATTENTION_RULES)
+        def load(name: str, template: Template, sources: Sources) -> Leaves:
+            leaves = load_leaves(source, template, sources, mesh, ATTENTION_RULES)
+            self.held.append(HeldBlock(name, sources, template, lambda: leaves))
+            return leaves
 
-        self.embedding = load(templates.embedding, names.embedding)
-        self.head = load(templates.head, names.head)
+        self.embedding = load("embedding", templates.embedding, names.embedding)
+        self.head = load("head", templates.head, names.head)
         self.layers = [
-            load(templates.attention[config.layer(layer)], names.attention[layer])
+            load(
+                f"layers.{layer}.attention",
+                templates.attention[config.layer(layer)],
+                names.attention[layer],
+            )
             for layer in range(config.all_layers)
         ]
-        self.predictions = [load(templates.prediction, sources) for sources in names.predictions]
-        self._templates, self._blocks = templates, {b.name: b.sources for b in blocks_of(names)}
-
-    def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        templates, config = self._templates, self._templates.config
-        found = [
-            ("embedding", templates.embedding, self.embedding),
-            ("head", templates.head, self.head),
-        ]
-        for layer, leaves in enumerate(self.layers):
-            template = templates.attention[config.layer(layer)]
-            found.append((f"layers.{layer}.attention", template, leaves))
-        for layer, leaves in enumerate(self.predictions, config.layers):
-            found.append((f"layers.{layer}.prediction", templates.prediction, leaves))
-        return [
-            HeldBlock(name, self._blocks[name], template, functools.partial(tuple, leaves))
-            for name, template, leaves in found
+        self.predictions = [
+            load(f"layers.{layer}.prediction", templates.prediction, sources)
+            for layer, sources in enumerate(names.predictions, config.layers)
         ]
 
 
@@ -227,8 +218,8 @@ class AttentionWorker:
         self._drafting = Drafting(programs, self._put.rows) if drafts else None
 
     def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        return self._weights.held()
+        """Returns the blocks of the checkpoint that this process holds."""
+        return self._weights.held
 
     def kv_arrays(self) -> KVArrays:
         """This worker's pages, for hand-offs."""

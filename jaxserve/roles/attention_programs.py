@@ -177,7 +177,7 @@ class AttentionPrograms(TokenPrograms):
 
     def leave(self, bucket: Bucket) -> Program:
         """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits); with drafts
-        the lengths, too (`TokenPrograms.verify_step`)."""
+        the lengths, too (`TokenPrograms.draw`)."""
 
         def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])

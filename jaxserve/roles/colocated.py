@@ -18,7 +18,7 @@ from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
 from jaxserve.roles.drafting import Drafting, DraftingExecutables, StepEnd, drafting_executables
-from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, make_slots, slot_programs
+from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished, Sampling, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
@@ -41,7 +41,8 @@ class ColocatedWeights:
         flat = load_leaves(source, templates.embedding, names.embedding, mesh, ATTENTION_RULES)
         self.head = load_leaves(source, templates.head, names.head, mesh, ATTENTION_RULES)
         self._sources = {block.name: block.sources for block in blocks_of(names)}
-        self._held: list[HeldBlock] = []
+        self.held: list[HeldBlock] = []
+        """Blocks of the checkpoint that this process holds."""
         self._note("embedding", templates.embedding, functools.partial(tuple, flat))
         self._note("head", templates.head, functools.partial(tuple, self.head))
         flat += self.head
@@ -75,10 +76,6 @@ class ColocatedWeights:
                     name = f"layers.{first + index}.{part}"
                     self._note(name, template, leaves, first + index, index)
 
-    def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        return self._held
-
     def _note(
         self,
         name: str,
@@ -87,7 +84,7 @@ class ColocatedWeights:
         layer: int = -1,
         entry: int | None = None,
     ) -> None:
-        self._held.append(HeldBlock(name, self._sources[name], template, leaves, layer, entry))
+        self.held.append(HeldBlock(name, self._sources[name], template, leaves, layer, entry))
 
     def _leaves(self, which: Literal["flat", "modules"], place: slice) -> Leaves:
         leaves: Leaves = getattr(self, which)
@@ -162,8 +159,11 @@ def build_colocated(
         weights = ColocatedWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     executables, compiled = compile_steps(colocated_executables, programs, buckets, others=moving)
-    reader = ExpertReader(templates, deployment.experts, names, source, mesh, COLOCATED_FFN_RULES)
-    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
+    slots = None
+    if programs.experts is not None:
+        settings, rules = deployment.experts, COLOCATED_FFN_RULES
+        reader = ExpertReader(templates, settings, names, source, mesh, rules)
+        slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, executables, weights, slots
 
 
@@ -270,8 +270,8 @@ class ColocatedWorker:
         return finished
 
     def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        return self._weights.held()
+        """Returns the blocks of the checkpoint that this process holds."""
+        return self._weights.held
 
     def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:
         """Enqueues the passes of the prediction modules; returns their drafts."""

@@ -19,8 +19,7 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
-from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
-from jaxserve.roles.expert_slots import Bank
+from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
@@ -28,7 +27,7 @@ from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import sliceable
 
-_COUNTS = BankShape.counts_spec(ATTENTION_AXES[:1])
+_COUNTS = Bank.counts_spec(ATTENTION_AXES[:1])
 
 _Leaves = tuple[dict[int, Any], dict[int, Any]]
 """Leaves of an attention block and of an ffn block, by their place in the block."""
@@ -57,14 +56,9 @@ class ColocatedPrograms(TokenPrograms):
             self.banks += (Bank(tuple(modules), templates.slots),)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
+            rules, divided = COLOCATED_FFN_RULES, ATTENTION_AXES[:1]
             self.experts = ExpertPrograms(
-                templates.moe,
-                templates.slots,
-                self.mesh,
-                COLOCATED_FFN_RULES,
-                ATTENTION_AXES[:1],
-                stacked=True,
-                pieces=move_pieces(templates, deployment.experts),
+                templates, deployment.experts, mesh, rules, divided, stacked=True
             )
 
     @property
@@ -82,7 +76,7 @@ class ColocatedPrograms(TokenPrograms):
 
         Counts and tables are those of the banks of experts. x is the residual stream after the last
         layer. A pool's pages are those of all its layers, layer after layer: `[dp * layers * pages,
-        …]`. With drafts it returns the lengths last (`TokenPrograms.verify_step`).
+        …]`. With drafts it returns the lengths last (`TokenPrograms.draw`).
         """
         templates = self.templates
 
@@ -199,9 +193,8 @@ class ColocatedPrograms(TokenPrograms):
         self, banks: Sequence[Bank]
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
         """Shapes of the counts and the tables of these banks."""
-        shapes = [bank.shape for bank in banks]
-        counts = placed(self.mesh, [shape.counts for shape in shapes], [_COUNTS] * len(shapes))
-        tables = placed(self.mesh, [shape.table for shape in shapes], [REPLICATED] * len(shapes))
+        counts = placed(self.mesh, [bank.counts for bank in banks], [_COUNTS] * len(banks))
+        tables = placed(self.mesh, [bank.table for bank in banks], [REPLICATED] * len(banks))
         return counts, tables
 
     def _layers(

@@ -3,7 +3,7 @@
 The workers that hold the head call `Drafting` around every step of a deployment with drafts: first
 `resolve`, after sampling `end`, and with what a drafter proposes then, `keep`. Drafters are
 `PromptLookup` here and the prediction modules, which run as layers of the workers. A draft that is
-wrong, or stale, costs time and changes no token (`TokenPrograms.verify_step`).
+wrong, or stale, costs time and changes no token (`TokenPrograms.draw`).
 
 The device alone knows how many drafts of a step in flight hold. `resolve` puts what it knows into
 the batch array of the next step, so that no other program of a step has to know of drafts but the

@@ -29,27 +29,28 @@ NOTHING = -1
 """In place of a slot: nothing is copied."""
 
 
-class BankShape(NamedTuple):
-    """A bank's arrays beside the weights."""
+class Bank(NamedTuple):
+    """The experts of one layer, or of a run of layers whose leaves are stacked."""
 
-    layers: int
+    layers: Sequence[int]
     sizes: SlotSizes
 
     @property
     def table(self) -> jax.ShapeDtypeStruct:
-        """`placement.replica_table` of each layer; everywhere."""
-        shape = self.layers, self.sizes.experts, 1 + self.sizes.width
+        """Shape of the layers' `placement.replica_table`s, which every device has."""
+        shape = len(self.layers), self.sizes.experts, 1 + self.sizes.width
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """[layers, ranks, experts] tokens so far, modulo 2^32; each rank has its own."""
-        shape = self.layers, self.sizes.all_ranks, self.sizes.experts
+        """Shape of the tokens so far, modulo 2^32: [layers, ranks, experts]; each rank has its
+        own."""
+        shape = len(self.layers), self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
     @staticmethod
     def counts_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """How they are divided."""
+        """Returns how counts are divided."""
         return PartitionSpec(None, axes)
 
 
@@ -81,30 +82,32 @@ def _cut_axis(leaf: TemplateLeaf) -> int:
 
 
 class ExpertPrograms:
-    """What moves and counts the experts of a mesh.
+    """Programs that move and count the experts of a mesh.
 
     Args:
-      template: of a MoE layer's block.
-      rules: of the mesh.
-      axes: that the slots are divided over.
-      stacked: whether leaves have a first axis of layers.
-      pieces: in which an expert is fetched, one between two steps; see `move_pieces`.
+      templates: Templates of a model with routed experts.
+      settings: How fast experts move.
+      mesh: Mesh of the experts.
+      rules: Sharding rules of the mesh.
+      axes: Mesh axes that the slots are divided over.
+      stacked: True if leaves have a first axis of layers.
     """
 
     def __init__(
         self,
-        template: Template,
-        sizes: SlotSizes,
+        templates: ModelTemplates,
+        settings: Experts,
         mesh: AnyMesh,
         rules: Rules,
         axes: tuple[str, ...],
         *,
         stacked: bool,
-        pieces: int,
     ):
-        self.template, self.sizes, self.axes = template, sizes, axes
+        assert templates.moe is not None
+        self.template, self.sizes, self.axes = (template := templates.moe), templates.slots, axes
         self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
-        self._rules, self._stacked, self.pieces = rules, stacked, pieces
+        self.rules, self._stacked = rules, stacked
+        self.pieces = move_pieces(templates, settings)
         self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
         """Of the leaves that slots have entries of."""
 
@@ -118,7 +121,7 @@ class ExpertPrograms:
     @property
     def room_specs(self) -> tuple[PartitionSpec, ...]:
         """How those are divided."""
-        specs = self.template.specs(self._rules)
+        specs = self.template.specs(self.rules)
         return tuple(specs[place] for place in self.places)
 
     def fetch(self, layers: int) -> Program:
@@ -222,7 +225,7 @@ class ExpertPrograms:
     def _moves(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.sizes.all_ranks, 2), jnp.int32)
 
-    def count(self, banks: Sequence[BankShape]) -> Program:
+    def count(self, banks: Sequence[Bank]) -> Program:
         """(counts of each bank…) → [layers, ranks, experts] of all of them, a copy."""
 
         def body(*counts: Array) -> Array:
@@ -241,7 +244,7 @@ class ExpertPrograms:
         self, layers: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[PartitionSpec, ...]]:
         """Of a bank, those of its slots."""
-        specs = self.template.specs(self._rules)
+        specs = self.template.specs(self.rules)
         leaves = [(self.template.leaves[place], specs[place]) for place in self.places]
         if not self._stacked:
             return tuple(leaf for leaf, _ in leaves), tuple(spec for _, spec in leaves)

@@ -22,7 +22,6 @@ from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import (
     EMPTY,
     Placement,
-    SlotSizes,
     check_placement,
     home_slots,
     replica_table,
@@ -37,7 +36,7 @@ from jaxserve.roles.actions import (
 )
 from jaxserve.roles.compilation import Compiled, ProgramKey
 from jaxserve.roles.expert_moves import Counted
-from jaxserve.roles.expert_programs import NOTHING, BankShape, ExpertPrograms
+from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import LeafSource, Leaves
@@ -90,18 +89,6 @@ class ExpertReader:
         return tuple(leaves)
 
 
-class Bank(NamedTuple):
-    """The experts of one layer, or of a run of layers whose leaves are stacked."""
-
-    layers: tuple[int, ...]
-    sizes: SlotSizes
-
-    @property
-    def shape(self) -> BankShape:
-        """Of its arrays."""
-        return BankShape(len(self.layers), self.sizes)
-
-
 class Snapshot(NamedTuple):
     """Counts as a `CountExperts` found them."""
 
@@ -132,7 +119,7 @@ def slot_programs(
     move."""
     if programs is None:
         return {}
-    wanted = {_COUNT: programs.count([bank.shape for bank in banks])}
+    wanted = {_COUNT: programs.count(banks)}
     if programs.sizes.ranks > 1:
         for layers in sorted({len(bank.layers) for bank in banks}):
             wanted[_key("fetch", layers)] = programs.fetch(layers)
@@ -149,24 +136,6 @@ _COUNT = _key("count", 1)
 """Counts the tokens of all banks."""
 
 
-def make_slots(
-    programs: ExpertPrograms | None,
-    banks: Sequence[Bank],
-    weights: BankWeights,
-    compiled: Compiled,
-    reader: ExpertReader | None = None,
-) -> "ExpertSlots | None":
-    """The slots of a worker; None: the model has no routed experts.
-
-    Args:
-      compiled: has `slot_programs`.
-      reader: of experts in the checkpoint, if one is there.
-    """
-    if programs is None:
-        return None
-    return ExpertSlots(programs, banks, weights, compiled, reader)
-
-
 class ExpertSlots:
     """The slots, tables and counts of all banks of a mesh.
 
@@ -176,6 +145,8 @@ class ExpertSlots:
       counts: of each bank; a program that adds to them gets them donated and hands them back.
       room: leaves of one expert a rank, on its way to a slot; none where there is one rank.
       placements: the expert of every slot, by layer.
+      compiled: `slot_programs`, compiled.
+      reader: reads experts from the checkpoint, if there is one.
       changing: held while experts get into slots and `placements` says so; who reads slots on
         another thread holds it until that is enqueued.
     """
@@ -198,7 +169,7 @@ class ExpertSlots:
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
-        self._counts_spec = BankShape(1, self.sizes).counts_spec(programs.axes)
+        self._counts_spec = Bank.counts_spec(programs.axes)
         self.counts = [self._no_counts(bank) for bank in banks]
         self.room: Leaves = ()
         if self.sizes.ranks > 1:
@@ -235,7 +206,7 @@ class ExpertSlots:
         return Counted(counts_of_ranks(taken.counts), taken.renewals, self.unread)
 
     def _no_counts(self, bank: Bank) -> jax.Array:
-        shape = bank.shape.counts
+        shape = bank.counts
         return sharded_zeros(
             shape.shape, shape.dtype, cached_sharding(self._mesh, self._counts_spec)
         )

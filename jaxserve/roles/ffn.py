@@ -30,8 +30,8 @@ from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import Blocks, make_exchanges
 from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
-from jaxserve.roles.expert_programs import BankShape, ExpertPrograms, add_load, move_pieces
-from jaxserve.roles.expert_slots import Bank, ExpertReader, ExpertSlots, make_slots, slot_programs
+from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
+from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
@@ -72,14 +72,9 @@ class FFNPrograms:
         )
         self.experts: ExpertPrograms | None = None
         if templates.moe:
+            rules, divided = ffn_rules(mesh), expert_axes(mesh)
             self.experts = ExpertPrograms(
-                templates.moe,
-                self.slots,
-                self.mesh,
-                ffn_rules(mesh),
-                expert_axes(mesh),
-                stacked=False,
-                pieces=move_pieces(templates, deployment.experts),
+                templates, deployment.experts, mesh, rules, divided, stacked=False
             )
 
     def ffn(self, tokens: int, spec: FFN) -> Program:
@@ -102,7 +97,7 @@ class FFNPrograms:
 
         pieces = PartitionSpec(tuple(self.mesh.shape))
         piece = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
-        bank = BankShape(1, self.slots)
+        bank = Bank((0,), self.slots)
         counts = bank.counts_spec(expert_axes(self.mesh))
         tables = placed(self.mesh, [bank.table] * moe, [REPLICATED] * moe)
         return Program(
@@ -139,21 +134,17 @@ class FFNWeights:
             for layer in range(config.all_layers)
         ]
         self._banks = [bank.layers[0] for bank in programs.banks]
-        self._templates = [templates.ffn[config.layer(n).ffn] for n in range(config.all_layers)]
-        self._sources = names.ffn
-
-    def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        return [
+        self.held = [
             HeldBlock(
                 f"layers.{layer}.ffn",
-                self._sources[layer],
-                template,
+                names.ffn[layer],
+                templates.ffn[config.layer(layer).ffn],
                 functools.partial(self.layers.__getitem__, layer),
                 layer,
             )
-            for layer, template in enumerate(self._templates)
+            for layer in range(config.all_layers)
         ]
+        """Blocks of the checkpoint that this process holds."""
 
     def bank(self, number: int) -> Leaves:
         """All leaves of a bank's layer."""
@@ -192,8 +183,11 @@ def build_ffn(
         weights = FFNWeights(counted, names, programs)
     moving = slot_programs(programs.experts, programs.banks)
     executables, compiled = compile_steps(ffn_executables, programs, sizes, others=moving)
-    reader = ExpertReader(templates, deployment.experts, names, source, mesh, ffn_rules(mesh))
-    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
+    slots = None
+    if programs.experts is not None:
+        settings, rules = deployment.experts, ffn_rules(mesh)
+        reader = ExpertReader(templates, settings, names, source, mesh, rules)
+        slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, executables, weights, slots
 
 
@@ -228,8 +222,8 @@ class FFNWorker:
         self._send: dict[tuple[int, int], Callable[..., object]] = {}
 
     def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here."""
-        return self._weights.held()
+        """Returns the blocks of the checkpoint that this process holds."""
+        return self._weights.held
 
     def add(self, executables: FFNExecutables) -> None:
         """Takes in what messages of further sizes run."""

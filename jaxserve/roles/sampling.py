@@ -30,7 +30,7 @@ FLOATS = ("repetition", "presence", "frequency", "biases")
 
 def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(logits, last_tokens, batch, counts, rules) → (last_tokens, sampled, counts), and with drafts
-    the lengths as `TokenPrograms.verify_step` gives them.
+    the lengths as `TokenPrograms.draw` gives them.
 
     Draws by the rules; slots without rules get the token that the step's last program drew.
     `last_tokens` are those before the step. The counts before a draft include the drafts before it;
@@ -53,7 +53,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
                 counts = count(counts, parsed, token_ids, slot, position)
             with jax.named_scope("adjust"):
                 logits = adjust(logits, counts, parsed)
-            return *programs.draw(logits, last, fields), counts
+            return *programs.draw(logits, last, fields, 0), counts
         drafted = jnp.maximum(fields["sample"] - 1, 0)
         row = jnp.arange(bucket.tokens, dtype=jnp.int32)
         certain = row < (fields["query_start"][1:] - drafted)[slot]
@@ -79,7 +79,7 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             by_place = logits.reshape(slots, 1 + drafts, -1).swapaxes(0, 1)
             _, adjusted = jax.lax.scan(one, counts, places)
             logits = adjusted.swapaxes(0, 1).reshape(slots * (1 + drafts), -1)
-        last, sampled, lengths = programs.verify(logits, last, fields, drafts)
+        last, sampled, lengths = programs.draw(logits, last, fields, drafts)
         held = drafted - (fields["kv_length"] - lengths[0])
         with jax.named_scope("count"):
             counts, _ = jax.lax.scan(lambda c, place: (add(c, place, held), None), counts, places)

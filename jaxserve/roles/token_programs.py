@@ -112,29 +112,20 @@ class TokenPrograms:
         leaves: Sequence[Array],
         bucket: Bucket,
     ) -> tuple[Array, ...]:
-        """Runs `verify_step` if the bucket has drafts, `sample_few` if it has fewer tokens than
-        slots, and otherwise `sample_step`."""
-        if bucket.drafts:
-            return self.verify_step(x, last_tokens, fields, leaves, bucket.drafts)
+        """Applies head and sampler to the last tokens of every slot: the last one, and before it as
+        many as the bucket has drafts. `sample_few` takes the steps of fewer tokens than slots.
+
+        Returns the lane's last tokens, int32 `[1, slots]`; all DP groups' sampled tokens, `[groups,
+        slots]` or with drafts `[groups, slots, 1 + drafts]`, so that any process of the role can
+        read them; the logits of all sampled tokens, slot by slot; and with drafts the lengths
+        (`draw`).
+        """
         if bucket.is_small(self.slots):
             return self.sample_few(x, last_tokens, fields, leaves)
-        return self.sample_step(x, last_tokens, fields, leaves)
-
-    def sample_step(
-        self,
-        x: Float[Array, "tokens d_model"],
-        last_tokens: Int[Array, "1 slots"],
-        fields: dict[str, Array],
-        leaves: Sequence[Array],
-    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "slots vocab"]]:
-        """Applies head and sampler to every slot's last token.
-
-        Returns the lane's last tokens, all DP groups' sampled tokens (so that any process of the
-        role can read them), and the logits.
-        """
-        row = jnp.maximum(fields["query_start"][1:] - 1, 0)
-        logits = self._logits(x[row], leaves)
-        return *self.draw(logits, last_tokens, fields), logits
+        row = sampled_rows(fields, 1 + bucket.drafts)
+        logits = self._logits(x[row.reshape(-1)], leaves)
+        last, sampled, *lengths = self.draw(logits, last_tokens, fields, bucket.drafts)
+        return last, sampled, logits, *lengths
 
     def sample_few(
         self,
@@ -143,7 +134,7 @@ class TokenPrograms:
         fields: dict[str, Array],
         leaves: Sequence[Array],
     ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"], Float[Array, "tokens vocab"]]:
-        """Returns the results of `sample_step`, by head and sampler on every token: there are fewer
+        """Returns the results of `end_step`, by head and sampler on every token: there are fewer
         tokens than slots. The logits, too, are those of the tokens."""
         tokens, logits = x.shape[0], self._logits(x, leaves)
         slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
@@ -156,54 +147,28 @@ class TokenPrograms:
 
     def draw(
         self,
-        logits: Float[Array, "slots vocab"],
+        logits: Float[Array, "sampled vocab"],
         last_tokens: Int[Array, "1 slots"],
         fields: dict[str, Array],
-    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots"]]:
-        """Returns the lane's last tokens after the step, and all DP groups' sampled tokens."""
-        drawn = drawn_tokens(logits, sampler_state(fields), self.config.vocab)
-        last = jnp.where(fields["sample"] > 0, drawn, last_tokens[0])[None]
-        return last, jax.lax.all_gather(last[0], "dp")
-
-    def verify_step(
-        self,
-        x: Float[Array, "tokens d_model"],
-        last_tokens: Int[Array, "1 slots"],
-        fields: dict[str, Array],
-        leaves: Sequence[Array],
         drafts: int,
-    ) -> tuple[
-        Int[Array, "1 slots"],
-        Int[Array, "groups slots rows"],
-        Float[Array, "sampled vocab"],
-        Int[Array, "1 slots"],
-    ]:
-        """Applies head and sampler to the last 1 + drafts tokens of every slot, and accepts drafts
-        up to the first that differs from the sampled token. `fields["sample"]` says how many of
-        these tokens the step has fed.
+    ) -> tuple[Array, ...]:
+        """Draws from the logits, and accepts drafts up to the first that differs from the sampled
+        token. With drafts `fields["sample"]` says how many of a slot's last 1 + drafts tokens the
+        step has fed.
 
         A draw depends on logits, seed and position alone. The tokens before a rejected draft, and
         the token in its place, are therefore those of steps without drafts, greedy or not (Daliri
         et al., 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
-        Returns the lane's last tokens; all DP groups' sampled tokens, 1 + drafts a slot, with
-        `REJECTED` behind the accepted ones; the logits of all sampled tokens, slot by slot; and the
-        number of each slot's accepted tokens in the cache.
+        Returns the lane's last tokens after the step and all DP groups' sampled tokens, with
+        `REJECTED` behind the accepted ones; with drafts also the number of each slot's accepted
+        tokens in the cache, `[1, slots]`.
         """
-        row = sampled_rows(fields, 1 + drafts)
-        logits = self._logits(x[row.reshape(-1)], leaves)
-        last, sampled, lengths = self.verify(logits, last_tokens, fields, drafts)
-        return last, sampled, logits, lengths
-
-    def verify(
-        self,
-        logits: Float[Array, "sampled vocab"],
-        last_tokens: Int[Array, "1 slots"],
-        fields: dict[str, Array],
-        drafts: int,
-    ) -> tuple[Int[Array, "1 slots"], Int[Array, "groups slots rows"], Int[Array, "1 slots"]]:
-        """Returns the results of `verify_step` except the logits."""
         slots, rows, counts = self.slots, 1 + drafts, fields["sample"]
+        if not drafts:
+            drawn = drawn_tokens(logits, sampler_state(fields), self.config.vocab)
+            last = jnp.where(counts > 0, drawn, last_tokens[0])[None]
+            return last, jax.lax.all_gather(last[0], "dp")
         offset = jnp.arange(rows, dtype=jnp.int32)[None]
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
         each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}

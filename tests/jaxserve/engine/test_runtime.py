@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from jaxserve.engine.runtime import IdleCollection, freeze, thaw
+from jaxserve.engine.runtime import IdleCollection, freeze
 from tests import garbage
 
 
@@ -38,7 +38,7 @@ def test_freezing_collects_and_exempts_what_is_left():
     del kept
     gc.collect()
     assert reference() is not None, "what is frozen is not visited"
-    thaw()
+    gc.unfreeze()
     gc.collect()
     assert reference() is None
 

@@ -21,7 +21,7 @@ from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_programs import expert_bytes
-from jaxserve.roles.expert_slots import ExpertReader, counts_of_ranks, make_slots, slot_programs
+from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, counts_of_ranks, slot_programs
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
 from tests.jaxserve import layouts
@@ -54,7 +54,7 @@ def make(tmp_path, overrides, source=None, config=CONFIG):
             programs.templates, deployment.experts, NAMES, source, programs.mesh, rules
         )
     )
-    slots = make_slots(programs.experts, programs.banks, weights, compiled, reader)
+    slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return slots, weights, programs.experts.pieces
 
 
