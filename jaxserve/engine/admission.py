@@ -216,9 +216,7 @@ class Fetches:
         return fetch
 
     def _row(self, sequence: Sequence) -> tuple[LaneSlots, int]:
-        assert sequence.home is not None
-        slots = self._lanes[sequence.home.lane]
-        return slots, slots.row(sequence)
+        return self._lanes[sequence.place.lane], sequence.place.row
 
 
 class GroupLoad:

@@ -167,8 +167,8 @@ class DPGroup:
           pages: Number of pages, those of `prefix` included.
           prefix: Its first pages, found in the prefix cache and shared with it.
         """
-        slot = heapq.heappop(self._free[lane])
-        sequence.home = Home(self.index, lane, slot)
+        row = self._rows.start + heapq.heappop(self._free[lane])
+        sequence.home = Home(self.index, lane, row)
         if self.cache is not None:
             self.cache.acquire(prefix)
         sequence.prefix = prefix
@@ -184,7 +184,7 @@ class DPGroup:
             sequence.ring_end = len(prefix)
         if sequence.found is None:
             sequence.found = min(cached, len(sequence.request.prompt))
-        self._lanes[lane].take(self._rows.start + slot, sequence, cached)
+        self._lanes[lane].take(row, sequence, cached)
 
     def stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
         """Ends a resident's steps, because it was preempted or has ended."""
@@ -301,12 +301,11 @@ class DPGroup:
     def release(self, sequence: Sequence) -> None:
         """Takes the slot and the pages back. Entries outside the prefix cache are lost."""
         lane, row = self._row(sequence)
-        assert sequence.home is not None
         assert lane.in_flight[row] == 0
         self.changed = True
         self._close(sequence.ring, sequence.prefix, list(sequence.ring))
         lane.clear(row)
-        heapq.heappush(self._free[lane.lane], sequence.home.slot)
+        heapq.heappush(self._free[lane.lane], row - self._rows.start)
         self.residents_count -= 1
         self.promised -= self._promised_to(sequence)
         if sequence.suspect and sequence.poisoned is None:
@@ -322,8 +321,7 @@ class DPGroup:
         sequence.leave_slot()
 
     def _row(self, sequence: Sequence) -> tuple[LaneSlots, int]:
-        assert sequence.home is not None
-        return self._lanes[sequence.home.lane], self._rows.start + sequence.home.slot
+        return self._lanes[sequence.place.lane], sequence.place.row
 
     def _promised_to(self, sequence: Sequence) -> int:
         return pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids)
@@ -358,10 +356,10 @@ class DPGroup:
                     f"{resident.page_ids[: len(shared)]}, in the prefix cache with {shared}"
                 )
         for lane, slots in enumerate(self._lanes):
-            for slot, sequence in enumerate(slots.sequences[self._rows]):
-                if sequence is not None and sequence.home != (self.index, lane, slot):
+            for row, sequence in enumerate(slots.sequences[self._rows], self._rows.start):
+                if sequence is not None and sequence.home != (self.index, lane, row):
                     raise RuntimeError(
-                        f"slot {(self.index, lane, slot)} holds request "
+                        f"row {(self.index, lane, row)} holds request "
                         f"{sequence.request.request_id!r}, whose home is {sequence.home}"
                     )
             free = np.flatnonzero(~slots.resident[self._rows]).tolist()
@@ -422,7 +420,7 @@ def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable
         slots = None if home is None else lanes[home.lane]
         cached = 0
         if slots is not None:
-            row = slots.row(sequence)
+            row = sequence.place.row
             cached = int(slots.cached[row] + slots.slack[row])
         problems: dict[str, object] = {
             "has no slot but runs": sequence.status == "running" and not home,

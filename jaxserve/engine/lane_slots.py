@@ -401,11 +401,6 @@ class LaneSlots:
         self.told[rows] = False
         self.pages_told[rows] = 0
 
-    def row(self, sequence: Sequence) -> int:
-        """The row of a sequence that is resident here."""
-        assert sequence.home is not None
-        return sequence.home.group * self.slots + sequence.home.slot
-
     def unfed(self, row: int) -> int:
         """Tokens of the row's sequence that no step has fed yet; at least 1."""
         return int(self.length[row] - self.cached[row])

@@ -9,7 +9,7 @@ arrays, and become `TokenOutput`s only when they are read.
 import logging
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -145,11 +145,7 @@ class StepOutputs(Items[TokenOutput]):
         for index, sequence in enumerate(self._sequences):
             yield special[index] if index in special else self._plain(index, sequence)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenOutput: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenOutput]: ...
-    def __getitem__(self, index: int | slice) -> TokenOutput | list[TokenOutput]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def runs(self) -> Iterator[tuple[str, list[int] | None]]:

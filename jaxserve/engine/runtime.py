@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from jaxserve.roles.colocated import ColocatedWorker
 
 
+type Driver = Cell | ColocatedWorker
+"""Runs the steps of a process, stage by stage or as one program."""
+
+
 class Runtime(NamedTuple):
     """A driver with its programs loaded and compiled, and what it was made from."""
 
     deployment: Deployment
     config: ModelConfig
-    driver: "Cell | ColocatedWorker"
+    driver: Driver
     buckets: list[Bucket]
     """All buckets that a step may use, ascending."""
     templates: "ModelTemplates | None" = None

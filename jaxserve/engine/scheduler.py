@@ -47,7 +47,7 @@ from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.pages import RingPool, pages_for
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
-from jaxserve.engine.sequence import RequestRules, Sequence, group_of, token_array
+from jaxserve.engine.sequence import RequestRules, Sequence, token_array
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.roles.step_plan import StepPlan
@@ -314,7 +314,7 @@ class Scheduler:
         self.invalid_logits += outputs.invalid
         for sequence in outputs.ended:
             if sequence.suspect:
-                self._groups[group_of(sequence)].suspect(sequence)
+                self._groups[sequence.place.group].suspect(sequence)
             self._end(sequence)
         for sequence in outputs.poisoned:
             self._compute_anew(sequence)
@@ -322,7 +322,7 @@ class Scheduler:
             self._publish(slots, step)
         for sequence in outputs.ended:
             if sequence.request.hold and sequence.generated:
-                self._groups[group_of(sequence)].hold(sequence)
+                self._groups[sequence.place.group].hold(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
         return outputs
@@ -475,7 +475,7 @@ class Scheduler:
         flight sample are dropped. It may have been preempted before, and be queued already.
         """
         self.recomputed += 1
-        self._groups[group_of(sequence)].suspect(sequence)
+        self._groups[sequence.place.group].suspect(sequence)
         self._send_back(sequence)
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -516,7 +516,7 @@ class Scheduler:
         slots.published[rows] = full
         for index in np.flatnonzero(changed).tolist():
             sequence = slots.write_back(int(rows[index]))
-            self._groups[group_of(sequence)].publish(sequence, int(cached[index]))
+            self._groups[sequence.place.group].publish(sequence, int(cached[index]))
 
     def _release_rows(self, slots: LaneSlots, rows: np.ndarray) -> None:
         leaving = slots.resident & ~slots.running
@@ -528,5 +528,5 @@ class Scheduler:
         if sequence.home is None or sequence.status == "running":
             return
         slots = self._lanes[sequence.home.lane]
-        if not slots.in_flight[slots.row(sequence)]:
+        if not slots.in_flight[sequence.place.row]:
             self._groups[sequence.home.group].release(sequence)

@@ -84,11 +84,12 @@ def _pack(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 
 class Home(NamedTuple):
-    """The slot of a resident sequence."""
+    """Slot of a resident sequence."""
 
     group: int
     lane: int
-    slot: int
+    row: int
+    """Number of the slot among those of all DP groups, as in `StepPlan`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +142,12 @@ class Sequence:
     """Pages that it had when that happened, since when its cache is computed anew; None: never."""
     scores: list[TokenLogprobs | None] | None = None
     """Log-probabilities of its prompt's tokens so far, where wanted and not yet reported."""
+
+    @property
+    def place(self) -> Home:
+        """Slot of the sequence, which is resident."""
+        assert self.home is not None
+        return self.home
 
     @property
     def generated(self) -> int:
@@ -255,9 +262,3 @@ def token_array(*parts: list[int]) -> array[int]:
     for tokens in parts:  # array("i", tokens) would take four times as long
         packed.frombytes(struct.pack(f"{len(tokens)}i", *tokens))
     return packed
-
-
-def group_of(sequence: Sequence) -> int:
-    """The DP group of a sequence that has a slot."""
-    assert sequence.home is not None
-    return sequence.home.group

@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.engine.admission import rank
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
-from jaxserve.engine.sequence import Sequence, group_of
+from jaxserve.engine.sequence import Sequence
 
 ENOUGH = 8
 """Steps of a size and kind that are measured before they are compared."""
@@ -215,13 +215,13 @@ class StepComposer:
         short = slots.sequences[decoding & (slots.cached + slots.slack >= slots.room)]
         for sequence in sorted(short, key=rank):
             if sequence.status == "running":  # else it was preempted just now
-                row = slots.row(sequence)
+                row = sequence.place.row
                 decoding[row] = self._give_page(sequence)
         decoding &= slots.running
 
     def _give_page(self, sequence: Sequence) -> bool:
         """Whether a sequence gets another page, by preemption if need be."""
-        group = self._groups[group_of(sequence)]
+        group = self._groups[sequence.place.group]
         owed = sum(other.rank < sequence.rank for other in group.stalled)
         group.stalled.add(sequence)
         while group.free_pages <= owed:
@@ -256,7 +256,7 @@ class StepComposer:
         wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
         for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():
             sequence = slots.sequences[row]
-            group = self._groups[group_of(sequence)]
+            group = self._groups[sequence.place.group]
             while wanted[row] > slots.room[row]:
                 if group.free_pages <= len(group.stalled):
                     drafts[row] = min(drafts[row], slots.room[row] - reach[row])
@@ -298,7 +298,7 @@ class StepComposer:
         for sequence in sequences:
             if not groups_left:  # a backlog may be thousands of prompts long
                 break
-            row, group = slots.row(sequence), group_of(sequence)
+            group, _, row = sequence.place
             if (count := min(slots.unfed(row), budget[group])) > 0:
                 chunks[row] = count
                 budget[group] -= count

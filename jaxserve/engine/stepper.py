@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from jax.errors import JaxRuntimeError
 
@@ -31,7 +31,7 @@ from jaxserve.engine.loop import (
 from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.results import ResultReader
-from jaxserve.engine.runtime import IdleCollection
+from jaxserve.engine.runtime import Driver, IdleCollection
 from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError, StepLostError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.probe import Measured
@@ -40,12 +40,7 @@ from jaxserve.roles.actions import Action, ReadPages, WritePages
 from jaxserve.roles.expert_moves import Counted, MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import HeldBlock
 from jaxserve.roles.worker import lane_of_all
-
-if TYPE_CHECKING:
-    from jaxserve.roles.expert_slots import ExpertSlots
 
 Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
 """Runs a callable on the engine's thread, which delivers the outputs that it returns."""
@@ -132,23 +127,6 @@ class Followers(Protocol):
 
     def counts(self, number: int, timeout: float) -> Counted:
         """Returns the experts' token counts of that number. Raises EngineFailedError."""
-
-
-class Driver(Protocol):
-    """What runs the steps of this process: `roles/cell.py`, or a program of all stages."""
-
-    @property
-    def active(self) -> bool: ...
-    @property
-    def idle_lanes(self) -> list[int]: ...
-    @property
-    def slots(self) -> "ExpertSlots | None": ...
-    def begin(self, plan: StepPlan) -> None: ...
-    def advance(self) -> Finished: ...
-    def position(self) -> tuple[str, int, int, int] | None: ...
-    def renew(self) -> bool: ...
-    def kv_arrays(self, domain: int = 0) -> KVArrays: ...
-    def held(self) -> list[HeldBlock]: ...
 
 
 class Stepper:
@@ -250,6 +228,7 @@ class Stepper:
             finished = self._driver.advance()
         except JaxRuntimeError as error:
             raise StepLostError(f"{self._driver.position()}: {error}") from error
+        assert isinstance(finished, Finished), "it has the head"
         self._garbage.worked()
         self._loop.enqueued(lane_of_all(finished.plan, len(self._loop.schedulers)))
         self._results.read(finished)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, EngineFailedError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.request import TokenOutput
     from jaxserve.engine.runtime import Runtime
-    from jaxserve.engine.stepper import Driver, Followers
+    from jaxserve.engine.stepper import Followers
     from jaxserve.fleet.follower import Follower
     from jaxserve.fleet.leader import Leader
     from jaxserve.mesh import Submeshes
@@ -322,7 +322,7 @@ def make_engine(
     return Engine(
         deployment,
         schedulers,
-        cast("Driver", runtime.driver),  # The leader plays the attention role.
+        runtime.driver,
         vocab=runtime.config.vocab,
         eos_token_ids=eos_token_ids,
         followers=followers,

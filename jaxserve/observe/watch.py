@@ -11,10 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.observe.probe import TAKE_SECONDS, Measured
+from jaxserve.observe.probe import TAKE_SECONDS, Measured, Probe
 from jaxserve.observe.spans import AnyStage, Span, merge
 from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
 from jaxserve.observe.view import MAX_SPANS, DomainShare, PipelineView, Transfers
@@ -34,14 +33,6 @@ STEPS = 4
 those after it."""
 
 
-class Probes(Protocol):
-    """The part of `probe.Probe` that the watch uses."""
-
-    def turn(self, on: bool) -> None: ...
-    def take(self, timeout: float) -> Measured: ...
-    def close(self) -> None: ...
-
-
 Collect = Callable[[float], list[Measured]]
 """Collects what the followers measured, given a timeout in seconds; raises EngineFailedError."""
 
@@ -59,7 +50,7 @@ class Watch:
 
     def __init__(
         self,
-        probe: Probes,
+        probe: Probe,
         lanes: int,
         collect: Collect | None = None,
         clock: Callable[[], float] = time.monotonic,

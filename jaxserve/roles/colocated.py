@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.checkpoint.manifest import blocks_of
-from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import ATTENTION_RULES, COLOCATED_FFN_RULES, Rules, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, COLOCATED_FFN_RULES
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
 from jaxserve.roles.capacity import deployment_buckets
@@ -53,7 +53,7 @@ class ColocatedWeights:
                 ("ffn", templates.ffn[kind.ffn], names.ffn, COLOCATED_FFN_RULES),
             ):
                 place = slice(len(flat), len(flat) + len(template.leaves))
-                flat += _stack(source, template, tables[start:stop], mesh, rules)
+                flat += load_leaves(source, template, tables[start:stop], mesh, rules)
                 leaves = functools.partial(self._leaves, "flat", place)
                 for layer in range(start, stop):
                     self._note(f"layers.{layer}.{part}", template, leaves, layer, layer - start)
@@ -70,7 +70,7 @@ class ColocatedWeights:
             ):
                 self._own_experts = slice(len(self.modules), None)
                 place = slice(len(self.modules), len(self.modules) + len(template.leaves))
-                self.modules += _stack(source, template, tables, mesh, rules)
+                self.modules += load_leaves(source, template, tables, mesh, rules)
                 leaves = functools.partial(self._leaves, "modules", place)
                 for index in range(len(tables)):
                     name = f"layers.{first + index}.{part}"
@@ -103,14 +103,6 @@ class ColocatedWeights:
             return
         place = self._banks[number]
         self.flat = *self.flat[: place.start], *leaves, *self.flat[place.stop :]
-
-
-def _stack(
-    source: LeafSource, template: Template, layers: Sequence[Sources], mesh: Mesh, rules: Rules
-) -> Leaves:
-    """The layers' leaves along a new first axis."""
-    specs = [PartitionSpec(None, *spec) for spec in template.specs(rules)]
-    return tuple(source.leaves(template, layers, [cached_sharding(mesh, s) for s in specs]))
 
 
 class ColocatedExecutables(NamedTuple):
@@ -161,8 +153,7 @@ def build_colocated(
     executables, compiled = compile_steps(colocated_executables, programs, buckets, others=moving)
     slots = None
     if programs.experts is not None:
-        settings, rules = deployment.experts, COLOCATED_FFN_RULES
-        reader = ExpertReader(templates, settings, names, source, mesh, rules)
+        reader = ExpertReader(programs.experts, deployment.experts, names, source)
         slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, executables, weights, slots
 

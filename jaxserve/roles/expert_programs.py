@@ -104,7 +104,8 @@ class ExpertPrograms:
         stacked: bool,
     ):
         assert templates.moe is not None
-        self.template, self.sizes, self.axes = (template := templates.moe), templates.slots, axes
+        self.templates, self.template = templates, (template := templates.moe)
+        self.sizes, self.axes = templates.slots, axes
         self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
         self.rules, self._stacked = rules, stacked
         self.pieces = move_pieces(templates, settings)

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
-from jaxserve.mesh import Rules, cached_sharding, sharded_zeros
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.ffn.placement import (
     EMPTY,
     Placement,
@@ -51,21 +50,20 @@ class ExpertReader:
     one expert a device is in memory beside the slots, twice while it is copied there.
 
     Args:
-      names: of the checkpoint's tensors.
-      rules: of the mesh.
+      programs: Programs of the mesh that the experts belong to.
+      settings: Source and rate of moves.
+      names: Names of the checkpoint's tensors.
+      source: Source of the worker's weights.
     """
 
     def __init__(
         self,
-        templates: ModelTemplates,
+        programs: ExpertPrograms,
         settings: Experts,
         names: CheckpointNames,
         source: LeafSource,
-        mesh: Mesh,
-        rules: Rules,
     ):
-        self._templates, self._names, self._source = templates, names, source
-        self._mesh, self._rules = mesh, rules
+        self._programs, self._names, self._source = programs, names, source
         self._from_peers = settings.source == "peer"
         self._bytes_per_second = settings.move_gb_per_second * 1e9
 
@@ -78,8 +76,9 @@ class ExpertReader:
         Raises:
           CheckpointError, OSError: it cannot be read.
         """
-        template = self._templates.of_experts(tuple(experts))
-        shardings = [cached_sharding(self._mesh, spec) for spec in template.specs(self._rules)]
+        programs = self._programs
+        template = programs.templates.of_experts(tuple(experts))
+        shardings = [cached_sharding(programs.mesh, s) for s in template.specs(programs.rules)]
         source = self._source if self._from_peers else self._source.storage
         source.on_read = lambda size: None
         leaves = []

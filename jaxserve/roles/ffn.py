@@ -185,8 +185,7 @@ def build_ffn(
     executables, compiled = compile_steps(ffn_executables, programs, sizes, others=moving)
     slots = None
     if programs.experts is not None:
-        settings, rules = deployment.experts, ffn_rules(mesh)
-        reader = ExpertReader(templates, settings, names, source, mesh, rules)
+        reader = ExpertReader(programs.experts, deployment.experts, names, source)
         slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return programs, executables, weights, slots
 

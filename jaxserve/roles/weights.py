@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
@@ -104,11 +104,17 @@ def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
 
 
 def load_leaves(
-    source: LeafSource, template: Template, sources: Sources, mesh: Mesh, rules: Rules
+    source: LeafSource,
+    template: Template,
+    sources: Sources | Sequence[Sources],
+    mesh: Mesh,
+    rules: Rules,
 ) -> Leaves:
-    """One block's leaves, divided over a mesh by its rules."""
-    shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
-    return tuple(source.leaves(template, sources, shardings))
+    """Leaves of one block, divided over a mesh by its rules; or of several blocks of one kind,
+    stacked along a new first axis."""
+    stacked = () if isinstance(sources, dict) else (None,)
+    specs = [PartitionSpec(*stacked, *spec) for spec in template.specs(rules)]
+    return tuple(source.leaves(template, sources, [cached_sharding(mesh, s) for s in specs]))
 
 
 def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:

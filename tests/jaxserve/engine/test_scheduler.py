@@ -199,7 +199,7 @@ def test_admission_leaves_a_page_for_everybody_inside():
 
 def test_requests_that_can_never_run_are_refused():
     scheduler = make_scheduler(pages=4)
-    for refuse in (scheduler.check, scheduler.add):
+    for refuse in (scheduler.limits.check, scheduler.add):
 
         def call(prompt, max_tokens, refuse=refuse):
             refuse(make_request("a", prompt, max_tokens))

@@ -14,7 +14,6 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
-from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES
 from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.colocated import ColocatedWeights
@@ -39,21 +38,15 @@ COLOCATED = {**layouts.COLOCATED, "attention.dp": 4, "ffn.redundant_slots": 1}
 
 def make(tmp_path, overrides, source=None, config=CONFIG):
     deployment = layouts.deployment(tmp_path, overrides)
-    kind, loaded, rules = (
-        (ColocatedPrograms, ColocatedWeights, COLOCATED_FFN_RULES)
+    kind, loaded = (
+        (ColocatedPrograms, ColocatedWeights)
         if deployment.mode == "colocated"
-        else (FFNPrograms, FFNWeights, FFN_RULES)
+        else (FFNPrograms, FFNWeights)
     )
     programs = programs_of(kind, deployment, config)
     weights = loaded(source or RandomLeaves(), NAMES, programs)
     compiled = compile_all(slot_programs(programs.experts, programs.banks))
-    reader = (
-        None
-        if source is None
-        else ExpertReader(
-            programs.templates, deployment.experts, NAMES, source, programs.mesh, rules
-        )
-    )
+    reader = source and ExpertReader(programs.experts, deployment.experts, NAMES, source)
     slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
     return slots, weights, programs.experts.pieces
 
