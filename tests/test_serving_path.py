@@ -40,15 +40,15 @@ of either mode, with the engine; the other processes of one; the only process of
 may have its weights from running workers; a runtime of one role over `pull`; a router; and the
 command that can be any of these, with text/."""
 LIMITS = {
-    "leader, colocated": 15_100,
-    "leader, attention and ffn": 15_890,
-    "follower, attention and ffn": 12_100,
-    "alone, colocated": 15_110,
-    "alone, attention and ffn": 15_880,
+    "leader, colocated": 15_045,
+    "leader, attention and ffn": 15_870,
+    "follower, attention and ffn": 11_665,
+    "alone, colocated": 15_050,
+    "alone, attention and ffn": 15_875,
     "attention": 13_870,
     "ffn": 11_040,
-    "router": 3_370,
-    "serve": 28_350,
+    "router": 3_360,
+    "serve": 28_335,
 }
 
 
