@@ -25,7 +25,6 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import Identity
-from jaxserve.fleet.control_address import listening_address
 from jaxserve.fleet.devices import initialise, installed_versions, log_devices
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
@@ -147,7 +146,7 @@ def _end_of_the_control_plane(
         control = arguments.control_address
         leader = Leader(
             here,
-            address=arguments.control_bind or listening_address(control, "--control"),
+            address=arguments.control_bind or control,
             token=arguments.token,
             cluster=deployment.cluster,
             roles=[share.role for share in process_shares(deployment, arguments.processes)],

@@ -1,16 +1,15 @@
 """The messages between the leader and its followers.
 
-Each follower has one gRPC stream, in both directions. Beside the streams a tree of connections
-carries the messages that come with every step and are the same for all (`broadcast.py`). Every
-message is msgpack of one of the structs below, so no schema has to be compiled and nothing is ever
-unpickled. `leader.py` and
-`follower.py` are the two ends; the engine on the leader and the driver on a follower see
-`Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
+Each follower has one channel to the leader (`link/session/channel.py`). Beside the channels a tree
+of connections carries the messages that come with every step and are the same for all
+(`broadcast.py`). Every message is msgpack of one of the structs below; nothing is ever unpickled.
+`leader.py` and `follower.py` are the two ends; the engine on the leader and the driver on a
+follower see `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
 
     follower → leader   Register  Subscribed  (Heartbeat | Compiled | Collected | DrainRequest)*
                         Failure?  Leaving
     leader → follower   Accepted  Joined  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
-                        Shutdown, where it is not an orderly one
+                        Shutdown, where it is not an orderly one; or Refused
     leader → all        (Boundary | LeaderHeartbeat)*  Shutdown
 """
 
@@ -23,31 +22,11 @@ from jaxserve.config.deployment import Cluster
 from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 
-SERVICE = "jaxserve.fleet.Control"
-METHOD = "Attach"
-PATH = f"/{SERVICE}/{METHOD}"
-TOKEN_KEY = "jaxserve-token"
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Cap of one message: step plans take kilobytes, the spans of a long timeline some megabytes."""
-
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    # Followers may be up before the leader: try again soon, and for as long as allowed.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without this a second leader would share the port instead of being told it is taken.
-    ("grpc.so_reuseport", 0),
-]
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -146,6 +125,12 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """A follower has done everything it was sent, and closes the connection."""
 
 
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The leader does not accept a follower, and closes the connection."""
+
+    reason: str
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The leader accepts a follower's registration."""
 
@@ -201,7 +186,15 @@ FromFollower = (
     Register | Subscribed | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
 )
 FromLeader = (
-    Accepted | Joined | WarmUp | Boundary | LeaderHeartbeat | Collect | FailureReceived | Shutdown
+    Refused
+    | Accepted
+    | Joined
+    | WarmUp
+    | Boundary
+    | LeaderHeartbeat
+    | Collect
+    | FailureReceived
+    | Shutdown
 )
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

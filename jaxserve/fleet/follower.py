@@ -7,6 +7,7 @@ the leader is gone. Another hands the broadcast on to the processes below this o
 and a third answers the leader's questions. Knows nothing of requests or device arrays.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import msgspec
 
 from jaxserve.clock import AwakeClock
@@ -23,14 +23,23 @@ from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
 from jaxserve.fleet.broadcast import Broadcaster, Subscription
 from jaxserve.fleet.listening import everywhere
-from jaxserve.fleet.reachable import unreachable
-from jaxserve.link.session.channel import split_address
+from jaxserve.link.session.channel import (
+    AuthenticationError,
+    Channel,
+    cut_off,
+    dial,
+    split_address,
+)
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
 """Interval in which the log says that the leader is waited for."""
+_HELLO_SECONDS = 10.0
+"""The leader answers a registration within this time."""
+_DIAL_SECONDS = 0.1
+"""Pause between two attempts to reach the leader."""
 _VERDICT_SECONDS = 3.0
 """How long the leader has to name the process to blame when the broadcast has stopped."""
 
@@ -82,13 +91,11 @@ class Follower:
         self._questions: queue.SimpleQueue[control.Collect | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._accepted = threading.Event()
         self._all_joined = threading.Event()
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
         self._verdict = threading.Event()
         """Set when this process has failed or leaves."""
-        self._refusal = ""
         self._closed = False
         """True once this process is leaving: from then on the stream may end."""
         self._broadcaster = Broadcaster(token)
@@ -96,8 +103,9 @@ class Follower:
         self._source, self._source_name = "", ""
         self._heard = 0.0
         """Time of the last broadcast message."""
-        self._channel = grpc.insecure_channel(address, options=control.CHANNEL_OPTIONS)
-        self._call: Any = None
+        self._channel: Channel | None = None
+        """Channel to the leader, once it has accepted this process."""
+        self._writer = threading.Thread(target=self._write, name="control-write", daemon=True)
         self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
 
@@ -111,32 +119,10 @@ class Follower:
           EngineFailedError: no leader answered in time, or the process that should hand the
             broadcast on did not.
         """
-        attach: Any = self._channel.stream_stream(control.PATH)
         host, _ = split_address(self.address, "--control")
-        port = self._broadcaster.listen(everywhere(host))
-        self._send(control.Register(self.identity, port))
-        self._call = attach(
-            iter(self._outbox.get, None),
-            metadata=((control.TOKEN_KEY, self._token),),
-            wait_for_ready=True,
-        )
-        self._reader.start()
-        limit, waited, problem = self._cluster.start_seconds, 0.0, ""
-        while not self._accepted.wait(min(TELL_SECONDS, limit - waited)):
-            waited = min(waited + TELL_SECONDS, limit)
-            if problem := unreachable(self.address):
-                problem = f" ({self.address} cannot be reached: {problem})"
-            if waited == limit:
-                break
-            logger.info("waiting for %s, %.0f s%s", self._leader, waited, problem)
-        if self._refusal:
-            self.close()
-            raise ConfigError(f"{self.identity}: refused by {self._leader}: {self._refusal}")
-        if not self._accepted.is_set() or self.failure is not None:
-            self.close()
-            raise self.failure or EngineFailedError(
-                f"{self.identity}: {self._leader} did not answer within {limit:g} s{problem}"
-            )
+        self._join(self._broadcaster.listen(everywhere(host)))
+        for thread in (self._reader, self._writer):
+            thread.start()
         self._last_message = self._heard = self._clock.tick()
         self._watcher.start()
         own = self.address.rpartition(":")[0]
@@ -153,6 +139,44 @@ class Follower:
         threading.Thread(target=self._hear, name="control-hear", daemon=True).start()
         threading.Thread(target=self._answer, name="control-answer", daemon=True).start()
         self._send(control.Subscribed())
+
+    def _join(self, port: int) -> None:
+        """Registers with the leader; `port` is where this process hands the broadcast on."""
+        register = control.encode(control.Register(self.identity, port))
+        limit, told, started = self._cluster.start_seconds, 0.0, time.monotonic()
+        while self._channel is None:
+            try:
+                channel = dial(self.address, self._token, _HELLO_SECONDS, control.MAX_MESSAGE_BYTES)
+                with contextlib.ExitStack() as stack:
+                    stack.callback(channel.close)
+                    with cut_off(channel.shutdown, _HELLO_SECONDS):
+                        channel.send(register)
+                        answer = control.decode_from_leader(channel.receive())
+                    if not isinstance(answer, control.Accepted):
+                        why = getattr(answer, "reason", f"{type(answer).__name__} came first")
+                        raise ConfigError(f"{self.identity}: refused by {self._leader}: {why}")
+                    stack.pop_all()
+            except AuthenticationError:
+                raise ConfigError(
+                    f"{self.identity}: refused by {self._leader}: wrong or no cluster token"
+                ) from None
+            except (OSError, EOFError) as error:
+                waited = time.monotonic() - started
+                problem = f"({self.address} cannot be reached: {error or 'it closed'})"
+                if waited >= limit:
+                    raise EngineFailedError(
+                        f"{self.identity}: {self._leader} did not answer within {limit:g} s "
+                        f"{problem}"
+                    ) from None
+                if waited - told >= TELL_SECONDS:
+                    told = waited
+                    logger.info("waiting for %s, %.0f s %s", self._leader, waited, problem)
+                self._verdict.wait(min(_DIAL_SECONDS, limit - waited))
+            else:
+                self._channel = channel
+                self._leader = f"the leader ({answer.leader}, {self.address})"
+                self._source, self._source_name = answer.source, answer.source_name
+                self._next = answer.next_number
 
     def wait_registered(self) -> None:
         """Waits until all processes have registered, as long as the leader is alive.
@@ -242,7 +266,7 @@ class Follower:
         """
         if self.failure is not None or self._received_failure.is_set():
             return
-        if self._accepted.is_set():
+        if self._channel is not None:
             self._send(control.Failure(problem, self._position()))
             self._received_failure.wait(timeout)
 
@@ -266,24 +290,35 @@ class Follower:
                 self._send(control.Leaving())
         self._questions.put(None)
         self._outbox.put(None)
-        if self._watcher.ident is not None and here is not self._reader:
+        if self._reader.ident is not None and here is not self._reader:
             self._reader.join(timeout)
-        self._channel.close()
 
     # ------------------------------------------------------------ receiving (own thread)
     def _read(self) -> None:
+        channel = self._channel
+        assert channel is not None
         try:
-            for data in self._call:
+            while True:
+                data = channel.receive()
                 self._last_message = self._clock.now
                 self._received(control.decode_from_leader(data))
-            problem = "closed the connection before this process had finished"
-        except grpc.RpcError:
-            problem = self._stream_error()
+        except (EOFError, OSError) as error:
+            problem = f"its connection closed ({error or 'end of file'})"
         except Exception as error:
             problem = f"sent an invalid message: {type(error).__name__}: {error}"
         if not self._closed:
             self._failed(f"{self._leader}: {problem}")
-        self._accepted.set()
+        self._outbox.put(None)
+        self._writer.join()
+        channel.close()
+
+    def _write(self) -> None:
+        """Sends what the outbox holds, until it holds None."""
+        assert self._channel is not None
+        with contextlib.suppress(OSError):
+            while (data := self._outbox.get()) is not None:
+                self._channel.send(data)
+        self._channel.shutdown()
 
     def _hear(self) -> None:
         """Hands on and takes the broadcast, until the leader shuts down."""
@@ -315,17 +350,6 @@ class Follower:
         if not self._verdict.wait(_VERDICT_SECONDS):
             self._failed(f"{self.identity}: {problem}")
 
-    def _stream_error(self) -> str:
-        """Says why the call has ended; keeps a refusal for `register`."""
-        code, details = self._call.code(), self._call.details()
-        if not self._accepted.is_set() and code in (
-            grpc.StatusCode.UNAUTHENTICATED,
-            grpc.StatusCode.FAILED_PRECONDITION,
-            grpc.StatusCode.INVALID_ARGUMENT,
-        ):
-            self._refusal = details
-        return f"its connection closed ({code.name}: {details})"
-
     def _received(self, message: Any) -> None:
         match message:
             case control.Boundary():
@@ -338,11 +362,6 @@ class Follower:
                 self._all_joined.set()
             case control.WarmUp():
                 self._warm_up_begun.set()
-            case control.Accepted(leader, next_number, source, name):
-                self._leader = f"the leader ({leader}, {self.address})"
-                self._source, self._source_name = source, name
-                self._next = next_number
-                self._accepted.set()
             case control.Collect():
                 self._questions.put(message)
             case control.Shutdown(failure):
@@ -422,6 +441,6 @@ class Follower:
         self._warm_up_begun.set()
         self._received_failure.set()
         self._verdict.set()
-        if self._accepted.is_set():
+        if self._channel is not None:
             logger.error("%s", text)
             self._on_failure(self.failure)

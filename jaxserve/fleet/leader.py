@@ -7,15 +7,11 @@ which follower is to blame for a failure. Knows nothing of requests or device ar
 waits without a deadline.
 """
 
-import hmac
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from typing import Any, cast
-from urllib.parse import unquote
+from collections.abc import Callable, Sequence
 
-import grpc
 import msgspec
 
 from jaxserve.clock import AwakeClock
@@ -25,11 +21,16 @@ from jaxserve.fleet import control
 from jaxserve.fleet.addresses import is_loopback
 from jaxserve.fleet.broadcast import Broadcaster, parent_of
 from jaxserve.fleet.follower_state import FollowerState, find_failure
+from jaxserve.fleet.listening import listening_socket
+from jaxserve.link.session.channel import Channel, cut_off, join_address, split_address
+from jaxserve.link.session.listener import Listener
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
 """Interval in which waiting threads look at the time."""
+_HELLO_SECONDS = 10.0
+"""A follower proves its token and registers within this time."""
 TELL_SECONDS = 10.0
 """Interval in which the log names the processes that are waited for."""
 
@@ -65,7 +66,6 @@ class Leader:
         self.identity = identity
         self.address = address
         self.failure: EngineFailedError | None = None
-        self._token = token.encode()
         self._cluster = cluster
         self._roles = roles
         self._on_failure = on_failure
@@ -88,14 +88,13 @@ class Leader:
         self._broadcaster = Broadcaster(token)
         self._broadcast_port = 0
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
-        self._server = grpc.server(
-            cast(Any, _Threads()),
-            options=control.SERVER_OPTIONS,
-            maximum_concurrent_rpcs=2 * identity.processes + 16,
-        )
-        handler: Any = grpc.stream_stream_rpc_method_handler(self._attach)
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(control.SERVICE, {control.METHOD: handler}),)
+        self._listener = Listener(
+            "control",
+            token,
+            self._serve,
+            most=2 * identity.processes + 16,
+            seconds=_HELLO_SECONDS,
+            frame_bytes=control.MAX_MESSAGE_BYTES,
         )
 
     def start(self) -> None:
@@ -104,19 +103,16 @@ class Leader:
         Raises:
           ConfigError: the address cannot be bound.
         """
-        host, _, port = self.address.rpartition(":")
+        host, port = split_address(self.address, "control address")
         try:
-            bound = self._server.add_insecure_port(self.address)
-        except RuntimeError:
-            bound = 0
-        if not bound:
+            listening = listening_socket(host, port)
+        except OSError as error:
             raise ConfigError(
-                f"control address {self.address}: cannot listen on port {port} of {host}; is it "
-                "taken, or not an address of this host?"
-            )
-        self.address = f"{host}:{bound}"
+                f"control address {self.address}: cannot listen on port {port} of {host}: {error}"
+            ) from None
+        self.address = join_address(host, int(listening.getsockname()[1]))
         self._broadcast_port = self._broadcaster.listen(host)
-        self._server.start()
+        self._listener.start(listening)
         self._watcher.start()
 
     def wait_registered(self, timeout: float | None = None) -> None:
@@ -247,9 +243,11 @@ class Leader:
                 follower.outbox.put(None)
             self._closed = True
             self._changed.notify_all()
+            # What their outboxes hold is sent.
+            self._changed.wait_for(lambda: all(each.closed for each in followers), _LOOK_SECONDS)
         if late and not self.failure and not failure:
             logger.warning("did not leave within %g s: %s", timeout, ", ".join(late))
-        self._server.stop(grace=1.0).wait(2.0)
+        self._listener.close(_LOOK_SECONDS)
         self._broadcaster.close()
         return not late
 
@@ -307,32 +305,26 @@ class Leader:
         found = {process: self._followers.get(process) for process in everyone}
         return {process: each for process, each in found.items() if each is None or not done(each)}
 
-    # ------------------------------------------------- one follower's stream (RPC threads)
-    def _attach(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Handles one stream: admits the follower, then sends what its outbox holds."""
-        offered = dict(context.invocation_metadata()).get(control.TOKEN_KEY, "")
-        if not hmac.compare_digest(str(offered).encode(), self._token):
-            logger.warning("refused %s: wrong or no cluster token", context.peer())
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token")
+    # --------------------------------------------------- one follower's channel (own threads)
+    def _serve(self, channel: Channel) -> None:
+        """Admits a follower, and receives from it until its channel ends."""
         try:
-            register = control.decode_from_follower(next(requests))
-        except (StopIteration, msgspec.DecodeError, grpc.RpcError):
-            register = None
-        if not isinstance(register, control.Register):
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a registration")
-            return
-        follower, problem = self._admit(register, context.peer())
-        if follower is None:
-            logger.warning("refused %s: %s", register.identity, problem)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
-            return
-        context.add_callback(lambda: self._ended(follower))
-        reader = threading.Thread(
-            target=self._read, args=(follower, requests), name="control-read", daemon=True
-        )
-        reader.start()
-        while (data := follower.outbox.get()) is not None:
-            yield data
+            with cut_off(channel.shutdown, _HELLO_SECONDS):
+                register = control.decode_from_follower(channel.receive())
+            if not isinstance(register, control.Register):
+                raise msgspec.DecodeError(f"{type(register).__name__} came before Register")
+            follower, problem = self._admit(register, channel.peer)
+            if follower is None:
+                logger.warning("refused %s: %s", register.identity, problem)
+                channel.send(control.encode(control.Refused(problem)))
+                return
+            write = follower, channel
+            threading.Thread(target=_write, args=write, name="control-write", daemon=True).start()
+            self._read(follower, channel)
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            logger.warning("refused %s: %s", channel.peer, error or "it closed the connection")
+        finally:
+            channel.close()
 
     def _admit(self, register: control.Register, peer: str) -> tuple[FollowerState | None, str]:
         identity = register.identity
@@ -363,11 +355,11 @@ class Leader:
         above = followers[parent]
         return control.Accepted(self.identity, self._next, above.address, str(above.identity))
 
-    def _read(self, follower: FollowerState, requests: Iterator[bytes]) -> None:
-        """Receives from one follower until its stream ends."""
+    def _read(self, follower: FollowerState, channel: Channel) -> None:
+        """Receives from one follower until its channel ends."""
         try:
-            for data in requests:
-                message = control.decode_from_follower(data)
+            while True:
+                message = control.decode_from_follower(channel.receive())
                 with self._changed:
                     follower.received(message, self._clock.now)
                     if isinstance(message, control.Failure):
@@ -375,8 +367,8 @@ class Leader:
                     if isinstance(message, control.DrainRequest) and not self._drain_reason:
                         self._drain_reason = f"{follower.identity}: {message.reason}"
                     self._changed.notify_all()
-        except grpc.RpcError:
-            pass  # `_ended` deals with the end of the stream
+        except (EOFError, OSError):
+            pass  # `_ended` says why
         except Exception as error:
             with self._changed:
                 follower.lost = f"sent an invalid message: {error}"
@@ -438,24 +430,15 @@ class Leader:
         return bool(text)
 
 
+def _write(follower: FollowerState, channel: Channel) -> None:
+    """Sends what a follower's outbox holds, until it holds None."""
+    with contextlib.suppress(OSError):
+        while (data := follower.outbox.get()) is not None:
+            channel.send(data)
+    channel.shutdown()
+
+
 def _address(peer: str, port: int) -> str:
-    """Returns the address of a port on the host of a gRPC peer (`ipv4:10.0.0.2:5000`,
-    `ipv6:%5B::1%5D:5000`)."""
-    host = unquote(peer).partition(":")[2].rpartition(":")[0]
-    return f"{'127.0.0.1' if is_loopback(host) else host}:{port}"
-
-
-class _Threads(futures.Executor):
-    """A daemon thread a task: a stream that waits never keeps the interpreter from ending."""
-
-    def submit[T](self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> futures.Future[T]:
-        future: futures.Future[T] = futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="control-rpc", daemon=True).start()
-        return future
+    """Returns the address of a port on the host of a peer."""
+    host = split_address(peer)[0].removeprefix("::ffff:")
+    return join_address("127.0.0.1" if is_loopback(host) else host, port)

@@ -140,24 +140,24 @@ class Channel:
     """Frames to and from one peer. Any thread may send; one thread receives and closes.
 
     Args:
-      sock: connected; the channel's from now on.
-      most: bytes of a received frame.
+      sock: Connected, of TCP or a Unix pair; the channel's from now on.
+      most: Largest frame that is received, in bytes.
     """
 
     def __init__(self, sock: socket.socket, most: int = MAX_FRAME_BYTES):
         self._socket = sock
         try:
             sock.setblocking(True)
-            # Notes follow each other unanswered: Nagle's algorithm would hold the second back.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for option, seconds in (
-                (socket.SO_SNDTIMEO, SEND_SECONDS),
-                (socket.SO_RCVTIMEO, RECEIVE_SECONDS),
-            ):
+            limits = {socket.SO_SNDTIMEO: SEND_SECONDS, socket.SO_RCVTIMEO: RECEIVE_SECONDS}
+            for option, seconds in limits.items():
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
-            self.local_host: str = sock.getsockname()[0]
-            """The address by which the peer reaches this host."""
-            self.peer: str = join_address(*sock.getpeername()[:2])
+            self.local_host, self.peer = "", "this host"
+            """The address by which the peer reaches this host, and the peer's."""
+            if sock.family != socket.AF_UNIX:
+                # Notes follow each other unanswered: Nagle's algorithm would hold the second back.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.local_host = sock.getsockname()[0]
+                self.peer = join_address(*sock.getpeername()[:2])
         except OSError:  # The peer has left already.
             sock.close()
             raise
@@ -182,11 +182,12 @@ class Channel:
         return bool(self._poll.poll(seconds * 1000))
 
     def receive(self) -> bytes:
-        """Returns the next frame's body.
+        """Returns the body of the next frame; waits for it as long as the connection lasts.
 
         Raises:
           EOFError, OSError: the connection is gone, or the frame is not the one that was sent.
         """
+        self._poll.poll()
         head = bytearray(_HEAD_BYTES)
         self.receive_into(memoryview(head), RECEIVE_SECONDS)
         body = bytearray(self._framing.length(head))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from jaxserve import logs
 from jaxserve.errors import JaxserveError
+from jaxserve.link.session.channel import Channel
 from jaxserve.server.faces import LocalFaces
 from jaxserve.server.processes import frames
-from jaxserve.server.processes.frames import Channel
 from jaxserve.server.processes.remote import RemoteEngine, RemoteGenerator
 
 MESSAGES_A_SECOND = 8000
@@ -26,8 +26,8 @@ def main(descriptor: int) -> int:
     """Serves until the engine's process says that it is over; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor), frames.ToFace)
-    start = channel.receive()
+    channel = frames.channel_over(socket.socket(fileno=descriptor))
+    start = _next_frame(channel)
     if start is None:
         return 1
     assert isinstance(start, frames.Start)
@@ -40,9 +40,9 @@ def main(descriptor: int) -> int:
             share_ports=True,
             messages_a_second=MESSAGES_A_SECOND,
         )
-        channel.send([frames.Started(faces.start())])
+        channel.send(frames.encode(frames.Started(faces.start())))
     except JaxserveError as error:
-        channel.send([frames.Failed(frames.Refusal.of(error))])
+        channel.send(frames.encode(frames.Failed(frames.Refusal.of(error))))
         return 1
     grace = _serve(channel, faces, Path(start.metrics_folder))
     if grace is None:
@@ -54,12 +54,12 @@ def main(descriptor: int) -> int:
 def _serve(channel: Channel, faces: LocalFaces, metrics_folder: Path) -> float | None:
     """Handles frames until `Stop`; returns its grace, or None if the connection was lost."""
     engine: RemoteEngine | None = None
-    while (frame := channel.receive()) is not None:
+    while (frame := _next_frame(channel)) is not None:
         match frame:
             case frames.Open(info=info):
                 engine = RemoteEngine(channel, info)
                 faces.open(engine, RemoteGenerator, metrics_folder)
-                channel.send([frames.Opened()])
+                channel.send(frames.encode(frames.Opened()))
             case frames.Refuse():
                 faces.refuse()
             case frames.Abort(request_id=request_id):
@@ -69,6 +69,14 @@ def _serve(channel: Channel, faces: LocalFaces, metrics_folder: Path) -> float |
             case _ if engine is not None:
                 engine.handle(frame)
     return None
+
+
+def _next_frame(channel: Channel) -> object | None:
+    """Returns the next frame; None when the engine's process is gone."""
+    try:
+        return frames.decode_to_face(channel.receive())
+    except (EOFError, OSError):
+        return None
 
 
 if __name__ == "__main__":

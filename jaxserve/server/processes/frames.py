@@ -1,30 +1,23 @@
 """The messages between the engine's process and a face's process, on a socket pair.
 
-A frame is four bytes of length (big-endian) and a MessagePack object, whose type is in it.
-Called by `host.py` and by `child.py` and `remote.py`. Both ends are of one version: the engine's
-process starts the others.
+Frames are those of `link/session/channel.py`, around MessagePack. Called by `host.py` and by
+`child.py` and `remote.py`. Both ends are of one version: the engine's process starts the others.
 """
 
-import contextlib
 import socket
 import struct
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from jaxserve.config.deployment import Server
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
-from jaxserve.observe.view import PipelineView
+from jaxserve.fleet.worker_frames import WORKER_FRAME_BYTES, AskPipeline, Pipeline, State
+from jaxserve.link.session.channel import Channel
 
-SEND_SECONDS = 10.0
+SEND_SECONDS = 10
 """A peer that reads nothing for this long is taken for stuck."""
-
-_LENGTH = struct.Struct("!I")
-
 
 # ----------------------------------------------------------------- from the engine's process
 
@@ -57,21 +50,6 @@ class Aborted(Frame):
 
     number: int
     found: bool
-
-
-class State(Frame):
-    """The engine's state; sent at least every half second."""
-
-    status: str
-    last_turn: float
-    load: EngineLoad
-    failure: str | None = None
-
-
-class Pipeline(Frame):
-    """The answer to `AskPipeline`."""
-
-    view: PipelineView
 
 
 class Abort(Frame):
@@ -135,59 +113,17 @@ class AbortElsewhere(Frame):
     owner: str | None
 
 
-class AskPipeline(Frame):
-    """Asks for the pipeline's view; answered by `Pipeline`."""
-
-
 ToFace = Start | Open | Outputs | Admitted | Aborted | State | Pipeline | Abort | Refuse | Stop
 ToEngine = Started | Opened | Failed | Submit | Cancel | AbortElsewhere | AskPipeline
 
 
-class Channel:
-    """One end of a socket pair. Any thread may send, one thread receives.
+encode = msgspec.msgpack.Encoder().encode
+decode_to_face = msgspec.msgpack.Decoder(ToFace).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 
-    Args:
-      end: of the pair; owned by the channel.
-      receives: the union of frames that come from the other end.
-    """
 
-    def __init__(self, end: socket.socket, receives: Any):
-        self._socket = end
-        seconds = struct.pack("ll", int(SEND_SECONDS), 0)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        self._reader = end.makefile("rb", buffering=2**16)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(receives)
-        self._sending = threading.Lock()
-
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Sends frames.
-
-        Raises:
-          OSError: the other end is gone, or stuck.
-        """
-        parts = []
-        for frame in frames:
-            body = self._encoder.encode(frame)
-            parts += [_LENGTH.pack(len(body)), body]
-        with self._sending:
-            self._socket.sendall(b"".join(parts))
-
-    def receive(self) -> Any:
-        """The next frame; None, once, when the other end is gone."""
-        with contextlib.suppress(OSError):
-            head = self._reader.read(_LENGTH.size)
-            if len(head) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                body = self._reader.read(length)
-                if len(body) == length:
-                    return self._decoder.decode(body)
-        self._reader.close()
-        return None
-
-    def close(self) -> None:
-        """Ends the connection; a receiver that waits gets None."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with self._sending:
-            self._socket.close()
+def channel_over(end: socket.socket) -> Channel:
+    """Returns the channel of one end of a socket pair."""
+    channel = Channel(end, WORKER_FRAME_BYTES)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+    return channel

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,12 +26,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE
 from jaxserve.fleet.outbox import Outbox
 from jaxserve.fleet.request_frames import KNOWN, Refusal, check_unused
+from jaxserve.fleet.worker_frames import AskPipeline, Pipeline, State
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.processes import frames
-from jaxserve.server.processes.frames import Channel
 from jaxserve.server.shedding import shedding
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -262,10 +263,10 @@ class FaceProcesses:
             process.post(state)
 
 
-def state_of(engine: TokenEngine) -> frames.State:
-    """The current state of an engine."""
+def state_of(engine: TokenEngine) -> State:
+    """Returns the current state of an engine."""
     failure = None if engine.failure is None else str(engine.failure)
-    return frames.State(engine.status, engine.last_turn, engine.load(), failure)
+    return State(engine.status, time.monotonic() - engine.last_turn, engine.load(), failure)
 
 
 def _environment(metrics_folder: str) -> dict[str, str]:
@@ -301,8 +302,8 @@ class _Process:
                 env=_environment(host.start_frame().metrics_folder),
                 stdin=subprocess.DEVNULL,
             )
-        self._channel = Channel(ours, frames.ToEngine)
-        self._outbox = Outbox(f"face-{number}-writer", self._channel.send, self._ended, self._kill)
+        self._channel = frames.channel_over(ours)
+        self._outbox = Outbox(f"face-{number}-writer", self._send, self._ended, self._kill)
         self.post = self._outbox.post
         """Queues something for the process; from any thread, including the engine's."""
         self.post(host.start_frame())
@@ -357,8 +358,10 @@ class _Process:
 
     def _read(self) -> None:
         try:
-            while (frame := self._channel.receive()) is not None:
-                self._handle(frame)
+            while True:
+                self._handle(frames.decode_to_engine(self._channel.receive()))
+        except (EOFError, OSError):
+            pass
         except Exception:
             logger.exception("face process %d: reading from it", self.number)
         self.lost = True
@@ -384,8 +387,8 @@ class _Process:
                     self._host.engine.cancel(request_id)
             case frames.AbortElsewhere(number=number, request_id=request_id, owner=owner):
                 self.post(frames.Aborted(number, self._host.abort(request_id, owner)))
-            case frames.AskPipeline():
-                self.post(frames.Pipeline(self._host.engine.pipeline()))
+            case AskPipeline():
+                self.post(Pipeline(self._host.engine.pipeline()))
             case frames.Started(addresses=addresses):
                 self.addresses = addresses
                 self._started.set()
@@ -401,6 +404,10 @@ class _Process:
             return []
         # The face derives from the engine's state why a request ended: send that first.
         return [state_of(self._host.engine)]
+
+    def _send(self, found: Sequence[frames.Frame]) -> None:
+        for frame in found:
+            self._channel.send(frames.encode(frame))
 
     def _kill(self) -> None:
         logger.error("face process %d takes nothing and is killed", self.number)

@@ -16,9 +16,10 @@ from jaxserve.engine.interface import EngineLoad, TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.request_frames import without_grammar
+from jaxserve.fleet.worker_frames import AskPipeline, Pipeline, State
+from jaxserve.link.session.channel import Channel
 from jaxserve.observe.view import PipelineView
 from jaxserve.server.processes import frames
-from jaxserve.server.processes.frames import Channel
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import Observer, TextGenerator
 from jaxserve.text.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class RemoteEngine:
 
     def pipeline(self) -> PipelineView:
         """Asks for a new view; returns the one that the previous call asked for."""
-        self._send(frames.AskPipeline())
+        self._send(AskPipeline())
         return self._view
 
     def submit(
@@ -127,13 +128,14 @@ class RemoteEngine:
                 self._answered(number, refusal)
             case frames.Aborted(number=number, found=found):
                 self._answered(number, found)
-            case frames.State():
+            case State():
                 self._note(frame)
-            case frames.Pipeline(view=view):
+            case Pipeline(view=view):
                 self._view = view
 
-    def _note(self, state: frames.State) -> None:
-        self.status, self.last_turn, self._load = state.status, state.last_turn, state.load
+    def _note(self, state: State) -> None:
+        self.status, self._load = state.status, state.load
+        self.last_turn = time.monotonic() - state.turn_age
         if state.failure is None or self.failure is not None:
             return
         self.failure = EngineFailedError(state.failure)
@@ -144,7 +146,7 @@ class RemoteEngine:
 
     def _send(self, frame: frames.Frame) -> None:
         try:
-            self._channel.send([frame])
+            self._channel.send(frames.encode(frame))
         except OSError as error:
             raise EngineFailedError(f"the engine's process is gone: {error}") from None
 

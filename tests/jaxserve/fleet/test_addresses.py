@@ -4,8 +4,6 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import addresses
-from jaxserve.fleet.control_address import listening_address
-from tests import golden
 
 
 def test_loopback() -> None:
@@ -23,14 +21,6 @@ def resolving(monkeypatch: pytest.MonkeyPatch, **hosts: str) -> None:
         return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (found, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-
-
-@golden.table("fleet/listening.yaml")
-def test_listening_where_others_reach_it(
-    monkeypatch: pytest.MonkeyPatch, address: str, expected: str
-) -> None:
-    resolving(monkeypatch, public="10.0.0.8", debian="127.0.1.1")
-    assert listening_address(address, "--control") == expected
 
 
 def test_own_address_is_not_the_loopback_of_the_own_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_leader_does_not_wait_for_ever_and_the_late_follower_fails() -> None:
         assert not leader.close(timeout=0.2)
         assert time.monotonic() - started < 5
         failure = str(ends.follower_failures.get(timeout=WAIT))
-        assert failure.endswith("closed the connection before this process had finished")
+        assert "its connection closed" in failure
 
 
 def test_failed_end_raises_with_the_reason() -> None:
@@ -112,7 +112,7 @@ def test_leader_that_ends_during_the_start_is_not_waited_for(failure: str, why: 
 
 def test_vanished_leader_raises_at_once() -> None:
     with pair() as (ends, leader, follower):
-        leader._server.stop(grace=None)
+        leader._listener.close(0.1)
         failure = ends.follower_failures.get(timeout=WAIT)
         name = f"the leader (process 0 (attention, host host0, pid 1000), {leader.address})"
         assert str(failure).startswith(f"{name}: its connection closed")

@@ -6,32 +6,29 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
-from jaxserve.fleet.request_frames import KNOWN, GrammarOf
+from jaxserve.fleet.request_frames import KNOWN, GrammarOf, Refusal
 from jaxserve.server.processes import frames
-from jaxserve.server.processes.frames import Channel, Refusal
-from tests.jaxserve.text.fake_engine import pipeline_view
 
 
 def test_frames_in_both_directions() -> None:
-    ours, theirs = socket.socketpair()
-    engine, face = Channel(ours, frames.ToEngine), Channel(theirs, frames.ToFace)
+    engine, face = map(frames.channel_over, socket.socketpair())
     params = SamplingParams(stop=("a", "b"), logit_bias={7: 0.5}, seed=2**32 - 1)
     submit = frames.Submit(1, "r", [3, 4], params, "tenant", None, GrammarOf("x", b"</think>"))
-    face.send([frames.Cancel("q"), submit])
-    assert engine.receive() == frames.Cancel("q")
-    assert engine.receive() == submit
     scored = TokenOutput(
         request_id="r", token_ids=[5], logprobs=[TokenLogprobs(5, -0.25, ((5, -0.25),))]
     )
-    sent = [frames.Outputs([scored]), frames.Pipeline(pipeline_view(200))]
-    engine.send(sent)
-    assert [face.receive(), face.receive()] == sent
+    face.send(frames.encode(frames.Cancel("q")))
+    face.send(frames.encode(submit))
+    assert frames.decode_to_engine(engine.receive()) == frames.Cancel("q")
+    assert frames.decode_to_engine(engine.receive()) == submit
+    engine.send(frames.encode(frames.Outputs([scored])))
+    assert frames.decode_to_face(face.receive()) == frames.Outputs([scored])
     engine.close()
-    assert face.receive() is None
+    with pytest.raises(EOFError):
+        face.receive()
     with pytest.raises(OSError, match="Broken pipe"):
-        face.send([frames.AskPipeline()])
+        face.send(b"")
     face.close()
-    assert engine.receive() is None
 
 
 def test_errors_keep_what_clients_act_on() -> None:
