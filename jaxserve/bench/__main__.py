@@ -73,7 +73,7 @@ BENCHES = {
     "host": Bench("the leader's Python a lane and step", {"host": step_host.measure}),
     "router": Bench("one router before a thousand stub workers", {"router": router.measure}),
     "drafts": Bench("the gain of drafts on the demo model", {"drafts": drafts.measure}),
-    "experts": Bench("the gain and cost of moving experts", {"experts": experts.measure}),
+    "experts": Bench("the gain of moving experts", {"experts": experts.measure}),
 }
 COMMANDS = {"compare": compare, "machine": machine, "stages": stages, "serve": serving}
 """Benchmarks with options of their own."""

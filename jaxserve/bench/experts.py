@@ -1,4 +1,4 @@
-"""`python -m jaxserve.bench experts`: the gain of moving experts, the cost of moving and counting.
+"""`python -m jaxserve.bench experts`: the gain of moving experts, and the cost of counting.
 
 One MoE layer of 64 experts over eight ranks with a redundant slot each; the busiest expert gets
 more than eight times the mean. Experts are placed by the tokens of one draw and judged on others:
@@ -26,10 +26,8 @@ from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
-from jaxserve.roles.actions import FetchExperts, MoveExperts
 from jaxserve.roles.expert_balancer import propose
 from jaxserve.roles.expert_moves import ExpertFacts
-from jaxserve.roles.ffn import FFNWorker
 from pallas_kernels.grouped_matmul.routed import routed_swiglu
 from pallas_kernels.input_major import InputMajor
 
@@ -47,7 +45,7 @@ def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with an attention device and an ffn device a rank."""
     worker = Worker(measure_layer, {"rounds": 3 if quick else 15}, devices=RANKS + 1)
     found = run_worker(worker, SECONDS)
-    (home, moved), (fetch, load) = found["stage_ms"], found["action_ms"]
+    home, moved = found["stage_ms"]
     measures = [
         Measure("busiest expert ÷ mean", found["skew"], limit=8.0, better="more"),
         Measure("mean ÷ max tokens of a rank, fresh draws, at home", found["fresh"][0]),
@@ -57,8 +55,6 @@ def measure(quick: bool) -> Iterator[Part]:
         Measure("ffn stage (busiest rank's experts), a fresh draw, at home", home, "ms"),
         Measure("the same, moved", moved, "ms"),
         Measure("moved ÷ at home", moved / home, limit=1.0),
-        Measure("core time of a piece to every rank ÷ a layer's", fetch / found["layer_ms"]),
-        Measure("the same of every rank's load", load / found["layer_ms"]),
         Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01),
     ]
     notes = [
@@ -96,7 +92,7 @@ def measure_layer(rounds: int) -> dict[str, Any]:
         "shifted": [balance(placement, shifted, sizes) for placement in (home, moved)],
         "moves": layer.moves,
         "stage_ms": [stage_ms(model, rows, placement, rounds) for placement in (home, moved)],
-        **device_costs(model, rows, rounds),
+        "counting": counting_cost(model, rows, rounds),
     }
 
 
@@ -171,34 +167,14 @@ def stage_ms(model: RandomModel, rows: Message, placement: Placement, rounds: in
     return max(times)
 
 
-def device_costs(model: RandomModel, rows: Message, rounds: int) -> dict[str, Any]:
-    """Core milliseconds of the layer and of the largest actions (a piece of an expert to every
-    rank, and every rank's expert into its slot), and the cost of counting."""
-    slots, local = model.slots, model.ffn.slots.local
-    assert slots is not None
-    worker = FFNWorker(model.ffn, model.ffn_executables, model.ffn_weights, slots)
+def counting_cost(model: RandomModel, rows: Message, rounds: int) -> float:
+    """Core time of the layer's program over that of one that leaves the counts as they are."""
+    program = model.ffn.ffn(ROWS, model.config.moe)
     packed = np.asarray(model.ffn.formats["moe"].pack(rows))
     everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
     everywhere[:ROWS] = packed
     sharding = cached_sharding(model.ffn.mesh, jax.sharding.PartitionSpec(FFN_AXES))
     message = jax.device_put(everywhere, sharding)
-    size = model.ffn.contract.size(ROWS)
-    layer_ms = _core_ms(lambda: worker.answer(0, size, [message]), rounds)
-    counting = counting_cost(model, message, rounds)
-    ring = [(((rank + 1) % RANKS) * local, rank * local) for rank in range(RANKS)]
-    orders = (FetchExperts(0, ring, 0), MoveExperts(0, ring, list(slots.placements[0])))
-
-    def carry_out(order: FetchExperts | MoveExperts) -> Any:
-        slots.carry_out(order)
-        return slots.room, model.ffn_weights.layers[0]
-
-    actions = [_core_ms(functools.partial(carry_out, order), rounds) for order in orders]
-    return {"layer_ms": layer_ms, "counting": counting, "action_ms": actions}
-
-
-def counting_cost(model: RandomModel, message: jax.Array, rounds: int) -> float:
-    """Core time of the layer's program over that of one that leaves the counts as they are."""
-    program = model.ffn.ffn(ROWS, model.config.moe)
 
     def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
         return *program.body(message, tables, counts, leaves)[:-1], *counts

@@ -56,7 +56,6 @@ CONTEXT = 512
 LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
-TOLERANCE = 0.05
 LIMITS = {False: 1.7, True: 1.4}
 """Least gain of three lanes over one: inside a runtime (False), and between runtimes (True)."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 240.0, 300.0
@@ -148,22 +147,15 @@ def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
 
 
 def calibrate(calls: int) -> dict[str, Any]:
-    """Finds the width at which attend and ffn take equally long, both alone in this process.
-
-    An ffn's time is a constant and a part in proportion to the width, so two widths tell which one
-    is wanted.
-    """
+    """Finds the width at which attend and ffn take equally long, both alone in this process: an
+    ffn's time is mostly in proportion to its width."""
     model = build(deployment(1, "auto"), model_config(WIDTH))
     attend, message = time_attend(model, calls)
-    times = {WIDTH: time_ffn(WIDTH, message, calls)}
-    width = _multiple(WIDTH * attend / times[WIDTH])
+    times: dict[int, float] = {}
+    width = WIDTH
     while width not in times and len(times) < 6:
         times[width] = time_ffn(width, message, calls)
-        if abs(times[width] / attend - 1) <= TOLERANCE:
-            break
-        below, above = sorted(times)[:2] if width < WIDTH else sorted(times)[-2:]
-        slope = (times[above] - times[below]) / (above - below)
-        width = _multiple(width + (attend - times[width]) / slope)
+        width = _multiple(width * attend / times[width])
     width = min(times, key=lambda width: abs(times[width] - attend))
     return {"width": width, "attend_ms": attend, "ffn_ms": times[width], "tried": times}
 

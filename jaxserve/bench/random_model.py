@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.bench import stages
 from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
@@ -38,7 +39,6 @@ from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 
 class RandomModel(NamedTuple):
@@ -74,24 +74,11 @@ class RandomModel(NamedTuple):
 
 
 def decode_plan(deployment: Deployment, lane: int, kv_length: int) -> StepPlan:
-    """A decode step with every slot taken; all tokens come from the device.
-
-    The sequences of all lanes use the same pages: nobody reads the text.
-    """
-    page_size = deployment.cache.page_size
-    pages = -(-kv_length // page_size)
-    rows = [
-        SequenceRow(
-            slot=slot,
-            token_ids=[FROM_DEVICE],
-            kv_length=kv_length,
-            page_ids=list(range(slot * pages, (slot + 1) * pages)),
-            sample=True,
-        )
-        for slot in range(deployment.scheduler.slots)
-    ]
-    groups, slots = [rows] * deployment.attention.dp, deployment.scheduler.slots
-    return plan_of_rows(lane, 0, bucket_of(deployment), groups, slots=slots)
+    """Builds a decode step with every slot taken; all tokens come from the device. The sequences of
+    all lanes use the same pages, whose text no one reads."""
+    slots = deployment.scheduler.slots
+    bucket = bucket_of(deployment)
+    return stages.decode_plan(deployment, lane, 0, bucket, slots, kv_length, token_id=FROM_DEVICE)
 
 
 def deployment_of(*, slots: int, max_length: int, page_size: int, **overrides: Any) -> Deployment:

@@ -112,16 +112,21 @@ def decode_plan(
     sequences: int,
     context: int,
     rings: int = 0,
+    token_id: int | None = None,
 ) -> StepPlan:
-    """Builds a decode step of sequences with this context. Their tokens are drawn at random, so
-    that their experts are random, too."""
+    """Builds a decode step of sequences with this context.
+
+    Args:
+      rings: see `plan_of_rows`.
+      token_id: of all sequences; None: drawn at random, so that their experts are random, too.
+    """
     random = np.random.default_rng(number)
     pages = -(-context // deployment.cache.page_size)
     groups = [
         [
             SequenceRow(
                 slot=slot,
-                token_ids=[int(random.integers(1, 256))],
+                token_ids=[int(random.integers(1, 256)) if token_id is None else token_id],
                 kv_length=context,
                 page_ids=list(range(slot * pages, (slot + 1) * pages)),
                 sample=True,
