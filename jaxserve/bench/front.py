@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.bench.client import Client, completion_body
 from jaxserve.bench.report import Measure, Part
@@ -87,12 +86,9 @@ def _part(found: dict[str, Any], bare: float) -> Part:
         )
         added = (statistics.median(found["seconds"][face]) - bare) * 1e3
         measures.append(Measure(f"{face}, added to a request, p50", added, "ms", 2.0))
-    check = statistics.median(found["seconds"]["health"]) * 1e3
-    measures.append(Measure("grpc, a health check, p50", check, "ms"))
     notes = [
         "Server and clients share the machine's cores.",
-        "Requests of one token, one after the other, before the streams; a health check shows "
-        "the share of the library and the machine.",
+        "Requests of one token, one after the other, before the streams.",
     ]
     return Part("front", "network faces over an engine stub", measures, notes, {"bare_s": bare})
 
@@ -145,13 +141,8 @@ def run_clients(grpc_address: str, http: str, tokens: int, probes: int) -> dict[
                 events = stub.GenerateStream(request)
                 return sum([len(event.delta.token_ids) async for event in events])
 
-            async def health_check(tokens: int) -> int:
-                health: Any = health_pb2_grpc.HealthStub(channel)
-                await health.Check(health_pb2.HealthCheckRequest())
-                return tokens
-
             faces: dict[str, Request] = {"grpc": over_grpc, "http": over_http}
-            times = await _probe({**faces, "health": health_check}, probes)
+            times = await _probe(faces, probes)
             rates = {face: await _rate(one, tokens) for face, one in faces.items()}
             return {"seconds": times, "rates": rates}
 

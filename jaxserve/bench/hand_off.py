@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.random_model import deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import BenchError, Helper, Worker, asked, run_worker, say, two_cores
+from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
 from jaxserve.engine.engine import Engine

@@ -24,7 +24,6 @@ from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.peer import open_weights
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.load import load_deployment
 from jaxserve.roles.attention import AttentionWeights
@@ -120,10 +119,10 @@ def measure_ways(quick: bool) -> tuple[dict[str, list[float]], int]:
         size = write_checkpoint(folder, config_tree(quick))
         convert(folder, converted)
         ways: dict[str, Callable[[], Any]] = {
-            "1A1F": lambda: Loaded(folder, {"mode": "afd"}),
+            "1A1F": lambda: load_afd(folder),
             "colocated": lambda: load_colocated(folder),
             "convert": lambda: convert(folder, converted),
-            "converted, 1A1F": lambda: Loaded(converted, {"mode": "afd"}),
+            "converted, 1A1F": lambda: load_afd(converted),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
         # Not interleaved: memory that was just freed is allocated faster, on virtual machines much
@@ -172,25 +171,16 @@ def copy_seconds(folder: Path) -> float:
         )
 
 
-class Loaded:
-    """Weights of both roles of 1A1F, loaded as their workers do.
-
-    Args:
-      overrides: of the deployment.
-    """
-
-    def __init__(self, folder: Path, overrides: Mapping[str, Any]):
-        deployment = load_deployment(folder, overrides)
-        config, names = read_config(folder)
-        self.templates, deployment, meshes = templates_of(deployment, config)
-        self.source = open_weights(deployment, names, token="")
-        attention = AttentionPrograms(self.templates, deployment, meshes.attention)
-        ffn = FFNPrograms(self.templates, deployment, meshes.ffn)
-        self.attention = AttentionWeights(self.source, names, attention)
-        self.ffn = FFNWeights(self.source, names, ffn)
-        jax.block_until_ready(
-            [self.attention.embedding, self.attention.head, self.attention.layers, self.ffn.layers]
-        )
+def load_afd(folder: Path) -> None:
+    """Loads the folder as both workers of 1A1F do, and lets the arrays go."""
+    deployment = load_deployment(folder, {"mode": "afd"})
+    config, names = read_config(folder)
+    templates, deployment, meshes = templates_of(deployment, config)
+    source = open_checkpoint(folder, names)
+    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    ffn = FFNPrograms(templates, deployment, meshes.ffn)
+    held = AttentionWeights(source, names, attention), FFNWeights(source, names, ffn)
+    jax.block_until_ready([(held[0].embedding, held[0].head), *(one.layers for one in held)])
 
 
 def load_colocated(folder: Path) -> None:

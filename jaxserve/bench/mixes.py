@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_leaves import open_random
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.bench.random_model import (
     RandomModel,
     bucket_of,
@@ -32,6 +31,7 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
 from jaxserve.bench.timing import core_seconds
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers

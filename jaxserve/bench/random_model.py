@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.bench import stages
-from jaxserve.bench.random_leaves import RandomLeaves
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
@@ -56,18 +56,12 @@ class RandomModel(NamedTuple):
     slots: ExpertSlots | None
     link: RuntimeLink
 
-    def cell(
-        self,
-        executables: AttentionExecutables | None = None,
-        ffn: FFNExecutables | None = None,
-        link: Any = None,
-    ) -> Cell:
-        """Workers over these programs, or over others in their place."""
-        link = link or self.link
-        bound = {self.bucket: executables or self.executables}
-        worker = AttentionWorker(self.attention, bound, self.weights, link.attention)
-        ffn_worker = FFNWorker(self.ffn, ffn or self.ffn_executables, self.ffn_weights, self.slots)
-        ffn_worker.attach(link.ffn, [self.bucket.tokens])
+    def cell(self) -> Cell:
+        """Builds workers over these programs."""
+        bound = {self.bucket: self.executables}
+        worker = AttentionWorker(self.attention, bound, self.weights, self.link.attention)
+        ffn_worker = FFNWorker(self.ffn, self.ffn_executables, self.ffn_weights, self.slots)
+        ffn_worker.attach(self.link.ffn, [self.bucket.tokens])
         lanes = self.deployment.lanes
         workers = Workers((worker,), (ffn_worker,))
         return Cell(workers, Rotation(self.config.layers, lanes), lanes)

@@ -116,16 +116,13 @@ class Helper:
     Args:
       command: command line; `Worker.command` gives that of a function.
       seconds: deadline of the whole conversation.
-      environment: of the process; None: that of this one.
     """
 
-    def __init__(
-        self, command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
-    ):
+    def __init__(self, command: Sequence[str], seconds: float):
         self._command, self._seconds = " ".join(command[1:]), seconds
         # In the session of this process: schedulers share the cores between sessions.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._late = threading.Timer(seconds, self._process.kill)
         self._late.start()

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind, ModelConfig

@@ -2,7 +2,7 @@
 
 Weights of large models take minutes on a host. These are for checks of speed and memory: they have
 the scale of real ones, and depend on names of tensors and on positions alone. Matrices that lie in
-tiles, as on CPUs, and INT4 come from `bench/random_leaves.py`.
+tiles, as on CPUs, and INT4 come from `checkpoint/random_leaves.py`.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.random_leaves import RandomLeaves
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.model.module import Template

@@ -16,9 +16,9 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_leaves import RandomLeaves, open_random
 from jaxserve.bench.stages import bucket_of, measure
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.checkpoint.random_leaves import RandomLeaves, open_random
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.stored_array import StoredArray, array_with_parts
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight

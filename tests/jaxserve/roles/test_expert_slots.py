@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.families import architecture
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.bench.random_leaves import RandomLeaves
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.mesh import Submeshes
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated import ColocatedWeights

@@ -1,4 +1,4 @@
-"""Random weights for benches without a checkpoint."""
+"""Random weights in place of a checkpoint's. Used by `bench/`, `preflight/` and tests."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class RandomLeaves:
         return self
 
     def check(self) -> None:
-        """Nothing can be damaged."""
+        """Does nothing: no array can be damaged."""
 
     def leaves(
         self,
@@ -57,5 +57,5 @@ class RandomLeaves:
 
 
 def open_random(deployment: Deployment, names: CheckpointNames) -> RandomLeaves:
-    """In place of a deployment's own weights, for `build_runtime`."""
+    """Opens random weights in place of a deployment's own, for `build_runtime`."""
     return RandomLeaves()
