@@ -33,9 +33,8 @@ LONG = 6
 TOKENS = (24, 40, 64, 96)
 SHORT = (4, 8, 16, 24)
 """Lengths of answers where prompts share prefixes: the prompts are the load then."""
-SYSTEM_WORDS = (2, 4, 8)
-SYSTEM_TOKENS = (16, 24, 40, 64)
-"""Words, or token ids, of a system prompt: one to several full pages."""
+SYSTEM_WORDS = (3, 4, 8)
+"""Words of a system prompt, which fills one to several pages."""
 SECONDS = 600.0
 COLOCATED = (
     "mode=colocated",
@@ -86,44 +85,26 @@ def questions(
         prefix.
     """
     draw = random.Random(seed)
-    if systems:
-        return _sharing(draw, count, longest, vocab, systems)
+    begins = [
+        _text(draw, draw.choice(SYSTEM_WORDS), vocab, f"# system {number}")
+        for number in range(systems)
+    ]
     found = []
     for number in range(count):
-        words = LONG if number % 3 == 0 else 1
-        prompt: str | list[int]
-        if vocab:
-            prompt = [draw.randrange(vocab) for _ in range(7 * words)]
-        else:
-            prompt = "\n".join([*draw.sample(WORDS, words), f"# {number}"])
-        tokens = min(longest, draw.choice(TOKENS))
-        found.append(Question(prompt, tokens, draw.randrange(2**31) if number % 2 else None))
+        own = _text(draw, LONG if number % 3 == 0 else 1, vocab, f"\n# {number}")
+        begin = begins[draw.randrange(systems)] if systems else own[:0]
+        tokens = min(longest, draw.choice(SHORT if systems else TOKENS))
+        seeded = draw.randrange(2**31) if number % 2 else None
+        found.append(Question(begin + own, tokens, seeded))  # type: ignore[operator]
     return found
 
 
-def _sharing(
-    draw: random.Random, count: int, longest: int, vocab: int, systems: int
-) -> list[Question]:
-    """Questions that begin with one of several system prompts."""
-    begins: list[str | list[int]] = []
-    for number in range(systems):
-        if vocab:
-            begins.append([draw.randrange(vocab) for _ in range(draw.choice(SYSTEM_TOKENS))])
-        else:
-            words = draw.sample(WORDS, draw.choice(SYSTEM_WORDS))
-            begins.append("\n".join([f"# system {number}", *words]))
-    found = []
-    for number in range(count):
-        begin = begins[draw.randrange(systems)]
-        length = draw.choice((1, 1, LONG))
-        prompt: str | list[int]
-        if isinstance(begin, str):
-            prompt = "\n".join([begin, f"# {number}", *draw.sample(WORDS, length)])
-        else:
-            prompt = [*begin, *(draw.randrange(vocab) for _ in range(7 * length))]
-        tokens = min(longest, draw.choice(SHORT))
-        found.append(Question(prompt, tokens, draw.randrange(2**31) if number % 2 else None))
-    return found
+def _text(draw: random.Random, words: int, vocab: int, title: str) -> str | list[int]:
+    """Draws lines of source code below a title; for a model without words about as many token
+    ids."""
+    if vocab:
+        return [draw.randrange(vocab) for _ in range(7 * words)]
+    return "\n".join([title, *draw.sample(WORDS, words)])
 
 
 def answers(
