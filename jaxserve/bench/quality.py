@@ -46,7 +46,6 @@ LIMIT = 0.5
 """Percent of BF16's bits a byte that a format may cost."""
 WON_BACK = 80
 """Target: percent of the loss of rounding to INT8 that calibration wins back."""
-PARTS = ("formats", "outliers", "int4")
 GROUPS = (128, 32)
 """Columns that share a scale in INT4."""
 

@@ -136,7 +136,8 @@ class Access:
         return cls(keys, tls, server.open)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """As `ApiKeys.tenant`; without keys, every client is the tenant ""."""
+        """Returns the tenant of a key, see `ApiKeys.tenant`; without keys, every client is the
+        tenant ""."""
         return "" if self.keys is None else self.keys.tenant(authorization)
 
 

@@ -1,4 +1,4 @@
-"""What the gRPC and the HTTP server share: requests on their way to the text generator and back.
+"""Shared by the gRPC and the HTTP server: requests on their way to the text generator and back.
 
 A `FrontEnd` admits requests, tokenises, submits, waits until all are answered, and says why a
 request ended that did not complete. `inference.py` and `http/service.py` each have one, on the
@@ -88,7 +88,7 @@ class LiveRequests(Protocol):
         """Ids of the requests that have not ended."""
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
-        """As `TextGenerator.abort`."""
+        """Ends a request, see `TextGenerator.abort`."""
 
 
 class Job(msgspec.Struct, frozen=True):

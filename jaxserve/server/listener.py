@@ -56,7 +56,7 @@ def reserve(host: str, port: int, key: str) -> socket.socket:
 
 
 SOCKET_MODE = 0o660
-"""Of a Unix socket's file: for user and group of the process."""
+"""Mode of a Unix socket's file: for user and group of the process."""
 
 
 def bind_unix(path: str, key: str) -> socket.socket:

@@ -308,7 +308,7 @@ class _EngineCollector(Collector):
         yield places
 
     def _hand_off_metrics(self, pages: PagesLoad) -> Iterator[Metric]:
-        """Of a worker's end of the pages link."""
+        """Metrics of a worker's end of the pages link."""
         for name, text, count in (
             ("transfers", "Hand-offs of KV pages that came or were taken whole.", pages.transfers),
             ("bytes", "Bytes of hand-offs.", pages.bytes),
@@ -327,7 +327,7 @@ class _EngineCollector(Collector):
             yield gauge
 
     def _fleet_metrics(self, load: EngineLoad) -> Iterator[Metric]:
-        """Of a router: its workers, by role."""
+        """Metrics of a router's workers, by role."""
         labels = [LABEL, "role", "worker"]
         up = GaugeMetricFamily(PREFIX + "worker_up", "Whether a worker is ready.", labels=labels)
         requests = GaugeMetricFamily(
@@ -364,7 +364,7 @@ class _EngineCollector(Collector):
         yield self._counter("refusals", "Requests for which there was no room.", load.refusals)
 
     def _domain_metrics(self, load: EngineLoad) -> Iterator[Metric]:
-        """What each domain of the runtime has to do."""
+        """Metrics of the load of each domain of the runtime."""
         for name, text, value in (
             ("running", "Sequences of a domain that get steps.", lambda d: d.running),
             ("waiting", "Requests that wait in a domain.", lambda d: d.waiting),
@@ -380,7 +380,7 @@ class _EngineCollector(Collector):
             yield family
 
     def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:
-        """Metrics of the steps measured last; without samples where there are no recent ones."""
+        """Metrics of the steps measured last; without samples if these are not recent."""
         lately = view.measured_at is not None and time.time() - view.measured_at < FRESH_SECONDS
         busy = GaugeMetricFamily(
             PREFIX + "stage_busy_fraction",

@@ -18,17 +18,17 @@ from jaxserve.text.output import GenerationOutput, merge
 COALESCE_TOKENS = 16
 SMOOTH_STREAMS = 64
 SMOOTH_MESSAGES = 8000
-"""A second, of all smooth streams together: about what one event loop can send."""
+"""Messages a second of all smooth streams together: about what one event loop can send."""
 MESSAGES_A_SECOND = 2000
-"""Of all other streams together, where the step loop is in this process."""
+"""Rate of all other streams together, if the step loop runs in this process."""
 
 
 def pause(streams: int, messages_a_second: float) -> float:
-    """The least seconds between two messages of a stream, of so many.
+    """Returns the least seconds between two messages of one of several streams.
 
     Args:
-      streams: that are open.
-      messages_a_second: of those beyond `SMOOTH_STREAMS`.
+      streams: number of open streams.
+      messages_a_second: rate of all streams beyond `SMOOTH_STREAMS` together.
     """
     others = max(0, streams - SMOOTH_STREAMS)
     return (streams - others) / SMOOTH_MESSAGES + others / messages_a_second

@@ -143,7 +143,7 @@ class App:
             metrics.response(path, exchange.status, exchange.reason)
 
     def _descriptions(self) -> list[Endpoint]:
-        """What describes the endpoints."""
+        """Returns the endpoints that describe the others."""
 
         async def openapi(service: Service, exchange: HttpExchange) -> None:
             await exchange.reply(self._document)

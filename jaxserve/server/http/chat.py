@@ -115,7 +115,7 @@ class Prompt(msgspec.Struct, frozen=True):
     model: str
     template: ChatTemplate
     tools: list[dict[str, Any]] | None
-    """That the template got."""
+    """Tools that the template got."""
     text: str
     token_ids: list[int]
     continued: str
@@ -139,7 +139,7 @@ async def read_prompt(service: Service, request: ChatRequest) -> Prompt:
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that are passed to the template."""
+    """Returns the tools that are passed to the template."""
     mode, names = chosen_tools(request)
     tools = request.tools or None
     if tools is None and mode == "required":

@@ -179,7 +179,7 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
 
 
 def _wrong_keys(body: bytes, path: str) -> str:
-    """What is wrong with the keys of the object at msgspec's path, which are integers."""
+    """Describes the keys that are no integers, of the object at msgspec's path."""
     keys = [key for key in _at(body, path) if not key.removeprefix("-").isdecimal()]
     shown = [msgspec.json.encode(key[:MAX_SHOWN]).decode() for key in keys[:MAX_KEYS]]
     return f"expected `int` keys, got {', '.join(shown)}"

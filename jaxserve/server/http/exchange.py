@@ -21,7 +21,7 @@ from jaxserve.text.generation import checked_request_id, new_request_id
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 2**10
-"""Of all headers of a request together."""
+"""Most bytes of all headers of a request together."""
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 30.0
 """How long a body may take to arrive."""
@@ -35,8 +35,8 @@ SECURITY_HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-frame-options", b"DENY"),
 )
-"""Of every response that does not set them itself: it is not a page, must not be framed by one, and
-its address is not passed on as a referrer."""
+"""Headers of every response that does not set them itself: it is not a page, must not be framed by
+one, and its address is not passed on as a referrer."""
 
 JSON = "application/json"
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -84,9 +84,8 @@ class HttpExchange:
         self._gone = False
 
     def check_headers(self) -> None:
-        """Refuses too many headers, and a body with two lengths: what some proxy takes for a part
-        of it, or for another request, must not be read here as the other (RFC 9112 §6.3, request
-        smuggling).
+        """Refuses too many headers, and a body with two lengths: a proxy and this server could
+        take different bytes for the next request (RFC 9112 §6.3, request smuggling).
 
         Raises:
           HttpError: there are too many (431) or two lengths (400); the connection ends.

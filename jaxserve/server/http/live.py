@@ -75,15 +75,15 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     bubble: float | None
     """1 − the busier side's share; null where a side's times are missing."""
     timeline: list[Bar]
-    """By start."""
+    """Sorted by start."""
     timeline_cut: bool
     """Whether the timeline has only the first stages of the window."""
     domains: list[DomainShare]
-    """The part of each."""
+    """Share of each domain."""
     transfers: dict[AnyStage, Transfers]
     """Number and total seconds of the messages measured since the start."""
     missing: str
-    """What the sample lacks; empty where it is complete."""
+    """Names the times that are missing; empty: the sample is complete."""
 
 
 class Pipeline(msgspec.Struct, kw_only=True):
@@ -93,15 +93,15 @@ class Pipeline(msgspec.Struct, kw_only=True):
     model: str
     mode: str
     lanes: int
-    """Of each domain."""
+    """Number of lanes of each domain."""
     domains: int
     """Attention workers; lane i of the timeline is one of domain i modulo their number."""
     attention: str
-    """The axes of its mesh."""
+    """Axes of the attention mesh."""
     ffn: str
     layers: int
-    """Of the model; layers of the timeline from there on are passes of prediction modules. 0: not
-    known."""
+    """Number of the model's layers; layers of the timeline from there on are passes of prediction
+    modules. 0: not known."""
     max_length: int
     """Tokens of prompt and output together."""
     chat: bool
@@ -118,7 +118,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
 
 
 async def pipeline(service: Service, exchange: HttpExchange) -> None:
-    """What runs, and what the steps measured last looked like."""
+    """The load, and the steps measured last."""
     generator = service.ready()
     engine = generator.engine
     view = engine.pipeline()

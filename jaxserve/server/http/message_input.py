@@ -75,7 +75,7 @@ class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="documen
 
 
 class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
-    """What a call gave."""
+    """Result of a call."""
 
     tool_use_id: str
     content: (
@@ -118,7 +118,7 @@ class MessageToolChoice(Strict, kw_only=True):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of the one `tool`."""
+    """Name of the `tool` to call."""
     disable_parallel_tool_use: bool | None = None
     """True keeps the first call alone."""
 

@@ -51,7 +51,7 @@ async def metrics(service: Service, exchange: HttpExchange) -> None:
 
 
 async def state(service: Service, exchange: HttpExchange) -> None:
-    """What runs, and how much."""
+    """Running requests and the load."""
     requests = service.live_requests()
     await exchange.reply(
         State(
@@ -93,7 +93,7 @@ class ExpertMover(Protocol):
 
 
 async def rebalance(service: Service, exchange: HttpExchange) -> None:
-    """Move experts to where there is less to do, or say what that would bring."""
+    """Move experts to less busy ranks, or tell the gain that this would bring."""
     request = await exchange.read(Rebalance)
     mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
     if mover is None:

@@ -1,4 +1,4 @@
-"""What clients may send: the bodies of OpenAI's API, with the fields that vLLM's clients add.
+"""Bodies that clients may send: those of OpenAI's API, with the fields that vLLM's clients add.
 
 These types are the check (msgspec refuses what does not fit, with its place) and the documentation
 (`document.py` writes the OpenAPI document from them). A key that is not here is an error, so that
@@ -101,9 +101,9 @@ class ResponseFormat(Strict, kw_only=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     structures: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
-    """Of a structural tag: parts of the text, each with `begin`, `schema` and `end`."""
+    """Parts of the text that a structural tag describes, each with `begin`, `schema` and `end`."""
     triggers: Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
-    """Of a structural tag: texts that begin such a part."""
+    """Texts that begin such a part."""
 
 
 class StructuredOutputs(Strict, kw_only=True):
@@ -144,7 +144,7 @@ class SamplingFields(Strict, kw_only=True):
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    """Of 32 bits; others are folded."""
+    """Seed of 32 bits; larger ones are folded."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -174,7 +174,7 @@ class SamplingFields(Strict, kw_only=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     """Tokens of the reasoning, after which it is ended; -1: any number."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
-    """Keep so many of the prompt's last tokens; -1: as many as leave room for an output."""
+    """Number of the prompt's last tokens to keep; -1: as many as leave room for an output."""
     truncation_side: Literal["left", "right"] | None = None
     """`right`: keep its first tokens instead."""
     return_tokens_as_token_ids: bool | None = None

@@ -1,7 +1,7 @@
 """Response bodies: the objects of OpenAI's API.
 
 Written by the handlers, documented by `document.py`. Fields that clients expect to be null are
-null; fields that are extensions are left out where there is nothing to say.
+null; fields that are extensions are left out if they are empty.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = 0
 
@@ -35,7 +35,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of answers with reasoning or drafts."""
+    """Set for answers with reasoning or drafts."""
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

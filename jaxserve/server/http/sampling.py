@@ -57,7 +57,7 @@ def kept_tokens(fields: GenerationFields) -> int | None:
 
 
 def _check_stream_options(fields: GenerationFields) -> None:
-    """Raises InvalidRequestError for options of a stream where there is none."""
+    """Raises InvalidRequestError for stream options of a request that does not stream."""
     if fields.stream_options is None or fields.stream:
         return
     for name, value in msgspec.structs.asdict(fields.stream_options).items():

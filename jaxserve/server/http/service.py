@@ -69,7 +69,7 @@ class Service(FrontEnd):
         self._told: set[str] = set()
 
     def model_names(self) -> tuple[str, ...]:
-        """What the model may be called; the first is its name."""
+        """Returns the names that requests may call the model by; the first is its name."""
         return self._model_names or (str(self.ready().engine.model_info()["model"]),)
 
     def model(self, asked: str | None) -> str:
@@ -111,7 +111,7 @@ class Service(FrontEnd):
             raise InvalidRequestError("chat_template", str(error)) from None
 
     def _special_tokens(self) -> dict[str, str]:
-        """Those that a template may name."""
+        """Returns the special tokens that a template may name."""
         if self.template is not None:
             return self.template.special_tokens
         tokenizer = self.ready().tokenizer
