@@ -3,8 +3,6 @@
 One MoE layer of 64 experts over eight ranks with a redundant slot each; the busiest expert gets
 more than eight times the mean. Experts are placed by the tokens of one draw and judged on others:
 fresh draws of the same popularity, and draws after some experts have exchanged their popularity.
-Simulated devices share the cores, so a stage's time is that of the busiest rank, every rank timed
-alone.
 """
 
 import functools
@@ -28,8 +26,6 @@ from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
 from jaxserve.roles.expert_balancer import propose
 from jaxserve.roles.expert_moves import ExpertFacts
-from pallas_kernels.grouped_matmul.routed import routed_swiglu
-from pallas_kernels.input_major import InputMajor
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256
@@ -45,16 +41,12 @@ def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with an attention device and an ffn device a rank."""
     worker = Worker(measure_layer, {"rounds": 3 if quick else 15}, devices=RANKS + 1)
     found = run_worker(worker, SECONDS)
-    home, moved = found["stage_ms"]
     measures = [
         Measure("busiest expert ÷ mean", found["skew"], limit=8.0, better="more"),
         Measure("mean ÷ max tokens of a rank, fresh draws, at home", found["fresh"][0]),
         Measure("the same, moved", found["fresh"][1], limit=0.85, better="more"),
         Measure("the same after a shift of popularity, at home", found["shifted"][0]),
         Measure("the same, moved before the shift", found["shifted"][1]),
-        Measure("ffn stage (busiest rank's experts), a fresh draw, at home", home, "ms"),
-        Measure("the same, moved", moved, "ms"),
-        Measure("moved ÷ at home", moved / home, limit=1.0),
         Measure("a layer that counts ÷ one that does not", found["counting"], limit=1.01),
     ]
     notes = [
@@ -85,14 +77,12 @@ def measure_layer(rounds: int) -> dict[str, Any]:
     moved = tuple(layer.placement)
     fresh = [chosen_experts(draw, popularity) for _ in range(DRAWS)]
     shifted = [chosen_experts(draw, shift(draw, popularity)) for _ in range(DRAWS)]
-    rows = rows_of(fresh[0])
     return {
         "skew": float(counts.max() / counts.mean()),
         "fresh": [balance(placement, fresh, sizes) for placement in (home, moved)],
         "shifted": [balance(placement, shifted, sizes) for placement in (home, moved)],
         "moves": layer.moves,
-        "stage_ms": [stage_ms(model, rows, placement, rounds) for placement in (home, moved)],
-        "counting": counting_cost(model, rows, rounds),
+        "counting": counting_cost(model, rows_of(fresh[0]), rounds),
     }
 
 
@@ -147,24 +137,6 @@ def rows_of(experts: np.ndarray) -> Message:
     x = np.random.default_rng(0).normal(size=(ROWS, D_MODEL)).astype(np.float32)
     gates = np.full((ROWS, TOP_K), 1 / TOP_K, np.float32)
     return Message(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))
-
-
-def stage_ms(model: RandomModel, rows: Message, placement: Placement, rounds: int) -> float:
-    """Core milliseconds of the busiest rank's experts, every rank alone."""
-    sizes = model.ffn.slots
-    table = jnp.asarray(replica_table(placement, sizes))
-    assert rows.experts is not None
-    chosen = choose_slots(rows.experts, table, sizes.total)
-    leaves = [np.asarray(leaf) for leaf in model.ffn_weights.layers[0]]
-    run = jax.jit(routed_swiglu)
-    times = []
-    for rank in range(RANKS):
-        own = slice(rank * sizes.local, (rank + 1) * sizes.local)
-        # By name; on CPUs float matrices lie input by input.
-        down, gate, up = (InputMajor(jnp.asarray(leaf[own])) for leaf in leaves)
-        call = (rows.tokens, chosen - rank * sizes.local, rows.gates, gate, up, down)
-        times.append(_core_ms(functools.partial(run, *call), rounds))
-    return max(times)
 
 
 def counting_cost(model: RandomModel, rows: Message, rounds: int) -> float:

@@ -119,10 +119,10 @@ def measure_ways(quick: bool) -> tuple[dict[str, list[float]], int]:
         size = write_checkpoint(folder, config_tree(quick))
         convert(folder, converted)
         ways: dict[str, Callable[[], Any]] = {
-            "1A1F": lambda: load_afd(folder),
-            "colocated": lambda: load_colocated(folder),
+            "1A1F": lambda: load_as("afd", folder),
+            "colocated": lambda: load_as("colocated", folder),
             "convert": lambda: convert(folder, converted),
-            "converted, 1A1F": lambda: load_afd(converted),
+            "converted, 1A1F": lambda: load_as("afd", converted),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
         # Not interleaved: memory that was just freed is allocated faster, on virtual machines much
@@ -171,22 +171,17 @@ def copy_seconds(folder: Path) -> float:
         )
 
 
-def load_afd(folder: Path) -> None:
-    """Loads the folder as both workers of 1A1F do, and lets the arrays go."""
-    deployment = load_deployment(folder, {"mode": "afd"})
+def load_as(mode: str, folder: Path) -> None:
+    """Loads the folder as the workers of this mode do, and lets the arrays go."""
+    deployment = load_deployment(folder, {"mode": mode})
     config, names = read_config(folder)
     templates, deployment, meshes = templates_of(deployment, config)
     source = open_checkpoint(folder, names)
+    if mode == "colocated":
+        programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        jax.block_until_ready(ColocatedWeights(source, names, programs).flat)
+        return
     attention = AttentionPrograms(templates, deployment, meshes.attention)
     ffn = FFNPrograms(templates, deployment, meshes.ffn)
     held = AttentionWeights(source, names, attention), FFNWeights(source, names, ffn)
     jax.block_until_ready([(held[0].embedding, held[0].head), *(one.layers for one in held)])
-
-
-def load_colocated(folder: Path) -> None:
-    """Loads the folder as a colocated worker does, and lets the arrays go."""
-    deployment = load_deployment(folder, {"mode": "colocated"})
-    config, names = read_config(folder)
-    templates, deployment, meshes = templates_of(deployment, config)
-    programs = ColocatedPrograms(templates, deployment, meshes.attention)
-    jax.block_until_ready(ColocatedWeights(open_checkpoint(folder, names), names, programs).flat)

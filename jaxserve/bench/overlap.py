@@ -9,10 +9,11 @@ lane that has left begins its next step at once, and its tokens are read one ste
 One worker finds the width at which the stages balance, then two run side by side.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ from jaxserve.bench.random_model import (
 )
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
-from jaxserve.bench.timing import core_seconds
+from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
@@ -211,22 +212,14 @@ def _multiple(width: float) -> int:
     return max(16, round(width / 16) * 16)
 
 
-class _Window(NamedTuple):
-    """Some steps of each lane, in one process."""
-
-    seconds: float
-    core_seconds: float
-    """CPU time of the whole process."""
-    steps: int
-    """Steps of all lanes together."""
-
-
-def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> _Window:
-    """Runs `steps` steps on each of the first `lanes` lanes, in the order of the engine's loop."""
+def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> tuple[float, float]:
+    """Runs `steps` steps on each of the first `lanes` lanes, in the order of the engine's loop.
+    Returns milliseconds of a layer and lane: by the clock, and core time of this process."""
     plans = [decode_plan(settings, lane, CONTEXT) for _ in range(steps) for lane in range(lanes)]
     wall, core = time.perf_counter(), time.process_time()
     run_steps(driver, plans)
-    return _Window(time.perf_counter() - wall, time.process_time() - core, lanes * steps)
+    layers = len(plans) * LAYERS / 1e3
+    return (time.perf_counter() - wall) / layers, (time.process_time() - core) / layers
 
 
 def run_apart(
@@ -266,17 +259,12 @@ def run_joined(
 
 
 def measure_lanes(settings: Deployment, driver: Cell, steps: int, rounds: int) -> dict[str, Any]:
-    """Measures all numbers of lanes in turn, several rounds. Both processes take the same turns."""
-    for lanes in LANES:
-        run_lanes(settings, driver, lanes, 2)
-    windows: dict[int, list[_Window]] = {lanes: [] for lanes in LANES}
-    for _ in range(rounds):
-        for lanes in LANES:
-            windows[lanes].append(run_lanes(settings, driver, lanes, steps))
-    return {str(lanes): _per_layer(windows[lanes]) for lanes in LANES}
-
-
-def _per_layer(windows: list[_Window]) -> dict[str, Any]:
-    layers = windows[0].steps * LAYERS
-    wall, core = ([w[clock] / layers * 1e3 for w in windows] for clock in (0, 1))
-    return {"layer_ms": min(wall), "core_ms": statistics.median(core), "rounds_ms": wall}
+    """Measures all numbers of lanes in turns, which are the same in both processes."""
+    ways = {
+        f"{lanes}": functools.partial(run_lanes, settings, driver, lanes, steps) for lanes in LANES
+    }
+    found = {}
+    for lanes, windows in take_turns(ways, rounds).items():
+        wall, core = zip(*windows, strict=True)
+        found[lanes] = {"layer_ms": min(wall), "core_ms": statistics.median(core), "rounds": wall}
+    return found
