@@ -1,7 +1,7 @@
 """Ports that this process takes where no address names one.
 
 `serve` calls `use` with `cluster.ports` before anything listens. Called by every module that
-listens on a port of its own choice: the broadcast tree, hand-offs of pages, array transfers.
+listens on a port of its own choice: the broadcast tree, hand-offs of pages.
 """
 
 import contextlib

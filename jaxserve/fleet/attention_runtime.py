@@ -9,7 +9,7 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage, piece_sharding
+from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage
 from jaxserve.link.dispatch.message import answer_format
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.roles.attention import AttentionWorker, build_attention
@@ -51,12 +51,7 @@ def attention_cell(
       ConfigError: every ffn worker refuses this one, naming what differs.
       EngineFailedError: no ffn worker came within `link.absent_seconds`.
     """
-    sharding, answer = piece_sharding(role.mesh), answer_format(role.contract)
-
-    def answer_shape(kind: str, rows: int) -> jax.ShapeDtypeStruct:
-        shape = role.mesh.size * rows, answer.width
-        return jax.ShapeDtypeStruct(shape, answer.dtype, sharding=sharding)
-
+    answer = answer_format(role.contract)
     built = build_attention(role.templates, deployment, role.mesh, source, role.names)
     client = MessageClient(
         deployment.link.addresses,
@@ -65,7 +60,7 @@ def attention_cell(
         domain=role.hello.worker,
         transport=deployment.link.transport,
         mesh=role.mesh,
-        answer_shape=answer_shape,
+        answer_piece=lambda kind, rows: jax.ShapeDtypeStruct((rows, answer.width), answer.dtype),
         rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],
         deadlines=deadlines_of(deployment),
     )

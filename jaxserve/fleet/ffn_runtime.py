@@ -24,6 +24,7 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.remote.work import MessageLanding
@@ -126,7 +127,6 @@ def message_server(
         token,
         work,
         transport=deployment.link.transport,
-        mesh=role.mesh,
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
     )
@@ -201,24 +201,22 @@ class FFNMessages:
         """Runs each once, on zeros."""
         for size in sizes:
             for kind in self._formats:
-                nothing = [
-                    jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
-                    for shape in self.shapes(kind, size)
-                ]
+                zeros = [np.zeros(shape.shape, shape.dtype) for shape in self.shapes(kind, size)]
                 layer = self._role.contract.layers.index(kind)
-                jax.block_until_ready(self.run(kind, layer, size, nothing))
+                jax.block_until_ready(self.run(kind, layer, size, self.land(size, zeros)))
 
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
-        """As what a message lands."""
+        """Returns the shapes of a message's pieces."""
         message = self._formats[kind]  # type: ignore[index]
-        return self._landings[size.pieces].shapes((size.rows, message.width), message.word)
+        return [jax.ShapeDtypeStruct((size.rows, message.width), message.word)] * size.pieces
 
-    def run(
-        self, kind: str, layer: int, size: MessageSize, message: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """The pieces of the answer, enqueued."""
-        landing = self._landings[size.pieces]
-        return landing.pieces(self._worker.answer(layer, size, landing.assemble(message)))
+    def land(self, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
+        """Puts the pieces on the ffn mesh."""
+        return self._landings[size.pieces].land(pieces)
+
+    def run(self, kind: str, layer: int, size: MessageSize, message: Arrays) -> list[jax.Array]:
+        """Enqueues the answer and returns its pieces."""
+        return self._landings[size.pieces].pieces(self._worker.answer(layer, size, message))
 
     def _programs_of(self, pieces: int) -> FFNPrograms:
         """Returns the programs for domains whose messages have this number of pieces, one from each

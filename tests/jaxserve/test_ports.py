@@ -1,13 +1,11 @@
 from collections.abc import Iterator
 
-import jax
 import pytest
 
 from jaxserve import ports
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.broadcast import Broadcaster
 from jaxserve.link.session.channel import listen
-from jaxserve.link.transports.pull import PullTransfers
 
 
 @pytest.fixture
@@ -28,8 +26,6 @@ def test_what_names_no_port_listens_in_the_range(first: int) -> None:
         with pytest.raises(ConfigError, match=rf"no port of cluster.ports {first}-\d+ is free on"):
             listen("127.0.0.1:0", "")
     broadcaster.close()
-    address = PullTransfers(jax.devices()[0], "127.0.0.1").address
-    assert int(address.rpartition(":")[2]) in taken
 
 
 def test_a_range_that_is_none_is_refused() -> None:

@@ -25,7 +25,7 @@ def proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
     return public
 
 
-Put = Callable[[Sequence[jax.Array] | Sequence[np.ndarray]], jax.Array]
+Put = Callable[[Sequence[jax.Array | np.ndarray]], jax.Array]
 """Copies arrays of one device each, or of the host, to this process's devices of a sharding, in its
 order, and makes one array: for one shape and sharding."""
 
@@ -53,3 +53,15 @@ def _private_put(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShardi
     aval = jax.core.ShapedArray(shape, dtype)
     devices = list(sharding.mesh.local_devices)
     return lambda arrays: put(aval, sharding, arrays, devices, committed=True)
+
+
+def put_pieces(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Put:
+    """Makes a call that puts one piece on every device of this process, by the private way or the
+    public one."""
+    make_put = fast_put()
+    if make_put is not None:
+        return make_put(shape, dtype, sharding)
+    devices = sharding.mesh.local_devices
+    return lambda pieces: jax.make_array_from_single_device_arrays(
+        shape, sharding, list(map(jax.device_put, pieces, devices)), dtype=dtype
+    )

@@ -18,8 +18,8 @@ from collections.abc import Callable, Hashable
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.pages.bytes import HostBuffers
-from jaxserve.link.pages.connection import CorruptPiece, FetchError, Landing, PagesConnection
+from jaxserve.link.bulk import CorruptBulk, HostBuffers
+from jaxserve.link.pages.connection import FetchError, Landing, PagesConnection
 from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
@@ -188,7 +188,7 @@ class PagesClient:
         with self._lock:
             self._bytes += size
 
-    def corrupt(self, address: str, error: CorruptPiece) -> None:
+    def corrupt(self, address: str, error: CorruptBulk) -> None:
         """Counts a piece whose checksum is wrong."""
         with self._lock:
             self._corrupt += 1
@@ -359,7 +359,7 @@ class _Peer:
         except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
             self._failed(job, str(error), getattr(error, "mismatch", False))
         except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
-            if isinstance(error, CorruptPiece):
+            if isinstance(error, CorruptBulk):
                 self._client.corrupt(self._address, error)
             text = str(error) or type(error).__name__
             if connection is not None:

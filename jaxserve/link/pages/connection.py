@@ -19,17 +19,10 @@ import msgspec
 import numpy as np
 
 from jaxserve.clock import AwakeClock
+from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.bytes import (
-    HostBuffers,
-    checksum,
-    piece_bytes,
-    received_arrays,
-    received_views,
-)
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.channel import (
     LONGEST_TICK_SECONDS,
     TICK_SECONDS,
@@ -39,6 +32,7 @@ from jaxserve.link.session.channel import (
     dial,
 )
 from jaxserve.link.session.hello import Hello, Refusal, greeted
+from jaxserve.link.session.messages import Bulk, Echo
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +52,6 @@ class FetchError(Exception):
     def __init__(self, text: str, *, mismatch: bool = False):
         super().__init__(text)
         self.mismatch = mismatch
-
-
-class CorruptPiece(OSError):
-    """Other bytes arrived than were sent; the connection is not to be used any more."""
 
 
 class Landing(Protocol):
@@ -185,7 +175,7 @@ class PagesConnection:
 
         Raises:
           FetchError: the other end does not hold the range, or cannot send it.
-          CorruptPiece: the checksum of a piece is wrong; the piece was not given to the caller.
+          CorruptBulk: the checksum of a piece is wrong; the piece was not given to the caller.
           OSError, RuntimeError: the connection was lost.
         """
         if self.cache_format not in landing.imports:
@@ -216,16 +206,15 @@ class PagesConnection:
                     self._busy_since = None
                     continue
                 fetch, shapes = asked.popleft()
-                buffer, expected = self._answer(fetch.number)
+                buffer, bulk = self._answer(fetch.number)
                 self._progress()
-                views = received_views(buffer, shapes)
-                found = None if expected is None else checksum(views, frames.encode(fetch))
-                if found != expected:
-                    raise CorruptPiece(
-                        f"tokens {fetch.start} to {fetch.stop} are corrupt: checksum {found:08x}, "
-                        f"sent with {expected:08x}"
-                    )
-                arrays = received_arrays(views, shapes)
+                try:
+                    received = received_arrays(buffer, bulk, shapes)
+                except CorruptBulk as error:
+                    raise CorruptBulk(
+                        f"tokens {fetch.start} to {fetch.stop} are corrupt: {error}"
+                    ) from None
+                arrays = jax.device_put(received, [shape.sharding for shape in shapes])
                 tokens = fetch.stop - fetch.start
                 yield Arrival(fetch.start, tokens, fetch.size, len(buffer), arrays, room.release)
         finally:
@@ -336,14 +325,12 @@ class PagesConnection:
         match frames.decode_from_prefill(data):
             case Echo():
                 pass
-            case frames.Ready(number=number, size=size, checksum=expected_sum):
-                asked = self._next_asked(number)
-                expected = piece_bytes(asked.shapes)
-                if size != expected:
-                    raise OSError(f"a piece of {size} bytes, expected {expected}")
-                buffer = self._buffers.take(size)
-                self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
-                self._answers.put((number, _Received(buffer, expected_sum)))
+            case frames.Ready(number=number, bulk=bulk):
+                expected = bulk_bytes(self._next_asked(number).shapes)
+                if bulk.size != expected:
+                    raise OSError(f"a piece of {bulk.size} bytes, expected {expected}")
+                buffer = self._buffers.receive(self._channel, expected, self._deadlines.answer)
+                self._answers.put((number, _Received(buffer, bulk)))
             case frames.Failed(number=number) as failed:
                 self._next_asked(number)
                 self._answers.put((number, failed))
@@ -361,8 +348,7 @@ class _Received(NamedTuple):
     """The bytes of a piece."""
 
     buffer: np.ndarray
-    checksum: int | None
-    """Checksum that the bytes should have; None: none was taken."""
+    bulk: Bulk
 
 
 class _Range(NamedTuple):

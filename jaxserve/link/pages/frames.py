@@ -1,9 +1,8 @@
 """The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
 
 The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
-which follow it as `bytes.py` lays them out. `Ready`
-has the checksum of the piece together with the fetch that it answers: a connection on which it is
-wrong is given up.
+which follow it as `link/bulk.py` lays them out. `Ready` has the checksum of the piece: a connection
+on which it is wrong is given up.
 
     decode → prefill   Join      (Fetch | Renew | Release | Echo)*
     prefill → decode   Welcome   (Ready bytes | Failed | Echo)*               or Refused
@@ -15,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.hello import Greeting, Refused
+from jaxserve.link.session.messages import Bulk, Echo
 
 
 class Join(Greeting, frozen=True, tag="join"):
@@ -48,10 +47,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """The piece follows."""
 
     number: int
-    size: int
-    """Size of the piece in bytes."""
-    checksum: int | None
-    """Checksum of the piece and the fetch; None: none was taken (`pages.checksums`)."""
+    bulk: Bulk
 
 
 class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):

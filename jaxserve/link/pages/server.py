@@ -12,17 +12,14 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from jaxserve.clock import AwakeClock
+from jaxserve.link.bulk import send_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.bytes import checksum, sent_parts, sent_views
 from jaxserve.link.pages.ends import ExportCounters, ExportError, Piece
-from jaxserve.link.remote.frames import Echo
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     LONGEST_TICK_SECONDS,
@@ -33,6 +30,7 @@ from jaxserve.link.session.channel import (
 )
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.messages import Echo
 from jaxserve.link.session.served import ServedConnection
 
 logger = logging.getLogger(__name__)
@@ -238,17 +236,19 @@ class _Puller(ServedConnection[frames.Fetch]):
         """Sends a piece once it is read."""
         number, size = reading.fetch.number, reading.size
         try:
-            views = sent_views(self._read_piece(reading))
-            parts = [*sent_parts(views)]
-            sent = sum(part.nbytes for part in parts)
-            check = (
-                checksum(views, frames.encode(reading.fetch)) if self._server.checksums else None
+            piece = self._read_piece(reading)
+            sent = send_arrays(
+                self._channel,
+                lambda bulk: frames.encode(frames.Ready(number, bulk)),
+                piece,
+                checked=self._server.checksums,
             )
-            self._send(frames.Ready(number, sent, check), parts)
             self._server.count(transfers=1, size=sent)
         except ExportError as error:
             self._server.count(failures=1)
-            self._send(frames.Failed(number, str(error), error.mismatch))
+            self._fail_fetch(frames.Failed(number, str(error), error.mismatch))
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")
         except Exception as error:
             logger.exception("pages: fetch %d", number)
             self.fail(f"{type(error).__name__}: {error}")
@@ -266,9 +266,9 @@ class _Puller(ServedConnection[frames.Fetch]):
                 if self.failure is not None or clock.tick() > self._server.deadlines.answer:
                     raise ExportError("the engine did not answer") from None
 
-    def _send(self, frame: msgspec.Struct, parts: Iterable[memoryview] = ()) -> None:
+    def _fail_fetch(self, frame: frames.Failed) -> None:
         try:
-            self._channel.send(frames.encode(frame), parts)
+            self._channel.send(frames.encode(frame))
         except OSError as error:
             self.fail(f"the connection closed ({error})")
 

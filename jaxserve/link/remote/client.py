@@ -2,10 +2,10 @@
 
 The two runtimes share no `jax.distributed` group, and either may die. An ffn worker is pure, so the
 attention worker keeps every message until its answer is there, and sends it again, over the next
-connection that is up, when a connection is lost, a deadline passes or an answer arrives as an
-error. Nothing is returned before it has arrived whole: a program that is given an array in error
-destroys the KV pages that are donated to it. `server.py` is the other end. Knows nothing of
-attention, ffn, plans or requests.
+connection that is up, when a connection is lost, a deadline passes or the ffn worker refuses it.
+Nothing is returned before it has arrived whole: a program that is given an array in error destroys
+the KV pages that are donated to it. `server.py` is the other end. Knows nothing of attention, ffn,
+plans or requests.
 """
 
 import functools
@@ -20,9 +20,16 @@ from jax.sharding import Mesh
 
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
-from jaxserve.link.remote.connection import Introduction, MessageConnection, Unanswered
+from jaxserve.link.dispatch.ends import piece_sharding
+from jaxserve.link.dispatch.put import put_pieces
+from jaxserve.link.remote.connection import (
+    AnswerShape,
+    Introduction,
+    MessageConnection,
+    Unanswered,
+)
 from jaxserve.link.remote.peer import Peer, PeerState
-from jaxserve.link.remote.transfers import is_ready, refuse_several_processes
+from jaxserve.link.remote.transfers import refuse_several_processes
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines, split_address
 from jaxserve.link.session.hello import Hello
 
@@ -34,9 +41,8 @@ MOST_POSTS = 12
 """Deaths of ffn workers after a message that is then not sent again."""
 WAIT_SECONDS = 0.25
 
-AnswerShape = Callable[[str, int], jax.ShapeDtypeStruct]
-"""(kind, rows of a piece) → the answer on the attention mesh: one piece a device, with its
-sharding."""
+PieceShape = Callable[[str, int], jax.ShapeDtypeStruct]
+"""(kind, rows of a piece) → shape of a piece of the answer."""
 
 
 class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +76,7 @@ class MessageClient:
       domain: name of this attention worker.
       transport: name of the transport of arrays.
       mesh: of this worker alone.
-      answer_shape: of the answer to a message.
+      answer_piece: shape of a piece of the answer to a message.
       rows: of a piece: every number that messages will have.
       deadlines: of every wait.
 
@@ -87,7 +93,7 @@ class MessageClient:
         domain: str,
         transport: str,
         mesh: Mesh,
-        answer_shape: AnswerShape,
+        answer_piece: PieceShape,
         rows: Sequence[int],
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
@@ -96,8 +102,8 @@ class MessageClient:
         for address in addresses:
             split_address(address)
         refuse_several_processes(f"link.transport {transport}")
-        self._domain = domain
-        self._answer_shape = functools.cache(answer_shape)
+        self._answer_shape = functools.cache(self._make_answer_shape)
+        self._answer_piece, self._mesh = answer_piece, mesh
         self._deadlines = deadlines
         self._changed = threading.Condition()
         self._unanswered: dict[int, Unanswered] = {}
@@ -106,14 +112,12 @@ class MessageClient:
         self._closed = False
         self._messages = self._resends = self._failures = 0
         self._last_failure = ""
-        device = mesh.devices.flat[0]
         us = Introduction(hello, domain, mesh.size, tuple(rows))
         self.peers = [
             Peer(
                 address,
                 us,
                 token,
-                device,
                 deadlines,
                 transport,
                 on_change=self._notify,
@@ -149,7 +153,7 @@ class MessageClient:
         self._unanswered[lane] = message
         connection = self._usable()
         if connection is not None:
-            self._post(connection, message)
+            connection.post(message)
 
     def receive(self, lane: int) -> jax.Array:
         """Waits for the answer to the lane's message and returns it, complete and without error.
@@ -163,17 +167,13 @@ class MessageClient:
         """
         message = self._unanswered[lane]
         while True:
-            connection, posting = message.connection, message.posting
-            if connection is not None and posting is not None and posting.answer is not None:
-                try:
-                    posting.answer.block_until_ready()
-                except RuntimeError as error:
-                    connection.lost(f"an answer arrived as an error: {error}")
-                else:
-                    connection.answered(message)
-                    del self._unanswered[lane]
-                    self._messages += 1
-                    return posting.answer
+            posting = message.posting
+            if posting is not None and (answer := posting.answer.get()) is not None:
+                del self._unanswered[lane]
+                self._messages += 1
+                return answer
+            if posting is not None and posting.error is not None:
+                raise posting.error
             self._resend()
 
     def ask(self, data: bytes, seconds: float) -> bytes:
@@ -236,17 +236,13 @@ class MessageClient:
         """Sends messages again that went over a lost connection or over none."""
         connection = self._wait_for_connection()
         for message in list(self._unanswered.values()):
-            posting = message.posting
-            if posting is not None:
-                if message.connection is connection and posting.answer is not None:
-                    continue
-                message.refusals += posting.refused
+            if message.connection is connection:
+                continue
+            if message.posting is not None:
+                message.refusals += message.posting.refused
                 self._resends += 1
-            # An error of this worker's own program would otherwise go round for ever.
-            if is_ready(message.packed):
-                message.packed.block_until_ready()
             self._check(message)
-            self._post(connection, message)
+            connection.post(message)
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
@@ -259,11 +255,11 @@ class MessageClient:
                 f"{self._last_failure}"
             )
 
-    def _post(self, connection: MessageConnection, message: Unanswered) -> None:
-        try:
-            connection.post(message, self._domain)
-        except (OSError, RuntimeError) as error:
-            connection.lost(f"a message could not be sent: {error}")
+    def _make_answer_shape(self, kind: str, rows: int) -> AnswerShape:
+        piece = self._answer_piece(kind, rows)
+        whole = self._mesh.size * piece.shape[0], *piece.shape[1:]
+        put = put_pieces(whole, piece.dtype, piece_sharding(self._mesh))
+        return AnswerShape([piece] * self._mesh.size, put)
 
     def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> MessageConnection:
         clock = AwakeClock(longest=2 * WAIT_SECONDS)

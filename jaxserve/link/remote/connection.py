@@ -1,35 +1,41 @@
 """One connection of an attention worker to an ffn worker, from hello to loss.
 
-A peer's thread (`peer.py`) joins, reads frames, probes and watches deadlines; the engine's thread
-posts messages (`client.py`). Every way in which a connection ends passes through
-`MessageConnection.fail`, which turns unfinished pulls into errors, so that no thread waits
-for it. Knows nothing of attention and ffn.
+A peer's thread (`peer.py`) joins, reads frames, sends signs of life and watches deadlines; the
+engine's thread posts messages (`client.py`), which a third one sends once they are computed. Every
+way in which a connection ends passes through `MessageConnection.fail`, which wakes threads that
+wait for an answer. Knows nothing of attention and ffn.
 """
 
-import contextlib
 import dataclasses
 import itertools
+import queue
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import EngineFailedError
+from jaxserve.link.dispatch.copy import fast_shards
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.transfers import PROBE_BYTES, ArrayTransfers, is_ready, new_uuid
+from jaxserve.link.remote.transfers import ArrayTransfers
 from jaxserve.link.session.channel import LONGEST_TICK_SECONDS, TICK_SECONDS, Channel, Deadlines
-from jaxserve.link.session.hello import Hello, Refusal, greeted
+from jaxserve.link.session.hello import Hello, greeted
+from jaxserve.link.session.messages import Bulk, Echo
 from jaxserve.link.transports import opens
 
-REASON_SECONDS = 0.1
-"""How long an error of a transfer waits for the reason that the other end may be telling."""
+
+class AnswerShape(NamedTuple):
+    """Landing of an answer on the attention mesh."""
+
+    pieces: Sequence[jax.ShapeDtypeStruct]
+    """Shapes of its pieces, one for each device."""
+    put: Callable[[Sequence[np.ndarray]], jax.Array]
+    """Puts them on the devices, as one array."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,16 +46,22 @@ class Posting:
     sockets too, without the garbage collector.
 
     Attributes:
-      uuid: of the message on this connection.
-      answer: the answer as being pulled; None where the connection failed before.
-      due: on the connection's clock, when it is late; None while the message is computed.
+      number: of the message on this connection.
+      answer: gets the answer; None where the connection failed, or there is an `error`.
+      error: why the message could not be computed.
+      sent: whether the message was computed and has left.
+      due: on the connection's clock, when the answer is late; None before.
       refused: whether the ffn worker said that there will be no answer.
     """
 
     what: str
-    packed: jax.Array
-    uuid: int
-    answer: jax.Array | None = None
+    answer_shape: AnswerShape
+    number: int
+    answer: "queue.SimpleQueue[jax.Array | None]" = dataclasses.field(
+        default_factory=queue.SimpleQueue
+    )
+    error: Exception | None = None
+    sent: bool = False
     due: float | None = None
     refused: bool = False
 
@@ -60,7 +72,7 @@ class Unanswered:
 
     Attributes:
       packed: the message on the attention mesh; kept to be sent again.
-      answer_shape: of its answer, on the attention mesh.
+      answer_shape: landing of its answer.
       connection, posting: how it was last sent; None before.
       posts: how often it was sent.
       refusals: how often an ffn worker said that it gets no answer.
@@ -71,7 +83,7 @@ class Unanswered:
     layer: int
     rows: int
     packed: jax.Array
-    answer_shape: jax.ShapeDtypeStruct
+    answer_shape: AnswerShape
     connection: "MessageConnection | None" = None
     posting: Posting | None = None
     posts: int = 0
@@ -101,91 +113,49 @@ class MessageConnection:
     may `fail` it.
     """
 
-    def __init__(self, channel: Channel, device: jax.Device, deadlines: Deadlines, transport: str):
+    def __init__(self, channel: Channel, deadlines: Deadlines, transport: str):
         self.channel = channel
         self.failure: str | None = None
         self.silent = 0.0
         """Seconds since the last frame of the peer."""
-        self._transfers: ArrayTransfers = opens(transport)(device, channel.local_host)
+        self._transfers: ArrayTransfers = opens(transport)(channel)
         self._deadlines = deadlines
         self._failing = threading.Lock()
-        self._failed = threading.Event()
         self._clock = AwakeClock(LONGEST_TICK_SECONDS)
-        self._heard = 0.0
+        self._heard = self._echoed = 0.0
         self._posted: dict[int, Posting] = {}
+        """By number."""
+        self._to_send: queue.SimpleQueue[tuple[Unanswered, Posting] | None] = queue.SimpleQueue()
         self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
         self._epoch = 0
-        sharding = SingleDeviceSharding(device)
-        self._probe = jax.device_put(np.arange(PROBE_BYTES // 4, dtype=np.int32), sharding)
-        self._probe_shape = jax.ShapeDtypeStruct(
-            self._probe.shape, self._probe.dtype, sharding=sharding
-        )
-        self._probed: jax.Array | None = None
-        self._probe_time = 0.0
-        self._probes = 0
 
     def join(self, us: Introduction) -> Hello:
-        """Introduces this worker and has one probe go there and back.
+        """Introduces this worker.
 
         Raises:
           Refusal: the two ends do not fit.
           NotYet: the other end is not ready for this one.
-          OSError, EOFError, RuntimeError: the connection is lost.
+          OSError, EOFError: the connection is lost.
         """
-        hello = us.hello
-        join = frames.Join(hello, us.domain, self._transfers.address, us.pieces, us.rows)
-        self.channel.send(frames.encode(join))
+        self.channel.send(frames.encode(frames.Join(us.hello, us.domain, us.pieces, us.rows)))
         frame = frames.decode_from_ffn(self.channel.receive())
         if isinstance(frame, frames.Preparing):
             raise NotYet(frame.reason)
-        welcome = greeted(frame, frames.Welcome, hello)
-        self._epoch = hello.epoch
-        self._transfers.connect(welcome.transfer_address)
-        returned = self._send_probe()
-        if not np.array_equal(returned, self._probe):
-            raise Refusal("a probe came back changed")
-        self._probed = None
-        self._clock.tick()
-        self._heard = self._probe_time = self._clock.now
+        welcome = greeted(frame, frames.Welcome, us.hello)
+        self._epoch = us.hello.epoch
+        self._heard = self._echoed = self._clock.tick()
         return welcome.hello
 
-    def post(self, message: Unanswered, domain: str) -> None:
-        """Registers and announces the message and asks for its answer; does not wait.
-
-        Raises OSError or RuntimeError when the connection is lost.
-        """
-        uuid, answer = new_uuid(), new_uuid()
-        note = frames.Note(
-            domain,
-            message.lane,
-            message.kind,
-            message.layer,
-            message.rows,
-            uuid,
-            answer,
-            self._epoch,
-        )
-        posting = Posting(str(message), message.packed, uuid)
+    def post(self, message: Unanswered) -> None:
+        """Has the message sent once it is computed; does not wait."""
+        posting = Posting(str(message), message.answer_shape, next(self._numbers))
         message.connection, message.posting = self, posting
         message.posts += 1
-        self._posted[message.lane] = posting
-        self._transfers.register(uuid, [message.packed])
-        self.channel.send(frames.encode(note))
-        (posting.answer,) = self._transfers.pull(answer, [message.answer_shape])
-
-    def answered(self, message: Unanswered) -> None:
-        """Forgets a message whose answer has arrived."""
-        self._posted.pop(message.lane, None)
-
-    def lost(self, what: str) -> None:
-        """Gives the connection up after an error of the engine's thread.
-
-        The other end refuses before it drops what is being transferred, but the two take different
-        ways: what it said, which the peer's thread reads, goes before `what`.
-        """
-        self._failed.wait(REASON_SECONDS)
-        self.fail(what)
+        self._posted[posting.number] = posting
+        self._to_send.put((message, posting))
+        if self.failure is not None:
+            posting.answer.put(None)
 
     def fail(self, reason: str) -> None:
         """Gives the connection up; the first reason counts."""
@@ -193,9 +163,10 @@ class MessageConnection:
             if self.failure is not None:
                 return
             self.failure = reason
-        self._failed.set()
-        self._transfers.cancel()
         self.channel.shutdown()
+        self._to_send.put(None)
+        for posting in list(self._posted.values()):
+            posting.answer.put(None)
         for number in list(self._questions):
             self._settle(frames.Answer(number, failed=reason))
 
@@ -230,43 +201,67 @@ class MessageConnection:
             future.set_result(answer.data)
 
     def serve(self, limit: Callable[[], float]) -> None:
-        """Reads, probes and watches until the connection has failed.
+        """Reads and watches until the connection has failed, and has messages sent meanwhile.
 
         Args:
           limit: seconds of silence that are allowed just now.
         """
+        sender = threading.Thread(target=self._send, name="link sender", daemon=True)
+        sender.start()
         while self.failure is None:
             try:
                 if self.channel.wait(TICK_SECONDS):
-                    self._take(self.channel.receive())
+                    self._take(frames.decode_from_ffn(self.channel.receive()))
                 self._tick(limit)
             except (EOFError, OSError) as error:
                 self.fail(f"the connection closed ({error or 'end of file'})")
-            except RuntimeError as error:
-                self._hear_out()
-                self.fail(f"a probe failed: {error}")
             except msgspec.DecodeError as error:
                 self.fail(str(error))
+        sender.join()
 
-    def _hear_out(self) -> None:
-        """Reads what the other end may have said before it dropped what was being transferred."""
-        end = time.monotonic() + REASON_SECONDS
-        with contextlib.suppress(EOFError, OSError):
-            while self.failure is None and self.channel.wait(max(0.0, end - time.monotonic())):
-                self._take(self.channel.receive())
+    def _send(self) -> None:
+        while self.failure is None and self._send_next():
+            pass
 
-    def _take(self, data: bytes) -> None:
+    def _send_next(self) -> bool:
+        """Waits for a message and sends it; False at the end. Keeps no reference to it."""
+        item = self._to_send.get()
+        if item is None:
+            return False
+        message, posting = item
+        shards_of, _ = fast_shards()
+
+        def note(bulk: Bulk) -> bytes:
+            fields = message.lane, message.kind, message.layer, message.rows
+            return frames.encode(frames.Note(posting.number, *fields, self._epoch, bulk))
+
+        try:
+            self._transfers.send(note, shards_of(message.packed))
+            posting.sent = True
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")
+        except Exception as error:  # of its computation, which `receive` raises
+            posting.error = error
+            self._posted.pop(posting.number, None)
+            posting.answer.put(None)
+        return True
+
+    def _take(self, frame: frames.FromFFN) -> None:
         self._heard = self._clock.now
-        match frames.decode_from_ffn(data):
-            case frames.Echo():
+        match frame:
+            case Echo():
                 pass
+            case frames.Result(number=number, bulk=bulk) if number in self._posted:
+                posting = self._posted.pop(number)
+                pieces = self._transfers.receive(bulk, posting.answer_shape.pieces)
+                posting.answer.put(posting.answer_shape.put(pieces))
             case frames.Answer() as answer:
                 self._settle(answer)
-            case frames.Failed(uuid=uuid, text=text):
-                for posting in list(self._posted.values()):
-                    posting.refused |= posting.uuid == uuid
+            case frames.Failed(number=number, text=text):
+                if number in self._posted:
+                    self._posted[number].refused = True
                 self.fail(text)
-            case frame:
+            case _:
                 self.fail(f"unexpected {type(frame).__name__}")
 
     def _tick(self, limit: Callable[[], float]) -> None:
@@ -276,26 +271,11 @@ class MessageConnection:
             self.fail(f"silent for {self.silent:.1f} s")
             return
         for posting in list(self._posted.values()):
-            answer = posting.answer
-            if posting.due is None or not is_ready(posting.packed):
+            if posting.due is None and posting.sent:
                 posting.due = now + self._deadlines.answer
-            elif now > posting.due and answer is not None and not is_ready(answer):
+            elif posting.due is not None and now > posting.due:
                 self.fail(f"no answer to {posting.what} within {self._deadlines.answer:g} s")
                 return
-        if now - self._probe_time < self._deadlines.probe:
-            return
-        if self._probed is None or is_ready(self._probed):
-            if self._probed is not None:
-                self._probed.block_until_ready()  # Raises where it came back as an error.
-            self._probed = self._send_probe()
-            self._probe_time = now
-        elif now - self._probe_time > limit():
-            self.fail(f"a probe was not returned within {now - self._probe_time:.1f} s")
-
-    def _send_probe(self) -> jax.Array:
-        self._probes += 1
-        uuid, answer = new_uuid(), new_uuid()
-        self._transfers.register(uuid, [self._probe])
-        self.channel.send(frames.encode(frames.Probe(uuid, answer)))
-        self.channel.send(frames.encode(frames.Echo(self._probes)))
-        return self._transfers.pull(answer, [self._probe_shape])[0]
+        if now - self._echoed >= self._deadlines.probe:
+            self._echoed = now
+            self.channel.send(frames.encode(Echo(0)))

@@ -1,10 +1,9 @@
-"""Frames of the control channel between runtimes: msgpack of the structs below, nothing pickled.
+"""Messages of a link between runtimes: msgpack of the structs below, nothing pickled.
 
-Arrays do not pass here; they are pulled from transfer servers (`link/transports/pull.py`) under the
-uuids that these frames name.
+The rows of a layer follow the `Note` that announces them, and those of its answer the `Result`.
 
-    attention → ffn   Join     (Note | Probe | Echo | Question)*
-    ffn → attention   Welcome  (Failed | Echo | Answer)*          or Refused or Preparing
+    attention → ffn   Join     (Note rows | Echo | Question)*
+    ffn → attention   Welcome  (Result rows | Failed | Echo | Answer)*    or Refused or Preparing
 """
 
 from collections.abc import Callable
@@ -12,14 +11,13 @@ from collections.abc import Callable
 import msgspec
 
 from jaxserve.link.session.hello import Greeting, Refused
+from jaxserve.link.session.messages import Bulk, Echo
 
 
 class Join(Greeting, frozen=True, tag="join"):
     """First frame of an attention worker."""
 
     domain: str
-    transfer_address: str
-    """Address of the transfer server that serves the worker's messages on this connection."""
     pieces: int = 1
     """Pieces of each message."""
     rows: tuple[int, ...] = ()
@@ -28,9 +26,6 @@ class Join(Greeting, frozen=True, tag="join"):
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """The ffn worker takes the attention worker in."""
-
-    transfer_address: str
-    """Address of the transfer server that serves the answers on this connection."""
 
 
 class Preparing(msgspec.Struct, frozen=True, tag="preparing", array_like=True):
@@ -41,39 +36,33 @@ class Preparing(msgspec.Struct, frozen=True, tag="preparing", array_like=True):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
-    """A message waits to be pulled under `uuid`; its answer will be under `answer`.
+    """A message follows.
 
     `rows` are those of a piece: with `kind` and the pieces they fix the shapes of message and
     answer.
     """
 
-    domain: str
+    number: int
+    """Names the message on this connection."""
     lane: int
     kind: str
     layer: int
     rows: int
-    uuid: int
-    answer: int
     epoch: int
+    bulk: Bulk
 
 
-class Probe(msgspec.Struct, frozen=True, tag="probe", array_like=True):
-    """A few kilobytes wait under `uuid` and are to be put under `answer` as they are."""
-
-    uuid: int
-    answer: int
-
-
-class Echo(msgspec.Struct, frozen=True, tag="echo", array_like=True):
-    """Sign of life: sent by the attention worker, and returned by the ffn worker."""
+class Result(msgspec.Struct, frozen=True, tag="result", array_like=True):
+    """The answer to the message with this number follows."""
 
     number: int
+    bulk: Bulk
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The message under `uuid` gets no answer, and the ffn worker closes the connection."""
+    """The message with this number gets no answer; the attention worker closes the connection."""
 
-    uuid: int
+    number: int
     text: str
 
 
@@ -93,8 +82,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
     """Reason for the lack of an answer; empty: `data` is the answer."""
 
 
-FromAttention = Join | Note | Probe | Echo | Question
-FromFFN = Welcome | Refused | Preparing | Failed | Echo | Answer
+FromAttention = Join | Note | Echo | Question
+FromFFN = Welcome | Refused | Preparing | Result | Failed | Echo | Answer
 
 encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_from_attention = msgspec.msgpack.Decoder(FromAttention).decode

@@ -1,8 +1,7 @@
 """The attention worker's connection to one ffn worker, kept up.
 
-A `Peer` stands for an address. Its thread connects (channel, hello, a fresh transfer server, one
-probe there and back), serves the connection until it is lost, and begins again. `MessageClient`
-(`client.py`) sends over whichever peer is up.
+A `Peer` stands for an address. Its thread connects, serves the connection until it is lost, and
+begins again. `MessageClient` (`client.py`) sends over whichever peer is up.
 
     CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly, one
                                                          that compiles for this worker soon
@@ -17,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import jax
 import msgspec
 
 from jaxserve.errors import ConfigError
@@ -56,7 +54,6 @@ class Peer:
         address: str,
         us: Introduction,
         token: str,
-        device: jax.Device,
         deadlines: Deadlines,
         transport: str,
         on_change: Callable[[], None],
@@ -70,7 +67,7 @@ class Peer:
         self._state = PeerState.CONNECTING
         self._said = False  # that it is suspect
         self._us, self._token = us, token
-        self._device, self._deadlines, self._transport = device, deadlines, transport
+        self._deadlines, self._transport = deadlines, transport
         self._on_change, self._limit = on_change, limit
         self._channel: Channel | None = None
         self._closing = threading.Event()
@@ -128,7 +125,7 @@ class Peer:
         self._channel = channel = dial(self.address, self._token, self._deadlines.handshake)
         connection = None
         try:
-            connection = MessageConnection(channel, self._device, self._deadlines, self._transport)
+            connection = MessageConnection(channel, self._deadlines, self._transport)
             late = functools.partial(connection.fail, "the handshake took too long")
             with cut_off(late, self._deadlines.handshake):
                 theirs = connection.join(self._us)

@@ -1,30 +1,33 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
-Attention workers connect, announce messages and pull their answers. Each has two threads here: one
-reads notes and starts the pulls, the other waits until a message has arrived and only then enqueues
-the worker's program, because device queues are in order and a program ahead of its message would
-block every other domain's. So each domain is served in the order of its notes, and domains whose
-messages have arrived take turns. The server keeps only messages in flight and compiled programs
-(`work.py`): a lost domain is forgotten. `client.py` is the other end.
-This module knows nothing of ffn, plans or requests.
+Attention workers connect, send messages and get their answers. Each has three threads here: one
+receives messages, the next enqueues the worker's programs for them, and the last sends answers once
+they are computed. A program is enqueued only once its message has arrived, because device queues
+are in order and a program ahead of its message would block every other domain's. So each domain is
+served in the order of its notes, and domains whose messages have arrived take turns. The server
+keeps only messages in flight and compiled programs (`work.py`): a lost domain is forgotten.
+`client.py` is the other end. This module knows nothing of ffn, plans or requests.
 """
 
 import contextlib
 import functools
 import logging
+import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.transfers import PROBE_BYTES, ArrayTransfers, refuse_several_processes
+from jaxserve.link.remote.transfers import ArrayTransfers, refuse_several_processes
 from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.messages import Bulk, Echo
 from jaxserve.link.session.served import ServedConnection
 from jaxserve.link.transports import opens
 
@@ -43,7 +46,6 @@ class MessageServer:
       token: the secret of the deployment.
       work: the worker; its `run` is called by one thread at a time.
       transport: name of the transport of arrays.
-      mesh: of this worker alone.
       deadlines: of every wait.
       on_question: answers questions of attention runtimes; called on any thread.
 
@@ -59,7 +61,6 @@ class MessageServer:
         work: Work,
         *,
         transport: str,
-        mesh: Mesh,
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
@@ -70,7 +71,6 @@ class MessageServer:
         self.work = work
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
-        self.device: jax.Device = mesh.devices.flat[0]
         self._address, self._token = address, token
         self._domains: set[_Domain] = set()
         self.turns = Turns(lambda: len(self._domains) > 1)
@@ -114,7 +114,14 @@ class MessageServer:
             self.turns.forget(domain)
 
 
-class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
+class _Arrived(NamedTuple):
+    """A message that has arrived whole."""
+
+    note: frames.Note
+    message: Arrays
+
+
+class _Domain(ServedConnection[_Arrived]):
     """One connected attention worker."""
 
     def __init__(self, server: MessageServer, channel: Channel):
@@ -126,20 +133,9 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
         """Pieces of each of the domain's messages."""
         self._server = server
         self._answering = False
-        self._transfers: ArrayTransfers | None = None
-        sharding = jax.sharding.SingleDeviceSharding(server.device)
-        self._probe_shape = jax.ShapeDtypeStruct((PROBE_BYTES // 4,), "int32", sharding=sharding)
-
-    def _drop(self) -> None:
-        if self._transfers is not None:
-            self._transfers.cancel()
-
-    def live(self) -> None:
-        """Runs from the handshake to the connection's loss."""
-        try:
-            super().live()
-        finally:
-            self._transfers = None
+        self._transfers: ArrayTransfers = opens(server.transport)(channel)
+        self._answers: queue.SimpleQueue[tuple[int, Sequence[jax.Array]] | None]
+        self._answers = queue.SimpleQueue()
 
     def _admit(self, frame: frames.Join) -> bool:
         channel, server = self._channel, self._server
@@ -147,23 +143,16 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
             channel.send(frames.encode(answer))
             return False
         self.pieces = frame.pieces
-        self._transfers = transfers = opens(server.transport)(server.device, channel.local_host)
-        transfers.connect(frame.transfer_address)
         self.name = frame.domain
-        channel.send(frames.encode(frames.Welcome(server.hello, transfers.address)))
+        channel.send(frames.encode(frames.Welcome(server.hello)))
         logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
         return True
 
-    def _take(self, frame: frames.Note | frames.Probe | frames.Echo | frames.Question) -> None:
-        assert self._transfers is not None
+    def _take(self, frame: frames.Note | Echo | frames.Question) -> None:
         match frame:
             case frames.Note():
                 self._announced(frame)
-            case frames.Probe(uuid=uuid, answer=answer):
-                # Registered while it arrives: nothing waits for it here.
-                probe = self._transfers.pull(uuid, [self._probe_shape])
-                self._transfers.register(answer, probe)
-            case frames.Echo():
+            case Echo():
                 self._channel.send(frames.encode(frame))
             case frames.Question():
                 self._asked(self._channel, frame)
@@ -190,53 +179,68 @@ class _Domain(ServedConnection[tuple[frames.Note, list[jax.Array]]]):
         threading.Thread(target=run, name="link question", daemon=True).start()
 
     def _announced(self, note: frames.Note) -> None:
-        assert self._transfers is not None
+        work, size = self._server.work, MessageSize(self.pieces, note.rows)
         if note.epoch != self._server.hello.epoch:
-            self._refuse(note, f"epoch {note.epoch}, here {self._server.hello.epoch}")
-            return
+            raise RuntimeError(f"epoch {note.epoch}, here {self._server.hello.epoch}")
         try:
-            shapes = self._server.message_shapes(note.kind, self._size(note))
+            shapes = self._server.message_shapes(note.kind, size)
         except Exception as error:
             logger.exception("link: no shapes of %s", note)
-            self._refuse(note, f"{type(error).__name__}: {error}")
-            return
-        self._wanted.put((note, self._transfers.pull(note.uuid, shapes)))
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        pieces = self._transfers.receive(note.bulk, shapes)
+        self._wanted.put(_Arrived(note, work.land(size, pieces)))
 
     def _work(self) -> None:
         """Runs messages that have arrived."""
+        sender = threading.Thread(target=self._send, name=f"answers {self.name}", daemon=True)
+        sender.start()
         while self.failure is None and (item := self._wanted.get()) is not None:
             self._run(*item)
+            del item  # or it would be kept until the next one comes
+        self._answers.put(None)
+        sender.join()
         # Messages that were not served would keep their memory for as long as this object lives.
         while not self._wanted.empty():
             self._wanted.get()
 
-    def _run(self, note: frames.Note, message: list[jax.Array]) -> None:
-        """Waits until a message has arrived and runs it, unless the connection has failed."""
-        transfers = self._transfers
-        assert transfers is not None
-        try:
-            for array in message:
-                array.block_until_ready()
-        except RuntimeError as error:
-            self._refuse(note, f"the message arrived as an error: {error}")
-            return
+    def _run(self, note: frames.Note, message: Arrays) -> None:
+        """Enqueues the answer, unless the connection has failed."""
+        size = MessageSize(self.pieces, note.rows)
         try:
             with self._server.turns.take(self):
                 if self.failure is None:
-                    answer = self._server.work.run(note.kind, note.layer, self._size(note), message)
-                    transfers.register(note.answer, answer)
+                    answer = self._server.work.run(note.kind, note.layer, size, message)
+                    self._answers.put((note.number, answer))
                     self._server.turns.enqueued(answer[0])
         except Exception as error:
             if self.failure is None:
                 logger.exception("link: no answer to %s", note)
-                self._refuse(note, f"{type(error).__name__}: {error}")
+                self._refuse(note.number, f"{type(error).__name__}: {error}")
 
-    def _size(self, note: frames.Note) -> MessageSize:
-        return MessageSize(self.pieces, note.rows)
+    def _send(self) -> None:
+        while self._send_next():
+            pass
 
-    def _refuse(self, note: frames.Note, text: str) -> None:
-        """Tells the domain that a message gets no answer, and ends the connection."""
-        if self.failure is None:
-            with contextlib.suppress(OSError):
-                self._channel.send(frames.encode(frames.Failed(note.uuid, text)))
-        self.fail(text)
+    def _send_next(self) -> bool:
+        """Waits for an answer and sends it; False at the end. Keeps no reference to it."""
+        item = self._answers.get()
+        if item is None:
+            return False
+        number, answer = item
+
+        def result(bulk: Bulk) -> bytes:
+            return frames.encode(frames.Result(number, bulk))
+
+        try:
+            if self.failure is None:
+                self._transfers.send(result, answer)
+        except OSError as error:
+            self.fail(f"the connection closed ({error})")
+        except Exception as error:
+            self._refuse(number, f"{type(error).__name__}: {error}")
+        return True
+
+    def _refuse(self, number: int, text: str) -> None:
+        """Tells the domain that a message gets no answer; it ends the connection then."""
+        with contextlib.suppress(OSError):
+            self._channel.send(frames.encode(frames.Failed(number, text)))

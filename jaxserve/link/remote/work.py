@@ -8,6 +8,7 @@ nothing of ffn.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
@@ -17,11 +18,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize, Route
 from jaxserve.link.dispatch.copy import fast_shards
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
+from jaxserve.link.dispatch.put import Put, put_pieces
 from jaxserve.link.remote.frames import Preparing
 from jaxserve.link.session.hello import Refused
 
@@ -121,15 +123,16 @@ class Work(Protocol):
         ...
 
     def shapes(self, kind: str, size: MessageSize) -> Sequence[jax.ShapeDtypeStruct]:
-        """The arrays, with shardings, as which a message lands: together one buffer a piece, in the
-        order of the pieces."""
+        """Returns the shapes of a message's pieces. Raises for a kind that this worker lacks."""
         ...
 
-    def run(
-        self, kind: str, layer: int, size: MessageSize, message: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
-        """Enqueues the answer and returns it: arrays with one buffer a piece, in the order of the
-        pieces. Raises for a kind or layer that this worker does not have."""
+    def land(self, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
+        """Puts a message's pieces on the devices, whose memory adopts theirs if it can."""
+        ...
+
+    def run(self, kind: str, layer: int, size: MessageSize, message: Arrays) -> Sequence[jax.Array]:
+        """Enqueues the answer to a message that has landed, and returns it: one array a piece.
+        Raises for a kind or layer that this worker does not have."""
         ...
 
 
@@ -191,43 +194,31 @@ class Preparations:
 class MessageLanding:
     """Places where messages of any size land on an ffn mesh, and from which their answers leave.
 
-    The pieces arrive one array each, on their ingress devices; programs take one array a slot over
-    the whole mesh, in which devices without a piece hold padding. Inside one runtime the transports
-    do the same.
+    Programs take one array a slot over the whole mesh, in which devices without a piece hold
+    padding. Inside one runtime the transports do the same.
     """
 
     def __init__(self, route: Route, mesh: Mesh):
-        self._route = route
+        self._route, self._mesh = route, mesh
         self._sharding = piece_sharding(mesh)
-        devices = list(mesh.devices.flat)
         self._places = [route.ingress(piece) for piece in range(route.attention)]
-        self._pieces = {place: piece for piece, place in enumerate(self._places)}
-        self._devices = devices
-        self._padding: dict[tuple[tuple[int, int], jnp.dtype], list[jax.Array]] = {}
-
-    def shapes(self, piece: tuple[int, int], dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
-        """Arrays as which a message's pieces [rows, words] land, one a piece."""
-        return [
-            jax.ShapeDtypeStruct(piece, dtype, sharding=SingleDeviceSharding(self._devices[device]))
-            for device, _ in self._places
+        pieces = {place: piece for piece, place in enumerate(self._places)}
+        self._slots = [
+            [pieces.get((device, slot)) for device in range(mesh.size)]
+            for slot in range(route.slots)
         ]
+        """By slot and device, the piece that lands there."""
+        self._padding = functools.cache(self._make_padding)
+        self._put = functools.cache(self._make_put)
 
-    def assemble(self, pieces: Sequence[jax.Array]) -> Arrays:
-        """Assembles the message that programs take from its pieces."""
-        rows, words = pieces[0].shape
-        dtype = pieces[0].dtype
-        _, make_assemble = fast_shards()
-        padding = self._padding_of((rows, words), dtype)
-        shape = len(self._devices) * rows, words
-        slots = []
-        for slot in range(self._route.slots):
-            places = [self._pieces.get((device, slot)) for device in range(len(self._devices))]
-            shards = [
-                padding[device] if piece is None else pieces[piece]
-                for device, piece in enumerate(places)
-            ]
-            slots.append(make_assemble(shape, dtype, self._sharding)(shards))
-        return slots
+    def land(self, pieces: Sequence[np.ndarray]) -> Arrays:
+        """Puts pieces [rows, words] on the devices, as the arrays that programs take."""
+        kind = pieces[0].shape, pieces[0].dtype
+        put, padding = self._put(*kind), self._padding(*kind)
+        return [
+            put([padding[at] if piece is None else pieces[piece] for at, piece in enumerate(slot)])
+            for slot in self._slots
+        ]
 
     def pieces(self, slots: Arrays) -> list[jax.Array]:
         """Takes the answer's pieces out of the arrays that a program returned."""
@@ -235,10 +226,11 @@ class MessageLanding:
         shards = [shards_of(array) for array in slots]
         return [shards[slot][device] for device, slot in self._places]
 
-    def _padding_of(self, piece: tuple[int, int], dtype: jnp.dtype) -> list[jax.Array]:
-        """Makes a piece of zeros on every device, once."""
-        known = self._padding.get((piece, dtype))
-        if known is None:
-            known = [jax.device_put(np.zeros(piece, dtype), device) for device in self._devices]
-            self._padding[piece, dtype] = known
-        return known
+    def _make_put(self, piece: tuple[int, int], dtype: np.dtype) -> Put:
+        whole = self._mesh.size * piece[0], piece[1]
+        return put_pieces(whole, jnp.dtype(dtype), self._sharding)
+
+    def _make_padding(self, piece: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
+        """Makes a piece of zeros on every device."""
+        zeros, devices = np.zeros(piece, dtype), self._mesh.devices.flat
+        return [jax.device_put(zeros, device) for device in devices]

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.chaos.proxy import Proxy
+from jaxserve.link import bulk
 from jaxserve.link.pages import client as pages_client
-from jaxserve.link.pages import connection as pages_connection
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import OPEN_SECONDS, Breaker, PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
@@ -207,17 +208,18 @@ class TestRefusals:
 def _changing(monkeypatch, pieces: set[int]) -> None:
     """Of the pieces that servers send, counted from 0, these have a bit changed on the way."""
     count = itertools.count()
-    sent = pages_server.sent_parts
 
-    def changed(views):
-        parts = [*sent(views)]
-        if next(count) in pieces:
-            other = bytearray(parts[-1])
-            other[-1] ^= 4
-            parts[-1] = memoryview(other)
-        return iter(parts)
+    def changed(channel, *arguments, **options):
+        def send(frame, parts):
+            if next(count) in pieces:
+                other = bytearray(parts[-1])
+                other[-1] ^= 4
+                parts[-1] = memoryview(other)
+            channel.send(frame, parts)
 
-    monkeypatch.setattr(pages_server, "sent_parts", changed)
+        return bulk.send_arrays(SimpleNamespace(send=send), *arguments, **options)
+
+    monkeypatch.setattr(pages_server, "send_arrays", changed)
 
 
 class TestCorruption:
@@ -236,8 +238,7 @@ class TestCorruption:
         def nobody(*_):
             raise AssertionError
 
-        monkeypatch.setattr(pages_server, "checksum", nobody)
-        monkeypatch.setattr(pages_connection, "checksum", nobody)
+        monkeypatch.setattr(bulk, "checksum", nobody)
         with serving(checksums=False) as (server, _), client() as link:
             assert ended(link, server).failure is None
 

@@ -159,7 +159,6 @@ def serve(options: dict) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
 
     import numpy as np
-    from jax.sharding import Mesh, SingleDeviceSharding
 
     from jaxserve.link.remote.server import MessageServer
     from jaxserve.link.session.channel import Deadlines
@@ -167,8 +166,6 @@ def serve(options: dict) -> None:
 
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    mesh = Mesh(np.array(jax.devices()).reshape(DEVICES, 1), ("ep", "tp"))
-    ingress = [SingleDeviceSharding(device) for device in jax.devices()]
 
     class Toy:
         """`link.work.Work`."""
@@ -187,12 +184,14 @@ def serve(options: dict) -> None:
             self.known = self.known | {size.rows for size in sizes}
 
         def shapes(self, kind: str, size) -> list[jax.ShapeDtypeStruct]:
-            """Piece i lands on device i modulo the devices that are here."""
             pieces, words = map(int, kind.split("x"))
             assert pieces == size.pieces
+            return [jax.ShapeDtypeStruct((size.rows, words), WORD)] * pieces
+
+        def land(self, size, pieces) -> list[jax.Array]:
+            """Piece i lands on device i modulo the devices that are here."""
             return [
-                jax.ShapeDtypeStruct((size.rows, words), WORD, sharding=ingress[i % DEVICES])
-                for i in range(pieces)
+                jax.device_put(piece, jax.devices()[i % DEVICES]) for i, piece in enumerate(pieces)
             ]
 
         def run(self, kind: str, layer: int, size, message) -> list[jax.Array]:
@@ -207,14 +206,13 @@ def serve(options: dict) -> None:
         return 2 * x + layer
 
     warm = np.zeros((ROWS, WORDS), WORD)
-    jax.block_until_ready([double(jax.device_put(warm, s), np.int32(0)) for s in ingress])
+    jax.block_until_ready([double(jax.device_put(warm, d), np.int32(0)) for d in jax.devices()])
     server = MessageServer(
         options.get("address", "127.0.0.1:0"),
         make_hello("ffn", FACTS),
         "secret",
         Toy(),
         transport="pull",
-        mesh=mesh,
         deadlines=Deadlines(**DEADLINES),
     )
     folder = Path(options["folder"])
@@ -254,7 +252,7 @@ def keep_sending(address: str) -> None:
         domain="doomed",
         transport="pull",
         mesh=Mesh(np.array([[device]]), ("dp", "tp")),
-        answer_shape=lambda *_: jax.ShapeDtypeStruct((BULK_ROWS, words), WORD, sharding=sharding),
+        answer_piece=lambda *_: jax.ShapeDtypeStruct((BULK_ROWS, words), WORD),
         rows=[BULK_ROWS],
         deadlines=Deadlines(**DEADLINES),
     )

@@ -32,11 +32,11 @@ from jaxserve.link.transports.pull import PullTransfers
 TRANSPORT = Transport(crosses_runtimes=True)
 
 class Far(PullTransfers):
-    registered = 0
+    sent = 0
 
-    def register(self, uuid, arrays):
-        Far.registered += 1
-        super().register(uuid, arrays)
+    def send(self, frame, arrays):
+        Far.sent += 1
+        super().send(frame, arrays)
 
 OPENS = Far
 """,
