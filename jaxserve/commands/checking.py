@@ -21,7 +21,7 @@ from jaxserve.config.shipped import device_kind
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
-from jaxserve.link.dispatch.contract import Route
+from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 

@@ -67,8 +67,8 @@ def _inside(transport: str) -> None:
     import numpy as np
     from jax.sharding import Mesh
 
-    from jaxserve.link.dispatch.contract import Route
     from jaxserve.link.dispatch.ends import piece_sharding
+    from jaxserve.link.dispatch.route import Route
     from jaxserve.link.transports import opens
 
     here, there = (Mesh(np.asarray([[one]]), ("x", "y")) for one in jax.local_devices()[:2])

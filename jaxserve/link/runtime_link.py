@@ -14,6 +14,7 @@ from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import Arrays, ReceiveAnswer, SendMessage
 from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.message import answer_format, message_formats
+from jaxserve.link.dispatch.route import Route
 from jaxserve.link.transports import opens
 
 
@@ -37,7 +38,7 @@ class RuntimeLink:
         token_sizes: Sequence[int],
     ):
         cls = opens(_default(attention, ffn) if transport == "auto" else transport)
-        route, answer = contract.route(ffn.size), answer_format(contract)
+        route, answer = Route.of(contract, ffn.size), answer_format(contract)
         dispatch: dict[tuple[FFNKind, int], MeshTransport] = {}
         combine: dict[int, MeshTransport] = {}
         for tokens in token_sizes:

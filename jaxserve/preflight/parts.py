@@ -29,6 +29,7 @@ from jaxserve.fleet.assembly import Options, build_runtime
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.message import answer_format, message_formats
+from jaxserve.link.dispatch.route import Route
 from jaxserve.link.transports import opens
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.model.attention.kv_cache import ring_pages
@@ -146,7 +147,7 @@ def _link(
       ValueError: other bytes arrived than were sent.
     """
     attention, ffn = meshes.attention, meshes.ffn
-    route, rows = contract.route(ffn.size), contract.piece_rows(tokens)
+    route, rows = Route.of(contract, ffn.size), contract.piece_rows(tokens)
     message = message_formats(contract)[contract.layers[-1]]
     answer = answer_format(contract)
     there = _Way(transport("dispatch", route, attention, ffn, (rows, message.width), message.word))

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.link.dispatch.contract import Route
 from jaxserve.model.ffn.traffic import ExchangeMesh
 
 FP32 = 4
@@ -96,7 +95,7 @@ def ffn_activations(
     """
     size, d, packed = step.size, step.d_model, step.packed
     rows, devices = dp * step.tokens, mesh.ranks * mesh.tensor
-    arriving = -(-rows // pieces) * Route(pieces, devices, mesh.instances).slots
+    arriving = -(-rows // pieces) * -(-pieces // devices) * mesh.instances
     lanes = step.lanes if mesh.split else 1
     hidden = 2 * FP32 + size
 

@@ -23,7 +23,9 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.contract import Contract, MessageSize
 from jaxserve.link.dispatch.ends import Arrays, FFNEnd
-from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
+from jaxserve.link.dispatch.message import answer_format, message_formats
+from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
@@ -57,7 +59,7 @@ class FFNPrograms:
         self.config, self.dtype = templates.config, templates.dtype
         self.contract = contract or Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
-        self.route = self.contract.route(mesh.size)
+        self.route = Route.of(self.contract, mesh.size)
         instances = self.route.instances
         blocks = Blocks(mesh.size // instances * self.route.slots, self.route.filled)
         axes = Axes(*FFN_AXES, rows=FFN_AXES, instance=INSTANCE if instances > 1 else None)

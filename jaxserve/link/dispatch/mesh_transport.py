@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.link.dispatch.contract import Route
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
+from jaxserve.link.dispatch.route import Route
 
 Direction = Literal["dispatch", "combine"]
 

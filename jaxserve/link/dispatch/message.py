@@ -8,7 +8,6 @@ per array, not per byte. Knows nothing of attention and ffn.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, UInt, UInt32
+from jaxtyping import Array, Float, UInt, UInt32
 
 from jaxserve.config.formats import FormatName
 from jaxserve.config.model import FFNKind
@@ -66,10 +65,10 @@ class MessageFormat(msgspec.Struct, frozen=True):
             assert message.experts is not None
             assert message.gates is not None
             beside += [message.experts.astype(jnp.int32), message.gates.astype(jnp.float32)]
-        words = [_as(values, self.word)]
+        words = [reinterpreted(values, self.word)]
         if beside:
-            bits = jnp.concatenate([_as(part, jnp.uint32) for part in beside], axis=1)
-            words.append(_to_words(bits, self.word))
+            bits = jnp.concatenate([reinterpreted(part, jnp.uint32) for part in beside], axis=1)
+            words.append(to_words(bits, self.word))
         padding = self.width - sum(part.shape[1] for part in words)
         words.append(jnp.zeros((values.shape[0], padding), self.word))
         return jnp.concatenate(words, axis=1)
@@ -81,25 +80,25 @@ class MessageFormat(msgspec.Struct, frozen=True):
         what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
-        values = _as(packed[:, : self.d_model], storage(self.rows))  # one a word
+        values = reinterpreted(packed[:, : self.d_model], storage(self.rows))  # one a word
         # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
         beside = has_scales(self.rows) + 2 * self.top_k
         if not beside:
             return Message(decode_rows(values, None, dtype), None, None)
         used = self.d_model + beside * 4 // self.word.itemsize
         bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
-        scales = _as(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
+        scales = reinterpreted(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
         tokens = decode_rows(values, scales, dtype)
         encoded = wide = None
         if scales is not None:
-            wide = EncodedRows(_as(packed, values.dtype), scales)
+            wide = EncodedRows(reinterpreted(packed, values.dtype), scales)
             # On TPUs XLA cuts and converts in a pass of its own, and all kernels read what came.
             on_tpu = current_target().backend == "mosaic_tpu"
             encoded = wide if on_tpu else EncodedRows(values, scales)
         if not self.top_k:
             return Message(tokens, None, None, encoded, wide)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
-        experts, gates = _as(experts, jnp.int32), _as(gates, jnp.float32)
+        experts, gates = reinterpreted(experts, jnp.int32), reinterpreted(gates, jnp.float32)
         return Message(tokens, experts, gates, encoded, wide)
 
 
@@ -143,34 +142,12 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return total.astype(dtype)
 
 
-class PackedRows(NamedTuple):
-    """Rows of a message as the exchange handles them (`model.ffn.exchange.Packing`)."""
-
-    format: MessageFormat
-    dtype: jnp.dtype
-    """The dtype that rows are dequantised to."""
-
-    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
-        """Unpacks the rows."""
-        return self.format.unpack(packed, self.dtype)
-
-    def addressed(
-        self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
-    ) -> UInt[Array, "rows words"]:
-        """Replaces the expert ids of packed rows."""
-        form = self.format
-        first = form.d_model + has_scales(form.rows) * 4 // form.word.itemsize
-        return jax.lax.dynamic_update_slice_in_dim(
-            packed, _to_words(_as(slots, jnp.uint32), form.word), first, axis=1
-        )
-
-
-def _as(x: Array, dtype: DTypeLike) -> Array:
+def reinterpreted(x: Array, dtype: DTypeLike) -> Array:
     """Reinterprets the bits as another dtype."""
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
+def to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
     """The lowest bits first, as a bit-cast has them, which XLA does not fuse with what makes the
     numbers: a launch less on GPUs."""
     size = 8 * word.itemsize

@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.bulk import CorruptBulk, HostBuffers
 from jaxserve.link.pages.connection import FetchError, Landing, PagesConnection
 from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
+from jaxserve.link.pages.frames import Release, Renew
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
@@ -293,11 +294,11 @@ class _Peer:
             if due:
                 self._renewed = time.monotonic()
         for hand_off in released:
-            connection.release(hand_off)  # or raises, and the next connection says it
+            connection.send(Release(hand_off))  # or raises, and the next connection says it
             with self._changed:
                 self._released.pop(hand_off, None)
         if kept:
-            connection.renew(kept)
+            connection.send(Renew(kept))
 
     def _used(self) -> None:
         """Wakes a waiting stream, or starts one more, for a queued fetch."""

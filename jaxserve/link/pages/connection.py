@@ -1,38 +1,28 @@
 """One connection of a decode worker to a prefill worker's pages server.
 
-A thread reads frames and pieces, keeps the other end alive and gives the connection up when it is
-silent or late; the stream that owns it (`client.py`) fetches, one range after the other, with
-some asked for ahead. Every way in which a connection ends passes through `fail`, which wakes
-threads that wait for a piece.
+A thread reads frames and pieces and gives the connection up when it is silent or late; the stream
+that owns it (`client.py`) fetches, one range after the other, with some asked for ahead.
 """
 
-import functools
 import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
-import msgspec
 import numpy as np
 
-from jaxserve.clock import AwakeClock
 from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import (
-    LONGEST_TICK_SECONDS,
-    TICK_SECONDS,
-    Channel,
-    Deadlines,
-    cut_off,
-    dial,
-)
-from jaxserve.link.session.hello import Hello, Refusal, greeted
-from jaxserve.link.session.messages import Bulk, Echo
+from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines, dial
+from jaxserve.link.session.greet import greet
+from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.messages import Bulk
+from jaxserve.link.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +82,14 @@ class _Asked(NamedTuple):
     shapes: Sequence[jax.ShapeDtypeStruct]
 
 
-class PagesConnection:
-    """From hello to loss. The owner's thread fetches and closes; any thread may `fail` it."""
+class PagesConnection(Session):
+    """The owner's thread fetches and closes; any thread may `fail` it.
+
+    Args:
+      on_tick: called several times a second with this connection, on the thread that reads.
+    """
+
+    greeting = frames.Welcome
 
     def __init__(
         self,
@@ -103,22 +99,18 @@ class PagesConnection:
         deadlines: Deadlines,
         on_tick: Callable[["PagesConnection"], None],
     ):
-        self.failure: str | None = None
+        super().__init__(channel, deadlines)
         self.cache_format = ""
-        self._channel = channel
-        self._buffers = buffers
-        self._deadlines, self._on_tick = deadlines, on_tick
-        self._failing = threading.Lock()
+        self._buffers, self._on_tick = buffers, on_tick
         self._model = ""
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
         """Pieces that the owner has asked for. Answers arrive in this order and remove them."""
         self._answers: queue.SimpleQueue[tuple[int, _Received | frames.Failed] | None]
         self._answers = queue.SimpleQueue()
-        self._clock = AwakeClock(LONGEST_TICK_SECONDS)
         self._busy_since: float | None = None
         self._doubted = False
-        self._reader = threading.Thread(target=self._read, name="pages reader", daemon=True)
+        self._reader = threading.Thread(target=self.read, name="pages reader", daemon=True)
 
     @classmethod
     def open(
@@ -131,31 +123,19 @@ class PagesConnection:
         deadlines: Deadlines,
         on_tick: Callable[["PagesConnection"], None],
     ) -> "PagesConnection":
-        """Dials, proves the token and introduces this worker.
-
-        Raises:
-          Refusal: the two ends do not fit.
-          AuthenticationError: they have different tokens.
-          OSError, EOFError, RuntimeError: no worker answers in time.
-        """
+        """Dials, proves the token and introduces this worker; raises as `dial` and `greet`."""
         channel = dial(address, token, deadlines.handshake)
         try:
-            connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
-            late = functools.partial(connection.fail, "the handshake took too long")
-            with cut_off(late, deadlines.handshake):
-                connection._join(hello)
+            join, seconds = frames.Join(hello), deadlines.handshake
+            welcome = greet(channel, join, frames.Welcome, cls.decode, seconds)
         except BaseException:
             channel.close()
             raise
+        connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
+        connection._model = welcome.hello.digest
+        connection.cache_format = welcome.cache_format
         connection._reader.start()
         return connection
-
-    def _join(self, hello: Hello) -> None:
-        self._channel.send(frames.encode(frames.Join(hello)))
-        welcome = greeted(
-            frames.decode_from_prefill(self._channel.receive()), frames.Welcome, hello
-        )
-        self._model, self.cache_format = welcome.hello.digest, welcome.cache_format
 
     def fetch(
         self,
@@ -220,28 +200,10 @@ class PagesConnection:
         finally:
             self._busy_since = None
 
-    def renew(self, hand_offs: Sequence[str]) -> None:
-        """Says that leases are still wanted."""
-        self._send(frames.Renew(list(hand_offs)))
-
-    def release(self, hand_off: str) -> None:
-        """Says that a lease is not."""
-        self._send(frames.Release(hand_off))
-
-    def fail(self, reason: str) -> None:
-        """Gives the connection up; the first reason counts."""
-        with self._failing:
-            if self.failure is not None:
-                return
-            self.failure = reason
-        self._channel.shutdown()
-        self._answers.put(None)
-
     def close(self) -> None:
         """Ends it and frees the descriptors; by the owner alone."""
         self.fail("closed here")
-        if self._reader.ident is not None:
-            self._reader.join()
+        self._reader.join()
         self._channel.close()
 
     def _ask(
@@ -260,7 +222,7 @@ class PagesConnection:
         self._fetches += 1
         self._asked.append(asked)
         self._progress()
-        self._send(fetch)
+        self.send(fetch)
         return asked
 
     def _answer(self, number: int) -> "_Received":
@@ -277,37 +239,17 @@ class PagesConnection:
     def _progress(self) -> None:
         self._busy_since = self._clock.now
 
-    def _send(self, frame: msgspec.Struct) -> None:
-        try:
-            self._channel.send(frames.encode(frame))
-        except OSError as error:
-            self.fail(f"the connection closed ({error})")
-            raise
+    def _drop(self) -> None:
+        self._answers.put(None)
 
-    def _read(self) -> None:
-        """Reads, sends echoes and watches deadlines until the connection has failed."""
-        heard = echoed = self._clock.tick()
-        deadlines = self._deadlines
-        while self.failure is None:
-            try:
-                if self._channel.wait(TICK_SECONDS):
-                    self._take(self._channel.receive())
-                    heard = self._clock.now
-                now = self._clock.tick()
-                if now - heard > deadlines.down:
-                    self.fail(f"silent for {now - heard:.1f} s")
-                busy = self._busy_since
-                if busy is not None and now - busy > deadlines.answer:
-                    self.fail(f"no pages within {deadlines.answer:g} s")
-                if now - echoed > deadlines.probe:
-                    echoed = now
-                    self._send(Echo(0))
-                self._doubt(now - heard, 0.0 if busy is None else now - busy)
-                self._on_tick(self)
-            except (EOFError, OSError) as error:
-                self.fail(f"the connection closed ({error or 'end of file'})")
-            except (RuntimeError, msgspec.DecodeError) as error:
-                self.fail(str(error))
+    def _tick(self, now: float) -> None:
+        super()._tick(now)
+        waited = 0.0 if self._busy_since is None else now - self._busy_since
+        if waited > self._deadlines.answer:
+            self.fail(f"no pages within {self._deadlines.answer:g} s")
+        self._doubt(self.silent, waited)
+        if self.failure is None:
+            self._on_tick(self)
 
     def _doubt(self, silent: float, waited: float) -> None:
         """Says once what is the matter: nothing comes any more, or echoes do and pages do not."""
@@ -321,21 +263,18 @@ class PagesConnection:
             logger.warning("pages link to %s is suspect: %s", self._channel.peer, what)
         self._doubted = bool(what)
 
-    def _take(self, data: bytes) -> None:
-        match frames.decode_from_prefill(data):
-            case Echo():
-                pass
-            case frames.Ready(number=number, bulk=bulk):
-                expected = bulk_bytes(self._next_asked(number).shapes)
-                if bulk.size != expected:
-                    raise OSError(f"a piece of {bulk.size} bytes, expected {expected}")
-                buffer = self._buffers.receive(self._channel, expected, self._deadlines.answer)
-                self._answers.put((number, _Received(buffer, bulk)))
-            case frames.Failed(number=number) as failed:
-                self._next_asked(number)
-                self._answers.put((number, failed))
-            case frame:
-                self.fail(f"unexpected {type(frame).__name__}")
+    def _sent(self, ready: frames.Ready) -> None:
+        expected = bulk_bytes(self._next_asked(ready.number).shapes)
+        if ready.bulk.size != expected:
+            raise OSError(f"a piece of {ready.bulk.size} bytes, expected {expected}")
+        buffer = self._buffers.receive(self._channel, expected, self._deadlines.answer)
+        self._answers.put((ready.number, _Received(buffer, ready.bulk)))
+
+    def _not_sent(self, failed: frames.Failed) -> None:
+        self._next_asked(failed.number)
+        self._answers.put((failed.number, failed))
+
+    handlers: ClassVar = {frames.Ready: _sent, frames.Failed: _not_sent}
 
     def _next_asked(self, number: int) -> _Asked:
         asked = self._asked.popleft() if self._asked else None

@@ -1,4 +1,4 @@
-"""The frames of a pages link's channel: msgpack of the structs below, nothing pickled.
+"""Messages of a pages link.
 
 The KV entries pass on the same channel, piece by piece: `Ready` announces the bytes of a piece,
 which follow it as `link/bulk.py` lays them out. `Ready` has the checksum of the piece: a connection
@@ -9,13 +9,12 @@ on which it is wrong is given up.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from jaxserve.link.session.hello import Greeting, Refused
-from jaxserve.link.session.messages import Bulk, Echo
+from jaxserve.link.session.messages import Bulk, Greeting
 
 
 class Join(Greeting, frozen=True, tag="join"):
@@ -69,15 +68,6 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
     """Gives this lease up."""
 
     hand_off: str
-
-
-FromDecode = Join | Fetch | Renew | Release | Echo
-FromPrefill = Welcome | Refused | Ready | Failed | Echo
-
-encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-decode_from_decode = msgspec.msgpack.Decoder(FromDecode).decode
-decode_from_prefill = msgspec.msgpack.Decoder(FromPrefill).decode
-"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""
 
 
 def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:

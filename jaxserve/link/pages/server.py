@@ -7,6 +7,7 @@ form; its bytes are bounded over all connections, and are free again when it is 
 connection ends. `client.py` is the other end. Knows nothing of requests and pages.
 """
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -14,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from jaxserve.clock import AwakeClock
 from jaxserve.link.bulk import send_arrays
@@ -30,8 +31,8 @@ from jaxserve.link.session.channel import (
 )
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.messages import Echo
-from jaxserve.link.session.served import ServedConnection
+from jaxserve.link.session.messages import encode
+from jaxserve.link.session.served import ServedSession
 
 logger = logging.getLogger(__name__)
 
@@ -163,33 +164,33 @@ class _Room:
             self._changed.notify_all()
 
 
-class _Puller(ServedConnection[frames.Fetch]):
+class _Puller(ServedSession[frames.Fetch]):
     """One connected decode worker."""
 
+    greeting = frames.Join
+
     def __init__(self, server: PagesServer, channel: Channel):
-        decode = frames.decode_from_decode
-        super().__init__(
-            "pages", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
-        )
+        super().__init__("pages", channel, server.hello, server.deadlines)
         self._server = server
 
-    def _admit(self, frame: frames.Join) -> bool:
-        self.name = frame.hello.worker
-        self._channel.send(frames.encode(frames.Welcome(self._hello, self._server.cache_format)))
-        logger.info("pages: %s joins from %s", self.name, self._channel.peer)
-        return True
+    def _admit(self, join: frames.Join) -> frames.Welcome:
+        return frames.Welcome(self._hello, self._server.cache_format)
 
-    def _take(self, frame: frames.Fetch | frames.Renew | frames.Release | Echo) -> None:
-        match frame:
-            case frames.Fetch():
-                self._server.count(queued=1)
-                self._wanted.put(frame)
-            case frames.Renew(hand_offs=hand_offs):
-                self._server.holder.renew(hand_offs)
-            case frames.Release(hand_off=hand_off):
-                self._server.holder.release_hand_off(hand_off)
-            case Echo():
-                self._channel.send(frames.encode(frame))
+    def _fetch(self, fetch: frames.Fetch) -> None:
+        self._server.count(queued=1)
+        self._wanted.put(fetch)
+
+    def _renew(self, renew: frames.Renew) -> None:
+        self._server.holder.renew(renew.hand_offs)
+
+    def _release(self, release: frames.Release) -> None:
+        self._server.holder.release_hand_off(release.hand_off)
+
+    handlers: ClassVar = {
+        frames.Fetch: _fetch,
+        frames.Renew: _renew,
+        frames.Release: _release,
+    }
 
     def _work(self) -> None:
         """Serves fetches in their order, each read while the one before it is sent."""
@@ -239,14 +240,15 @@ class _Puller(ServedConnection[frames.Fetch]):
             piece = self._read_piece(reading)
             sent = send_arrays(
                 self._channel,
-                lambda bulk: frames.encode(frames.Ready(number, bulk)),
+                lambda bulk: encode(frames.Ready(number, bulk)),
                 piece,
                 checked=self._server.checksums,
             )
             self._server.count(transfers=1, size=sent)
         except ExportError as error:
             self._server.count(failures=1)
-            self._fail_fetch(frames.Failed(number, str(error), error.mismatch))
+            with contextlib.suppress(OSError):
+                self.send(frames.Failed(number, str(error), error.mismatch))
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:
@@ -265,12 +267,6 @@ class _Puller(ServedConnection[frames.Fetch]):
             except TimeoutError:
                 if self.failure is not None or clock.tick() > self._server.deadlines.answer:
                     raise ExportError("the engine did not answer") from None
-
-    def _fail_fetch(self, frame: frames.Failed) -> None:
-        try:
-            self._channel.send(frames.encode(frame))
-        except OSError as error:
-            self.fail(f"the connection closed ({error})")
 
 
 class _Reading(NamedTuple):

@@ -21,15 +21,10 @@ from jax.sharding import Mesh
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.dispatch.ends import piece_sharding
-from jaxserve.link.dispatch.put import put_pieces
-from jaxserve.link.remote.connection import (
-    AnswerShape,
-    Introduction,
-    MessageConnection,
-    Unanswered,
-)
+from jaxserve.link.dispatch.put import fast_put
+from jaxserve.link.remote.connection import AnswerShape, MessageConnection, Unanswered
+from jaxserve.link.remote.frames import Join
 from jaxserve.link.remote.peer import Peer, PeerState
-from jaxserve.link.remote.transfers import refuse_several_processes
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines, split_address
 from jaxserve.link.session.hello import Hello
 
@@ -81,7 +76,7 @@ class MessageClient:
       deadlines: of every wait.
 
     Raises:
-      ConfigError: no address, a bad one, or a runtime of several processes.
+      ConfigError: no address, or a bad one.
     """
 
     def __init__(
@@ -101,7 +96,6 @@ class MessageClient:
             raise ConfigError("link addresses: none, expected those of one ffn worker or more")
         for address in addresses:
             split_address(address)
-        refuse_several_processes(f"link.transport {transport}")
         self._answer_shape = functools.cache(self._make_answer_shape)
         self._answer_piece, self._mesh = answer_piece, mesh
         self._deadlines = deadlines
@@ -112,7 +106,7 @@ class MessageClient:
         self._closed = False
         self._messages = self._resends = self._failures = 0
         self._last_failure = ""
-        us = Introduction(hello, domain, mesh.size, tuple(rows))
+        us = Join(hello, domain, mesh.size, tuple(rows))
         self.peers = [
             Peer(
                 address,
@@ -167,14 +161,16 @@ class MessageClient:
         """
         message = self._unanswered[lane]
         while True:
-            posting = message.posting
-            if posting is not None and (answer := posting.answer.get()) is not None:
+            if message.connection is None:
+                self._resend()
+            elif (answer := message.answer.get()) is not None:
                 del self._unanswered[lane]
                 self._messages += 1
                 return answer
-            if posting is not None and posting.error is not None:
-                raise posting.error
-            self._resend()
+            elif message.error is not None:
+                raise message.error
+            else:
+                self._resend()
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
@@ -238,9 +234,7 @@ class MessageClient:
         for message in list(self._unanswered.values()):
             if message.connection is connection:
                 continue
-            if message.posting is not None:
-                message.refusals += message.posting.refused
-                self._resends += 1
+            self._resends += message.connection is not None
             self._check(message)
             connection.post(message)
 
@@ -258,7 +252,7 @@ class MessageClient:
     def _make_answer_shape(self, kind: str, rows: int) -> AnswerShape:
         piece = self._answer_piece(kind, rows)
         whole = self._mesh.size * piece.shape[0], *piece.shape[1:]
-        put = put_pieces(whole, piece.dtype, piece_sharding(self._mesh))
+        put = fast_put()(whole, piece.dtype, piece_sharding(self._mesh))
         return AnswerShape([piece] * self._mesh.size, put)
 
     def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> MessageConnection:

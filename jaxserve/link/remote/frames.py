@@ -1,17 +1,14 @@
-"""Messages of a link between runtimes: msgpack of the structs below, nothing pickled.
+"""Messages of a link between runtimes.
 
 The rows of a layer follow the `Note` that announces them, and those of its answer the `Result`.
 
     attention → ffn   Join     (Note rows | Echo | Question)*
-    ffn → attention   Welcome  (Result rows | Failed | Echo | Answer)*    or Refused or Preparing
+    ffn → attention   Welcome  (Result rows | Failed | Echo | Answer)*    or Refused
 """
-
-from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.link.session.hello import Greeting, Refused
-from jaxserve.link.session.messages import Bulk, Echo
+from jaxserve.link.session.messages import Bulk, Greeting
 
 
 class Join(Greeting, frozen=True, tag="join"):
@@ -26,13 +23,6 @@ class Join(Greeting, frozen=True, tag="join"):
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """The ffn worker takes the attention worker in."""
-
-
-class Preparing(msgspec.Struct, frozen=True, tag="preparing", array_like=True):
-    """The ffn worker compiles what this attention worker needs, and closes the connection until
-    then."""
-
-    reason: str
 
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
@@ -80,12 +70,3 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
     data: bytes = b""
     failed: str = ""
     """Reason for the lack of an answer; empty: `data` is the answer."""
-
-
-FromAttention = Join | Note | Echo | Question
-FromFFN = Welcome | Refused | Preparing | Result | Failed | Echo | Answer
-
-encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-decode_from_attention = msgspec.msgpack.Decoder(FromAttention).decode
-decode_from_ffn = msgspec.msgpack.Decoder(FromFFN).decode
-"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""

@@ -10,7 +10,6 @@ What happens on a connection is in `connection.py`. Knows nothing of attention a
 """
 
 import enum
-import functools
 import logging
 import threading
 import time
@@ -19,8 +18,9 @@ from collections.abc import Callable
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.link.remote.connection import Introduction, MessageConnection, NotYet
-from jaxserve.link.session.channel import AuthenticationError, Channel, Deadlines, cut_off, dial
+from jaxserve.link.remote.connection import MessageConnection
+from jaxserve.link.remote.frames import Join
+from jaxserve.link.session.channel import AuthenticationError, Deadlines, dial
 from jaxserve.link.session.hello import Refusal
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Peer:
     def __init__(
         self,
         address: str,
-        us: Introduction,
+        us: Join,
         token: str,
         deadlines: Deadlines,
         transport: str,
@@ -69,7 +69,7 @@ class Peer:
         self._us, self._token = us, token
         self._deadlines, self._transport = deadlines, transport
         self._on_change, self._limit = on_change, limit
-        self._channel: Channel | None = None
+        self._joining: MessageConnection | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_up, name=f"link to {address}", daemon=True
@@ -93,10 +93,8 @@ class Peer:
     def close(self, seconds: float = 5.0) -> None:
         """Ends the connection and the thread."""
         self._closing.set()
-        if (connection := self.connection) is not None:
+        if (connection := self._joining) is not None:
             connection.fail("closed here")
-        if (channel := self._channel) is not None:
-            channel.shutdown()
         self._thread.join(seconds)
 
     def _keep_up(self) -> None:
@@ -106,13 +104,13 @@ class Peer:
             try:
                 self._live_once()
             except (Refusal, AuthenticationError, ConfigError) as error:
-                if str(error) != self.reason:
-                    logger.warning("link to %s refused: %s", self.address, error)
-                self._become(PeerState.REFUSED, str(error))
-                pause = REFUSED_RETRY_SECONDS
-            except NotYet as error:
-                self._become(PeerState.PREPARING, str(error))
-                pause = PREPARING_RETRY_SECONDS
+                if isinstance(error, Refusal) and error.later:
+                    state, pause = PeerState.PREPARING, PREPARING_RETRY_SECONDS
+                else:
+                    state, pause = PeerState.REFUSED, REFUSED_RETRY_SECONDS
+                    if str(error) != self.reason:
+                        logger.warning("link to %s refused: %s", self.address, error)
+                self._become(state, str(error))
             except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
                 self._become(PeerState.CONNECTING, str(error) or type(error).__name__)
             except Exception as error:  # A defect; but without this thread nobody would notice.
@@ -122,32 +120,30 @@ class Peer:
             self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
 
     def _live_once(self) -> None:
-        self._channel = channel = dial(self.address, self._token, self._deadlines.handshake)
-        connection = None
+        channel = dial(self.address, self._token, self._deadlines.handshake)
+        connection = self._joining = MessageConnection(
+            channel, self._deadlines, self._transport, self._allowed
+        )
         try:
-            connection = MessageConnection(channel, self._deadlines, self._transport)
-            late = functools.partial(connection.fail, "the handshake took too long")
-            with cut_off(late, self._deadlines.handshake):
-                theirs = connection.join(self._us)
+            theirs = connection.join(self._us)
             self.connections += 1
             self.connection = connection
             if self._closing.is_set():
                 return
             self._become(PeerState.UP, "")
             logger.info("link to %s is up: %s", self.address, theirs.worker)
-            connection.serve(functools.partial(self._allowed, connection))
+            connection.serve()
             if not self._closing.is_set():
                 logger.warning("link to %s is down: %s", self.address, connection.failure)
             self._become(PeerState.DOWN, connection.failure or "")
         finally:
-            if connection is not None:
-                connection.fail("closed here")
-            self.connection = None
+            connection.fail("closed here")
+            self.connection = self._joining = None
             channel.close()
 
-    def _allowed(self, connection: MessageConnection) -> float:
+    def _allowed(self) -> float:
         """Seconds of silence; says when the peer becomes suspect, and when it is not any more."""
-        suspect = connection.silent > self._deadlines.suspect
+        suspect = self.state is PeerState.SUSPECT
         if suspect and not self._said:
             logger.warning("link to %s is suspect: %s", self.address, self.describe())
         elif self._said and not suspect:

@@ -15,20 +15,19 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.transfers import ArrayTransfers, refuse_several_processes
 from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.messages import Bulk, Echo
-from jaxserve.link.session.served import ServedConnection
+from jaxserve.link.session.messages import Bulk, encode
+from jaxserve.link.session.served import ServedSession
 from jaxserve.link.transports import opens
 
 logger = logging.getLogger(__name__)
@@ -48,9 +47,6 @@ class MessageServer:
       transport: name of the transport of arrays.
       deadlines: of every wait.
       on_question: answers questions of attention runtimes; called on any thread.
-
-    Raises:
-      ConfigError: a runtime of several processes.
     """
 
     def __init__(
@@ -64,7 +60,6 @@ class MessageServer:
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
-        refuse_several_processes(f"link.transport {transport}")
         self.transport = transport
         self.on_question = on_question
         self.hello = hello
@@ -121,43 +116,27 @@ class _Arrived(NamedTuple):
     message: Arrays
 
 
-class _Domain(ServedConnection[_Arrived]):
+class _Domain(ServedSession[_Arrived]):
     """One connected attention worker."""
 
+    greeting = frames.Join
+
     def __init__(self, server: MessageServer, channel: Channel):
-        decode = frames.decode_from_attention
-        super().__init__(
-            "link", channel, server.hello, frames.Join, frames.encode, decode, server.deadlines
-        )
+        super().__init__("link", channel, server.hello, server.deadlines)
         self.pieces = 0
         """Pieces of each of the domain's messages."""
         self._server = server
         self._answering = False
-        self._transfers: ArrayTransfers = opens(server.transport)(channel)
+        self._transfers = opens(server.transport)(channel)
         self._answers: queue.SimpleQueue[tuple[int, Sequence[jax.Array]] | None]
         self._answers = queue.SimpleQueue()
 
-    def _admit(self, frame: frames.Join) -> bool:
-        channel, server = self._channel, self._server
-        if (answer := server.preparations.ask(frame.pieces, frame.rows)) is not None:
-            channel.send(frames.encode(answer))
-            return False
-        self.pieces = frame.pieces
-        self.name = frame.domain
-        channel.send(frames.encode(frames.Welcome(server.hello)))
-        logger.info("link: %s joins from %s: %s", self.name, channel.peer, frame.hello.worker)
-        return True
+    def _admit(self, join: frames.Join) -> frames.Welcome:
+        self._server.preparations.ask(join.pieces, join.rows)
+        self.pieces, self.name = join.pieces, join.domain
+        return frames.Welcome(self._hello)
 
-    def _take(self, frame: frames.Note | Echo | frames.Question) -> None:
-        match frame:
-            case frames.Note():
-                self._announced(frame)
-            case Echo():
-                self._channel.send(frames.encode(frame))
-            case frames.Question():
-                self._asked(self._channel, frame)
-
-    def _asked(self, channel: Channel, question: frames.Question) -> None:
+    def _asked(self, question: frames.Question) -> None:
         """Answers on a thread of its own: that may take a while. One question at a time."""
 
         def run() -> None:
@@ -168,12 +147,10 @@ class _Domain(ServedConnection[_Arrived]):
                 answer = frames.Answer(question.number, failed=f"{type(error).__name__}: {error}")
             self._answering = False  # before the answer, upon which the next question may come
             with contextlib.suppress(OSError):
-                channel.send(frames.encode(answer))
+                self.send(answer)
 
         if self._answering:
-            channel.send(
-                frames.encode(frames.Answer(question.number, failed="answers another question"))
-            )
+            self.send(frames.Answer(question.number, failed="answers another question"))
             return
         self._answering = True
         threading.Thread(target=run, name="link question", daemon=True).start()
@@ -189,6 +166,8 @@ class _Domain(ServedConnection[_Arrived]):
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         pieces = self._transfers.receive(note.bulk, shapes)
         self._wanted.put(_Arrived(note, work.land(size, pieces)))
+
+    handlers: ClassVar = {frames.Note: _announced, frames.Question: _asked}
 
     def _work(self) -> None:
         """Runs messages that have arrived."""
@@ -229,7 +208,7 @@ class _Domain(ServedConnection[_Arrived]):
         number, answer = item
 
         def result(bulk: Bulk) -> bytes:
-            return frames.encode(frames.Result(number, bulk))
+            return encode(frames.Result(number, bulk))
 
         try:
             if self.failure is None:
@@ -243,4 +222,4 @@ class _Domain(ServedConnection[_Arrived]):
     def _refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer; it ends the connection then."""
         with contextlib.suppress(OSError):
-            self._channel.send(frames.encode(frames.Failed(number, text)))
+            self.send(frames.Failed(number, text))

@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.link.dispatch.contract import MessageSize, Route
-from jaxserve.link.dispatch.copy import fast_shards
+from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
-from jaxserve.link.dispatch.put import Put, put_pieces
-from jaxserve.link.remote.frames import Preparing
-from jaxserve.link.session.hello import Refused
+from jaxserve.link.dispatch.put import Put, fast_put
+from jaxserve.link.dispatch.route import Route
+from jaxserve.link.session.hello import Refusal
 
 AHEAD = 1
 """Messages in the devices' queues beside the one that runs: enough to keep them busy."""
@@ -146,36 +145,37 @@ class Preparations:
         self._threads: dict[tuple[MessageSize, ...], threading.Thread] = {}
         self._failed: dict[tuple[MessageSize, ...], str] = {}
 
-    def ask(self, pieces: int, rows: Sequence[int]) -> Preparing | Refused | None:
-        """Returns None where a domain with such messages can be served. Otherwise begins to get
-        ready for it, or says why not.
+    def ask(self, pieces: int, rows: Sequence[int]) -> None:
+        """Returns where a domain with such messages can be served.
 
         A failure is told once. The next domain that asks has it tried again: what failed may have
         been the room on a disk or a device.
+
+        Raises:
+          Refusal: it cannot; `later` where this begins to compile for it.
         """
         if pieces < 1 or not rows or min(rows) < 1:
-            return Refused(f"messages of {pieces} pieces of {list(rows)} rows")
+            raise Refusal(f"messages of {pieces} pieces of {list(rows)} rows")
         sizes = tuple(sorted({MessageSize(pieces, count) for count in rows}))
         what = f"{pieces} pieces of {', '.join(str(size.rows) for size in sizes)} rows"
         with self._lock:
             if reason := self._failed.pop(sizes, ""):
-                return Refused(f"no programs for messages of {what}: {reason}")
+                raise Refusal(f"no programs for messages of {what}: {reason}")
             thread = self._threads.get(sizes)
-            if thread is not None and thread.is_alive():
-                return Preparing(f"compiles for messages of {what}")
-            if self._work.ready(sizes):
+            if thread is None or not thread.is_alive():
+                if self._work.ready(sizes):
+                    self._sizes.update(sizes)
+                    return
+                if len(self._sizes.union(sizes)) > MOST_SIZES:
+                    raise Refusal(f"{what}: more than {MOST_SIZES} sizes of messages")
                 self._sizes.update(sizes)
-                return None
-            if len(self._sizes.union(sizes)) > MOST_SIZES:
-                return Refused(f"{what}: more than {MOST_SIZES} sizes of messages")
-            self._sizes.update(sizes)
-            logger.info("link: compiles for messages of %s", what)
-            thread = threading.Thread(
-                target=self._prepare, args=(sizes,), name="link compile", daemon=True
-            )
-            self._threads[sizes] = thread
-            thread.start()
-        return Preparing(f"compiles for messages of {what}")
+                logger.info("link: compiles for messages of %s", what)
+                thread = threading.Thread(
+                    target=self._prepare, args=(sizes,), name="link compile", daemon=True
+                )
+                self._threads[sizes] = thread
+                thread.start()
+        raise Refusal(f"compiles for messages of {what}", later=True)
 
     def _prepare(self, sizes: tuple[MessageSize, ...]) -> None:
         try:
@@ -222,13 +222,12 @@ class MessageLanding:
 
     def pieces(self, slots: Arrays) -> list[jax.Array]:
         """Takes the answer's pieces out of the arrays that a program returned."""
-        shards_of, _ = fast_shards()
-        shards = [shards_of(array) for array in slots]
-        return [shards[slot][device] for device, slot in self._places]
+        shards = [array.addressable_shards for array in slots]
+        return [shards[slot][device].data for device, slot in self._places]
 
     def _make_put(self, piece: tuple[int, int], dtype: np.dtype) -> Put:
         whole = self._mesh.size * piece[0], piece[1]
-        return put_pieces(whole, jnp.dtype(dtype), self._sharding)
+        return fast_put()(whole, jnp.dtype(dtype), self._sharding)
 
     def _make_padding(self, piece: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
         """Makes a piece of zeros on every device."""

@@ -2,9 +2,8 @@
 
 An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing but
 this comparison keeps an ffn worker of another model, or of an epoch that is over, from answering
-with numbers that look like any others. Used by both ends (`link/remote/connection.py`,
-`link/remote/server.py`); the builder of a worker fills in the facts. Plain Python; knows nothing of
-models and meshes beyond the names in `facts`.
+with numbers that look like any others. Used by both ends of every session; the builder of a worker
+fills in the facts. Plain Python; knows nothing of models and meshes beyond the names in `facts`.
 """
 
 import hashlib
@@ -14,8 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-PROTOCOL = 2
-"""Raised whenever a frame of `link/remote/frames.py` changes its meaning."""
+PROTOCOL = 3
+"""Raised whenever a message of a session changes its meaning."""
 
 SHOWN_DIFFERENCES = 4
 
@@ -42,7 +41,16 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Exception):
-    """The other end, or this one, does not want this link; the message says why."""
+    """The other end, or this one, does not want this link.
+
+    Args:
+      reason: for people.
+      later: whether the other end gets ready for this one, and is to be asked again soon.
+    """
+
+    def __init__(self, reason: str, *, later: bool = False):
+        super().__init__(reason)
+        self.later = later
 
 
 def make_hello(
@@ -83,30 +91,3 @@ def refusal(ours: Hello, theirs: Hello) -> str:
         shown.append(f"and {len(keys) - SHOWN_DIFFERENCES} more")
     differences = "; ".join(shown) or f"digest {theirs.digest}, here {ours.digest}"
     return f"{theirs.worker} is configured differently from {ours.worker}: {differences}"
-
-
-class Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of either end of a link."""
-
-    hello: Hello
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The ffn worker refuses the attention worker and closes the connection."""
-
-    reason: str
-
-
-def greeted[G: Greeting](frame: object, kind: type[G], ours: Hello) -> G:
-    """Returns the first frame of the other end.
-
-    Raises:
-      Refusal: the other end refuses, its frame is of another kind, or its hello does not fit ours.
-    """
-    if isinstance(frame, Refused):
-        raise Refusal(frame.reason)
-    if not isinstance(frame, kind):
-        raise Refusal(f"unexpected {type(frame).__name__} instead of a {kind.__name__.lower()}")
-    if reason := refusal(ours, frame.hello):
-        raise Refusal(reason)
-    return frame

@@ -1,10 +1,20 @@
-"""Messages that every use of a session shares; each use has a table of its own beside them."""
+"""Messages that every use of a session shares, and their form: msgpack of structs, nothing pickled.
+
+Each use has a table of its own (`frames.py` beside it). Plain Python; knows nothing of JAX.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from jaxserve.link.session.hello import Hello, Refusal, refusal
+
 
 class Echo(msgspec.Struct, frozen=True, tag="echo", array_like=True):
-    """Sign of life, returned by the end that accepted the connection."""
+    """Sign of life of the end that dialled; the other end returns it."""
 
     number: int
 
@@ -16,3 +26,41 @@ class Bulk(msgspec.Struct, frozen=True, array_like=True):
     """Bytes, padding included."""
     checksum: int | None
     """Checksum of the bytes; None where none was taken (`pages.checksums`)."""
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of either end."""
+
+    hello: Hello
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """The end that listens refuses the other one and closes the connection."""
+
+    reason: str
+    later: bool = False
+    """Whether it gets ready for the other end, which is to ask again soon."""
+
+
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+
+
+def decoder(*messages: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+    """Returns the decoder of a table. It raises msgspec.DecodeError for anything but one of these
+    messages, whole and of the right types."""
+    return msgspec.msgpack.Decoder(functools.reduce(operator.or_, messages))
+
+
+def greeted[G: Greeting](frame: object, kind: type[G], ours: Hello) -> G:
+    """Returns the first frame of the other end.
+
+    Raises:
+      Refusal: the other end refuses, its frame is of another kind, or its hello does not fit ours.
+    """
+    if isinstance(frame, Refused):
+        raise Refusal(frame.reason, later=frame.later)
+    if not isinstance(frame, kind):
+        raise Refusal(f"unexpected {type(frame).__name__} instead of a {kind.__name__.lower()}")
+    if reason := refusal(ours, frame.hello):
+        raise Refusal(reason)
+    return frame

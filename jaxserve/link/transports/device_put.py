@@ -109,9 +109,9 @@ class DevicePutTransport(MeshTransport):
 
     def _put_inside(self, leg: _Leg) -> Copy | None:
         """Makes a single call for copies inside this process, if its devices of the destination
-        receive nothing from outside; None if JAX lacks the call."""
+        receive nothing from outside; else None."""
         make_put, (array, pieces, *_), take = fast_put(), leg, self._take
-        if make_put is None or len(pieces) < len(self.destination.local_devices):
+        if len(pieces) < len(self.destination.local_devices):
             return None
         put = make_put(self.received_shape, self.dtype, self.destination_sharding)
 

@@ -16,15 +16,23 @@ SECONDS = 30.0
 
 
 class PullTransfers:
-    """Rows of one connection; see `link/remote/transfers.py`."""
+    """The arrays of one connection. One thread sends, another one receives. What a transport
+    between runtimes does: another fabric is another class with these calls."""
 
     def __init__(self, channel: Channel):
         self._channel, self._buffers = channel, HostBuffers()
 
     def send(self, frame: Callable[[Bulk], bytes], arrays: Sequence[jax.Array]) -> None:
+        """Sends arrays with one buffer each behind the frame that announces them, once they are
+        computed; raises as `send_arrays`."""
         send_arrays(self._channel, frame, arrays)
 
     def receive(self, bulk: Bulk, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+        """Returns arrays of these shapes that follow a received frame, in host memory.
+
+        Raises:
+          OSError, EOFError: other arrays follow, or the connection is gone.
+        """
         if bulk.size != bulk_bytes(shapes):
             raise OSError(f"{bulk.size} bytes of rows, expected {bulk_bytes(shapes)}")
         buffer = self._buffers.receive(self._channel, bulk.size, SECONDS)

@@ -16,10 +16,11 @@ from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     AuthenticationError,
     Deadlines,
-    cut_off,
     dial,
 )
-from jaxserve.link.session.hello import Hello, Refusal, greeted
+from jaxserve.link.session.greet import greet
+from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.messages import Refused, decoder, encode
 from jaxserve.link.weights import frames
 
 PIECE_BYTES = 4 << 20
@@ -29,6 +30,9 @@ ASKED_AHEAD = 4
 
 SILENT_SECONDS = 10.0
 """How long a piece may take: the other end keeps a rate, and may have to wait for a step."""
+
+
+_decoder = decoder(frames.Welcome, Refused, frames.Ready, frames.Unread)
 
 
 class PeerError(Exception):
@@ -52,10 +56,8 @@ class WeightsPeer:
         except (AuthenticationError, EOFError, OSError) as error:
             raise PeerError(f"{address}: {error or 'end of file'}") from None
         try:
-            with cut_off(self._channel.shutdown, deadlines.handshake):
-                self._channel.send(frames.encode(frames.Join(hello)))
-                frame = frames.decode_from_running(self._channel.receive())
-            welcome = greeted(frame, frames.Welcome, hello)
+            join, seconds = frames.Join(hello), deadlines.handshake
+            welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
         except (EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             self._channel.close()
             raise PeerError(f"{address}: {error or 'end of file'}") from None
@@ -78,7 +80,7 @@ class WeightsPeer:
             while True:
                 while len(asked) < ASKED_AHEAD and (piece := next(waiting, None)) is not None:
                     self._number += 1
-                    self._channel.send(frames.encode(frames.Read(self._number, block, leaf, piece)))
+                    self._channel.send(encode(frames.Read(self._number, block, leaf, piece)))
                     asked.append((self._number, piece))
                 if not asked:
                     return target.nbytes
@@ -93,7 +95,7 @@ class WeightsPeer:
         if not self._channel.wait(SILENT_SECONDS):
             raise PeerError(f"{self.address}: silent for {SILENT_SECONDS:g} s")
         wanted = frames.Ready(number, target.nbytes)
-        match frames.decode_from_running(self._channel.receive()):
+        match _decoder.decode(self._channel.receive()):
             case frames.Ready() as ready if ready == wanted:
                 whole = target if target.flags.c_contiguous else np.empty_like(target, order="C")
                 bytes_of = whole.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The frames of a weights channel: msgpack of the structs below, nothing pickled.
+"""Messages of a weights link.
 
 A part of an array passes behind the frame that announces it, row by row, in the array's own number
 format. Arrays are named as the checkpoint's blocks and leaves are, and parts of them are given in
@@ -9,11 +9,9 @@ or placed it. Plain Python; knows nothing of JAX.
     running → starting   Welcome   (Ready bytes | Unread)*               or Refused
 """
 
-from collections.abc import Callable
-
 import msgspec
 
-from jaxserve.link.session.hello import Greeting, Refused
+from jaxserve.link.session.messages import Greeting
 
 MAX_FRAME_BYTES = 64 << 20
 """Largest frame: a welcome names every array of a model."""
@@ -73,9 +71,3 @@ class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
 
     number: int
     text: str
-
-
-encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-decode_from_starting = msgspec.msgpack.Decoder(Join | Read).decode
-decode_from_running = msgspec.msgpack.Decoder(Welcome | Refused | Ready | Unread).decode
-"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""

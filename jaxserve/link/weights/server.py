@@ -1,28 +1,22 @@
 """The end of a running worker of a weights channel: hands out parts of its weights, read-only.
 
-Workers that start, or that lack an expert, connect and ask for parts. A thread for each reads what
-it asks for from the holder of the weights, keeps the rate, and sends it. `client.py` is the
+Workers that start, or that lack an expert, connect and ask for parts. A thread for each reads them
+from the holder of the weights, keeps the rate, and sends them. `client.py` is the
 other end. Knows neither models nor meshes.
 """
 
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-import msgspec
 import numpy as np
 
-from jaxserve.link.session.channel import (
-    DEFAULT_DEADLINES,
-    TICK_SECONDS,
-    Channel,
-    Deadlines,
-    cut_off,
-    listen,
-)
-from jaxserve.link.session.hello import Hello, Refusal, Refused, greeted
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
+from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.messages import encode
+from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames
 
 logger = logging.getLogger(__name__)
@@ -88,12 +82,11 @@ class WeightsServer:
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         self._address, self._token = address, token
-        self._hello, self._holder = hello, holder
-        self._pace, self._deadlines = Pace(bytes_per_second), deadlines
+        self.hello, self.holder = hello, holder
+        self.pace, self.deadlines = Pace(bytes_per_second), deadlines
         self._warming = threading.Thread(target=holder.warm_up, name="weights", daemon=True)
-        self._listener = Listener(
-            "weights", token, self._live, most=MOST_CONNECTIONS, seconds=deadlines.handshake
-        )
+        serve, seconds = lambda channel: _Reader(self, channel).live(), deadlines.handshake
+        self._listener = Listener("weights", token, serve, most=MOST_CONNECTIONS, seconds=seconds)
 
     def start(self) -> str:
         """Begins to serve and returns the address; raises ConfigError as `listen` does."""
@@ -107,51 +100,46 @@ class WeightsServer:
         if self._warming.is_alive():
             self._warming.join(seconds)
 
-    def _live(self, channel: Channel) -> None:
-        """From the handshake to the connection's loss."""
-        try:
-            if self._welcome(channel):
-                self._serve(channel)
-        except (EOFError, OSError, RuntimeError, msgspec.DecodeError) as error:
-            logger.info("weights: a connection has ended: %s", error or "end of file")
-        finally:
-            channel.close()
 
-    def _welcome(self, channel: Channel) -> bool:
-        with cut_off(channel.shutdown, self._deadlines.handshake):
-            try:
-                greeted(frames.decode_from_starting(channel.receive()), frames.Join, self._hello)
-            except Refusal as error:
-                logger.warning("weights: refused %s: %s", channel.peer, error)
-                channel.send(frames.encode(Refused(str(error))))
-                return False
-            channel.send(frames.encode(frames.Welcome(self._hello, self._holder.held())))
-            return True
+class _Reader(ServedSession[frames.Read]):
+    """One connected worker that reads."""
 
-    def _serve(self, channel: Channel) -> None:
+    greeting = frames.Join
+
+    def __init__(self, server: WeightsServer, channel: Channel):
+        super().__init__("weights", channel, server.hello, server.deadlines)
+        self._server = server
+
+    def _admit(self, join: frames.Join) -> frames.Welcome:
+        return frames.Welcome(self._hello, self._server.holder.held())
+
+    def _limit(self) -> float:
+        """Seconds without a read: this link has no signs of life."""
+        return IDLE_SECONDS
+
+    handlers: ClassVar = {frames.Read: lambda self, read: self._wanted.put(read)}
+
+    def _work(self) -> None:
         begin, count, size = time.monotonic(), 0, 0
-        heard = begin
-        while True:
-            if not channel.wait(TICK_SECONDS):
-                if time.monotonic() - heard > IDLE_SECONDS:
-                    break
-                continue
+        while self.failure is None and (read := self._wanted.get()) is not None:
             try:
-                frame = frames.decode_from_starting(channel.receive())
-            except EOFError:
-                break
-            heard = time.monotonic()
-            if not isinstance(frame, frames.Read):
-                raise RuntimeError("joined twice")
-            try:
-                part = self._holder.read(frame.block, frame.leaf, frame.ranges)
-            except (ValueError, RuntimeError) as error:
-                channel.send(frames.encode(frames.Unread(frame.number, str(error))))
-                continue
-            self._pace.take(part.nbytes)
-            channel.send(frames.encode(frames.Ready(frame.number, part.nbytes)), [memoryview(part)])
-            count, size = count + 1, size + part.nbytes
+                size += self._give(read)
+                count += 1
+            except OSError as error:
+                self.fail(f"the connection closed ({error})")
         logger.info(
             "weights: %s got %.1f MB in %d parts, %.1f s",
-            *(channel.peer, size / 1e6, count, heard - begin),
+            *(self._channel.peer, size / 1e6, count, time.monotonic() - begin),
         )
+
+    def _give(self, read: frames.Read) -> int:
+        """Sends a part, or why there is none; returns its bytes."""
+        try:
+            part = self._server.holder.read(read.block, read.leaf, read.ranges)
+        except (ValueError, RuntimeError) as error:
+            self.send(frames.Unread(read.number, str(error)))
+            return 0
+        self._server.pace.take(part.nbytes)
+        ready = frames.Ready(read.number, part.nbytes)
+        self._channel.send(encode(ready), [memoryview(part)])
+        return part.nbytes

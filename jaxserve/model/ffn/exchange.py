@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Packing(Protocol):
-    """The packing of rows (`link.message.PackedRows`)."""
+    """The packing of rows (`link.dispatch.packed_rows.PackedRows`)."""
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
         """Unpacks rows."""

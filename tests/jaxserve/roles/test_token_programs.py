@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.link.dispatch.put import public_put
 from jaxserve.roles import token_programs
 from jaxserve.roles.token_programs import GroupPut, TokenPrograms
 
@@ -16,7 +17,7 @@ from jaxserve.roles.token_programs import GroupPut, TokenPrograms
 def put(request, monkeypatch):
     """Four groups of two devices; the mesh has the devices in another order than the process."""
     if request.param == "public":
-        monkeypatch.setattr(token_programs, "fast_put", lambda: None)
+        monkeypatch.setattr(token_programs, "fast_put", lambda: public_put)
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("dp", "tp"))
     scheduler = SimpleNamespace(page_buckets=[16])
     deployment = SimpleNamespace(scheduler=scheduler, lanes=2, modules=0)

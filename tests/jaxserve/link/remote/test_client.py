@@ -51,11 +51,11 @@ def attention_mesh(devices: int = 4) -> Mesh:
 
 @contextlib.contextmanager
 def client(
-    *running: toy.ToyServer, devices: int = 4, domain: str = "d0", connect: bool = True, **options
+    *running: toy.ToyServer, devices: int = 4, domain: str = "d0", **options
 ) -> Iterator[MessageClient]:
     mesh = attention_mesh(devices)
     link = MessageClient(
-        options.get("addresses", [server.address for server in running]),
+        [server.address for server in running],
         make_hello("attention", options.get("facts", toy.FACTS)),
         options.get("token", "secret"),
         domain=domain,
@@ -68,8 +68,7 @@ def client(
         deadlines=Deadlines(**{**toy.DEADLINES, **options.get("deadlines", {})}),
     )
     try:
-        if connect:
-            link.connect()
+        link.connect()
         yield link
     finally:
         link.close()
@@ -361,13 +360,6 @@ def test_closed_link_lets_nobody_wait(server) -> None:
                 link.receive(0)
         finally:
             server.send_signal(signal.SIGCONT)
-
-
-def test_worker_of_several_processes_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="2 processes, expected 1"):
-        with client(connect=False, addresses=["127.0.0.1:1"]):
-            pass
 
 
 def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:

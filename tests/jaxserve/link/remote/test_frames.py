@@ -4,31 +4,32 @@ import msgspec
 import pytest
 
 from jaxserve.link.remote import frames
-from jaxserve.link.session.hello import Refused, make_hello
-from jaxserve.link.session.messages import Bulk, Echo
+from jaxserve.link.remote.connection import MessageConnection
+from jaxserve.link.remote.server import _Domain
+from jaxserve.link.session.hello import make_hello
+from jaxserve.link.session.messages import Bulk, Echo, Refused, encode
 
 HELLO = make_hello("ffn", {"model": "toy"}, epoch=2, versions={"jax": "0.12.0"})
 NOTE = frames.Note(7, 1, "moe", 2, 64, 5, Bulk(4096, 2**32 - 1))
 
 
 def test_note_is_an_array_of_plain_values() -> None:
-    assert msgspec.msgpack.decode(frames.encode(NOTE)) == [
+    assert msgspec.msgpack.decode(encode(NOTE)) == [
         *("note", 7, 1, "moe", 2, 64, 5, [4096, 4294967295])
     ]
 
 
 def test_frames_come_back() -> None:
     for frame in (frames.Join(HELLO, "d0", 2, (8, 24)), NOTE, Echo(3)):
-        assert frames.decode_from_attention(frames.encode(frame)) == frame
-    refused, preparing = Refused("no"), frames.Preparing("24 rows")
-    answers = frames.Welcome(HELLO), refused, preparing, frames.Failed(1, "no")
-    for answer in (*answers, frames.Result(7, Bulk(64, None)), Echo(3)):
-        assert frames.decode_from_ffn(frames.encode(answer)) == answer
+        assert _Domain.decode(encode(frame)) == frame
+    answers = frames.Welcome(HELLO), Refused("24 rows", True), frames.Failed(1, "no"), Echo(3)
+    for answer in (*answers, frames.Result(7, Bulk(64, None))):
+        assert MessageConnection.decode(encode(answer)) == answer
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00", b"\x80", frames.encode(NOTE)[:-1], frames.encode(Refused("no"))]
+    "data", [b"", b"\x00", b"\x80", encode(NOTE)[:-1], encode(frames.Welcome(HELLO))]
 )
 def test_anything_else_is_an_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        frames.decode_from_attention(data)
+        _Domain.decode(data)

@@ -6,9 +6,8 @@ from unittest.mock import Mock
 import pytest
 
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.remote.frames import Preparing
 from jaxserve.link.remote.work import MOST_SIZES, Preparations, Turns
-from jaxserve.link.session.hello import Refused
+from jaxserve.link.session.hello import Refusal
 from tests.jaxserve.waiting import until
 
 
@@ -38,24 +37,27 @@ def work() -> Work:
 
 @pytest.fixture
 def ask(work):
-    """Asks and waits for what that begins."""
+    """Asks, waits for what that begins, and returns the refusal and whether to come back."""
     preparations = Preparations(work, Turns(lambda: False))
 
     def ask(pieces, rows):
-        answer = preparations.ask(pieces, rows)
-        for thread in list(preparations._threads.values()):
-            thread.join(10)
-        return answer
+        try:
+            return preparations.ask(pieces, rows)
+        except Refusal as refusal:
+            return str(refusal), refusal.later
+        finally:
+            for thread in list(preparations._threads.values()):
+                thread.join(10)
 
     return ask
 
 
 def test_a_failure_is_told_and_the_next_to_ask_has_it_tried_again(work, ask):
-    compiles = Preparing("compiles for messages of 2 pieces of 3, 5 rows")
+    compiles = "compiles for messages of 2 pieces of 3, 5 rows", True
     work.fails = "no space left"
     assert ask(2, [5, 3]) == compiles
     problem = "no programs for messages of 2 pieces of 3, 5 rows: OSError: no space left"
-    assert ask(2, [5, 3]) == Refused(problem)
+    assert ask(2, [5, 3]) == (problem, False)
     work.fails = ""
     assert ask(2, [5, 3]) == compiles
     assert ask(2, [5, 3]) is None
@@ -65,11 +67,10 @@ def test_sizes_that_failed_leave_room_for_others(work, ask):
     work.fails = "no space left"
     ask(1, range(1, MOST_SIZES + 1))
     work.fails = ""
-    assert ask(2, [7]) == Preparing("compiles for messages of 2 pieces of 7 rows")
+    assert ask(2, [7]) == ("compiles for messages of 2 pieces of 7 rows", True)
     assert ask(2, [7]) is None
     ask(3, range(1, MOST_SIZES))
-    refused = Refused("4 pieces of 1 rows: more than 128 sizes of messages")
-    assert ask(4, [1]) == refused
+    assert ask(4, [1]) == ("4 pieces of 1 rows: more than 128 sizes of messages", False)
 
 
 SECONDS = 30.0

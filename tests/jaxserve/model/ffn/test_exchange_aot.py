@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.model import FFN, MLA, ModelConfig, Rope, decoder_layers
 from jaxserve.config.model import Router as Rule
-from jaxserve.link.dispatch.message import MessageFormat, PackedRows
+from jaxserve.link.dispatch.message import MessageFormat
+from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes

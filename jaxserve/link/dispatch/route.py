@@ -1,0 +1,86 @@
+"""Where the pieces of a link's messages land on the ffn mesh. Plain Python, without JAX.
+
+A message is one array, cut into equal pieces, one for each attention device, whatever the ffn mesh
+is like (design, decision 5). Rows cross once: piece a goes to its *ingress* device of the ffn mesh,
+and the result of its rows comes back from there. The ffn mesh itself brings rows to the devices
+that need them (`model/ffn/exchange.py`). Where it consists of several instances, which do so each
+for itself, rows cross once to each of them: to the same device of all.
+"""
+
+from typing import NamedTuple
+
+from jaxserve.link.dispatch.contract import Contract
+
+
+class Leg(NamedTuple):
+    """Pieces that cross in one copy: device `attention[i]` is paired with device `ffn[i]`."""
+
+    slot: int
+    """Which of the ffn devices' slots the pieces fill."""
+    answer: int
+    """Which of the arrays that make up an answer their results are of."""
+    attention: tuple[int, ...]
+    """Places of attention devices in their mesh, ascending."""
+    ffn: tuple[int, ...]
+    """Places of ffn devices in theirs, with one instance ascending; no device twice."""
+
+
+class Route(NamedTuple):
+    """The pieces' places, for messages and answers alike."""
+
+    attention: int
+    """Attention devices, and so pieces."""
+    ffn: int
+    """ffn devices."""
+    instances: int = 1
+    """Equal parts of these. With several the attention devices are a multiple of the ffn devices,
+    so that every slot is filled."""
+
+    @classmethod
+    def of(cls, contract: Contract, ffn_devices: int) -> "Route":
+        """Returns the route on an ffn mesh with this number of devices."""
+        return cls(contract.attention_devices, ffn_devices, contract.instances)
+
+    @property
+    def slots(self) -> int:
+        """Pieces that an ffn device has room for; a slot that no piece fills holds padding."""
+        return self._own * self.instances
+
+    @property
+    def _own(self) -> int:
+        """Those of the pieces whose ingress it is."""
+        return -(-self.attention // self.ffn)
+
+    def ingress(self, piece: int) -> tuple[int, int]:
+        """The ffn device of a piece, and its slot there.
+
+        With fewer pieces than devices they are spread evenly; with more, an ffn device holds
+        consecutive pieces.
+        """
+        if self.attention <= self.ffn:
+            return piece * self.ffn // self.attention, 0
+        return divmod(piece, self._own)
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """One copy a slot. A piece reaches the devices after its ingress, an instance further each,
+        in later slots."""
+        places = [(piece, *self.ingress(piece)) for piece in range(self.attention)]
+        part, legs = self.ffn // self.instances, []
+        for slot in range(self.slots):
+            further, own = divmod(slot, self._own)
+            pairs = [
+                (piece, (device + further * part) % self.ffn)
+                for piece, device, at in places
+                if at == own
+            ]
+            legs.append(Leg(slot, further, *map(tuple, zip(*pairs, strict=True))))
+        return tuple(legs)
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Where the pieces lie among all slots of an instance's devices, device by device."""
+        if self.instances > 1:
+            return tuple(range(self.slots * self.ffn // self.instances))
+        places = map(self.ingress, range(self.attention))
+        return tuple(device * self.slots + slot for device, slot in places)
