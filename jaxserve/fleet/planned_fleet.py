@@ -13,21 +13,25 @@ import numpy as np
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.simulation import FleetSimulation
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, PagesLink
-from jaxserve.planner.deploy import Asked, Fleet, Prediction, Times, Trial
+from jaxserve.planner.deploy import Asked, Part, Prediction, Times, Trial
+from jaxserve.planner.deploy_fleet import Fleet, Slowed
 from jaxserve.planner.stage_times import Rows, StepTimes
 
 COUNTED = 300
 """Requests that count, where percentiles up to 95 are asked for; five times as many above."""
 TOKENS = 60_000
 """Output tokens of a simulation of decoding, about: a second."""
-STEPS = 3_000
-"""Prefill steps of a simulation, about: some seconds."""
-LEAST = 60
+STEPS = 1_500
+"""Steps of a role in a simulation, about: some seconds."""
+LEAST = 50
 """Requests that count in any simulation."""
 GROUPS = 64
 """DP groups of the prefill workers that are simulated at most."""
 SEQUENCES = 1024
 """Sequences that decode at a time in a simulation at most."""
+ROUNDED = 0.02
+"""Share by which workers for each unit may differ in the part of a fleet that is simulated."""
+PARTS: tuple[Part, Part] = ("prefill", "decode")
 PACED_SLOTS = 4096
 HOST_SECONDS = 1e-4
 """Time of the host at every step's end, as `plan simulate` has it."""
@@ -53,10 +57,18 @@ def simulated(trial: Trial, request_seconds: float) -> Prediction:
       request_seconds: of HTTP and the router, a request.
     """
     fleet, demand, part, keys = trial.fleet, trial.demand, trial.part, dict(trial.keys)
-    share = _share(fleet, part)
-    workers = max(1, int(fleet.workers * share))
-    units = max(1, int(fleet.units * share + 1e-9))
-    share = min(share, workers / fleet.workers if part == "prefill" else units / fleet.units)
+    workers, units = _part(fleet, part)
+    share = workers / fleet.workers if part == "prefill" else units / fleet.units
+    # Where few sequences decode at a time, they take many steps for a few requests.
+    each = units / (demand.rate * share * fleet.pace)
+    if part == "whole" and each * LEAST > 2 * STEPS:
+        of_prefill, of_decode = (
+            simulated(trial._replace(part=one), request_seconds) for one in PARTS
+        )
+        busy = {**of_decode.busy, "prefill": of_prefill.busy["prefill"]}
+        tpot = {"tpot": of_decode.tpot, "tpot_asked": of_decode.tpot_asked, "busy": busy}
+        return msgspec.structs.replace(of_prefill, **tpot)
+    stride = 1
     prompts, output = trial.requests.prompt - trial.requests.found, demand.output
     counted = COUNTED * (5 if max(trial.asked.ttft.percent, trial.asked.tpot.percent) > 95 else 1)
     running: tuple[tuple[int, int], ...] = ()
@@ -74,10 +86,16 @@ def simulated(trial: Trial, request_seconds: float) -> Prediction:
         slots = {"slots": PACED_SLOTS, "token_budget": PACED_SLOTS, "token_buckets": [PACED_SLOTS]}
         keys["scheduler"] = {**keys["scheduler"], **slots}
     else:
-        counted = min(counted, max(LEAST, TOKENS // output))
+        counted = min(counted, max(LEAST, min(TOKENS // output, int(STEPS / each))))
+        if part == "decode":
+            # A simulated step stands for several, of sequences that are as long on the mean.
+            stride = max(1, min(round(counted * each / STEPS), output // 16))
+            domain = Slowed(domain, stride)
+            output //= stride
         held = round(fleet.sequences * units / fleet.units)
-        lengths = trial.requests.running(max(1, held))
-        running = tuple(zip(*(each.tolist() for each in lengths), strict=True))
+        length, left = trial.requests.running(max(1, held))
+        left = np.maximum(1, left // stride)
+        running = tuple(zip(length.tolist(), left.tolist(), strict=True))
     warm = 0 if part == "decode" else min(counted, 2 * workers * fleet.worker.layout.dp)
     if part == "decode":
         keys["prefill"] = {}
@@ -93,7 +111,11 @@ def simulated(trial: Trial, request_seconds: float) -> Prediction:
         keys["domains"] = units
     deployment = load_deployment(Path(), keys)
     traffic = FleetTraffic(
-        lengths=msgspec.structs.replace(demand.lengths(trial.asked.longest), output=output),
+        lengths=msgspec.structs.replace(
+            demand.lengths(trial.asked.longest),
+            prompt=demand.prompt + (demand.output - output) // 2 * (stride > 1),
+            output=output,
+        ),
         rate=demand.rate * share,
         requests=warm + counted,
         warm_up=warm,
@@ -117,13 +139,18 @@ def simulated(trial: Trial, request_seconds: float) -> Prediction:
         domain=domain,
         prefill=None if part == "decode" else prefill,
     )
-    return prediction(simulation, trial.asked)
+    return prediction(simulation, trial.asked, stride)
 
 
-def prediction(simulation: FleetSimulation, asked: Asked) -> Prediction:
-    """Runs a simulation; returns its requests' times."""
+def prediction(simulation: FleetSimulation, asked: Asked, stride: int = 1) -> Prediction:
+    """Runs a simulation; returns its requests' times.
+
+    Args:
+      stride: tokens that one simulated token stands for.
+    """
     result = simulation.run()
     ttft, tpot = (np.array(each or [0.0]) for each in simulation.samples())
+    tpot /= stride
     return Prediction(
         ttft=Times.of(ttft),
         ttft_asked=float(np.percentile(ttft, asked.ttft.percent)),
@@ -136,12 +163,17 @@ def prediction(simulation: FleetSimulation, asked: Asked) -> Prediction:
     )
 
 
-def _share(fleet: Fleet, part: str) -> float:
-    """The part of a fleet that is simulated."""
-    share = 1.0
-    if part != "decode":
-        share = min(share, GROUPS / (fleet.workers * fleet.worker.layout.dp))
-    if part != "prefill":
-        share = min(share, SEQUENCES / fleet.sequences)
-    whole = fleet.workers if part == "prefill" else fleet.units
-    return max(1, int(whole * share)) / whole
+def _part(fleet: Fleet, part: Part) -> tuple[int, int]:
+    """Workers and units that are simulated: as few as stand for the fleet, in its proportion."""
+    groups, sequences = fleet.worker.layout.dp, fleet.sequences / fleet.units
+    workers = min(fleet.workers, max(2, GROUPS // groups))
+    if part == "prefill":
+        return workers, max(1, round(fleet.units * workers / fleet.workers))
+    units = min(fleet.units, max(1, int(SEQUENCES / sequences)))
+    if part == "decode":
+        return 0, units
+    for count in range(units, fleet.units):
+        exact = fleet.workers * count / fleet.units
+        if round(exact) >= 1 and abs(round(exact) / exact - 1) <= ROUNDED:
+            return round(exact), count
+    return fleet.workers, fleet.units

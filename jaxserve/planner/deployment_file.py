@@ -293,7 +293,7 @@ class FleetFile(NamedTuple):
         plan = msgspec.structs.replace(made.plan, batch=slots)
         tree = _tree(self.file, plan, self.calculator)
         fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
-        for name, value in fewer.keys(asked, requests, self.cost).items():
+        for name, value in fewer.keys(asked.longest, asked.page, requests, self.cost).items():
             tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
         tree["attention"]["hardware"] = unit.attention
         if unit.topology.has("ffn"):

@@ -8,18 +8,9 @@ prints the comparison, `test_paper_deployments.py` holds it.
 import msgspec
 
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.deploy import (
-    CHUNKS,
-    Asked,
-    Chunks,
-    DecodeUnit,
-    Hosts,
-    Pace,
-    Prediction,
-    Sizer,
-    Trial,
-)
+from jaxserve.planner.deploy import CHUNKS, Asked, Hosts, Prediction, Sizer, Trial
 from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
+from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Pace
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model

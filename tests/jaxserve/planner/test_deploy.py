@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.deploy import (
-    Asked,
-    Chunks,
-    DecodeUnit,
-    Hosts,
-    Prediction,
-    Sizer,
-    Times,
-    _fewest,
-)
+from jaxserve.planner.deploy import Asked, Hosts, Prediction, Sizer, Times, _fewest
 from jaxserve.planner.deploy_demand import Demand, Level, Spares
+from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H100, calculator, layout, searcher

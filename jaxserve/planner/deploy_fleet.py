@@ -1,0 +1,351 @@
+"""Prefill workers, decode units, the pages link and the fleet of them: how long each takes by
+itself, and the fleet's keys of a deployment. Called by `deploy.py`.
+
+A prefill worker is a colocated deployment that computes prompts in chunks: every DP group works on
+a prompt of its own, and all groups step together, because the experts are divided over them. A
+decode unit decodes by itself: an attention and an ffn role together, or a colocated worker.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxserve.planner.deploy_demand import Requests
+from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.lanes import pipeline_of
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.memory import token_budget
+from jaxserve.planner.models import CostModel
+from jaxserve.planner.search import Plan, Searcher
+from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
+
+QUANTILES, POINTS = 5, 3
+"""Prompts, and chunks of each, whose seconds stand for all prompts."""
+STEPS = 4
+"""Steps of every lane that are run for a pace."""
+HELD_SLOTS = 16
+"""Prompts of a DP group of a prefill worker at a time."""
+
+Tree = dict[str, Any]
+
+
+class PrefillWorker(NamedTuple):
+    """A kind of prefill worker.
+
+    Attributes:
+      chunk: tokens of a DP group and step.
+      pages: of a DP group, in the memory that the weights leave.
+      capacity: requests a second, if every DP group were always busy.
+      alone: seconds of the prompt at the percentile of the TTFT, with nothing else in the worker.
+    """
+
+    layout: Layout
+    chunk: int
+    hardware: Hardware
+    pages: int
+    capacity: float
+    alone: float
+
+    @property
+    def dollars(self) -> float:
+        """USD an hour."""
+        return self.hardware.price * self.layout.devices
+
+
+class DecodeUnit(NamedTuple):
+    """A kind of decode unit: an attention and an ffn role together, or a colocated worker.
+
+    Attributes:
+      plan: of the search, for its layout.
+      slots: most sequences of a DP group and lane.
+      pace: seconds between a sequence's tokens, by sequences of a DP group and lane.
+      capacity: requests a second within the TPOT, with `MOST_BUSY` of the slots taken.
+    """
+
+    plan: Plan
+    slots: int
+    hardware: tuple[Hardware, Hardware]
+    pace: "Pace"
+    capacity: float
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's."""
+        return self.plan.layout
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of all DP groups."""
+        return self.layout.dp * self.layout.lanes
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences at a time."""
+        return self.lanes * self.slots
+
+    @property
+    def dollars(self) -> float:
+        """USD an hour."""
+        a, f = self.hardware
+        return a.price * self.layout.attention_devices + f.price * self.layout.ffn_devices
+
+    def taken(self, rate: float, output: float) -> float:
+        """Sequences of a DP group and lane at `rate` requests a second of `output` tokens (Little's
+        law); at most the slots."""
+        taken = 1.0
+        for _ in range(12):
+            taken, before = (
+                min(
+                    rate * output * self.pace.seconds(max(1, round(taken))) / self.lanes,
+                    float(self.slots),
+                ),
+                taken,
+            )
+            if abs(taken - before) < 0.5:
+                break
+        return taken
+
+
+class Pace:
+    """Seconds between tokens of a layout whose DP groups hold sequences of unequal lengths: every
+    layer waits for the group with the longest ones."""
+
+    def __init__(self, searcher: Searcher, layout: Layout, times: Rooflines, requests: Requests):
+        self._searcher, self._layout, self._times = searcher, layout, times
+        self._requests = requests
+        self._known: dict[int, float] = {}
+
+    def seconds(self, batch: int) -> float:
+        """Seconds with `batch` sequences a DP group and lane."""
+        if batch not in self._known:
+            self._known[batch] = self._cycle(batch) * self.drafts(batch)
+        return self._known[batch]
+
+    def drafts(self, batch: int) -> float:
+        """Seconds a token with the layout's drafts over seconds a token without."""
+        if not self._layout.drafts:
+            return 1.0
+        plain = msgspec.structs.replace(self._layout, drafts=0)
+        evaluate = self._searcher.evaluate
+        return evaluate(self._layout, batch).tpot / evaluate(plain, batch).tpot
+
+    def _cycle(self, batch: int) -> float:
+        layout, count = self._layout, self._layout.dp * batch
+        length, _ = self._requests.running(count * layout.lanes)
+        group = np.repeat(np.arange(layout.dp), batch)
+        ones = np.ones(count, int)
+        steps = [
+            self._times.step(rows_of(layout, group, ones, of_lane))
+            for of_lane in np.split(length, layout.lanes)
+        ]
+        cycle = cycle_seconds(layout, steps * STEPS, self._times)
+        # The hosts of a role enqueue every layer of every lane.
+        host = self._searcher.host_seconds(layout)
+        return max(cycle, self._times.layers * layout.lanes * host)
+
+    def largest(self, room: int, tpot: float) -> int:
+        """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
+        if self.seconds(1) > tpot:
+            return 0
+        if self.seconds(room) <= tpot:
+            return room
+        low, high = 1, room
+        while high - low > max(1, low // 50):
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.seconds(middle) <= tpot else (low, middle)
+        return low
+
+
+def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
+    """A step's sequences; messages are padded to the fullest DP group."""
+    most = int(np.bincount(group, tokens, layout.dp).max(initial=1))
+    return Rows(layout.dp, group, tokens, length, most)
+
+
+def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> float:
+    """Seconds between two steps of a lane, when every lane goes on with a next step at once.
+
+    Args:
+      steps: steps of the lanes in turn, at least three a lane.
+      times: the source of the steps' times.
+    """
+    lanes = layout.lanes
+    pipeline = pipeline_of(layout.topology, times, lanes=lanes, groups=layout.dp)
+    ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
+    for number, step in enumerate(steps[:lanes]):
+        pipeline.begin(number, number, 0.0, step)
+    for number in range(lanes, len(steps)):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+        pipeline.begin(lane, number, 0.0, steps[number])
+    for _ in range(lanes):
+        lane, end = pipeline.advance(0.0)
+        ends[lane].append(end)
+    # The first steps fill the pipeline, and the last of every lane run in an emptying one.
+    cycles = [(one[-2] - one[0]) / (len(one) - 2) for one in ends.values()]
+    return float(np.mean(cycles))
+
+
+class Chunks:
+    """Seconds of prompts in chunks in a colocated worker.
+
+    Args:
+      times: of the worker's layout.
+      chunk: tokens of a DP group and step.
+    """
+
+    def __init__(self, layout: Layout, times: Rooflines, chunk: int):
+        self._layout, self._times, self._chunk = layout, times, chunk
+
+    def _step(self, groups: int, tokens: int, length: int) -> float:
+        """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
+        each = np.ones(groups, int)
+        rows = rows_of(self._layout, np.arange(groups), each * tokens, each * length)
+        step = self._times.step(rows)
+        attend = sum(float(layer.max()) for layer in step.attend)
+        return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
+
+    def _mean(self, groups: int, found: int, prompt: int) -> float:
+        """Mean seconds of a full chunk of a prompt; attention grows with what is before it."""
+        ends = np.linspace(min(found + self._chunk, prompt), prompt, POINTS)
+        return float(np.mean([self._step(groups, self._chunk, round(end)) for end in ends]))
+
+    def busy(self, requests: Requests) -> float:
+        """Mean seconds of a DP group for a request, with all groups busy."""
+        chunks = float((requests.prompt - requests.found).mean()) / self._chunk
+        prompts = (requests.at_token((n + 0.5) / QUANTILES) for n in range(QUANTILES))
+        return chunks * float(
+            np.mean([self._mean(self._layout.dp, found, prompt) for prompt, found in prompts])
+        )
+
+    def alone(self, prompt: int, found: int) -> float:
+        """Seconds of a prompt with nothing else in the worker."""
+        whole, rest = divmod(prompt - found, self._chunk)
+        seconds = whole * self._mean(1, found, prompt) if whole else 0.0
+        return seconds + (self._step(1, rest, prompt) if rest else 0.0)
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """The pages link.
+
+    Attributes:
+      token_bytes: of a token's entries in all layers.
+      bytes_per_second: of the slower end, one worker.
+      latency: seconds of a hand-off beside its bytes.
+      page: tokens of a page; whole pages cross, without the prompt's last token.
+    """
+
+    token_bytes: float
+    bytes_per_second: float
+    latency: float
+    page: int
+
+    def tokens(self, requests: Requests) -> float:
+        """Mean tokens that cross for a request."""
+        return float(((requests.prompt - 1) // self.page * self.page).mean())
+
+
+class Fleet(NamedTuple):
+    """The workers and units that are rented, without spares.
+
+    Attributes:
+      taken: sequences of a DP group and lane that decode at a time.
+    """
+
+    worker: PrefillWorker
+    workers: int
+    unit: DecodeUnit
+    units: int
+    taken: float
+
+    @property
+    def text(self) -> str:
+        """Numbers of workers and units."""
+        return f"{self.workers} prefill workers and {self.units} decode units"
+
+    @property
+    def sequences(self) -> float:
+        """Sequences that decode at a time."""
+        return self.taken * self.unit.lanes * self.units
+
+    @property
+    def pace(self) -> float:
+        """Seconds between a sequence's tokens with so many of them."""
+        return self.unit.pace.seconds(max(1, round(self.taken)))
+
+    @property
+    def slots(self) -> int:
+        """Slots of a DP group and lane: what runs in all but a moment of a thousand, and one more,
+        as whole requests go to DP groups."""
+        most = self.sequences + 3.1 * self.sequences**0.5
+        return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
+
+    def keys(self, longest: int, page: int, requests: Requests, model: CostModel) -> Tree:
+        """Keys of the fleet's deployment that its schedulers and its router read.
+
+        Args:
+          longest: most tokens of a sequence.
+          page: tokens of a page.
+        """
+        worker, layout, slots = self.worker, self.unit.layout, self.slots
+        pages = -(-longest // page)
+        running = layout.lanes * slots
+        tokens = running * (requests.context + page)
+        tokens += 2 * requests.context_spread * running**0.5
+        budget = token_budget(slots, layout.drafts)
+        heads = [group.layers * group.q_heads * group.head_dim for group in model.attention]
+        colocated = layout.topology.has("colocated")
+        return {
+            "mode": "colocated" if colocated else "afd",
+            "lanes": layout.lanes,
+            "attention": {"dp": layout.dp, "tp": layout.tp},
+            "ffn": {} if colocated else {"ep": layout.ep, "tp": layout.ffn_tp},
+            "cache": {
+                "page_size": page,
+                "pages": max(pages + 1, -int(-tokens // page)),
+            },
+            "scheduler": {
+                "slots": slots,
+                "max_length": longest,
+                "page_buckets": sorted({-(-pages // 4), pages}),
+                "token_budget": budget,
+                "token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
+            },
+            **({"domains": self.units} if colocated else {}),
+            "prefill": {
+                "workers": self.workers,
+                "mode": "colocated",
+                "lanes": 1,
+                "quadratic_tokens": max(1, round(model.activated / sum(heads))),
+                "attention": {"dp": worker.layout.dp, "tp": worker.layout.tp},
+                "cache": {"pages": max(pages + 1, worker.pages)},
+                "scheduler": {
+                    "slots": HELD_SLOTS,
+                    "token_budget": worker.chunk,
+                    "token_buckets": [worker.chunk // 4, worker.chunk],
+                },
+            },
+            "pages": {"on_failure": "recompute", "recompute_tokens": 8192, "held": 256},
+            "fleet": {"prefill_waiting": max(64, 8 * worker.layout.dp)},
+        }
+
+
+class Slowed:
+    """Stage times of steps that each take `factor` times as long, as with drafts."""
+
+    def __init__(self, times: StageTimes, factor: float):
+        self.layers, self.overlapped = times.layers, times.overlapped
+        self._times, self._factor = times, factor
+
+    def step(self, rows: Rows) -> StepTimes:
+        """The times of a step with these sequences."""
+        step, factor = self._times.step(rows), self._factor
+        return StepTimes(
+            attend=[factor * layer for layer in step.attend],
+            dispatch=[factor * layer for layer in step.dispatch],
+            ffn=[factor * layer for layer in step.ffn],
+            combine=[factor * layer for layer in step.combine],
+            leave=factor * step.leave,
+            host=step.host,
+        )
