@@ -19,7 +19,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.hlo import estimated_cycles
-from pallas_kernels.tuned import use_tiles
 
 
 class Generation(NamedTuple):
@@ -130,14 +129,10 @@ def main() -> None:
     parser.add_argument("op")
     parser.add_argument("generation", choices=GENERATIONS)
     parser.add_argument("names", nargs="*", metavar="case")
-    parser.add_argument(
-        "--tiles", type=json.loads, default={}, metavar="JSON", help="by call, as in tuned.json"
-    )
     arguments = parser.parse_args()
     os.environ.update(environment(os.environ.get("LIBTPU_INIT_ARGS", "")))
-    with use_tiles(arguments.tiles):
-        for result in compile_all(arguments.op, arguments.generation, arguments.names):
-            print(json.dumps(result), flush=True)
+    for result in compile_all(arguments.op, arguments.generation, arguments.names):
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from pallas_kernels import aot, llo
-from pallas_kernels.tuned import Fields
 
 OPS = ("attention", "grouped_matmul")
 """The ops that have a `cases.py`."""
@@ -42,19 +41,8 @@ class Floor(NamedTuple):
         return self.bundles / self.memory
 
 
-def measure(
-    op: str,
-    case: str,
-    loop: aot.Loop,
-    generation: str,
-    tiles: Mapping[str, Fields] | None = None,
-    limit: float = COMPILE_SECONDS,
-) -> Floor:
+def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
     """Compiles a case in a process of its own and reads what was dumped.
-
-    Args:
-      tiles: by call, instead of those in force; `loop` must be that of a case made with them.
-      limit: seconds.
 
     Raises:
       RuntimeError: it does not compile, not in time, or there is no dump of the kernel.
@@ -63,18 +51,17 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         command = [sys.executable, "-m", "pallas_kernels.aot", op, generation, case]
-        command += ["--tiles", json.dumps(tiles or {})]
         try:
             done = subprocess.run(
                 command,
                 env=aot.environment(flags),
                 capture_output=True,
                 text=True,
-                timeout=limit,
+                timeout=COMPILE_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{op} {case} on {generation}: over {limit:.0f} s") from None
+            raise RuntimeError(f"{op} {case} on {generation}: over {COMPILE_SECONDS} s") from None
         if done.returncode:
             raise RuntimeError(f"{op} {case} on {generation}: {done.stderr[-2000:]}")
         dumps = [

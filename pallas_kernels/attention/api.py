@@ -13,7 +13,9 @@ which they tile, are never as short as a number of heads.
 """
 
 import functools
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Literal, overload
 
 import jax
@@ -268,61 +270,25 @@ def paged_attention(
     target = kernel_target(
         "paged_attention", implementation, gap, _COST, tiles, backends=WITH_ATTENTION
     )
-    if tiles and target is not None and target.backend == "triton_gpu":
-        raise ValueError(f"tiles of paged_attention: the kernel of {target.device_kind} has none")
 
     def compute(
         queries: Array, arrays: _Pages, where: tuple[Array, Array, Array], places: Places
     ) -> tuple[Array, Array | None]:
-        cache = _cache(arrays, width, int8_products)
+        batch = (queries, _cache(arrays, width, int8_products), *where)
         if target is None:
-            out, sums = reference.paged_attention(
-                queries, cache, *where, scale=scale, window=window
-            )
-            return out.astype(wanted), sums
-        if target.backend == "mosaic_tpu":
-            from pallas_kernels.attention import mosaic_tpu
-
-            out, logs = mosaic_tpu.paged_attention(
-                queries,
-                *arrays,
-                *where,
+            out, sums = reference.paged_attention(*batch, scale=scale, window=window)
+        else:
+            out, sums = _kernels(target).paged_attention(
+                *batch,
                 scale=scale,
                 window=window,
-                v_width=width,
-                int8_products=int8_products,
                 with_lse=with_lse,
+                out_dtype=wanted,
                 target=target,
                 tiles=tiles,
                 places=places or None,
             )
-            return out.astype(wanted), logs
-        if target.backend == "triton_gpu":
-            from pallas_kernels.attention import triton_gpu
-
-            return triton_gpu.paged_attention(
-                queries,
-                cache,
-                *where,
-                scale=scale,
-                window=window,
-                out_dtype=wanted,
-                target=target,
-                places=places or None,
-            )
-        from pallas_kernels.attention import mosaic_gpu
-
-        return mosaic_gpu.paged_attention(
-            queries,
-            cache,
-            *where,
-            scale=scale,
-            window=window,
-            out_dtype=wanted,
-            target=target,
-            tiles=tiles,
-            places=places or None,
-        )
+        return out.astype(wanted), sums
 
     output, lse = run_op("paged_attention", compute, queries, arrays, where, places)
     return (output, lse) if lse is not None and with_lse else output
@@ -357,17 +323,7 @@ def attention_places(
     if target is None:
         return ()
     where = (page_table, sequence_of_token, _inside(position, page_table, k_pages))
-    if target.backend == "mosaic_tpu":
-        from pallas_kernels.attention import mosaic_tpu
-
-        return mosaic_tpu.places_of(queries, cache, *where, window=window, target=target)
-    if target.backend == "triton_gpu":
-        from pallas_kernels.attention import triton_gpu
-
-        return triton_gpu.places_of(queries, cache, *where, window=window, target=target)
-    from pallas_kernels.attention import mosaic_gpu
-
-    return mosaic_gpu.places_of(queries, cache, *where, window=window, target=target)
+    return _kernels(target).places_of(queries, cache, *where, window=window, target=target)
 
 
 def chunk_attention(
@@ -468,14 +424,13 @@ def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> 
     return reference.Cache(k_pages, v_pages, k_scales, v_scales, width, rope_pages, int8_products)
 
 
+def _kernels(target: Target) -> ModuleType:
+    """Returns the module of a backend, `mosaic_tpu`, `mosaic_gpu` or `triton_gpu`: each has `gap`,
+    `places_of` and `paged_attention`."""
+    return importlib.import_module(f"pallas_kernels.attention.{target.backend}")
+
+
 def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
-    """Returns what the kernels of a GPU do not cover; those of TPUs raise by themselves."""
-    if target.backend == "mosaic_tpu":
-        return ""
-    if target.backend == "triton_gpu":
-        from pallas_kernels.attention import triton_gpu
-
-        return triton_gpu.gap(queries, cache)
-    from pallas_kernels.attention import mosaic_gpu
-
-    return mosaic_gpu.gap(queries, cache)
+    """Returns what the kernels of a target do not cover."""
+    gap: str = _kernels(target).gap(queries, cache)
+    return gap

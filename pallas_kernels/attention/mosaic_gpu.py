@@ -57,12 +57,13 @@ def paged_attention(
     *,
     scale: float,
     window: int,
+    with_lse: bool,
     out_dtype: Any,
     target: Target,
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """As `api.paged_attention` says, for what `gap` leaves."""
+    """`api.paged_attention` for every call that has no `gap`. The log-sum-exps come anyway."""
     kv_heads = cache.k_pages.shape[1]
     plan, cut = _of_batch(queries, cache, page_table, scale, window, target, tiles)
     if places is None:

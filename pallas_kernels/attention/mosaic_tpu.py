@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
@@ -55,33 +55,35 @@ SMEM_BYTES = 768 * 2**10
 """Scalar memory, of 1 MiB, that the page table and the items may take."""
 
 
+def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
+    """Returns nothing: what the kernel cannot handle, `paged_attention` refuses."""
+    return ""
+
+
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size key_width"],
-    v_pages: Num[Array, "pages kv_heads page_size v_width"] | None,
-    k_scales: Float32[Array, "pages kv_heads page_size"] | None,
-    v_scales: Float32[Array, "pages kv_heads page_size"] | None,
-    rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None,
+    cache: Cache,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     *,
     scale: float,
     window: int,
-    v_width: int,
     with_lse: bool,
+    out_dtype: Any,
     target: Target,
-    int8_products: bool = False,
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
-    """`api.paged_attention` on a TPU.
+    """`api.paged_attention` on a TPU. The output has the dtype of the queries, which the caller
+    casts to `out_dtype`.
 
     Raises:
       ValueError: the tiles do not fit.
       NotImplementedError: a format, page size, page table or number of heads that this generation
         or kernel cannot take; the message says what to use instead.
     """
+    k_pages, v_pages, k_scales, v_scales, v_width, rope_pages, int8_products = cache
     arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
     every_scale = [k_scales, v_scales]
     if rope_pages is not None:  # values come last
@@ -96,7 +98,6 @@ def paged_attention(
     _, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
-    cache = Cache(k_pages, v_pages, k_scales, v_scales, v_width, rope_pages)
     sizes = call_of(queries, cache, page_table)
     chosen = sizes.tiles(target.device_kind, tiles)
     if tiles:

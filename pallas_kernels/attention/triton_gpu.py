@@ -17,6 +17,7 @@ from pallas_kernels.attention.tiles import multiprocessors
 from pallas_kernels.attention.triton_gpu_kernel import Sizes, attend, columns_of, combine
 from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.target import Target
+from pallas_kernels.tuned import Fields
 
 LEAST_ROWS = 16
 """Rows of the smallest product of the tensor cores."""
@@ -63,11 +64,19 @@ def paged_attention(
     *,
     scale: float,
     window: int,
+    with_lse: bool,
     out_dtype: Any,
     target: Target,
+    tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """`api.paged_attention` for every call that has no `gap`."""
+    """`api.paged_attention` for every call that has no `gap`. The log-sum-exps come anyway.
+
+    Raises:
+      ValueError: tiles are given.
+    """
+    if tiles:
+        raise ValueError(f"tiles of paged_attention: the kernel of {target.device_kind} has none")
     kv_heads = cache.k_pages.shape[1]
     cut = cut_of(queries, cache, page_table, window, target)
     if places is None:

@@ -20,10 +20,8 @@ import jax
 from pallas_kernels.bench import baselines, correctness, layer, timing
 from pallas_kernels.bench.cases import MODULES, NAMES, TILED, Case, cases, page_size
 from pallas_kernels.bench.search import Settings
+from pallas_kernels.bench.tune import tune_on_device
 from pallas_kernels.target import current_target
-
-TOPOLOGIES = {"v5e": "v5e", "v6e": "v6e", "v7x": "v7x", "tpu7x": "v7x"}
-"""Generations by the first part of a topology's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layer", choices=["step3"], help="whole layers instead of ops")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--tune", action="store_true", help="search tile sizes; see tune.py")
-    parser.add_argument(
-        "--topology", metavar="NAME", help="with --tune: a TPU that is not there, v6e:2x2"
-    )
     parser.add_argument(
         "--trials", type=Path, default=Path("build/tune.jsonl"), help="what a search has tried"
     )
@@ -102,17 +97,7 @@ def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"--op {' '.join(options.op)}: no tiles to tune; there are for {TILED}")
     limits = (options.candidate_seconds, options.seconds)
     settings = Settings(options.trials, options.tables, *limits, options.quick)
-    # Neither starts a backend here: the device is for the process that tries.
-    if options.topology is None:
-        from pallas_kernels.bench.tune import tune_on_device
-
-        return tune_on_device(ops, options.case, settings)
-    from pallas_kernels.bench.tune_static import tune_static
-
-    generation = TOPOLOGIES.get(options.topology.partition(":")[0])
-    if generation is None:
-        parser.error(f"no topology {options.topology!r}; known: {', '.join(TOPOLOGIES)}")
-    return tune_static(ops, options.case, generation, settings)
+    return tune_on_device(ops, options.case, settings)  # in processes that have the device
 
 
 def backend(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:

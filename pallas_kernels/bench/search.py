@@ -1,7 +1,7 @@
 """The search for tile sizes: what to try next, what was tried, what to write.
 
-Called by `tune.py` and `tune_static.py`, which know what a candidate costs. Varies one field at a
-time, until no change of one is better.
+Called by `tune.py`, which knows what a candidate costs. Varies one field at a time, until no
+change of one is better.
 """
 
 import datetime
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 def search(
     start: Sizes, choices: Mapping[str, Sequence[Any]], cost: Callable[[Sizes], float]
 ) -> Found:
-    """Vary one field at a time until that changes nothing; `cost` may be infinite."""
+    """Varies one field at a time until that changes nothing; `cost` may be infinite."""
     best, least = start, math.inf
     before = math.inf
     try:
@@ -108,28 +108,20 @@ class Trials:
 
 
 def report(
-    call: str,
-    entry: Mapping[str, Any],
-    found: Found,
-    device_kind: str,
-    how: str,
-    unit: str,
-    settings: Settings,
+    call: str, entry: Mapping[str, Any], found: Found, device_kind: str, settings: Settings
 ) -> None:
-    """Say what was found, and write it if it is better."""
+    """Prints what was found, and writes it if it is better."""
     change = changes(found.tiles, to_sizes(entry["tiles"])) or "as it is"
     state = "" if found.finished else " (not finished)"
-    print(f"{call}: {change}: {found.before:.4g} -> {found.after:.4g} {unit}{state}", flush=True)
+    print(f"{call}: {change}: {found.before:.4g} -> {found.after:.4g} s{state}", flush=True)
     if not found.better() or (settings.quick and settings.tables is None):
         return
     folder = settings.tables
     path = folder / f"{entry['op']}.json" if folder else table_path(entry["op"])
     about = {
         "tiles": changes(found.tiles, to_sizes(entry["default"])),
-        "how": how,
         "before": float(f"{found.before:.4g}"),
         "after": float(f"{found.after:.4g}"),
-        "unit": unit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "jax": importlib.metadata.version("jax"),
     }

@@ -106,10 +106,7 @@ def tune_on_device(ops: list[str], names: list[str] | None, settings: Settings) 
     for label, why in about["skipped"].items():
         print(f"{label}: skipped: {why}")
     if not about["calls"]:
-        print(
-            f"nothing to tune on {about['device_kind']}: no kernel with tiles of its own runs "
-            "there (--topology ranks tiles for TPUs that are not there)"
-        )
+        print(f"nothing to tune on {about['device_kind']}: no kernel with tiles of its own runs")
         worker.stop()
         return 1
     identity = {key: about[key] for key in ("device_kind", "jax")} | {"quick": settings.quick}
@@ -150,7 +147,7 @@ def tune_on_device(ops: list[str], names: list[str] | None, settings: Settings) 
 
             if labels:
                 found = search(start, {f: map_sizes(c) for f, c in choices.items()}, cost)
-                report(call, entry, found, about["device_kind"], "timed", "s", settings)
+                report(call, entry, found, about["device_kind"], settings)
                 unfinished += not found.finished
     finally:
         worker.stop()

@@ -1,4 +1,4 @@
-"""The committed example is what the command renders, and autoscalers read metrics that exist."""
+"""Autoscalers read metrics that exist."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,6 @@ from pathlib import Path
 from tests.jaxserve.launch.rendered import files_of, objects
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-
-
-def test_the_example_is_rendered() -> None:
-    """`python -m jaxserve.launch … > launch/lws.yaml`, as its first line says."""
-    text = (LAUNCH / "lws.yaml").read_text()
-    command = text.splitlines()[0].removeprefix("# python -m jaxserve.launch ")
-    assert files_of(command) == {"kubernetes.yaml": text}
 
 
 def test_autoscalers_read_metrics_that_exist() -> None:

@@ -65,7 +65,6 @@ SECTIONS = ("attention", "ffn", "link", "cache", "scheduler", "lanes", "prefill"
 
 
 def test_the_group_of_a_slice_is_one_runtime(tmp_path) -> None:
-    """`launch/lws.yaml` has all of these objects."""
     (text,) = files_of(V6E).values()
     made = objects(text)
     read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
