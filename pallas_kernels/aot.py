@@ -61,18 +61,18 @@ class Case(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What one iteration of a kernel's inner loop does."""
+    """Work and copies of one iteration of a kernel's inner loop."""
 
     kernel: str
     """Name of the Pallas call."""
     unit: str
     """Unit of work, for instance a KV token."""
     units: int
-    """In a round."""
+    """Units of work in a round."""
     copies: int
-    """That a round starts."""
+    """Number of copies that a round starts."""
     bytes_per_unit: float
-    """From HBM."""
+    """Bytes read from HBM for a unit of work."""
 
 
 def environment(flags: str = "") -> dict[str, str]:
@@ -106,8 +106,8 @@ def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
 
 
 def compile_all(op: str, generation: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Of every case, or of those named: name, seconds, temporary bytes, and XLA's cycles beside the
-    kernel."""
+    """Compiles every case, or the named ones. Yields name, seconds, temporary bytes, and the cycles
+    that XLA estimates beside the kernel."""
     for case in cases(op, generation):
         if names and case.name not in names:
             continue

@@ -45,7 +45,7 @@ def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
     """Compiles a case in a process of its own and reads what was dumped.
 
     Raises:
-      RuntimeError: it does not compile, not in time, or there is no dump of the kernel.
+      RuntimeError: the case does not compile, not in time, or leaves no dump of the kernel.
     """
     about = aot.GENERATIONS[generation]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
 
 
 def floors(ops: list[str], generations: list[str], names: list[str]) -> Iterator[Floor]:
-    """Of all cases, or of those named."""
+    """Yields the bounds of all cases, or of the named ones."""
     for op in ops:
         for generation in generations:
             for case in aot.cases(op, generation):

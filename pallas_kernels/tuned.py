@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 Fields = Mapping[str, Any]
-"""Some of its fields."""
+"""Tile sizes by the names of their fields; fields may be missing."""
 
 
 class Asked(NamedTuple):
@@ -23,8 +23,8 @@ class Asked(NamedTuple):
 
     Attributes:
       op: whose table it is in.
-      default: what it had got without the table, as a dict.
-      tiles: what it got.
+      default: the tiles without the table, as a dict.
+      tiles: the tiles that the kernel was given.
       choices: for each field that may be tuned, the sizes to try.
     """
 
@@ -45,7 +45,7 @@ def table_path(op: str) -> Path:
 
 @functools.cache
 def table(op: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """An op's table; empty if there is none."""
+    """Returns an op's table; empty without a file."""
     path = table_path(op)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -59,12 +59,12 @@ def in_force[Tiles: tuple[Any, ...]](
     given: Fields | None = None,
     settable: tuple[str, ...] = (),
 ) -> Tiles:
-    """The tiles of a call, a NamedTuple: those given, else those of `use_tiles`, else the table's,
-    else the default.
+    """Returns the tiles of a call, a NamedTuple. Given fields come first, then those of
+    `use_tiles`, the table's, and the default's.
 
     Args:
-      given: some of the fields, from a caller of the op.
-      settable: which these may be; empty: those of `choices`.
+      given: fields from a caller of the op.
+      settable: fields that a caller may give; empty: those of `choices`.
 
     Raises:
       ValueError: the table names a field that the tiles have not; or a given field is not one, or
@@ -87,7 +87,11 @@ def in_force[Tiles: tuple[Any, ...]](
 
 
 def checked_fields(op: str, given: Fields, known: dict[str, Any]) -> dict[str, Any]:
-    """Fields from a caller, whose values are of the kind that they are to replace."""
+    """Returns fields from a caller as sizes.
+
+    Raises:
+      ValueError: `known` has no such field, or the value is of another kind than in `known`.
+    """
     found = {name: as_size(value) for name, value in given.items()}
     for name, value in found.items():
         if name not in known:
@@ -113,7 +117,7 @@ def require(fits: bool, op: str, field: str, value: Any, limits: str) -> None:
 
 
 def as_size(value: Any) -> Any:
-    """A size as tiles have it: JSON has lists for tuples."""
+    """Returns a size in the type that tiles have: JSON has lists for tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -129,7 +133,7 @@ def use_tiles(tiles: Mapping[str, Fields]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Asked]]:
-    """The calls for which tiles were asked inside."""
+    """Context that collects the lookups of tiles inside, by call."""
     calls: dict[str, Asked] = {}
     token = _record.set(calls)
     try:
@@ -139,7 +143,7 @@ def recording() -> Iterator[dict[str, Asked]]:
 
 
 def write_entry(path: Path, device_kind: str, call: str, entry: dict[str, Any] | None) -> None:
-    """Put an entry into a table's file, or take it out; sorted, so that diffs are small."""
+    """Puts an entry into a table's file, or takes it out where it is None. The file is sorted."""
     found = json.loads(path.read_text()) if path.exists() else {}
     calls = found.setdefault(device_kind, {})
     calls.pop(call, None)

@@ -163,7 +163,7 @@ def _head(rendering: Rendering) -> str:
 
 
 def _services(work: Workload) -> list[str]:
-    """A service a worker; the router needs no second one on one host."""
+    """Returns one service name a worker; a router has one on one host."""
     if work.faces:
         return ["router" if work.kind == "router" else "jaxserve"]
     return [f"{work.kind}-{number}" for number in range(work.workers)]
@@ -237,7 +237,8 @@ def _service(
 
 
 def _health(deployment: Deployment, work: Workload, name: str) -> str:
-    """A program that fails where the process is not alive; workers have no HTTP, but a port."""
+    """Returns a program that fails unless the process is alive. Workers without HTTP are asked by
+    their port."""
     server = deployment.server
     if not work.faces or server.tls_client_ca:
         port = work.port or server.http_port

@@ -25,7 +25,7 @@ IMAGE = {"sys_platform": "linux", "platform_machine": "x86_64", "python_full_ver
 
 
 class Locked(NamedTuple):
-    """A package of a lock."""
+    """One locked package."""
 
     name: str
     version: str
@@ -44,7 +44,7 @@ def lock_names(extra: str) -> list[str]:
 
 
 def lock_text(name: str) -> str:
-    """A file of the lock."""
+    """Returns the text of a file of the lock."""
     folder = next(folder for folder in FOLDERS if folder.is_dir())
     return (folder / name).read_text(encoding="utf-8")
 

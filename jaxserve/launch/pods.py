@@ -24,7 +24,7 @@ USER = 10001
 
 
 def container_places(rendering: Rendering, **addresses: Any) -> Places:
-    """Places in containers that share no disk with whoever renders."""
+    """Places in containers that share no disk with the host that renders."""
     deployment, options = rendering.deployment, rendering.options
     silent = any(work.processes > 1 or not work.faces for work in rendering.works)
     return Places(
@@ -153,7 +153,7 @@ def _privileged(work: Workload, options: Options) -> bool:
 
 
 def _locks_memory(work: Workload, options: Options) -> bool:
-    """Whether network cards read and write the memory of a pod's GPUs."""
+    """Returns True if network cards read and write the memory of a pod's GPUs."""
     return bool(options.rdma[0]) and work.hardware is not None and work.tpu is None
 
 
@@ -225,9 +225,8 @@ def _resources(work: Workload, options: Options) -> Tree:
 
 
 def _probes(deployment: Deployment, work: Workload, leads: bool) -> Tree:
-    """`/health` answers while a process loads, `/ready` is true when it is warm. Workers answer
-    nobody but routers and attention workers, who ask them themselves: their port is open, or
-    not."""
+    """Returns the probes. `/health` answers while a process loads, `/ready` once it is warm.
+    Workers answer routers and attention workers alone, so Kubernetes only tries their port."""
     server = deployment.server
     often: Tree = {"periodSeconds": 10}
     if (work.faces or not leads) and not server.tls_client_ca:

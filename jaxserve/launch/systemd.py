@@ -123,7 +123,7 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
             ("RestartSec", "1"),
             # A wrong configuration stays wrong; memory that others have (75) may become free.
             ("RestartPreventExitStatus", "2"),
-            # SIGTERM drains; whoever is left afterwards is killed.
+            # SIGTERM drains; processes that are left afterwards are killed.
             ("KillMode", "mixed"),
             ("TimeoutStopSec", f"{int(server.drain_seconds) + SPARE_SECONDS}"),
             ("LimitNOFILE", "1048576"),

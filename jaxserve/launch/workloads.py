@@ -53,7 +53,7 @@ class Workload(NamedTuple):
 
     @property
     def faces(self) -> bool:
-        """Whether process 0 of it serves clients."""
+        """True if process 0 of the workload serves clients."""
         return self.kind in ("whole", "router", "attention")
 
     @property
@@ -165,7 +165,7 @@ def _workload(
 
 
 def processes_on_hosts(devices: int, hardware: Hardware | None, name: str) -> int:
-    """A process a host: of how many the devices of a worker take."""
+    """Returns how many hosts a worker's devices take, with one process on each."""
     if hardware is None:
         return 1
     if hardware.platform == "tpu":
@@ -177,12 +177,12 @@ def processes_on_hosts(devices: int, hardware: Hardware | None, name: str) -> in
 
 
 def processes_on_devices(devices: int, hardware: Hardware | None, name: str) -> int:
-    """A process a device, as Slurm starts them."""
+    """Returns one process a device, as Slurm starts them."""
     return devices
 
 
 def one_process(devices: int, hardware: Hardware | None, name: str) -> int:
-    """All devices of a worker in one process."""
+    """Returns one process, which has all devices of a worker."""
     return 1
 
 

@@ -32,9 +32,9 @@ from jaxserve.preflight.pull import pull_steps, role_of
 from jaxserve.preflight.record import default_path, planned, record, write
 
 BEGIN_SECONDS = 600.0
-"""For all processes to come: images are pulled meanwhile."""
+"""Time for all processes to start: images are pulled meanwhile."""
 SLACK_SECONDS = 30.0
-"""For a process that is told of a failure to end its part of a check."""
+"""Time for a process that hears of a failure to end its part of a check."""
 SEVERAL = ("memory", "links", "exchange", "layer", "steps")
 """Checks that all processes of a runtime run together."""
 
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     name: str
     check: Check
     together: bool = False
-    """Whether all processes must begin it at the same time."""
+    """True if all processes begin the check at the same time."""
 
 
 def parser() -> argparse.ArgumentParser:

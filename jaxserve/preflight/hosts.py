@@ -119,8 +119,8 @@ def ports(meeting: Meeting, deployment: Deployment, named: Sequence[str]) -> Fou
         for number, address in enumerate(addresses):
             tried += 1
             if problem := _dial(address):
-                who = f"process {meeting.number} cannot reach process {number}"
-                wrong.append(f"{who} at {address}: {problem}")
+                ends = f"process {meeting.number} cannot reach process {number}"
+                wrong.append(f"{ends} at {address}: {problem}")
         meeting.gather(None, SECONDS + DIAL_SECONDS * meeting.count)
     wanted = [(address, "the deployment file") for address in addresses_of(deployment)]
     if meeting.number == 0:
@@ -153,7 +153,7 @@ def _bind(address: str) -> str:
 
 
 def _is_here(address: str) -> bool:
-    """Whether the host of an address is this one."""
+    """Returns True if the host of an address is this one."""
     host, _ = split_address(address)
     try:
         with socket.create_server((host, 0)):

@@ -64,7 +64,7 @@ def small(seconds: float) -> Found:
 
 
 def judged(results: list[dict[str, Any]]) -> Found:
-    """What the bench's results say.
+    """Counts the right results of a bench, for one line of the table.
 
     Raises:
       Failed: a result is wrong.

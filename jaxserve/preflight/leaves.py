@@ -24,7 +24,7 @@ _LARGEST = {"int8": 127.0, "uint8": 448.0, "float8_e4m3fn": 448.0}
 
 
 class DeviceLeaves(RandomLeaves):
-    """See above."""
+    """Random weights that devices compute; see the head of this file."""
 
     def leaves(
         self,

@@ -18,7 +18,7 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     process: int = 0
     details: dict[str, Any] = {}
-    """Everything that the check measured."""
+    """Numbers that the check measured, by name."""
 
 
 class Skipped(Exception):

@@ -37,7 +37,7 @@ def default_path(outcomes: Sequence[Outcome]) -> Path:
 
 
 def record(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Everything that was measured; the stages' times as `measurements` come later (`planned`)."""
+    """Returns the file's tree. `planned` adds the stages of recorded steps later."""
     measurements: list[Any] = []
     checks = []
     for one in outcomes:

@@ -29,7 +29,7 @@ from pallas_kernels.bench.search import (
 )
 
 START_SECONDS = 600.0
-"""For a process to say what there is to tune."""
+"""Time for a process to list the calls that have tiles."""
 
 
 class Worker:
@@ -61,7 +61,7 @@ class Worker:
         return found
 
     def _answer(self, limit: float) -> dict[str, Any]:
-        """The next line of JSON; what else is printed there is not for us."""
+        """Returns the next line of JSON, and skips everything else that the process prints."""
         end = time.monotonic() + limit
         while True:
             try:
@@ -98,7 +98,7 @@ class Worker:
 
 
 def tune_on_device(ops: list[str], names: list[str] | None, settings: Settings) -> int:
-    """Search on the device present; 1 if there is nothing to tune or time ran out."""
+    """Searches on the device present. Returns 1 if no call has tiles, or time ran out."""
     arguments = ["--op", *ops, *(["--case", *names] if names else [])]
     worker = Worker(arguments + (["--quick"] if settings.quick else []))
     about, trials = worker.about, Trials(settings.trials)
