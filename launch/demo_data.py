@@ -193,11 +193,11 @@ class WindowStream:
     """Windows of a token stream, drawn without replacement, epoch after epoch.
 
     An epoch cuts the stream at a random phase into windows that advance by `length` tokens, and
-    visits them in random order. The state is three integers, so that a run can be resumed.
+    visits them in random order.
     """
 
-    def __init__(self, tokens: np.ndarray, seed: int, epoch: int = 0, cursor: int = 0):
-        self.tokens, self.seed, self.epoch, self.cursor = tokens, seed, epoch, cursor
+    def __init__(self, tokens: np.ndarray, seed: int):
+        self.tokens, self.seed, self.epoch, self.cursor = tokens, seed, 0, 0
         self._length = 0
         self._starts = np.empty(0, np.int64)
 

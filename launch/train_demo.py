@@ -2,28 +2,22 @@
 
     python launch/train_demo.py initialise             configs/demo with random weights
     python launch/train_demo.py train --minutes 75     warm-up, constant rate, decay to zero
-    python launch/train_demo.py train --resume --minutes 75
-    python launch/train_demo.py train --resume --decay --minutes 12     decay from here, 12 minutes
-    python launch/train_demo.py export                 the latest state, as it is
     python launch/train_demo.py evaluate               held-out bits a byte, next to xz
     python launch/train_demo.py sample --temperature 0.6
 
 Runs on two CPU cores; needs the `train` extra (flax, optax, tokenizers, safetensors). The schedule
-counts minutes, not steps, because it is the minutes that are given. Progress lies in a state
-folder, written every few minutes and on SIGINT or SIGTERM, from which `--resume` continues.
+counts minutes, not steps, because it is the minutes that are given. The weights are written at the
+end, and on SIGINT or SIGTERM as they are by then.
 """
 
 import argparse
 import functools
-import json
 import math
-import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import demo_checkpoint
@@ -36,11 +30,11 @@ import optax
 from demo_model import DemoConfig, DemoModel
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
-from safetensors.numpy import load_file, save_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = REPOSITORY / "configs" / "demo"
-STATE_FOLDER = Path(tempfile.gettempdir()) / "jaxserve-demo-state"
+REPORTED_STEPS = 20
+"""Steps between lines of output."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +82,12 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """The part of the training state that is not arrays."""
+    """Counts of a run so far."""
 
     step: int = 0
     tokens: int = 0
     minutes: float = 0.0
     decay_begin: float | None = None
-    library: list[int] = field(default_factory=lambda: [0, 0])  # epoch, cursor
-    test: list[int] = field(default_factory=lambda: [0, 0])
 
 
 # --- parameters and optimiser ---------------------------------------------------------------
@@ -190,42 +182,6 @@ def train_step(
     return optax.apply_updates(parameters, updates), optimizer_state, parts
 
 
-# --- the training state on disk -------------------------------------------------------------
-
-
-def save_state(
-    folder: Path, parameters: Parameters, optimizer_state: optax.OptState, progress: Progress
-) -> None:
-    """Writes everything a resumed run needs, replacing the previous state in one step."""
-    tensors = {f"parameter.{name}": np.asarray(value) for name, value in parameters.items()}
-    for index, leaf in enumerate(jax.tree.leaves(optimizer_state)):
-        tensors[f"optimizer.{index}"] = np.asarray(leaf)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "state.safetensors.new"
-    save_file(tensors, temporary, metadata={"progress": json.dumps(asdict(progress))})
-    os.replace(temporary, folder / "state.safetensors")
-
-
-def load_state(folder: Path, recipe: Recipe) -> tuple[Parameters, optax.OptState, Progress]:
-    """Reads what `save_state` wrote. Raises FileNotFoundError if there is none."""
-    path = folder / "state.safetensors"
-    if not path.exists():
-        raise FileNotFoundError(f"no training state at {path}; run `train` without --resume")
-    tensors = load_file(path)
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    progress = Progress(**json.loads(header["__metadata__"]["progress"]))
-    prefix = "parameter."
-    parameters = {
-        name.removeprefix(prefix): jnp.asarray(value)
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
-    leaves, structure = jax.tree.flatten(jax.eval_shape(make_optimizer(recipe).init, parameters))
-    leaves = [jnp.asarray(tensors[f"optimizer.{index}"]) for index in range(len(leaves))]
-    return parameters, jax.tree.unflatten(structure, leaves), progress
-
-
 # --- training -------------------------------------------------------------------------------
 
 
@@ -234,8 +190,8 @@ class Batches:
 
     def __init__(self, library: np.ndarray, test: np.ndarray, recipe: Recipe, progress: Progress):
         self.recipe, self.progress = recipe, progress
-        self.library = demo_data.WindowStream(library, recipe.seed, *progress.library)
-        self.test = demo_data.WindowStream(test, recipe.seed + 1, *progress.test)
+        self.library = demo_data.WindowStream(library, recipe.seed)
+        self.test = demo_data.WindowStream(test, recipe.seed + 1)
 
     def next_batch(self, length: int, test_share: float) -> np.ndarray:
         """Returns int32 [rows, length + 2]."""
@@ -247,8 +203,6 @@ class Batches:
             (self.test if choice else self.library).next_window(length, extra=2)
             for choice in from_test
         ]
-        self.progress.library = [self.library.epoch, self.library.cursor]
-        self.progress.test = [self.test.epoch, self.test.cursor]
         return np.stack(windows)
 
 
@@ -262,25 +216,19 @@ def rate_multiplier(recipe: Recipe, progress: Progress, end: float) -> float:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Trains until the minutes are used up, then writes the state and the checkpoint folder."""
+    """Trains until the minutes are used up, then writes the weights in BF16."""
     recipe = Recipe()
     tokenizer = demo_checkpoint.load_tokenizer(arguments.folder)
     corpus = demo_data.load_corpus()
     library = demo_data.pack(corpus.library, tokenizer)
     test = demo_data.pack(corpus.test, tokenizer)
     graph, parameters = split_model(DemoModel(DemoConfig(), nnx.Rngs(recipe.seed)))
-    if arguments.resume:
-        parameters, optimizer_state, progress = load_state(arguments.state, recipe)
-    else:
-        optimizer_state, progress = make_optimizer(recipe).init(parameters), Progress()
+    optimizer_state, progress = make_optimizer(recipe).init(parameters), Progress()
     end = arguments.minutes
-    if arguments.decay:
-        progress.decay_begin, end = progress.minutes, progress.minutes + arguments.minutes
     print(f"{len(library):,} library and {len(test):,} test tokens; until minute {end:.1f}")
     batches = Batches(library, test, recipe, progress)
     stop = stop_on_signal()
-    begin = time.monotonic() - 60 * progress.minutes
-    saved = reported = time.monotonic()
+    begin = reported = time.monotonic()
     while progress.minutes < end and not stop():
         if progress.decay_begin is None and progress.minutes >= end * (1 - recipe.decay_share):
             progress.decay_begin = progress.minutes
@@ -297,14 +245,13 @@ def train(arguments: argparse.Namespace) -> None:
         progress.tokens += windows.shape[0] * phase.length
         now = time.monotonic()
         progress.minutes = (now - begin) / 60
-        if progress.step % arguments.report_every == 0:
+        if progress.step % REPORTED_STEPS == 0:
             report(progress, phase.length, multiplier, parts, now - reported)
             reported = now
-        if now - saved > 60 * arguments.save_every:
-            save_state(arguments.state, parameters, optimizer_state, progress)
-            saved = now
-    save_state(arguments.state, parameters, optimizer_state, progress)
-    export(arguments)
+    model = join_model(graph, parameters)
+    demo_checkpoint.save_weights(model, arguments.folder / "model.safetensors")
+    print(f"step {progress.step}, {demo_checkpoint.parameter_count(model):,} parameters")
+    demo_checkpoint.print_size(arguments.folder)
 
 
 def report(progress: Progress, length: int, multiplier: float, parts: dict, seconds: float) -> None:
@@ -343,16 +290,6 @@ def initialise(arguments: argparse.Namespace) -> None:
     demo_checkpoint.print_size(folder)
 
 
-def export(arguments: argparse.Namespace) -> None:
-    """Writes the latest training state as BF16 weights."""
-    parameters, _, progress = load_state(arguments.state, Recipe())
-    graph, _ = split_model(DemoModel(DemoConfig(), nnx.Rngs(0)))
-    model = join_model(graph, parameters)
-    demo_checkpoint.save_weights(model, arguments.folder / "model.safetensors")
-    print(f"step {progress.step}, {demo_checkpoint.parameter_count(model):,} parameters")
-    demo_checkpoint.print_size(arguments.folder)
-
-
 def evaluate(arguments: argparse.Namespace) -> None:
     """Prints held-out bits a byte of the checkpoint and of xz, and the routing."""
     demo_evaluation.evaluate(arguments.folder)
@@ -382,7 +319,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--folder", type=Path, default=DEMO_FOLDER, help="checkpoint folder")
-    common.add_argument("--state", type=Path, default=STATE_FOLDER, help="training state folder")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, function: Callable) -> argparse.ArgumentParser:
@@ -396,13 +332,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command("initialise", initialise)
     training = command("train", train)
     training.add_argument("--minutes", type=positive, default=75.0, help="minutes in all")
-    training.add_argument("--resume", action="store_true", help="continue from the state folder")
-    training.add_argument(
-        "--decay", action="store_true", help="begin the decay now; --minutes is its length"
-    )
-    training.add_argument("--save-every", type=positive, default=3.0, help="minutes between saves")
-    training.add_argument("--report-every", type=int, default=20, help="steps between lines")
-    command("export", export)
     command("evaluate", evaluate)
     sampling = command("sample", sample)
     # A line break and the indentation after it are one token with the punctuation before them, so
@@ -411,10 +340,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sampling.add_argument("--tokens", type=int, default=120)
     sampling.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     sampling.add_argument("--seed", type=int, default=0)
-    parsed = parser.parse_args(arguments)
-    if parsed.function is train and parsed.decay and not parsed.resume:
-        parser.error("--decay needs --resume: there is nothing to decay from")
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
