@@ -2,7 +2,8 @@
 
 Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm.
 Without it the threads of all processes wander over all sockets. Cores that the process may not use,
-by cgroups or `taskset`, stay out.
+by cgroups or `taskset`, stay out. On a single socket of 2 cores it gains nothing: bound to a core,
+the Python of a decode step took 1.16 ms of CPU, and 1.17 ms unbound (256 sequences, 2026-11-28).
 """
 
 import os
