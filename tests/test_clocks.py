@@ -12,7 +12,7 @@ ALLOWED = {
     "jaxserve/bench/report.py": "the date of a report",
     "jaxserve/observe/recorder.py": "brings the spans of several hosts to one axis",
     "jaxserve/preflight/meeting.py": "compares the clocks of hosts",
-    "jaxserve/roles/cell.py": "when a stage began, for timelines",
+    "jaxserve/roles/attention.py": "when a stage began, for timelines",
     "jaxserve/roles/colocated.py": "the same",
     "jaxserve/server/http/chat.py": "`created` of OpenAI's API",
     "jaxserve/server/http/completions.py": "the same",

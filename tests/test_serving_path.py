@@ -203,7 +203,7 @@ def test_a_process_does_not_reach_what_only_others_run() -> None:
     assert not (inside | of_ffn) & set(reach("attention"))
     assert not (inside | of_attention | engine) & set(reach("ffn"))
     assert not engine & set(reach("follower, attention and ffn"))
-    cell = {"jaxserve.roles.cell", "jaxserve.roles.attention_programs", *inside} - {
+    cell = {"jaxserve.roles.attention", "jaxserve.roles.attention_programs", *inside} - {
         "jaxserve.roles.colocated_programs"
     }
     assert not cell & set(reach("leader, colocated"))

@@ -26,8 +26,7 @@ from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.config.load import load_deployment
-from jaxserve.roles.attention import AttentionWeights
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
 from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights

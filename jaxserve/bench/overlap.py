@@ -44,7 +44,7 @@ from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
-from jaxserve.roles.cell import Cell
+from jaxserve.roles.attention import Cell
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed

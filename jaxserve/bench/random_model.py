@@ -16,21 +16,20 @@ from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.fleet.assembly import build_cell
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
 from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.model.float_matrices import placed
-from jaxserve.roles.attention import (
+from jaxserve.roles.attention import AttentionWorker, Cell, Workers
+from jaxserve.roles.attention_programs import (
     AttentionExecutables,
+    AttentionPrograms,
     AttentionWeights,
-    AttentionWorker,
     build_attention,
 )
-from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.build_cell import build_cell
-from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.expert_slots import ExpertSlots

@@ -15,8 +15,7 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.attention import attention_executables
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms

@@ -24,7 +24,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.page_transfer import PageAccess
 

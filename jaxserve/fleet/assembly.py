@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from jaxserve.mesh import Submeshes
     from jaxserve.model.blocks import ModelTemplates
     from jaxserve.observe.recorder import Recorder
-    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
     from jaxserve.roles.weights import LeafSource, OpenSource
+    from jaxserve.roles.worker import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +175,53 @@ def colocated_runtime(deployment: Deployment, options: Options) -> "Runtime":
 
 def cell_runtime(deployment: Deployment, options: Options) -> "Runtime":
     """A runtime that has both roles, each on devices of its own."""
-    from jaxserve.roles.build_cell import build_cell
-
     model = open_model(deployment, options)
     _, names, meshes, templates, source = model
     driver = build_cell(templates, deployment, meshes, source, names, options.recorder)
     return _whole(deployment, model, driver)
+
+
+def build_cell(
+    templates: "ModelTemplates",
+    deployment: Deployment,
+    meshes: "Submeshes",
+    source: "LeafSource",
+    names: "CheckpointNames",
+    observer: "Observer | None" = None,
+) -> "Cell":
+    """An attention worker a domain, an ffn worker, and the links between them; in this process
+    those that it has devices of."""
+    from jaxserve.link.dispatch.contract import Contract
+    from jaxserve.link.runtime_link import RuntimeLink
+    from jaxserve.mesh import has_local_devices
+    from jaxserve.roles.attention import AttentionWorker, Cell, Workers
+    from jaxserve.roles.attention_programs import build_attention
+    from jaxserve.roles.capacity import token_sizes
+    from jaxserve.roles.ffn import FFNWorker, build_ffn
+    from jaxserve.roles.schedule import Rotation
+
+    contract, sizes = Contract.of(templates.config, deployment), token_sizes(deployment)
+    links = [
+        RuntimeLink(deployment.link.transport, contract, mesh, meshes.ffn, sizes)
+        for mesh in meshes.domains
+    ]
+    attention = []
+    for mesh, link in zip(meshes.domains, links, strict=True):
+        if has_local_devices(mesh):
+            built = build_attention(templates, deployment, mesh, source, names)
+            attention.append(AttentionWorker(*built, link.attention))
+    workers = Workers(tuple(attention))
+    if has_local_devices(meshes.ffn):
+        worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
+        for domain, link in enumerate(links):
+            worker.attach(link.ffn, sizes, domain)
+        workers = workers._replace(ffn=(worker,))
+    domains = len(links)
+    rotation = Rotation(templates.config.layers, domains * deployment.lanes)
+    predicts = bool(templates.config.modules)
+    return Cell(
+        workers, rotation, deployment.lanes, observer, domains, predicts=predicts, links=links
+    )
 
 
 def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":

@@ -12,9 +12,9 @@ from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage
 from jaxserve.link.dispatch.message import answer_format
 from jaxserve.link.remote.client import MessageClient
-from jaxserve.roles.attention import AttentionWorker, build_attention
+from jaxserve.roles.attention import AttentionWorker, Cell, Workers
+from jaxserve.roles.attention_programs import build_attention
 from jaxserve.roles.capacity import token_sizes
-from jaxserve.roles.cell import Cell, Workers
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer

@@ -22,7 +22,7 @@ from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 
 if TYPE_CHECKING:
-    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.page_transfer import PageAccess
 

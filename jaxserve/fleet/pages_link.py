@@ -30,7 +30,7 @@ from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
 if TYPE_CHECKING:
-    from jaxserve.roles.cell import Cell
+    from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
 
 HELD_SHARE = 0.75

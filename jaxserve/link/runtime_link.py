@@ -1,6 +1,6 @@
 """The link between an attention worker and an ffn worker of one runtime, with its two ends.
 
-`roles/build_cell.py` makes one for a deployment, and gives each worker its end (`ends.py`).
+`fleet/assembly.py` makes one for a deployment, and gives each worker its end (`ends.py`).
 """
 
 from collections.abc import Callable, Sequence

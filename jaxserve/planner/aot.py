@@ -34,8 +34,7 @@ from jaxserve.planner.scheduled import (
     exchanged_bytes,
     windows,
 )
-from jaxserve.roles.attention import attention_executables
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import deployment_buckets, role_bytes
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms

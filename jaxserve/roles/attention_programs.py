@@ -1,4 +1,4 @@
-"""The programs of the attention role.
+"""Programs of the attention role, compiled for each bucket, and the weights that they take.
 
 A step runs `enter` (embedding, first layer's attention), `attend` for each further layer, and
 `leave` (last answer, head, sampling); every layer of a kind shares one `attend`. A message leaves
@@ -7,20 +7,26 @@ as one array with a piece on each attention device, and its answer comes back li
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.mesh import AnyMesh
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.module import Template
+from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
+from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import (
     Pass,
@@ -30,7 +36,9 @@ from jaxserve.roles.prediction_programs import (
     next_pass,
 )
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
+from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
 from jaxserve.roles.token_programs import TokenPrograms
+from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
 
 
 class AttentionPrograms(TokenPrograms):
@@ -255,3 +263,116 @@ def _share(message: Any, axis: str) -> Any:
         return jax.lax.dynamic_slice_in_dim(rows, me * size, size)
 
     return jax.tree.map(cut, message)
+
+
+class AttentionWeights:
+    """Embedding, head, and one tuple of leaves a layer, those of prediction modules included; and
+    what these have beside their layers."""
+
+    def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
+        templates, mesh, config = programs.templates, programs.mesh, programs.config
+        self.held: list[HeldBlock] = []
+        """Blocks of the checkpoint that this process holds."""
+
+        def load(name: str, template: Template, sources: Sources) -> Leaves:
+            leaves = load_leaves(source, template, sources, mesh, ATTENTION_RULES)
+            self.held.append(HeldBlock(name, sources, template, lambda: leaves))
+            return leaves
+
+        self.embedding = load("embedding", templates.embedding, names.embedding)
+        self.head = load("head", templates.head, names.head)
+        self.layers = [
+            load(
+                f"layers.{layer}.attention",
+                templates.attention[config.layer(layer)],
+                names.attention[layer],
+            )
+            for layer in range(config.all_layers)
+        ]
+        self.predictions = [
+            load(f"layers.{layer}.prediction", templates.prediction, sources)
+            for layer, sources in enumerate(names.predictions, config.layers)
+        ]
+
+
+class PassExecutables(NamedTuple):
+    """What the passes of prediction modules run after a step with drafts."""
+
+    first: jax.stages.Compiled
+    predict: jax.stages.Compiled
+    further: jax.stages.Compiled
+    """Between passes of different modules."""
+    again: jax.stages.Compiled
+    """Between passes of one."""
+
+
+class AttentionExecutables(NamedTuple):
+    """What a step of one bucket runs."""
+
+    enter: jax.stages.Compiled
+    attend: dict[LayerKind, jax.stages.Compiled]
+    leave: jax.stages.Compiled
+    sampling: SamplingExecutables | None
+    drafting: DraftingExecutables | None = None
+    passes: PassExecutables | None = None
+    """None: there are no prediction modules, or the step has no drafts."""
+
+
+def attention_executables(
+    programs: AttentionPrograms, buckets: Sequence[Bucket], get: Get
+) -> dict[Bucket, AttentionExecutables]:
+    """Puts together what the steps of each bucket run. Buckets with equal tokens share programs
+    that read no pages."""
+    first, later = _kinds(programs)
+
+    def step(bucket: Bucket) -> AttentionExecutables:
+        plain = bucket.undrafted
+        return AttentionExecutables(
+            get(ProgramKey("enter", first, plain), programs.enter, plain, first),
+            {
+                kind: get(ProgramKey("attend", kind, plain), programs.attend, plain, kind)
+                for kind in later
+            },
+            get(ProgramKey("leave", None, bucket.of_tokens), programs.leave, bucket),
+            sampling_executables(programs, bucket, get),
+            drafting_executables(programs, bucket, get),
+            _passes(programs, bucket, get) if programs.config.modules and bucket.drafts else None,
+        )
+
+    return {bucket: step(bucket) for bucket in buckets}
+
+
+def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecutables:
+    tokens, plain = bucket.of_tokens, bucket.undrafted
+    again = get(ProgramKey("again", None, tokens), programs.next_pass, bucket, True)
+    further = again
+    if programs.config.modules > 1:
+        further = get(ProgramKey("further", None, tokens), programs.next_pass, bucket, False)
+    return PassExecutables(
+        get(ProgramKey("first_pass", None, tokens), programs.first_pass, bucket),
+        get(ProgramKey("predict", None, plain), programs.predict, plain),
+        further,
+        again,
+    )
+
+
+def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
+    """Kind of layer 0, and the kinds of all others."""
+    kinds = [programs.config.layer(layer) for layer in range(programs.config.layers)]
+    return kinds[0], list(dict.fromkeys(kinds[1:]))
+
+
+def build_attention(
+    templates: ModelTemplates,
+    deployment: Deployment,
+    mesh: Mesh,
+    source: LeafSource,
+    names: CheckpointNames,
+) -> tuple[AttentionPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
+    """Loads and compiles: what `AttentionWorker` takes beside its link."""
+    programs = AttentionPrograms(templates, deployment, mesh)
+    buckets = deployment_buckets(deployment)
+    with load_progress(source, 2 + templates.config.all_layers) as counted:
+        weights = AttentionWeights(counted, names, programs)
+    executables, _ = compile_steps(attention_executables, programs, buckets)
+    return programs, executables, weights

@@ -1,8 +1,8 @@
-"""The ffn worker: dense FFN, shared and routed experts. Stateless but for its weights, and for
-where experts are and what they got (`expert_slots.py`).
+"""The ffn worker: dense FFN, shared and routed experts. Its only state is its weights, and the
+places and token counts of experts (`expert_slots.py`).
 
-Inside one runtime its runner has it take part in every lane's step, in the total order of stages
-(`cell.py`); for attention workers of other runtimes it answers messages as they come (`answer`). It
+Inside one runtime a cell (`attention.py`) has it take part in every lane's step, in the total order
+of stages. For attention workers of other runtimes it answers messages as they come (`answer`). It
 knows a step's lane and size, never its sequences, pages or plans.
 
 Each kind of layer and size of a step has a program. A message arrives as pieces, one for each slot

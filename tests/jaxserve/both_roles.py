@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxserve.roles.attention import AttentionWeights
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.weights import Leaves
 

@@ -16,8 +16,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import ModelTemplates
-from jaxserve.roles.attention import AttentionWeights
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
 from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.actions import CountExperts
-from jaxserve.roles.cell import Cell, Workers
+from jaxserve.roles.attention import Cell, Workers
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.worker import Passed

@@ -13,8 +13,7 @@ from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.roles import compilation
-from jaxserve.roles.attention import attention_executables
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import (
