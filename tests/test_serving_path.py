@@ -41,14 +41,14 @@ may have its weights from running workers; a runtime of one role over `pull`; a 
 command that can be any of these, with text/."""
 LIMITS = {
     "leader, colocated": 15_045,
-    "leader, attention and ffn": 15_870,
-    "follower, attention and ffn": 11_665,
+    "leader, attention and ffn": 15_855,
+    "follower, attention and ffn": 11_655,
     "alone, colocated": 15_050,
-    "alone, attention and ffn": 15_875,
+    "alone, attention and ffn": 15_860,
     "attention": 13_870,
     "ffn": 11_040,
     "router": 3_360,
-    "serve": 28_335,
+    "serve": 28_315,
 }
 
 

@@ -47,11 +47,6 @@ class PageAllocator:
         """Pages on the free list."""
         return len(self._free)
 
-    @property
-    def usage(self) -> float:
-        """The part of the pool that is taken, 0 … 1."""
-        return 1 - len(self._free) / self.pages
-
     def allocate(self, count: int) -> list[int] | None:
         """Takes `count` pages, all or none: None if fewer are free."""
         if count < 0:

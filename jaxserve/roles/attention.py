@@ -34,7 +34,7 @@ from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import GroupPut, KVArrays
 from jaxserve.roles.weights import HeldBlock, Leaves, zeroed
-from jaxserve.roles.worker import Observer, Passed, Stages, Step, lane_of_all, layers_of
+from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of
 
 if TYPE_CHECKING:  # a cell of one role has neither the other's worker nor links of its own
     from jaxserve.link.runtime_link import RuntimeLink
@@ -221,26 +221,23 @@ class AttentionWorker:
 
 
 RunStage = Callable[[], Any]
-"""Enqueues what a worker does in a stage of a lane and returns what it makes, if anything."""
+"""Enqueues a worker's part of a stage of a lane and returns the result, if there is one."""
 
 
 class Workers(NamedTuple):
-    """The workers that a process plays."""
+    """The workers of a process."""
 
     attention: tuple[AttentionWorker, ...] = ()
     """One a domain, or none."""
     ffn: "tuple[FFNWorker, ...]" = ()
-    """One or none; as all sequences here, so that nobody has to ask which."""
+    """One or none."""
 
-    def begin(self, step: Step) -> Mapping[StageName, tuple[RunStage, ...]]:
-        """Puts a step on a lane of its domain. Who runs something in a stage of it, senders before
-        receivers.
-
-        With an attention worker the step is a whole `StepPlan`.
-        """
+    def begin(self, step: StepPlan) -> Mapping[StageName, tuple[RunStage, ...]]:
+        """Puts a step on a lane of its domain. Returns by stage the calls of the workers that take
+        part in it, senders before receivers."""
         own = self.attention[step.domain : step.domain + 1]
-        attention = tuple(_next(worker.begin(cast(Any, step))) for worker in own)
-        ffn = tuple(_next(worker.begin(step)) for worker in self.ffn)
+        attention = tuple(worker.begin(step).__next__ for worker in own)
+        ffn = tuple(worker.begin(step).__next__ for worker in self.ffn)
         return {
             "attend": attention,  # sends its message right away
             "dispatch": ffn,
@@ -248,10 +245,6 @@ class Workers(NamedTuple):
             "combine": ffn + attention,
             "leave": ffn + attention,
         }
-
-
-def _next(stages: Stages) -> RunStage:
-    return stages.__next__
 
 
 class Cell:
@@ -262,12 +255,12 @@ class Cell:
 
     Args:
       rotation: over the lanes of all domains, as `worker.lane_of_all` numbers them.
-      lanes: of a domain.
+      lanes: lanes of a domain.
       predicts: whether passes of prediction modules follow steps with drafts.
-      links: of this runtime, whose two ends are both here; others are somebody else's to clear.
+      links: links of this runtime, of which this process has both ends.
 
     Attributes:
-      observer: told of what every stage makes.
+      observer: gets the result of every stage.
       at: the stage that was enqueued last.
     """
 
@@ -286,7 +279,7 @@ class Cell:
         self._predicts = predicts
         self._workers, self._rotation, self._domains = workers, rotation, domains
         self._stages: list[Mapping[StageName, tuple[RunStage, ...]]] = [{}] * (lanes * domains)
-        self._steps: list[Step | None] = [None] * (lanes * domains)
+        self._steps: list[StepPlan | None] = [None] * (lanes * domains)
         self._loads: list[StepLoad | None] = [None] * (lanes * domains)
         self.observer = observer
         self.at: Stage | None = None
@@ -320,13 +313,14 @@ class Cell:
         return bool(self._workers.attention)
 
     def held(self) -> list[HeldBlock]:
-        """What of the checkpoint is here; all domains have the same."""
+        """Returns the blocks of the checkpoint that this process holds; all domains have the
+        same."""
         blocks = [block for one in self._workers.attention[:1] for block in one.held()]
         return blocks + [block for one in self._workers.ffn for block in one.held()]
 
     def renew(self) -> bool:
-        """After a lost step: empty pages, no sequence, no step, nothing on the way. Whether that
-        can be done: where both roles are here."""
+        """Forgets pages, sequences, steps and messages after a lost step. Returns whether it could:
+        only where both roles are here."""
         if not self._links or not (self._workers.attention and self._workers.ffn):
             return False
         self._rotation.clear()
@@ -344,7 +338,7 @@ class Cell:
         """The pages of an attention worker, for hand-offs."""
         return self._workers.attention[domain].kv_arrays()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepPlan) -> None:
         """Starts a step on an idle lane; its stages follow in `advance`."""
         lane = lane_of_all(step, self._domains)
         self._rotation.begin(lane, step.bucket.drafts if self._predicts else 0)
@@ -378,7 +372,7 @@ class Cell:
         name, lane, layer = stage
         step, load = self._steps[lane], self._loads[lane]
         assert step is not None
-        if load is None and isinstance(step, StepPlan):
+        if load is None:
             load = self._loads[lane] = step.load
         if isinstance(made, Finished):
             observer.observe("attend", lane, layer, step.number, made.sampled, load, begun)

@@ -12,7 +12,7 @@ them, and results back to the rows' devices.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,10 @@ from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
-from jaxserve.roles.worker import Passed, Stages, Step, layers_of
+from jaxserve.roles.worker import Passed, Stages, layers_of
+
+if TYPE_CHECKING:
+    from jaxserve.roles.step_plan import StepPlan
 
 
 class FFNPrograms:
@@ -270,7 +273,7 @@ class FFNWorker:
 
         return run
 
-    def begin(self, step: Step) -> Stages:
+    def begin(self, step: "StepPlan") -> Stages:
         """Puts a step on a lane. Its stages: for each layer dispatch, ffn and combine, and leave at
         the end.
 

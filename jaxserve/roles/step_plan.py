@@ -178,15 +178,9 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def sample_counts(self) -> np.ndarray:
-        """Number of each row's last tokens that are followed by sampling: 1 and its drafts, or 0;
-        see `samples`."""
+        """Number of each row's last tokens that are followed by sampling: 1 and its drafts; 0 for a
+        prefill chunk that does not end its prompt."""
         return self._columns[3]
-
-    @property
-    def samples(self) -> np.ndarray:
-        """Whether a row's last token is followed by sampling; false for a prefill chunk that does
-        not end its prompt."""
-        return self._columns[3] != 0
 
     @property
     def token_ids(self) -> np.ndarray:

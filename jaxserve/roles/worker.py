@@ -1,38 +1,28 @@
-"""What runners and observers know of any worker."""
+"""Names that workers share with the cell that runs them and with observers."""
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
 from jaxserve.config.model import ModelConfig
 from jaxserve.roles.layout import Bucket, StepLoad
 
-
-class Step(Protocol):
-    """What every worker knows of a step; a `StepPlan` says more."""
-
-    @property
-    def domain(self) -> int: ...
-    @property
-    def lane(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def bucket(self) -> Bucket: ...
+if TYPE_CHECKING:  # an ffn worker in a runtime of its own has no plans
+    from jaxserve.roles.step_plan import StepPlan
 
 
-def lane_of_all(step: Step, domains: int) -> int:
-    """The step's lane among those of all domains, which alternate: lanes of equal number of all
-    domains follow each other (xDeepServe §5.2)."""
+def lane_of_all(step: "StepPlan", domains: int) -> int:
+    """Returns the step's lane among those of all domains, which alternate: lanes of equal number of
+    all domains follow each other (xDeepServe §5.2)."""
     return step.lane * domains + step.domain
 
 
 @functools.cache
 def layers_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
-    """The layers of a step in the order in which it takes them: behind the model's own those of the
-    prediction modules, one a draft, the last one as often as it takes."""
+    """Returns the layers of a step in the order in which it takes them: the model's own, then those
+    of the prediction modules, one for each draft; the last module may come several times."""
     drafts = bucket.drafts if config.modules else 0
     modules = (config.layers + min(draft, config.modules - 1) for draft in range(drafts))
     return *range(config.layers), *modules
@@ -42,12 +32,12 @@ class Passed(NamedTuple):
     """A step that a worker without the head has enqueued to its end."""
 
     last: jax.Array
-    """What the worker computes last in the step: when it is there, so is everything before."""
+    """The worker's last result of the step; all others are ready before it."""
 
 
 Stages = Iterator[Any]
-"""A step on a lane: enqueues the worker's next stage each time it is asked for one, and yields what
-the stage makes on the worker's mesh, if anything."""
+"""Stages of a step on a lane. Each `next` enqueues the worker's next stage and yields its result on
+the worker's mesh, or None."""
 
 
 class Observer(Protocol):

@@ -9,9 +9,9 @@ from tests import golden
 
 def test_low_pages_come_first_freed_ones_again_and_never_too_few():
     pool = PageAllocator(4)
-    assert (pool.allocate(0), pool.usage) == ([], 0.0)
+    assert (pool.allocate(0), pool.free_pages) == ([], 4)
     assert pool.allocate(3) == [0, 1, 2]
-    assert (pool.allocate(2), pool.free_pages, pool.usage) == (None, 1, 0.75)
+    assert (pool.allocate(2), pool.free_pages) == (None, 1)
     pool.free([1, 2])
     assert pool.allocate(3) == [1, 2, 3]
 
@@ -93,7 +93,7 @@ def test_quarantine():
 def test_low_pages_may_belong_to_nobody():
     pool = PageAllocator(3, first=1)
     assert pool.allocate(3) == [1, 2, 3]
-    assert (pool.allocate(1), pool.usage) == (None, 1.0)
+    assert (pool.allocate(1), pool.free_pages) == (None, 0)
     pool.check_integrity([[1, 2], [3]])
     with pytest.raises(ValueError, match="page 0 is not in the pool of 3 pages"):
         pool.free([0])

@@ -116,7 +116,7 @@ class TestWarmUp:
         assert (plan.lane, other.lane) == (0, 1)
         assert plan.bucket == other.bucket == Bucket(24, 18)
         assert (plan.rows.tolist(), plan.token_ids.tolist()) == ([0], [FROM_DEVICE])
-        assert (plan.kv_lengths.tolist(), plan.samples.tolist()) == ([1], [True])
+        assert (plan.kv_lengths.tolist(), plan.sample_counts.tolist()) == ([1], [1])
         assert plan.new_pages.T.tolist() == [[0, 0, 160]], "past the pool: nothing is written"
 
     def test_leaves_the_driver_idle(self, afd_runtime, colocated_runtime):
