@@ -19,7 +19,6 @@ from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
     Framing,
-    cut_off,
     dial,
 )
 from jaxserve.link.session.listener import Listener, shut
@@ -33,7 +32,6 @@ MOST_HELLOS = 64
 """Subscribers that are being taken at a time."""
 _MESSAGE_BYTES = 256 << 20
 """Cap of a message; a plan takes kilobytes."""
-_READ_BYTES = 1 << 18
 
 
 def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
@@ -154,43 +152,29 @@ class Subscription:
 
     def __init__(self, address: str, token: str, timeout: float):
         try:
-            channel = dial(address, token, timeout, _MESSAGE_BYTES)
+            self._channel = dial(address, token, timeout, _MESSAGE_BYTES)
             with contextlib.ExitStack() as stack:
-                stack.callback(channel.close)
-                with cut_off(channel.shutdown, timeout):
-                    if channel.receive():
-                        raise OSError("another protocol")
+                stack.callback(self._channel.close)
+                if not self._channel.wait(timeout) or self._channel.receive():
+                    raise OSError("another protocol")
                 stack.pop_all()
         except (AuthenticationError, OSError, EOFError) as error:
             raise OSError(f"{error}" or "it closed the connection") from error
-        self._socket, self._framing = channel.detach()
-        self._socket.settimeout(LOOK_SECONDS)
 
     def messages(self) -> Iterator[bytes | None]:
-        """Messages in order, None where there was none for `LOOK_SECONDS`, until the connection
-        ends.
-
-        Raises:
-          EOFError, OSError: one would be larger than any is, or is not the one that was sent.
-        """
-        buffer = bytearray()
-        with self._socket:
+        """Yields messages in order, None where none came for `LOOK_SECONDS`, until the connection
+        ends."""
+        try:
             while True:
-                try:
-                    piece = self._socket.recv(_READ_BYTES)
-                except TimeoutError:
-                    yield None
-                    continue
-                except OSError:
-                    return
-                if not piece:
-                    return
-                buffer += piece
-                yield from self._framing.take(buffer)
+                yield self._channel.receive() if self._channel.wait(LOOK_SECONDS) else None
+        except (EOFError, OSError):
+            return
+        finally:
+            self._channel.close()
 
     def close(self) -> None:
         """Ends `messages`, from any thread."""
-        shut(self._socket)
+        self._channel.shutdown()
 
 
 def _send(connection: socket.socket, frame: memoryview) -> memoryview:
