@@ -312,7 +312,7 @@ def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
 
 def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(toys) -> None:
     def joined() -> bool:
-        return server.report()[0] == ["d0", "doomed"] and server.report()[1] > 1 << 20
+        return server.report()[0] == ["d0", "doomed"]
 
     def forgotten() -> bool:
         return server.report()[0] == ["d0"] and server.report()[1] < 1 << 16
