@@ -24,6 +24,7 @@ from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
 from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
+from jaxserve.roles.link_load import check_link, link_load
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
@@ -46,6 +47,8 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
         parts.append(title + describe(models[title], worker, memory_of(worker, reported)))
+    if load := link_load(models[""], deployment):
+        parts.append(f"link with every slot in use: {load}")
     if sizing and (chosen := sizing.table()):
         parts.append("chosen, as not written:\n" + chosen)
     print(*parts, sep="\n\n")
@@ -53,6 +56,7 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     try:
         for title, worker in workers.items():
             check_capacity(models[title], worker, memory_of(worker, reported))
+        check_link(models[""], deployment)
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return max(1, *wrong)

@@ -25,12 +25,14 @@ class Transport(msgspec.Struct, frozen=True):
       collective: copies are a program of all devices, which is compiled.
       automatic: ends between which `link.transport: auto` takes it.
       falls_back_to: transport that takes its place between hosts of TPUs where its test fails.
+      gb_per_second: what a process carries each way; 0: as much as the devices' fabric.
     """
 
     crosses_runtimes: bool = False
     collective: bool = False
     automatic: Literal["", "devices", "TPU hosts"] = ""
     falls_back_to: str = ""
+    gb_per_second: float = 0.0
 
 
 def _declared(file: Path) -> Transport:

@@ -1,0 +1,22 @@
+"""What a step takes of the link between runtimes, against bytes counted by hand."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.roles.link_load import check_link, link_load
+from tests.jaxserve.roles.test_capacity import load
+
+
+def test_three_domains_of_step3():
+    """8 x 192 x 2 rows through 61 layers: 7,168 bytes, with scale, ids and gates 7,296."""
+    found = link_load(*load("step3-fleet"))
+    assert (found.there, found.back) == (3072 * 61 * 7296, 3072 * 61 * 7296)
+    assert found.seconds == pytest.approx(3 * 1.367e9 / 4.5e9, rel=1e-3)
+    assert link_load(*load("step3-domains")) is None
+
+
+def test_a_target_that_the_link_cannot_keep_is_refused():
+    check_link(*load("step3-fleet"))
+    problem = r"tpot_seconds 0\.05: over link.transport pull .* 2\.69 GB back .*, 1\.79 s at 4\.5"
+    with pytest.raises(ConfigError, match=problem):
+        check_link(*load("step3-fleet", fleet_tpot_seconds=0.05, link_combine="auto"))
