@@ -15,11 +15,12 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
+from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
 from jaxserve.planner.hardware import MONTH, Hardware, load_hardware, read_struct
-from jaxserve.planner.layouts import MODES
+from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.noise import Jitter, read_skew
@@ -353,6 +354,21 @@ def read_searcher(
     accepted = acceptance(options.acceptance, options.drafts) if options.drafts else NO_DRAFTS
     skew = read_skew(options.skew) if options.skew is not None else None
     return Searcher(calculator, attention, ffn, accepted, skew)
+
+
+def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[PlannedMode]) -> Target:
+    """Returns the target of a search.
+
+    Args:
+      tpot: seconds.
+    """
+    return Target(
+        tpot=tpot,
+        max_devices=options.max_devices,
+        modes=tuple(modes),
+        most_drafts=options.drafts,
+        shared_ranks=options.shared_ranks,
+    )
 
 
 def positions(model: str, configs: Path) -> int | None:

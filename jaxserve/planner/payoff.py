@@ -5,6 +5,7 @@ Every case is two searches: of AFD on the mix, and of colocation on either kind.
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -14,20 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-import msgspec
-
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.planner import view
-from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import Hardware, load_hardware
-from jaxserve.planner.layouts import MODES, Target
-from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.noise import Skew, read_skew
-from jaxserve.planner.options import assumptions, positions, seconds, tokens
+from jaxserve.planner.layouts import MODES
+from jaxserve.planner.options import (
+    positions,
+    read_formats,
+    read_hardware,
+    read_searcher,
+    read_target,
+)
 from jaxserve.planner.search import Plan, Searcher
-from jaxserve.planner.search_view import DECODE_ONLY
-from jaxserve.planner.stages import Calculator
+from jaxserve.planner.search_view import DECODE_ONLY, plan_tree
 
 LEGEND = (
     "the cheapest mode, its USD a million tokens, and x what AFD costs over the cheaper of EP and "
@@ -36,8 +36,8 @@ LEGEND = (
 SMALL = {
     "models": ["step3", "deepseek-v3"],
     "hardware": ["h800", "h20+h800"],
-    "contexts": ["4K", "32K"],
-    "tpots": ["50ms", "100ms"],
+    "contexts": [4096, 32768],
+    "tpots": [0.05, 0.1],
 }
 FULL = {
     "models": ["step3", "deepseek-v3", "kimi-k2", "qwen3-235b-a22b", "qwen3-32b"],
@@ -45,18 +45,10 @@ FULL = {
         *("h20", "h100", "h200", "h800", "b200", "v5p", "v6e", "v7x"),
         *("h20+h100", "h20+h800", "h20+b200", "h200+h100", "v6e+v7x", "v5p+v6e"),
     ],
-    "contexts": ["2K", "8K", "16K", "32K"],
-    "tpots": ["25ms", "50ms", "100ms"],
+    "contexts": [2048, 8192, 16384, 32768],
+    "tpots": [0.025, 0.05, 0.1],
 }
 """480 cases on one kind of hardware, and 360 on two."""
-
-
-class Mix(NamedTuple):
-    """Hardware by name for the roles; a colocated deployment may take either."""
-
-    name: str
-    attention: Mapping[str, Hardware]
-    ffn: Mapping[str, Hardware]
 
 
 class Case(NamedTuple):
@@ -89,39 +81,42 @@ class Case(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A model on a mix, which one process works out."""
+    """A model on a mix, which one process works out.
 
-    name: str
-    model: CostModel
-    mix: Mix
-    contexts: Sequence[int]
-    tpots: Sequence[float]
-    formats: Formats
-    assumed: Assumptions
-    skew: Skew | None = None
-    most: int = 64
-    """Devices of a deployment, at most."""
+    Attributes:
+      mix: `h800`, or `h20+h800`: attention on the one, FFN on the other.
+    """
+
+    options: argparse.Namespace
+    model: str
+    mix: str
 
     def cases(self) -> list[Case]:
-        """Returns the cheapest plan of each mode for each context and TPOT."""
-        return [
-            Case(self.name, self.mix.name, context, tpot, self._best(context, tpot))
-            for context in self.contexts
-            for tpot in self.tpots
-        ]
+        """Returns the cheapest plan of each mode for each context and TPOT.
 
-    def _best(self, context: int, tpot: float) -> dict[PlannedMode, Plan]:
-        attention, ffn = self.mix.attention, self.mix.ffn
+        Raises:
+          ConfigError: an option is wrong.
+        """
+        options = argparse.Namespace(**{**vars(self.options), "model": self.model})
+        names = self.mix.partition("+")
+        options.price = [(name, usd) for name, usd in options.price if name in names]
+        attention, ffn = read_hardware(options, [names[0]], [names[2] or names[0]])
         both = {**attention, **ffn}
-        calculator = Calculator(self.model, context, self.formats, self.assumed)
-        apart = Searcher(calculator, attention, ffn, skew=self.skew)
-        together = Searcher(calculator, both, both, skew=self.skew)
-        target = Target(tpot=tpot, max_devices=self.most, modes=("afd",))
-        colocated = msgspec.structs.replace(target, modes=("ep", "tp"))
-        best: dict[PlannedMode, Plan] = {}
-        for plan in [*apart.search(target).plans, *together.search(colocated).plans]:
-            best.setdefault(plan.layout.mode, plan)
-        return best
+        if not all(one.stores("fp8") for one in both.values()) and options.compute == "fp8":
+            options.compute = "auto"
+        formats, found = read_formats(options, both), []
+        for context in options.contexts:
+            apart = read_searcher(options, attention, ffn, context, formats)
+            together = Searcher(apart.calculator, both, both, apart.acceptance, apart.skew)
+            tried: list[tuple[Searcher, Sequence[PlannedMode]]]
+            tried = [(apart, ["afd"]), (together, ["ep", "tp"])]
+            for tpot in options.tpots:
+                best: dict[PlannedMode, Plan] = {}
+                for searcher, modes in tried:
+                    for plan in searcher.search(read_target(options, tpot, modes)).plans:
+                        best.setdefault(plan.layout.mode, plan)
+                found.append(Case(self.model, self.mix, context, tpot, best))
+        return found
 
 
 def map_rows(found: Sequence[Case]) -> list[list[str]]:
@@ -188,20 +183,17 @@ def run(options: argparse.Namespace) -> None:
     Raises:
       ConfigError: an option is wrong.
     """
-    told = FULL if options.full else SMALL
-    contexts = options.contexts or list(map(tokens, told["contexts"]))
-    tpots = options.tpots or list(map(seconds, told["tpots"]))
-    assumed = assumptions(options.assume)
-    skew = read_skew(options.skew) if options.skew is not None else None
-    mixes = [_mix(name, options) for name in options.hardware or told["hardware"]]
-    parts = []
-    for name in options.models or told["models"]:
-        model, longest = load_model(name, options.configs), positions(name, options.configs)
-        if longest is not None and max(contexts) > longest:
-            raise ConfigError(f"--contexts {max(contexts)}: {name} has {longest} positions")
-        for mix in mixes:
-            formats, most = _formats(mix, options), options.max_devices
-            parts.append(Part(name, model, mix, contexts, tpots, formats, assumed, skew, most))
+    for name, values in (FULL if options.full else SMALL).items():
+        setattr(options, name, getattr(options, name) or values)
+    for model in options.models:
+        longest = positions(model, options.configs)
+        if longest is not None and max(options.contexts) > longest:
+            raise ConfigError(
+                f"--contexts {max(options.contexts)}: {model} has {longest} positions"
+            )
+    sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
+    names = itertools.product(options.models, map(str.lower, options.hardware))
+    parts = [Part(sent, model, mix) for model, mix in names]
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
     pays = [
         f"{case.model} on {case.mix}, {case.context // 1024}K, {case.tpot * 1e3:g} ms: "
@@ -229,7 +221,7 @@ def _evaluate(parts: Sequence[Part], jobs: int) -> list[Case]:
             pool = ProcessPoolExecutor(min(jobs, len(parts)), spawn)
             results = stack.enter_context(pool).map(Part.cases, parts)
         for part, own in zip(parts, results, strict=True):
-            print(f"{part.name} on {part.mix.name}", file=sys.stderr)
+            print(f"{part.model} on {part.mix}", file=sys.stderr)
             found += own
     return found
 
@@ -242,32 +234,5 @@ def _tree(case: Case) -> dict[str, object]:
         "tpot_seconds": case.tpot,
         "winner": case.winner,
         "afd_over_colocated": case.ratio,
-        "best": {
-            mode: {
-                **msgspec.to_builtins(plan.layout),
-                "batch": plan.batch,
-                "tpot_seconds": plan.tpot,
-                "dollars_per_million_tokens": plan.dollars,
-                "slowest": plan.slowest,
-            }
-            for mode, plan in case.best.items()
-        },
+        "best": {mode: plan_tree(plan) for mode, plan in case.best.items()},
     }
-
-
-def _mix(name: str, options: argparse.Namespace) -> Mix:
-    """Reads `h800`, or `h20+h800`: attention on the one, FFN on the other."""
-    attention, _, ffn = name.lower().partition("+")
-    own = dict(options.price)
-    first = load_hardware(attention, own, options.configs)
-    second = load_hardware(ffn, own, options.configs) if ffn else first
-    return Mix(name.lower(), {attention: first}, {ffn or attention: second})
-
-
-def _formats(mix: Mix, options: argparse.Namespace) -> Formats:
-    """FP8, or INT8 where some of the hardware has no FP8."""
-    all_fp8 = all(each.stores("fp8") for each in (*mix.attention.values(), *mix.ffn.values()))
-    name = "fp8" if all_fp8 else "int8"
-    compute = options.compute if all_fp8 or options.compute != "fp8" else "auto"
-    tree = {**dict.fromkeys(("weights", "cache", "dispatch"), name), "compute": compute}
-    return msgspec.convert({**tree, "core": options.core}, Formats)

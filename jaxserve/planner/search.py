@@ -134,7 +134,7 @@ class Searcher:
         self.calculator = calculator
         self.memory = Memory(calculator, attention, ffn)
         self.attention, self.ffn = attention, ffn
-        self._acceptance = acceptance
+        self.acceptance = acceptance
         self._shape: Layout | None = None
         self._stages: dict[tuple[AttentionLayers, FFNLayers, Pass], dict[str, StageTime]] = {}
         self._layouts = Layouts(
@@ -224,7 +224,7 @@ class Searcher:
         if calculator.measured is not NOTHING:
             step += layout.lanes * self._entering(layout, whole)
         step += self._drafts_seconds(layout, batch)
-        tokens_a_step = self._acceptance.tokens(layout.drafts)
+        tokens_a_step = self.acceptance.tokens(layout.drafts)
         tpot = step / tokens_a_step
         price = a.price * layout.attention_devices
         if layout.topology.has("ffn"):

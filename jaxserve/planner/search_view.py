@@ -21,6 +21,7 @@ from jaxserve.planner.options import (
     read_formats,
     read_hardware,
     read_searcher,
+    read_target,
 )
 from jaxserve.planner.search import STAGES, Found, Plan, front
 from jaxserve.planner.stages import Calculator
@@ -181,13 +182,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--context {options.context}: {options.model} has {most} positions")
     formats = read_formats(options, hardware)
     searcher = read_searcher(options, attention, ffn, options.context, formats)
-    target = Target(
-        tpot=options.tpot,
-        max_devices=options.max_devices,
-        modes=tuple(options.modes),
-        most_drafts=options.drafts,
-        shared_ranks=options.shared_ranks,
-    )
+    target = read_target(options, options.tpot, options.modes)
     found = searcher.search(target)
     if not found.plans:
         print(f"error: {why_not(searcher, target, found)}", file=sys.stderr)

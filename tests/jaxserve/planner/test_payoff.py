@@ -3,30 +3,22 @@ import json
 import msgspec
 import pytest
 
-from jaxserve.plan import main
-from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.plan import main, parser
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.models import load_model
 from jaxserve.planner.options import PUBLISHED
-from jaxserve.planner.payoff import (
-    Case,
-    Mix,
-    Part,
-    map_rows,
-    map_summary,
-    mixes_that_pay,
-)
+from jaxserve.planner.payoff import Case, Part, map_rows, map_summary, mixes_that_pay
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
-QWEN = load_model("qwen3-30b-a3b")
-MIX = Mix("h800", {"h800": H800}, {"h800": H800})
+
+def cases(*tpots: str) -> list[Case]:
+    asked = ["map", "--contexts", "4K", "--max-devices", "2", "--tpots", *tpots]
+    return Part(parser().parse_args(asked), "qwen3-30b-a3b", "h800").cases()
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Case]:
-    args = QWEN, MIX, [4096], [0.02, 0.05], Formats(), Assumptions()
-    return Part("qwen3-30b-a3b", *args, most=2).cases()
+    return cases("20ms", "50ms")
 
 
 def test_costs_are_those_of_a_search(found):
@@ -63,8 +55,7 @@ def test_mixes_are_compared_with_both_of_their_kinds_alone():
 
 
 def test_nothing_meets_an_absurd_target():
-    args = QWEN, MIX, [4096], [1e-6], Formats(), Assumptions()
-    (case,) = Part("qwen3-30b-a3b", *args, most=2).cases()
+    (case,) = cases("1us")
     assert (case.winner, case.ratio) == (None, None)
     assert map_rows([case])[1][-1] == "-"
 
