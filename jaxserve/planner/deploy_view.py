@@ -1,5 +1,7 @@
-"""A plan of a whole deployment for a terminal, for programs and as a page with a drawing. Called by
-`fleet/deploy_command.py`."""
+"""A plan of a whole deployment for a terminal, for programs and as a page.
+
+Called by `fleet/deploy_command.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,13 +13,11 @@ from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.search_view import front_svg, plan_tree
-from jaxserve.planner.svg import COLOURS, Arrow, Box, diagram
 from jaxserve.planner.view import Part, Report
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."
 UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each row."
 OTHERS = "Other kinds with the fewest units that could do, which were not simulated."
-BLUE, ORANGE, GREEN, GREY = COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[7]
 
 
 class Shown(NamedTuple):
@@ -55,7 +55,7 @@ def deploy_report(shown: Shown) -> Report:
     command = [f"in simulated time: {shown.command}"] if shown.command else []
     sensitivity = _sensitivity(shown)
     parts = [
-        Part(shown.title, _role_rows(made), pictures=[_drawing(made, asked)]),
+        Part(shown.title, _role_rows(made)),
         Part("Latency", _latency_rows(shown)),
         Part("Load and cost", lines=_facts(shown)),
         Part(f"Sensitivity. {UNCHANGED}", _sensitivity_rows(asked, sensitivity)),
@@ -282,53 +282,3 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
         "alternatives": dict(shown.planned.reasons),
         "simulate": shown.command,
     }
-
-
-def _drawing(made: Deployment, asked: Asked) -> str:
-    """The way of a request from the router to its tokens, as SVG."""
-    fleet, demand, found = made.fleet, asked.demand, made.prediction
-    crossing = demand.rate * demand.prompt * made.link.token_bytes
-    worker, layout = fleet.worker, fleet.unit.layout
-    a, f = fleet.unit.hardware
-    prefill = [
-        f"{fleet.workers} prefill workers",
-        f"each {worker.layout.devices} {worker.hardware.name}",
-        f"dp {worker.layout.dp} tp {worker.layout.tp}",
-        f"chunks of {worker.chunk}",
-        f"busy {found.busy.get('prefill', 0.0):.0%}",
-    ]
-    afd = layout.topology.has("ffn")
-    decode = [
-        f"{fleet.units} x attention" if afd else f"{fleet.units} decode units",
-        f"each {layout.attention_devices} {a.name}",
-        f"dp {layout.dp} tp {layout.tp}, {f'{layout.lanes} lanes' if afd else layout.mode}",
-        f"{fleet.sequences:,.0f} sequences, {fleet.sequences / _slots(made):.0%} of slots",
-    ]
-    top, height, way = (60, 110, 130) if afd else (110, 130, 175)
-    boxes = [
-        Box(20, 130, 120, 90, ["router", f"{demand.rate:g} requests/s"], GREY),
-        Box(240, 110, 200, 130, prefill, BLUE, fleet.workers > 1),
-        Box(590, top, 210, height, decode, ORANGE, fleet.units > 1),
-    ]
-    out = top + height / 2
-    arrows = [
-        Arrow(140, 175, 240, 175, [f"{demand.prompt:,} tokens", f"{demand.hits:.0%} found"]),
-        Arrow(440, way + 20 * afd, 590, way, ["KV pages", f"{crossing / 1e9:.2f} GB/s"]),
-        Arrow(800, out, 920, out, [f"{demand.output:,} tokens", f"{found.tpot.mean * 1e3:.1f} ms"]),
-    ]
-    if afd:
-        ffn = [f"{fleet.units} x FFN", f"each {layout.ffn_devices} {f.name}"]
-        ffn.append(f"ep {layout.ep} tp {layout.ffn_tp}")
-        boxes.append(Box(590, 240, 210, 90, ffn, GREEN, fleet.units > 1))
-        arrows.append(Arrow(650, 170, 650, 240, ["dispatch"]))
-        arrows.append(Arrow(740, 240, 740, 170, ["combine"]))
-    spare = [
-        f"{role.spare_hosts} servers of {role.hardware.name} ({role.name})"
-        for role in made.roles
-        if role.spare_hosts
-    ]
-    if spare:
-        lines = ["standing by", *spare]
-        boxes.append(Box(240, 280, 300, 26 + 18 * len(spare), lines, GREY, dashed=True))
-    title = f"{made.dollars:,.0f} USD an hour, TTFT {asked.ttft.text}, TPOT {asked.tpot.text}"
-    return diagram(title, boxes, arrows, (940, 370))

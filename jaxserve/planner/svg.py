@@ -1,6 +1,6 @@
-"""Charts as SVG, of lines and points on linear or logarithmic axes; and boxes with arrows.
+"""Charts as SVG, of lines and points on linear or logarithmic axes.
 
-Called by `search_view.py`, `deploy_view.py` and `bench/serving.py`.
+Called by `search_view.py` and `bench/serving.py`.
 """
 
 import math
@@ -26,70 +26,6 @@ class Series(NamedTuple):
     """Beside each point."""
     chosen: bool = False
     """Marked with a ring."""
-
-
-class Box(NamedTuple):
-    """A box with lines of text, the first in bold."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    lines: Sequence[str]
-    colour: str
-    several: bool = False
-    """Drawn as a pile."""
-    dashed: bool = False
-
-
-class Arrow(NamedTuple):
-    """From one place to another, with lines of text beside its middle."""
-
-    x: float
-    y: float
-    to_x: float
-    to_y: float
-    labels: Sequence[str]
-
-
-def diagram(
-    title: str, boxes: Sequence[Box], arrows: Sequence[Arrow], size: tuple[int, int]
-) -> str:
-    """Boxes and arrows.
-
-    Args:
-      size: width and height of the picture.
-    """
-    parts = [
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-        f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{_MUTED}"/></marker></defs>',
-        _text(20, 26, title, 15),
-    ]
-    for box in boxes:
-        shape = f'width="{box.width:g}" height="{box.height:g}" rx="6" stroke="{box.colour}"'
-        dash = ' stroke-dasharray="6 4"' if box.dashed else ""
-        for back in (8, 4, 0) if box.several else (0,):
-            parts.append(
-                f'<rect x="{box.x + back:g}" y="{box.y - back:g}" {shape} fill="white"{dash}/>'
-            )
-        for number, line in enumerate(box.lines):
-            place = box.y + 22 + 19 * number
-            weight = ' font-weight="600"' if not number else ""
-            parts.append(_text(box.x + 10, place, line, 12).replace("<text", f"<text{weight}"))
-    for arrow in arrows:
-        parts.append(
-            f'<line x1="{arrow.x:g}" y1="{arrow.y:g}" x2="{arrow.to_x:g}" y2="{arrow.to_y:g}" '
-            f'stroke="{_MUTED}" stroke-width="1.5" marker-end="url(#tip)"/>'
-        )
-        middle = (arrow.x + arrow.to_x) / 2, (arrow.y + arrow.to_y) / 2
-        upright = arrow.x == arrow.to_x
-        for number, label in enumerate(arrow.labels):
-            if upright:
-                parts.append(_text(middle[0] + 6, middle[1] + 4 + 15 * number, label, 11))
-            else:
-                place = middle[1] - 8 if not number else middle[1] + 4 + 15 * number
-                parts.append(_text(middle[0], place, label, 11, "middle"))
-    return _document(parts, size)
 
 
 def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: bool = False) -> str:
@@ -207,10 +143,9 @@ def _number(value: float) -> str:
     )
 
 
-def _document(parts: Sequence[str], size: tuple[int, int] = (_WIDTH, _HEIGHT)) -> str:
-    width, height = size
+def _document(parts: Sequence[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="system-ui, sans-serif">'
-        f'<rect width="{width}" height="{height}" fill="white"/>' + "".join(parts) + "</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="system-ui, sans-serif">'
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>' + "".join(parts) + "</svg>\n"
     )
