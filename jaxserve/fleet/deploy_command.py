@@ -8,7 +8,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -17,7 +16,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.planned_fleet import prediction, simulated
-from jaxserve.fleet.simulation_command import add_fleet, read_simulation
+from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.deploy import (
@@ -30,26 +29,21 @@ from jaxserve.planner.deploy import (
     Sizer,
     Trial,
 )
-from jaxserve.planner.deploy_demand import Demand, Spares, failures, level
+from jaxserve.planner.deploy_demand import Demand, Spares
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import (
-    SEARCHED,
     Parser,
-    add_shared,
-    number,
+    add_command,
     positions,
     price_lines,
     read_formats,
     read_hardware,
     read_searcher,
-    seconds,
-    tokens,
 )
 from jaxserve.planner.simulate import Progress
-from jaxserve.planner.simulate_command import add_simulate
 from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
@@ -57,32 +51,6 @@ UNLIMITED = 2**22
 COUNTED, LEAST_COUNTED, TOKENS = 500, 100, 500_000
 """Requests of the file's simulation that count, fewer where outputs are long, but not below a
 number; and output tokens from which they are fewer: some seconds."""
-
-
-def add_deploy(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add = command.add_argument
-    add_shared(command, *SEARCHED)
-    add("--hardware", nargs="+", metavar="NAME", help="of all roles, any mix")
-    for role in ("prefill", "attention", "ffn"):
-        add(f"--{role}-hardware", nargs="+", metavar="NAME", help=f"of the {role} role alone")
-    add("--rate", type=number(1e-3, 1e6, float), required=True, help="requests a second, at random")
-    add("--prompts", type=tokens, required=True, help="tokens, on the mean, as 2048 or 2K")
-    add("--outputs", type=tokens, required=True, help="tokens, on the mean")
-    share = "of both, standard deviation over mean: 0.5"
-    add("--spread", type=number(0, 3, float), default=0.5, help=share)
-    add("--prefix-hits", type=number(0, 0.99, float), default=0.0, help="part of prompts: 0")
-    add("--ttft", type=level, required=True, metavar="pN=TIME", help="first token, as p95=2s")
-    add("--tpot", type=level, required=True, metavar="pN=TIME", help="a token, as p95=50ms")
-    for role, unit in (("prefill", "prefill worker"), ("decode", "decode unit")):
-        text = f"of a {unit}: these alone"
-        add(f"--{role}-devices", type=number(1, 4096), default=0, help=text)
-    add("--spares", type=number(0, 4096), default=0, help="servers of every role that stand by: 0")
-    add("--failures", type=failures, default=(0.0, 0.0), metavar="EVERY:AWAY", help="as 1000h:12h")
-    add("--pages-latency", type=seconds, default=2e-3, help="of a KV hand-off: 2ms")
-    add("--write", type=Path, metavar="FILE", help="writes the deployment there")
-    add("--simulate", action="store_true", help="what is written, in simulated time")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,9 +192,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
 def _simulate(arguments: list[str], asked: Asked) -> Prediction:
     """Runs the `plan simulate` command that the plan prints."""
     parser = Parser()
-    add_simulate(parser)
-    add_fleet(parser)
-    parser.add_argument("--configs", type=Path, default=CONFIGS)
+    add_command(parser, "simulate")
     options = parser.parse_args(arguments[1:])
     ready = read_simulation(options, load_deployment(options.config, options.set))
     return prediction(ready.simulation, asked)

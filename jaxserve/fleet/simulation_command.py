@@ -21,7 +21,6 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.options import (
     jitter,
-    number,
     read_deployment,
     read_scenario,
     seconds,
@@ -32,37 +31,13 @@ from jaxserve.planner.simulate_command import check_lengths, times_row
 from jaxserve.planner.view import Part, Report, show
 
 
-def add_fleet(command: argparse.ArgumentParser) -> None:
-    """Adds the options of a fleet to those of one deployment."""
-    add = command.add_argument
-    add("--requests", type=number(1, 1e6), default=500, help="of a fleet: 500, a tenth warms up")
-    uncounted = "of a fleet, first and last: a tenth, and none"
-    add("--uncounted", type=number(0, 1e6), default=-1, help=uncounted)
-    running = "of a fleet: sequences that decode at the start, so that it does not begin empty: 0"
-    add("--running", type=number(0, 1e6), default=0, help=running)
-    add("--pages-latency", type=seconds, default=2e-3, help="of a hand-off, beside its bytes: 2ms")
-    bandwidth = "of a worker; 0: its devices' network"
-    add("--pages-gb-s", type=number(0, 1e6, float), default=0.0, help=bandwidth)
-    add("--shared", type=_shared, default=0, help="of a fleet: tokens that prompts share: 0")
-    hits = "part of every prompt that others have: 0"
-    add("--prefix-hits", type=number(0, 0.99, float), default=0.0, help=hits)
-    add("--prefixes", type=number(1, 1e6), default=1, help="beginnings that prompts share: 1")
-    add(
-        "--lose",
-        action="append",
-        type=_loss,
-        default=[],
-        metavar="WORKER@AT+FOR",
-        help="of a fleet: a worker is lost and comes back, as in 'domain 0@20s+5s'; repeatable",
-    )
-    command.set_defaults(run=run)
-
-
-def _shared(text: str) -> int:
+def shared_tokens(text: str) -> int:
+    """Reads `0`, or a number of tokens."""
     return 0 if text == "0" else tokens(text)
 
 
-def _loss(text: str) -> Loss:
+def loss(text: str) -> Loss:
+    """Reads `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
     worker, _, times = text.rpartition("@")
     at, _, back = times.partition("+")
     if not worker or not back:

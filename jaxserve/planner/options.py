@@ -6,6 +6,7 @@ Called by `plan.py` and the command modules. Readers of a single option raise Ar
 
 import argparse
 import contextlib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,13 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
 from jaxserve.planner.hardware import MONTH, Hardware, load_hardware, read_struct
+from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
@@ -214,10 +217,13 @@ READERS: dict[str, Callable[[str], Any]] = {
     "path": Path,
     "price": price,
     "seconds": seconds,
+    "spread": spread,
+    "stall": stall,
     "tokens": tokens,
 }
 NAMES: dict[str, Sequence[str]] = {
     "formats": PLANNED,
+    "links": get_args(LinkMode),
     "modes": tuple(MODES),
     "products": ("auto", *PLANNED),
 }
@@ -241,28 +247,40 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 TABLE = read_struct(Path(__file__).with_name("commands.yaml"), _Table)
-SEARCHED = TABLE.commands["search"].shared
-SCENARIO: tuple[str, ...] = ("config", "set", "assume", "calibration")
-SCENARIO += ("role-hardware", "attention-hardware", "ffn-hardware")
 
 
-def add_shared(command: argparse.ArgumentParser, *names: str) -> None:
-    """Adds options that several commands have."""
-    for name in names:
-        add_option(command, name.removeprefix("role-"), TABLE.shared[name])
+def add_command(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the options of a command to its parser; `run` of the parsed options runs it."""
+    command = TABLE.commands[name]
+    shared = {each: TABLE.shared[each] for each in (*command.shared, "json", "html")}
+    for option, told in {**shared, **command.options}.items():
+        keywords = dict(told)
+        if "read" in keywords:
+            reader = keywords.pop("read")
+            keywords["type"] = READERS[reader] if reader in READERS else _later(reader)
+        if "range" in keywords:
+            low, high = keywords.pop("range")
+            keywords["type"] = number(low, high, type(low))
+        if "among" in keywords:
+            keywords["choices"] = NAMES[keywords.pop("among")]
+        parser.add_argument(f"--{option.removeprefix('role-')}", **keywords)
+    folder = "folder with models/ and hardware/"
+    parser.add_argument("--configs", type=Path, default=CONFIGS, help=folder)
+    parser.set_defaults(run=_later(command.run))
 
 
-def add_option(command: argparse.ArgumentParser, name: str, told: Mapping[str, Any]) -> None:
-    """Adds an option of `commands.yaml`."""
-    keywords = dict(told)
-    if "read" in keywords:
-        keywords["type"] = READERS[keywords.pop("read")]
-    if "range" in keywords:
-        low, high = keywords.pop("range")
-        keywords["type"] = number(low, high, type(low))
-    if "among" in keywords:
-        keywords["choices"] = NAMES[keywords.pop("among")]
-    command.add_argument(f"--{name}", **keywords)
+def _later(place: str) -> Callable[[Any], Any]:
+    """Returns a function whose module is imported when it is called.
+
+    Args:
+      place: `module:function`.
+    """
+    module, _, name = place.partition(":")
+
+    def call(told: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(told)
+
+    return call
 
 
 def read_hardware(
@@ -389,7 +407,8 @@ def read_deployment(options: argparse.Namespace) -> Deployment:
 
 
 def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
-    """Reads the options of `SCENARIO`. Where none names the hardware, the deployment does.
+    """Reads the options that name a deployment and its hardware, which the deployment itself may
+    name.
 
     Raises:
       ConfigError: one of them is wrong.

@@ -1,9 +1,8 @@
-"""`plan simulate`: its options, and what it shows. Called by `plan.py`."""
+"""`plan simulate` of one deployment."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,18 +10,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import steady_window, summarise, typical_steps
-from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.noise import ExpertLoads, Lengths, read_skew
 from jaxserve.planner.options import (
-    SCENARIO,
-    add_shared,
     jitter,
-    number,
     read_scenario,
-    seconds,
-    spread,
-    stall,
-    tokens,
 )
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
@@ -33,44 +24,6 @@ PREFILL_ELSEWHERE = (
     "step; `--prefill here` computes them, `prefill.workers` in the file makes it a fleet"
 )
 PREFILL_HERE = "prompts are computed here"
-
-
-def add_simulate(command: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    add = command.add_argument
-    add_shared(command, *SCENARIO, "skew")
-    add("--domains", type=number(1, 64), help="on one ffn mesh: those of the deployment")
-    add("--prompt", type=tokens, default="2K", help="tokens, on the mean: 2K")
-    add("--output", type=tokens, default="512", help="tokens, on the mean: 512")
-    add("--spread", type=number(0, 10, float), default=0.0, help="of both, deviation over mean: 0")
-    rate = "requests a second; 0: every slot always taken"
-    add("--rate", type=number(0, 1e6, float), default=0.0, help=rate)
-    add("--prefill", choices=("here", "elsewhere"), help="here if there is a rate")
-    add("--steps", type=number(2, 1e6), default=60, help="of every lane: 60")
-    add("--warm-up", type=number(0, 1e6), default=10, help="steps that do not count: 10")
-    add("--link", choices=get_args(LinkMode), default="duplex", help="duplex")
-    add(
-        "--jitter",
-        nargs="+",
-        type=spread,
-        default=[],
-        metavar="[STAGE=]SPREAD",
-        help="of stages' durations",
-    )
-    add(
-        "--stall",
-        type=stall,
-        default=(0.0, 0.0, 0.0),
-        metavar="PROBABILITY:TIME[:EXPONENT]",
-        help="of every stage and device; with an exponent, TIME is the shortest of a Pareto's",
-    )
-    add("--placed", action="store_true", help="experts where a rebalance puts them")
-    add("--host", type=seconds, default="0.1ms", help="the host's time a step: 0.1ms")
-    accepted = "tokens a step beyond the first: 0"
-    add("--acceptance", type=number(0, 16, float), default=0.0, help=accepted)
-    add("--seed", type=number(0, 2**32), default=0, help="0")
-    add("--timeline", type=Path, metavar="DIR", help="writes timeline.svg, .json, .perfetto.json")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
