@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import CACHE, KEYS, Options, Rendering, files_of
+from jaxserve.launch.options import CACHE, KEYS, SPARE_SECONDS, Options, Rendering, files_of
 from jaxserve.launch.packages import sbom
 from jaxserve.launch.settings import Places, deployment_text, placed, to_yaml
 from jaxserve.launch.workloads import Workload, host_processes
@@ -76,8 +76,6 @@ IGNORED = """\
 **/__pycache__
 """
 USER = 10001
-SPARE_SECONDS = 25
-"""For a process to end after its drain."""
 
 
 def render_image(rendering: Rendering) -> dict[str, str]:

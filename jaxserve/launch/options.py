@@ -80,6 +80,10 @@ class Options(NamedTuple):
     time: str = "24:00:00"
 
 
+SPARE_SECONDS = 25
+"""Time for a process to end after its drain."""
+
+
 class Rendering(NamedTuple):
     """Input of a renderer.
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch.options import CACHE, KEYS, SECRET_FILES, Options, Rendering, files_of
+from jaxserve.launch.options import (
+    CACHE,
+    KEYS,
+    SECRET_FILES,
+    SPARE_SECONDS,
+    Options,
+    Rendering,
+    files_of,
+)
 from jaxserve.launch.settings import Places, deployment_text, to_yaml
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 from jaxserve.planner.machines import gpu_product
@@ -16,8 +24,6 @@ Tree = dict[str, Any]
 
 LEAVE_SECONDS = 5
 """From the order to end until SIGTERM: load balancers stop sending meanwhile."""
-SPARE_SECONDS = 25
-"""For a process to end after its drain."""
 START_SECONDS = 3600
 """For loading and compiling, after which a pod that does not answer is given up."""
 USER = 10001

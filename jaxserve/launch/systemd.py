@@ -12,12 +12,10 @@ import msgspec
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import Options, Rendering, host_places
+from jaxserve.launch.options import SPARE_SECONDS, Options, Rendering, host_places
 from jaxserve.launch.settings import deployment_text, placed
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 
-SPARE_SECONDS = 25
-"""For a process to end after its drain."""
 HEAD = """\
 # {command}
 #

@@ -102,16 +102,36 @@ def run_part(check: str, arguments: Sequence[str], seconds: float) -> tuple[str,
     Raises:
       Failed, Skipped: as the check says, or the process failed or was late.
     """
+    words = [WORKER, check, *arguments, "--result"]
+    return said(msgspec.json.decode(run_module(words, seconds), type=Outcome))
+
+
+def run_module(
+    words: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> bytes:
+    """Runs a module of Python that writes a file of JSON, and returns the file.
+
+    Args:
+      words: the module and its arguments; the file's name comes behind them.
+      environment: on top of this process's own.
+
+    Raises:
+      Failed: the module wrote no file, or was late; with everything that it had written by then.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
-        result = Path(name, "outcome.json")
-        child = Child(["-m", WORKER, check, *arguments, "--result", str(result)], Path(name))
+        result = Path(name, "result.json")
+        child = Child(["-m", *words, str(result)], Path(name), environment)
         try:
             code = child.wait(seconds)
+        except Failed as late:
+            found = msgspec.json.decode(result.read_bytes()) if result.exists() else {}
+            details = found if isinstance(found, dict) else {"measurements": found}
+            raise Failed(str(late), details) from None
         finally:
             child.end()
         if not result.exists():
             raise Failed(f"the process ended with {code}; {child.last_words()}")
-        return said(msgspec.json.decode(result.read_bytes(), type=Outcome))
+        return result.read_bytes()
 
 
 def said(outcome: Outcome) -> tuple[str, dict[str, Any]]:

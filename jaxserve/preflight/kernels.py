@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.estimate import measured_lines, read
 from jaxserve.planner.estimate_command import ESTIMATES
 from jaxserve.planner.measurements import Measurement, expected
-from jaxserve.preflight.children import Child
+from jaxserve.preflight.children import run_module
 from jaxserve.preflight.outcomes import Check, Failed, Skipped
 
 SMALL = "jaxserve.preflight.small_kernels"
@@ -60,7 +58,7 @@ def correctness(op: str, seconds: float) -> Found:
 def small(seconds: float) -> Found:
     """Runs the engine's smaller operations; raises as `correctness`."""
     every = {"JAX_PLATFORMS": ""}  # the CPU computes what is right
-    return judged(_written([SMALL], seconds, every)["results"])
+    return judged(json.loads(run_module([SMALL], seconds, every))["results"])
 
 
 def judged(results: list[dict[str, Any]]) -> Found:
@@ -106,29 +104,4 @@ def timed(found: list[dict[str, Any]]) -> Found:
 
 def _bench(arguments: list[str], seconds: float) -> Any:
     """Returns the JSON file of `python -m pallas_kernels.bench`."""
-    return _written(["pallas_kernels.bench", *arguments, "--json"], seconds)
-
-
-def _written(words: list[str], seconds: float, environment: Mapping[str, str] | None = None) -> Any:
-    """Returns the JSON file that a module of Python writes.
-
-    Args:
-      words: the module and its arguments; the file's name is the last one.
-
-    Raises:
-      Failed: the process wrote none, or was late; with what it had written by then.
-    """
-    with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
-        result = Path(name, "bench.json")
-        child = Child(["-m", *words, str(result)], Path(name), environment)
-        try:
-            code = child.wait(seconds)
-        except Failed as late:
-            found = json.loads(result.read_bytes()) if result.exists() else []
-            details = found if isinstance(found, dict) else {"measurements": found}
-            raise Failed(str(late), details) from None
-        finally:
-            child.end()
-        if not result.exists():
-            raise Failed(f"the process ended with {code}; {child.last_words()}")
-        return json.loads(result.read_bytes())
+    return json.loads(run_module(["pallas_kernels.bench", *arguments, "--json"], seconds))

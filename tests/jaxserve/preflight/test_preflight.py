@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
 from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
 from jaxserve.ports import free_port
-from jaxserve.preflight import hosts, kernels, small_kernels
+from jaxserve.preflight import children, hosts, kernels, small_kernels
 from jaxserve.preflight.__main__ import main
 from jaxserve.preflight.children import Child
 from jaxserve.preflight.kernels import judged, timed
@@ -118,8 +119,10 @@ def test_outcomes_in_a_table():
 def test_a_hanging_check_ends_at_its_deadline_with_its_last_words(tmp_path: Path):
     child = Child(["-c", "import time; print('at work', flush=True); time.sleep(99)"], tmp_path)
     try:
-        with pytest.raises(Failed, match=r"no end within 0\.5 s; its last lines:\nat work"):
-            child.wait(0.5)
+        while not child.output.read_text():
+            time.sleep(0.01)
+        with pytest.raises(Failed, match=r"no end within 0\.1 s; its last lines:\nat work"):
+            child.wait(0.1)
     finally:
         child.end()
 
@@ -176,7 +179,7 @@ class LateChild:
 
 
 def test_a_late_check_keeps_what_it_had_measured(monkeypatch):
-    monkeypatch.setattr(kernels, "Child", LateChild)
+    monkeypatch.setattr(children, "Child", LateChild)
     with pytest.raises(Failed, match="no end") as caught:
         kernels.times(1.0)
     assert caught.value.details == {"measurements": [{"seconds": 1.0}]}
