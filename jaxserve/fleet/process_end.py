@@ -20,10 +20,6 @@ from jaxserve.errors import CheckpointError, ConfigError, JaxserveError, exit_co
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise, log_devices
 
-SWITCH_SECONDS = 2e-4
-"""Longest wait of a link's threads for the interpreter while another one computes. With Python's 5
-ms, two lanes of the demo over `pull` made 60 tokens/s instead of 140 (two loaded cores, FP32)."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +33,6 @@ def alone(arguments: ProcessArguments, deployment: Deployment) -> Iterator[None]
                 f"link.transport {deployment.link.transport}: this worker has "
                 f"{arguments.processes} processes, expected 1"
             )
-        sys.setswitchinterval(SWITCH_SECONDS)
         initialise(arguments, deployment)
         log_devices()
         yield
