@@ -188,11 +188,12 @@ class MessageConnection(Session):
         return self._allowed()
 
     def _arrived(self, result: frames.Result) -> None:
-        message = self._posted.pop(result.number, None)
+        message = self._posted.get(result.number)
         if message is None:
             raise RuntimeError(f"an answer to message {result.number}, which waits for none")
         pieces = self._transfers.receive(result.bulk, message.answer_shape.pieces)
         message.answer.put(message.answer_shape.put(pieces))
+        del self._posted[result.number]  # not before: a loss on the way wakes what is posted
 
     def _refused(self, failed: frames.Failed) -> None:
         if failed.number in self._posted:
