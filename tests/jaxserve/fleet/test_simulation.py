@@ -28,7 +28,9 @@ FILE = {
 }
 
 
-def simulate(folder, requests=1, rate=1000.0, output=3, shared=0, losses=(), **overrides):
+def simulate(
+    folder, requests=1, rate=1000.0, output=3, shared=0, losses=(), running=(), **overrides
+):
     """Requests of 100 + `output` tokens, evenly spaced; the first after one space."""
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
     deployment = load_deployment(folder, FILE | keys)
@@ -39,6 +41,7 @@ def simulate(folder, requests=1, rate=1000.0, output=3, shared=0, losses=(), **o
         requests=requests,
         even=True,
         shared=shared,
+        running=running,
     )
     conditions = FleetConditions(
         pages=PagesLink(seconds_per_token=1e-4, latency=0.01), losses=losses
@@ -63,6 +66,19 @@ def test_one_request_waits_for_nothing(tmp_path):
     assert result.busy == pytest.approx(
         {"prefill": 2 * 0.8 * STEP / whole, "domain": 3 * 0.8 * STEP / whole}
     )
+
+
+def test_sequences_that_run_at_the_start(tmp_path):
+    """They have their pages: the one of 20 tokens goes on when the simulation ends with the
+    request's first token, in the first step that begins after its pages have come."""
+    simulation = simulate(tmp_path, running=((100, 2), (50, 20)))
+    result = simulation.run()
+    assert (result.finished, result.refused) == (1, 0)
+    came = 0.001 + 2 * STEP + PULL
+    assert came + STEP < result.ttft.mean + 0.001 <= came + 3 * STEP
+    _, paces = simulation.samples()
+    assert paces == []  # nine tokens would be a pace
+    assert simulate(tmp_path, running=((50, 20),), rate=0.5).run().tpot.mean == pytest.approx(STEP)
 
 
 def test_without_prefill_workers_the_domain_prefills(tmp_path):

@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -88,6 +89,16 @@ class TestLengths:
         drawn = np.array([lengths.draw(random) for _ in range(20_000)])
         assert drawn.mean(axis=0) == pytest.approx([500, 200], rel=0.02)
         assert drawn.std(axis=0) == pytest.approx([250, 100], rel=0.05)
+
+    def test_a_few_hundred_quantiles_have_the_mean_and_the_tail(self):
+        lengths = Lengths(prompt=500, output=200, spread=0.5, longest=10**6)
+        prompt, output = lengths.sample(generator(), 300)
+        assert [prompt.mean(), output.mean()] == pytest.approx([500, 200], rel=0.005)
+        # The 95th percentile: e^(1.645 sigma - sigma²/2) of the mean, with sigma² = ln 1.25
+        assert np.percentile(prompt, 95) == pytest.approx(500 * 1.945, rel=0.03)
+        assert abs(np.corrcoef(prompt, output)[0, 1]) < 0.15
+        more, _ = msgspec.structs.replace(lengths, prompt=505).sample(generator(), 300)
+        np.testing.assert_allclose(more / prompt, 1.01, atol=0.01)
 
 
 def popularity(skew, layers=3, experts=4):
