@@ -13,8 +13,9 @@ import numpy as np
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.simulation import FleetSimulation
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, PagesLink
-from jaxserve.planner.deploy import Asked, Part, Prediction, Times, Trial
+from jaxserve.planner.deploy import Asked, Part, Prediction, Trial
 from jaxserve.planner.deploy_fleet import Fleet, Slowed
+from jaxserve.planner.simulate import Times
 from jaxserve.planner.stage_times import Rows, StepTimes
 
 COUNTED = 300
@@ -151,12 +152,15 @@ def prediction(simulation: FleetSimulation, asked: Asked, stride: int = 1) -> Pr
     result = simulation.run()
     ttft, tpot = (np.array(each or [0.0]) for each in simulation.samples())
     tpot /= stride
+    of_ttft, of_tpot = Times.of(ttft), Times.of(tpot)
+    assert of_ttft is not None
+    assert of_tpot is not None
     return Prediction(
-        ttft=Times.of(ttft),
+        ttft=of_ttft,
         ttft_asked=float(np.percentile(ttft, asked.ttft.percent)),
-        tpot=Times.of(tpot),
+        tpot=of_tpot,
         tpot_asked=float(np.percentile(tpot, asked.tpot.percent)),
-        parts={name: Times.of(np.array(each)) for name, each in simulation.waits().items() if each},
+        parts={name: one for name, one in result.waits.items() if one is not None},
         busy=result.busy,
         refused=result.refused,
         requests=result.finished,

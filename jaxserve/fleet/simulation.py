@@ -31,12 +31,11 @@ from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, 
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.planner.simulate import (
-    Percentiles,
     Progress,
     SimulatedEngine,
+    Times,
     disturbance,
     no_garbage_collection,
-    percentiles,
 )
 from jaxserve.planner.stage_times import StageTimes
 
@@ -71,9 +70,9 @@ class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     refused: int
     tokens_per_second: float
-    ttft: Percentiles | None
-    tpot: Percentiles | None
-    waits: dict[str, Percentiles | None]
+    ttft: Times | None
+    tpot: Times | None
+    waits: dict[str, Times | None]
     busy: dict[str, float]
     replays: int = 0
     found: float = 0.0
@@ -412,9 +411,9 @@ class FleetSimulation:
             finished=len(counted),
             refused=self._refused,
             tokens_per_second=sum(seen.tokens for seen in counted) / max(end - begin, 1e-12),
-            ttft=percentiles(ttft),
-            tpot=percentiles(tpot),
-            waits={role: percentiles(found) for role, found in self.waits().items()},
+            ttft=Times.of(ttft),
+            tpot=Times.of(tpot),
+            waits={role: Times.of(found) for role, found in self.waits().items()},
             replays=self._coordinator.replays,
             found=self._found(),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},

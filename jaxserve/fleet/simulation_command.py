@@ -27,7 +27,7 @@ from jaxserve.planner.options import (
     tokens,
 )
 from jaxserve.planner.scenario import Roles, Scenario, scenario
-from jaxserve.planner.simulate_command import check_lengths, times_row
+from jaxserve.planner.simulate_command import TIMES, check_lengths, times_row
 from jaxserve.planner.view import Part, Report, show
 
 
@@ -151,7 +151,7 @@ def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> 
 def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
     """A quantity a row."""
     prefill = deployment.prefill.workers
-    rows = [["", "mean", "p50", "p90", "p99"]]
+    rows = [["", *TIMES]]
     rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
     rows += [times_row(f"wait for {role} ms", found) for role, found in result.waits.items()]
     numbers = {
@@ -164,4 +164,4 @@ def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
         "prefill workers, domains": f"{prefill}, {decode_workers(deployment)}",
         "simulated s": f"{result.seconds:.3f}",
     }
-    return rows + [[name, text, "", "", ""] for name, text in numbers.items()]
+    return rows + [[name, text, "", "", "", ""] for name, text in numbers.items()]

@@ -32,6 +32,7 @@ from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
+from jaxserve.planner.simulate import Times
 from jaxserve.planner.stage_times import Rooflines, StageTimes
 
 TRIED = 3
@@ -53,8 +54,6 @@ for."""
 GROWN = 8
 """Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
 WAITS = ("prefill", "domain")
-SHARES = {"mean": None, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
-"""Figures that are shown of a distribution."""
 
 Part = Literal["prefill", "decode", "whole"]
 
@@ -100,25 +99,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             f"{demand.rate:g} requests a second, {demand.prompt:,} tokens in ({demand.hits:.1%} in "
             f"a prefix cache), {demand.output:,} out; TTFT {self.ttft.text}, TPOT {self.tpot.text}"
         )
-
-
-class Times(msgspec.Struct, frozen=True):
-    """Seconds, of all requests."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, samples: np.ndarray) -> "Times":
-        """Returns the mean and percentiles of samples."""
-        found = {
-            name: float(samples.mean() if share is None else np.percentile(samples, share))
-            for name, share in SHARES.items()
-        }
-        return cls(**found)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.planner.deploy import Asked, Deployment, Planned, Prediction, Sizer, Times
+from jaxserve.planner.deploy import Asked, Deployment, Planned, Prediction, Sizer
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.search_view import front_svg, plan_tree
+from jaxserve.planner.simulate import Times
 from jaxserve.planner.view import Part, Report
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."

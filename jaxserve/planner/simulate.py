@@ -232,13 +232,22 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of every lane that are kept for a timeline, the last ones."""
 
 
-class Percentiles(NamedTuple):
-    """Seconds."""
+class Times(msgspec.Struct, frozen=True):
+    """Mean and percentiles of seconds."""
 
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float] | np.ndarray) -> "Times | None":
+        """Returns those of some values; None without any."""
+        if not len(seconds):
+            return None
+        found = np.percentile(seconds, [50, 90, 95, 99])
+        return cls(float(np.mean(seconds)), *map(float, found))
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,9 +268,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     """Requests."""
     preemptions: int
-    tpot: Percentiles | None
+    tpot: Times | None
     """Between the tokens of a request, over the requests with two and more."""
-    ttft: Percentiles | None
+    ttft: Times | None
     """From a request's arrival to its first token; without a rate, from its predecessor's end."""
     attention_busy: float
     """Share of the time, of the mean attention device."""
@@ -476,8 +485,8 @@ class Simulation(SimulatedEngine):
             context=self._length / max(1.0, self._running),
             finished=len(self._done),
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
-            tpot=percentiles(tpot),
-            ttft=percentiles(ttft),
+            tpot=Times.of(tpot),
+            ttft=Times.of(ttft),
             attention_busy=shares[0],
             ffn_busy=shares[1],
             dispatch_busy=shares[2],
@@ -518,13 +527,6 @@ def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
         return jitter.draw(random, stage, seconds)
 
     return undisturbed if jitter.silent else noise
-
-
-def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Returns percentiles of seconds; None without any."""
-    if not values:
-        return None
-    return Percentiles(float(np.mean(values)), *map(float, np.percentile(values, [50, 90, 99])))
 
 
 @contextmanager

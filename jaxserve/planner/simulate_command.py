@@ -16,7 +16,7 @@ from jaxserve.planner.options import (
     read_scenario,
 )
 from jaxserve.planner.scenario import Scenario
-from jaxserve.planner.simulate import Conditions, Percentiles, Result, Simulation, Traffic
+from jaxserve.planner.simulate import Conditions, Result, Simulation, Times, Traffic
 from jaxserve.planner.view import Part, Report, show
 
 PREFILL_ELSEWHERE = (
@@ -24,6 +24,7 @@ PREFILL_ELSEWHERE = (
     "step; `--prefill here` computes them, `prefill.workers` in the file makes it a fleet"
 )
 PREFILL_HERE = "prompts are computed here"
+TIMES = Times.__struct_fields__
 
 
 def run(options: argparse.Namespace) -> None:
@@ -120,7 +121,7 @@ def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
 
 def _rows(result: Result, gain: Gain | None = None) -> list[list[str]]:
     """A quantity a row."""
-    rows = [["", "mean", "p50", "p90", "p99"]]
+    rows = [["", *TIMES]]
     rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
     numbers = {
         "tokens/s": f"{result.tokens_per_second:.0f}",
@@ -147,10 +148,10 @@ def _rows(result: Result, gain: Gain | None = None) -> list[list[str]]:
         }
         numbers["balance of experts, placed"] = f"{gain.balance[1]:.3f}"
         numbers["tokens/s, placed ÷ at home"] = f"{_ratio(gain.tokens_per_second):.3f}"
-    rows += [[name, text, "", "", ""] for name, text in numbers.items()]
+    rows += [[name, text, "", "", "", ""] for name, text in numbers.items()]
     for stage, seen in result.seen.items():
         name = f"{stage} with waiting µs"
-        rows.append([name, f"{seen.mean * 1e6:.0f}", "", "", f"{seen.most * 1e6:.0f} most"])
+        rows.append([name, f"{seen.mean * 1e6:.0f}", "", "", "", f"{seen.most * 1e6:.0f} most"])
     return rows
 
 
@@ -158,9 +159,11 @@ def _ratio(pair: tuple[float, float]) -> float:
     return pair[1] / pair[0] if pair[0] else 0.0
 
 
-def times_row(name: str, found: Percentiles | None) -> list[str]:
+def times_row(name: str, found: Times | None) -> list[str]:
     """A row of percentiles in milliseconds."""
-    return [name, *(["-"] * 4 if found is None else (f"{value * 1e3:.2f}" for value in found))]
+    if found is None:
+        return [name, *["-"] * len(TIMES)]
+    return [name, *(f"{value * 1e3:.2f}" for value in msgspec.structs.astuple(found))]
 
 
 def _tree(
@@ -168,9 +171,6 @@ def _tree(
 ) -> dict[str, Any]:
     parts = {"traffic": traffic, "conditions": conditions, "result": result}
     tree = {name: msgspec.to_builtins(part) for name, part in parts.items()}
-    for name in ("ttft", "tpot"):
-        found = getattr(result, name)
-        tree["result"][name] = None if found is None else found._asdict()
     tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
     if gain is not None:

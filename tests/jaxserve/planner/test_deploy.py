@@ -1,13 +1,13 @@
 """Sizing, with simulations whose results are given, and what arithmetic says before them."""
 
-import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.deploy import Asked, Hosts, Prediction, Sizer, Times, _fewest
+from jaxserve.planner.deploy import Asked, Hosts, Prediction, Sizer, _fewest
 from jaxserve.planner.deploy_demand import Demand, Level, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit
 from jaxserve.planner.layouts import Target
+from jaxserve.planner.simulate import Times
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H100, calculator, layout, searcher
 
@@ -25,7 +25,7 @@ class Fleets:
         self.parts.append(trial.part)
         ttft = 0.1 if trial.fleet.workers >= self._workers else 0.9
         tpot = 0.01 if trial.fleet.units >= self._units else 0.09
-        late, each = (Times.of(np.array([seconds])) for seconds in (ttft, tpot))
+        late, each = (Times.of([seconds]) for seconds in (ttft, tpot))
         return Prediction(
             ttft=late,
             ttft_asked=ttft,
