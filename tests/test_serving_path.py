@@ -10,6 +10,7 @@ import ast
 import functools
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,7 +219,7 @@ def test_a_router_reaches_no_scheduler() -> None:
 def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     ends = {"jaxserve.link.pages.client", "jaxserve.link.pages.server"}
     programs = {"jaxserve.roles.page_transfer", "jaxserve.roles.page_spread"}
-    engine = {"jaxserve.engine.hand_off"}
+    engine = {"jaxserve.engine.hand_off", "jaxserve.engine.holds"}
     for part in ("leader, colocated", "leader, attention and ffn", "attention"):
         assert not (ends | programs | engine) & set(reach(part))
     assert ends | programs | engine <= set(closure("jaxserve.fleet.pages_link"))
@@ -227,3 +228,11 @@ def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
 def test_a_worker_that_several_processes_play_reaches_no_link_to_other_weights() -> None:
     assert "jaxserve.checkpoint.peer" not in reach("leader, attention and ffn")
     assert "jaxserve.checkpoint.peer" in reach("alone, attention and ffn")
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Names of classes that several modules define; the number only falls."""
+    files = [*ROOT.glob("jaxserve/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")).body for file in files]
+    names = Counter(node.name for body in trees for node in body if isinstance(node, ast.ClassDef))
+    assert sum(count > 1 for count in names.values()) <= 99

@@ -23,10 +23,17 @@ from jaxserve.engine.admission import choose_domain
 from jaxserve.engine.interface import DomainLoad, EngineLoad, NeededLink
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
-from jaxserve.engine.results import ResultReader
 from jaxserve.engine.runtime import Driver
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.stepper import PREFILL_PARAMS, Followers, HandOffs, OnHeld, Post, Stepper
+from jaxserve.engine.stepper import (
+    PREFILL_PARAMS,
+    Followers,
+    HandOffs,
+    OnHeld,
+    Post,
+    ResultReader,
+    Stepper,
+)
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.compilation import CompilationCounter

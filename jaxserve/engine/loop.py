@@ -26,7 +26,7 @@ from jaxserve.roles.layout import PageRun
 from jaxserve.roles.step_plan import StepPlan
 
 if TYPE_CHECKING:  # only prefill workers hold prompts
-    from jaxserve.engine.hand_off import Holds
+    from jaxserve.engine.holds import Holds
 
 
 class ScheduledStep(NamedTuple):
@@ -49,7 +49,7 @@ class Await(NamedTuple):
     step: ScheduledStep
 
 
-class Fetch(NamedTuple):
+class FetchPages(NamedTuple):
     """Ask for KV entries that a prefill worker holds, without waiting; report `arrived` of every
     piece in order, or `fetch_failed`."""
 
@@ -92,7 +92,7 @@ class Idle(NamedTuple):
     """Seconds of the clock at which the next deadline passes; None without deadlines."""
 
 
-Action = Enqueue | Await | Fetch | DropFetch | ImportPages | ExportPages | Idle
+Action = Enqueue | Await | FetchPages | DropFetch | ImportPages | ExportPages | Idle
 
 
 class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,7 +351,7 @@ class Loop:
         """Returns the next action of a hand-off, apart from writing pages that have arrived."""
         for domain, scheduler in enumerate(self.schedulers):
             for order in scheduler.fetches.take_new():
-                self._page_actions.append(Fetch(domain, order))
+                self._page_actions.append(FetchPages(domain, order))
             for ticket in scheduler.fetches.take_dropped():
                 self._page_actions.append(DropFetch(domain, ticket))
         return self._page_actions.popleft() if self._page_actions else None

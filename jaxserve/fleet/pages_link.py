@@ -16,7 +16,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.hand_off import DecodeEnd, HoldLimits, LinkedHandOffs, PrefillEnd
+from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs, PrefillEnd
+from jaxserve.engine.holds import HoldLimits
 from jaxserve.engine.loop import FetchPolicy
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts

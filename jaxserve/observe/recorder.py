@@ -22,7 +22,7 @@ _SWITCH_INTERVAL_S = 5e-5
 
 
 @runtime_checkable
-class Result(Protocol):
+class StageResult(Protocol):
     """The part of a stage's result (a `jax.Array`) that the recorder uses."""
 
     def block_until_ready(self) -> object:
@@ -87,7 +87,7 @@ class Recorder:
         self.dropped = 0
         """Number of stages that were not measured: failed, donated, or beyond the backlog."""
         self._workers: dict[tuple[AnyStage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
-        self._seen: dict[int, tuple[Result, int]] = {}
+        self._seen: dict[int, tuple[StageResult, int]] = {}
         self._resumed = False
         if not paused:
             self.resume()
@@ -110,7 +110,7 @@ class Recorder:
         lane: int,
         layer: int,
         step: int,
-        result: Result,
+        result: StageResult,
         load: StepLoad | None = None,
         begun: int | None = None,
     ) -> None:
@@ -133,7 +133,7 @@ class Recorder:
             stages, _ = self._workers[stage, lane]
         stages.put((layer, step, enqueued, load, result))
 
-    def seen(self, lane: int, result: Result) -> None:
+    def seen(self, lane: int, result: StageResult) -> None:
         """Notes that the caller has waited for an observed result and has it now.
 
         The thread that wakes first notes the end: if all cores are busy, the other one gets a core

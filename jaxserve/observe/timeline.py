@@ -14,7 +14,7 @@ import msgspec
 from jaxserve.observe.spans import STAGES, AnyStage, Span
 
 
-class StageTimes(msgspec.Struct, frozen=True):
+class StageSummary(msgspec.Struct, frozen=True):
     """Durations of one stage's spans."""
 
     count: int
@@ -38,7 +38,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Share of the window in which the ffn mesh ran an ffn."""
     bubble: float
     """1 − the busier role's share: 0 when that role never waits, which no schedule can beat."""
-    stages: dict[AnyStage, StageTimes]
+    stages: dict[AnyStage, StageSummary]
     """Durations of every stage of AFD, or of `step`."""
 
     @property
@@ -83,11 +83,11 @@ def summarise(spans: Sequence[Span], window: tuple[int, int] | None = None) -> S
         window = begin, max((span.end_ns for span in spans), default=begin)
     begin, finish = window
     ending = [span for span in spans if begin < span.end_ns <= finish]
-    stages: dict[AnyStage, StageTimes] = {}
+    stages: dict[AnyStage, StageSummary] = {}
     found = {span.stage for span in spans}
     for stage in (*STAGES, *sorted(found.difference(STAGES))):
         times = sorted(span.milliseconds for span in ending if span.stage == stage)
-        stages[stage] = StageTimes(
+        stages[stage] = StageSummary(
             count=len(times),
             median_ms=statistics.median(times) if times else 0.0,
             p90_ms=times[math.ceil(0.9 * len(times)) - 1] if times else 0.0,

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import msgspec
 
 from jaxserve.observe.spans import AFDStage, AnyStage, Span
-from jaxserve.observe.timeline import StageTimes, Summary, steady_window, summarise, typical_steps
+from jaxserve.observe.timeline import StageSummary, Summary, steady_window, summarise, typical_steps
 
 # Attention on top, the ffn at the bottom, the link between them: a token goes down and up again.
 _ROWS: tuple[tuple[AFDStage, str], ...] = (
@@ -157,7 +157,7 @@ def _legend(summary: Summary, lanes: Sequence[int], how: str) -> list[str]:
     return parts
 
 
-def _track(label: str, times: StageTimes, top: int, height: int) -> list[str]:
+def _track(label: str, times: StageSummary, top: int, height: int) -> list[str]:
     """A row's background, its name and durations on the left, its busy share on the right."""
     durations = f"median {_duration(times.median_ms)}, p90 {_duration(times.p90_ms)}"
     middle = top + height / 2

@@ -29,7 +29,7 @@ from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import (
-    Pass,
+    PassStart,
     enter_module,
     first_pass,
     leave_module,
@@ -133,7 +133,7 @@ class AttentionPrograms(TokenPrograms):
             hidden: Array, batch: Array, table: Array, pages: Pages, weights: Sequence[Arrays]
         ) -> Arrays:
             embedding, module, layer = weights
-            x = enter_module(self, bucket.tokens, Pass(hidden, batch[0]), embedding, module)
+            x = enter_module(self, bucket.tokens, PassStart(hidden, batch[0]), embedding, module)
             context = self.step_context(bucket, batch, table)
             return self._attend(kind, x, pages, context.batch, layer)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.roles.token_programs import TokenPrograms, drawn_tokens, sampler_state
 
 
-class Pass(NamedTuple):
+class PassStart(NamedTuple):
     """What a pass starts from, on one DP group."""
 
     hidden: Float[Array, "tokens d_model"]
@@ -36,7 +36,7 @@ def first_pass(
     sampled: Int[Array, "slots rows"],
     lengths: Int[Array, " slots"],
     head: Sequence[Array],
-) -> Pass:
+) -> PassStart:
     """After a step: all its rows but those of rejected drafts.
 
     Args:
@@ -64,13 +64,13 @@ def first_pass(
         "upcoming": upcoming,
     }
     block = programs.templates.head.merge(head)
-    return Pass(block.normed(x[row]), _joined(fields))
+    return PassStart(block.normed(x[row]), _joined(fields))
 
 
 def enter_module(
     programs: TokenPrograms,
     tokens: int,
-    start: Pass,
+    start: PassStart,
     embedding: Sequence[Array],
     module: Sequence[Array],
 ) -> Float[Array, "tokens d_model"]:
@@ -116,7 +116,7 @@ def next_pass(
     *,
     again: bool,
     longest: int | Int[Array, ""],
-) -> Pass:
+) -> PassStart:
     """The pass after one that gave these hidden states and drafts.
 
     Args:
@@ -133,7 +133,7 @@ def next_pass(
         slot, _, query_start = _rows(runs, tokens)
         length = jnp.where(runs > 0, fields["kv_length"] + 1, 0)
         fields |= {"token_ids": draft[slot], "query_start": query_start, "kv_length": length}
-        return Pass(hidden[last[slot]], _joined(fields))
+        return PassStart(hidden[last[slot]], _joined(fields))
     slot, _, _ = _rows(jnp.diff(start), tokens)
     row = jnp.arange(tokens, dtype=jnp.int32)
     further = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
@@ -143,7 +143,7 @@ def next_pass(
         "token_ids": jnp.where(row == last[slot], behind[slot], further),
         "upcoming": upcoming,
     }
-    return Pass(hidden, _joined(fields))
+    return PassStart(hidden, _joined(fields))
 
 
 def _rows(

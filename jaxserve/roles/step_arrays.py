@@ -96,7 +96,7 @@ class LaneState:
         return dense.reshape(self._groups, self._slots)
 
 
-class _Table:
+class _StepTable:
     """A page table as steps get it."""
 
     def __init__(self, rows: int, pages: int):
@@ -121,7 +121,7 @@ class _PageTables:
     def __init__(self, groups: int, slots: int, pages: int):
         self._groups, self._slots = groups, slots
         self._newest = np.zeros((groups * slots, pages), np.int32)
-        self._tables: list[_Table] = []
+        self._tables: list[_StepTable] = []
 
     def change(self, new_rows: list[int], new_pages: np.ndarray) -> None:
         """Takes in pages, int32 `[3, pages]`: row, index, page id. Rows that are new had others."""
@@ -136,7 +136,7 @@ class _PageTables:
         self._tables = [table for table in self._tables if table.array.shape[1] == pages]
         table = next((table for table in self._tables if table.is_free), None)
         if table is None:
-            table = _Table(len(self._newest), pages)
+            table = _StepTable(len(self._newest), pages)
             self._tables.append(table)
         rows = np.flatnonzero(table.stale)
         table.array[rows] = self._newest[rows, :pages]

@@ -14,7 +14,7 @@ from typing import Any
 import llguidance
 
 
-class _Tokens:
+class _ByteTokens:
     """A tokenizer with the interface that llguidance expects."""
 
     bos_token_id = None
@@ -34,7 +34,7 @@ class _Tokens:
 def _tokenizer(
     vocab_size: int, eos: int, special: tuple[tuple[int, str], ...]
 ) -> llguidance.LLTokenizer:
-    tokens = _Tokens(vocab_size, eos, dict(special))
+    tokens = _ByteTokens(vocab_size, eos, dict(special))
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens), n_vocab=len(tokens.tokens))
 
 

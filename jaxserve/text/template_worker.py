@@ -32,7 +32,7 @@ class Refusal(Exception):
     """The template called `raise_exception`."""
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`, which marks the model's own text for training: here only a scope."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja2's own spelling)
@@ -72,7 +72,7 @@ def _strftime_now(format: str) -> str:
 def _environment() -> jinja2.Environment:
     # transformers' is immutable besides; here a template changes only its own copy of the values.
     environment = jinja2.sandbox.SandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters |= {"tojson": _tojson, "from_json": json.loads}
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -10,7 +10,7 @@ from jaxserve.engine.loop import (
     Await,
     DropFetch,
     Enqueue,
-    Fetch,
+    FetchPages,
     FetchPolicy,
     Idle,
     ImportPages,
@@ -39,7 +39,7 @@ def request(name: str, length: int, held: int | None = None, salt: str = "", mos
     return Request(request_id=name, prompt=prompt, params=params, source=source)
 
 
-def step(loop: Loop, lanes=(0,)) -> Fetch | DropFetch | ImportPages | Idle | list:
+def step(loop: Loop, lanes=(0,)) -> FetchPages | DropFetch | ImportPages | Idle | list:
     """The next action about pages, or what a step gave."""
     match loop.next([lane for lane in lanes if lane not in loop._begun]):
         case Enqueue():
@@ -74,7 +74,7 @@ def finish(loop: Loop) -> dict[str, list[int]]:
 
 def fetch_of(loop: Loop) -> FetchOrder:
     action = step(loop)
-    assert isinstance(action, Fetch), action
+    assert isinstance(action, FetchPages), action
     return action.order
 
 
@@ -253,7 +253,7 @@ class TestEnds:
         orders, dropped, tokens = [], [], 0
         while tokens < 24:
             match step(loop):
-                case Fetch(_, order):
+                case FetchPages(_, order):
                     orders.append(order)
                 case DropFetch(_, ticket):
                     dropped.append(ticket)
@@ -264,7 +264,7 @@ class TestEnds:
         assert dropped == [orders[0].ticket]
         while len(orders) < 2:
             action = step(loop)
-            if isinstance(action, Fetch):
+            if isinstance(action, FetchPages):
                 orders.append(action.order)
         bring(loop, orders[1], orders[1].start, 12 - orders[1].start)
         loop.imported(0, orders[1].ticket, 12)
@@ -286,7 +286,7 @@ def test_anything_may_happen_at_any_moment():
         ended = set()
         while len(ended) < len(names):
             match step(loop, (0, 1)):
-                case Fetch(_, order):
+                case FetchPages(_, order):
                     open_fetches[order.ticket] = order.start, order.stop
                 case DropFetch(_, ticket):
                     open_fetches.pop(ticket, None)

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jaxserve.engine import results
+from jaxserve.engine import stepper
 from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS, Collector
@@ -34,7 +34,7 @@ class Failing:
 
     def __init__(self, driver, after, times):
         self.driver, self.after, self.times = driver, after, times
-        self.read = results.step_result
+        self.read = stepper.step_result
 
     def fail(self):
         self.after -= 1
@@ -71,7 +71,7 @@ def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, 
     if where == "stage":
         monkeypatch.setattr(driver, "observer", failing)
     else:
-        monkeypatch.setattr(results, "step_result", failing.result)
+        monkeypatch.setattr(stepper, "step_result", failing.result)
     assert answers(engine, "storm") == expected
     assert failing.times == 0
     assert "a step was lost: " in caplog.text
@@ -82,7 +82,7 @@ def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, 
 
 
 def test_one_that_fails_again_and_again_ends_the_engine(engine, monkeypatch):
-    monkeypatch.setattr(results, "step_result", Failing(engine.driver, 0, 10).result)
+    monkeypatch.setattr(stepper, "step_result", Failing(engine.driver, 0, 10).result)
     output = layouts.ask(engine, PROMPTS[0], PARAMS[0])
     assert output.finish_reason == "error"
     assert "INTERNAL: a device lost its step" in output.error

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.engine.hand_off import HoldLimits, Holds
+from jaxserve.engine.holds import HoldLimits, Holds
 from jaxserve.engine.loop import Await, Enqueue, ExportPages, Idle, Loop
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams

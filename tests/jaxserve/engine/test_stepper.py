@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.engine.results import ResultReader
+from jaxserve.engine.stepper import ResultReader
 from jaxserve.errors import EngineFailedError
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished
