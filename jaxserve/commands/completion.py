@@ -9,7 +9,7 @@ from typing import Any
 import shtab
 
 from jaxserve.commands.names import COMMANDS
-from jaxserve.config.reference import deployment_keys
+from jaxserve.config.load import known_keys
 from jaxserve.config.shipped import CONFIGS, deployment_names
 
 PATHS = {
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
     by_option = {
         "--config": deployments,
-        "--set": _names("key", [f"{key}=" for key in deployment_keys()]),
+        "--set": _names("key", [f"{key}=" for key in known_keys()]),
         "--hardware": _names("hardware", hardware),
     }
     for action in _values(whole):

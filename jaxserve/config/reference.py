@@ -30,11 +30,6 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def deployment_keys() -> list[str]:
-    """The dotted name of every key."""
-    return [key for key, _, _ in _fields(deployment.Deployment, "")]
-
-
 def replaced(text: str) -> str:
     """The text of a Markdown file with a fresh table between its markers.
 
