@@ -1,8 +1,8 @@
 """A router's connections to its workers: one thread reads and writes all of them.
 
-A thousand workers would be two thousand threads otherwise. Frames are those of
-`link/session/channel.py`, whose handshake a few other threads do first; a worker that is lost is
-dialled again and again. Called by `router.py`; knows frames, and nothing of requests.
+A thread or two a worker would be thousands. A few other threads dial, prove the token and exchange
+the first frames (`link/session/channel.py`); they dial lost workers until these answer. Called by
+`router.py`; knows frames, and nothing of requests.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from jaxserve.link.session.channel import Channel, cut_off, dial
 
 HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5
-"""Between two attempts to reach a worker that is not there."""
+"""Pause between two attempts to reach an absent worker."""
 DIALLING_THREADS = 8
 TICK_SECONDS = 0.1
 ECHO_SECONDS = 5.0
-"""Between two signs of life for a worker (`worker_port.SILENT_SECONDS`)."""
+"""Interval of signs of life to a worker (`worker_port.SILENT_SECONDS`)."""
 READ_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 1 << 28
-"""A worker that has so much to read yet is taken for stuck."""
+"""A worker that leaves more bytes than this unread is taken for stuck."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ class Receiver(Protocol):
         """Called repeatedly while a connected worker stays silent, with the seconds of silence."""
 
     def turn(self) -> None:
-        """Called very often, and soon after `wake`."""
+        """Called in every round of the thread, and soon after `wake`."""
 
     def tick(self) -> None:
-        """Called some times a second."""
+        """Called every `TICK_SECONDS`."""
 
 
 class _Wire:
@@ -70,14 +70,14 @@ class _Wire:
         self.socket.setblocking(False)
         self.heard = self.echo_at = 0.0
         self.joined = False
-        """Whether its first state has come, by which it is well."""
+        """True once its first state has come and says that it is well."""
         self.lost = ""
-        """Why it is to be given up."""
+        """Why the connection is given up; empty while it is not."""
         self.cause = ""
-        """The same in one of a few words: closed, silent, stuck, failed, unread, removed."""
+        """The reason in one word: closed, silent, stuck, failed, unread or removed."""
         self._received = bytearray()
         self.unsent = bytearray()
-        """Waits for room in the connection; changed while frames are sent."""
+        """Bytes that wait for room in the connection's buffer."""
         self._sending = threading.Lock()
 
     def lose(self, cause: str, why: str) -> None:
@@ -86,7 +86,7 @@ class _Wire:
             self.cause, self.lost = cause, why
 
     def send(self, found: Sequence[Frame]) -> bool:
-        """Sends frames, or what the socket takes of them; whether all went."""
+        """Sends frames as far as the socket takes them; returns whether all went."""
         bodies = [frames.encode(frame) for frame in found]
         with self._sending:
             for body in bodies:
@@ -96,7 +96,7 @@ class _Wire:
             return self._flush()
 
     def flush(self) -> None:
-        """Sends more of what is left."""
+        """Sends more of the bytes that wait."""
         with self._sending:
             self._flush()
 
@@ -104,7 +104,7 @@ class _Wire:
         """Returns the frames that have come.
 
         Raises:
-          OSError, EOFError, msgspec.DecodeError: the connection is of no use any more.
+          OSError, EOFError, msgspec.DecodeError: the connection is lost, or has sent nonsense.
         """
         ended = False
         with contextlib.suppress(BlockingIOError):
@@ -133,16 +133,16 @@ class _Wire:
 
 
 class WorkerConnections:
-    """Connects to all workers of a fleet, and dials those again that are lost or absent.
+    """Connects to all workers of a fleet, and dials lost and absent ones again.
 
     Args:
-      places: where; asked all the time.
-      token: that the workers know.
-      router: name of this router.
-      receiver: of what happens.
-      suspect: seconds without a frame after which the receiver is told so.
-      silent: seconds without a frame after which a worker counts as gone.
-      stuck: seconds for which its step loop may stand still.
+      places: Returns the places of the workers; called in every tick.
+      token: Secret of the deployment.
+      router: Name of this router.
+      receiver: Takes the events of all connections.
+      suspect: Seconds without a frame after which the receiver is told of the silence.
+      silent: Seconds without a frame after which a worker counts as gone.
+      stuck: Seconds for which a worker's step loop may stand still.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class WorkerConnections:
         # Under the lock:
         self._due: dict[str, float] = {}  # address → when to dial again
         self._dialled: list[_Wire] = []
-        self._changed: set[_Wire] = set()  # that have something left to send, or are lost
+        self._changed: set[_Wire] = set()  # with bytes left to send, or lost
         # Written by the connections' thread:
         self._wires: dict[str, _Wire] = {}
-        self._reasons: dict[str, str] = {}  # address → why it is not there
+        self._reasons: dict[str, str] = {}  # address → why no worker is connected there
         self.losses: dict[str, dict[str, int]] = {}
-        """Role → cause → workers that were there and are not any more."""
+        """Role → cause → number of workers lost."""
         self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -201,7 +201,7 @@ class WorkerConnections:
             self.wake()
 
     def forget(self, address: str, why: str) -> None:
-        """Gives the connection to a place up that is none any more; from any thread."""
+        """Gives up the connection to a place that has left the fleet; from any thread."""
         wire = self._wires.get(address)
         if wire is not None:
             wire.lose("removed", why)
@@ -210,12 +210,12 @@ class WorkerConnections:
             self.wake()
 
     def wake(self) -> None:
-        """Has the thread look around at once."""
+        """Begins the thread's next round at once."""
         with contextlib.suppress(OSError):  # it has been woken already, or is closed
             self._wake.send(b"\0")
 
     def absences(self) -> dict[str, str]:
-        """Address → why no worker is connected there."""
+        """Returns why no worker is connected, by address."""
         return {
             p.address: self._reasons.get(p.address, "not reached yet")
             for p in self._places()

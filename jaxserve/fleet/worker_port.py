@@ -1,9 +1,9 @@
-"""A worker's side of its routers: requests in, outputs out, over one connection each.
+"""A worker's end of the connections to its routers: requests in, outputs out.
 
-`WorkerPort` has the life of the network faces (`server/faces.py`) and stands in their place where
-`serve` runs a prefill worker or a domain of a fleet. Several routers may be connected; each gets
-the outputs of its own requests. A router that is gone, or reads nothing, has its requests cancelled
-and its pages released.
+`WorkerPort` stands in the place of the network faces (`server/faces.py`) where `serve` runs a
+prefill worker or a domain of a fleet. Each router gets the outputs of its own requests, numbered by
+their tokens. The requests of a router that is gone, or reads nothing, are cancelled and their pages
+released.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from jaxserve.link.session.listener import Listener
 HANDSHAKE_SECONDS = 5.0
 MOST_ROUTERS = 256
 AGREED_SECONDS = 15.0
-"""For how long a router's word counts that it can do without a stand-in. It repeats that every ten
-seconds (`stand_ins.py`). A stand-in stays one for as long at least: not all routers may have found
-it yet."""
+"""Validity of a router's word that it can do without a stand-in; it repeats that every ten seconds
+(`stand_ins.py`). A stand-in stays one for at least this long: some routers may not have found it
+yet."""
 STATE_SECONDS = 0.5
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 20.0
@@ -87,14 +87,15 @@ class WorkerPort:
 
     Args:
       address: host:port; port 0 takes a free one.
-      token: that routers have to know.
-      facts: of the worker, once there is an engine.
-      restore: makes a grammar of how it travels; slow.
-      resume_seconds: for which requests with keys are kept whose router is gone.
-      on_become: has this worker start again as a domain, or not as one; says why. None: it cannot.
+      token: Secret of the deployment.
+      facts: Describes the worker, given its engine.
+      restore: Builds a grammar from its serialised form; slow.
+      resume_seconds: Time for which requests with keys outlive their router.
+      on_become: Starts this worker again as a domain (True) or as the prefill worker that it was;
+        gets the reason, too. None: it cannot.
 
     Attributes:
-      address: where it listens, from `start` on.
+      address: Address on which it listens.
 
     Raises:
       ConfigError: the address cannot be listened on, or needs a token.
@@ -145,11 +146,11 @@ class WorkerPort:
         threading.Thread(target=self._tick, name="worker-state", daemon=True).start()
 
     def refuse(self) -> None:
-        """Takes nothing new; what runs goes on."""
+        """Refuses new requests; running ones go on."""
         self.draining = True
 
     def drains(self, mode: frames.DrainMode) -> None:
-        """Takes nothing new while the mode is not empty; all routers hear of it."""
+        """Refuses new requests while the mode is not empty, and tells all routers."""
         if mode != self.drain:
             logger.info("drain: %s", mode or "no more")
         self.drain = mode
@@ -179,12 +180,12 @@ class WorkerPort:
         self.compiling.shutdown(wait=False, cancel_futures=True)
 
     def restored(self, grammar: GrammarOf) -> Any:
-        """A grammar in its first state, or None."""
+        """Returns a grammar in its first state, or None."""
         assert self.facts is not None
         return self._restore(grammar, self.facts.vocab) if grammar.serialised else None
 
     def state(self, others: int) -> frames.State:
-        """State of the engine now, for one router. `others`: requests of other routers."""
+        """Returns the engine's state for one router. `others`: requests of other routers."""
         engine = self.engine
         assert engine is not None
         failure = None if engine.failure is None else str(engine.failure)
@@ -255,7 +256,7 @@ class WorkerPort:
 
 
 class RouterConnection:
-    """One router: its requests, and what it gets of them."""
+    """One router's requests, and the way of their outputs to it."""
 
     def __init__(self, port: WorkerPort, channel: Channel, name: str):
         assert port.engine is not None
