@@ -142,14 +142,11 @@ def recording() -> Iterator[dict[str, Asked]]:
         _record.reset(token)
 
 
-def write_entry(path: Path, device_kind: str, call: str, entry: dict[str, Any] | None) -> None:
-    """Puts an entry into a table's file, or takes it out where it is None. The file is sorted."""
+def write_entry(path: Path, device_kind: str, call: str, entry: dict[str, Any]) -> None:
+    """Puts an entry into a table's file, which is sorted."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    calls = found.setdefault(device_kind, {})
-    calls.pop(call, None)
-    if entry is not None:
-        calls[call] = entry
-    found = {kind: dict(sorted(calls.items())) for kind, calls in sorted(found.items()) if calls}
+    found.setdefault(device_kind, {})[call] = entry
+    found = {kind: dict(sorted(calls.items())) for kind, calls in sorted(found.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
     table.cache_clear()

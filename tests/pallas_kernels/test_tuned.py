@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.tiles import TpuTiles, smaller_tiles, tpu_tiles
-from pallas_kernels.bundles import OPS
 from pallas_kernels.grouped_matmul.tiles import HopperTiles, hopper_tiles
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles as grouped_tiles
 
@@ -52,7 +51,7 @@ def test_an_unknown_field_is_named():
             ask()
 
 
-def test_entries_are_written_in_order_and_taken_out(tmp_path):
+def test_entries_are_written_in_order(tmp_path):
     path = tmp_path / "not there yet" / "tuned.json"
     tuned.write_entry(path, "TPU v9", "b", {"tiles": {"rows": 8}})
     tuned.write_entry(path, "TPU v9", "a", {"tiles": {"rows": 4}})
@@ -60,18 +59,6 @@ def test_entries_are_written_in_order_and_taken_out(tmp_path):
     found = json.loads(path.read_text())
     assert list(found) == ["TPU v8", "TPU v9"]
     assert list(found["TPU v9"]) == ["a", "b"]
-    tuned.write_entry(path, "TPU v8", "a", None)
-    assert list(json.loads(path.read_text())) == ["TPU v9"]
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_tables_of_the_package_are_sound(op):
-    """Every entry says how it was found, and changes something."""
-    for calls in tuned.table(op).values():
-        for call, entry in calls.items():
-            assert entry["tiles"], call
-            assert entry["after"] < entry["before"], call
-            assert {"date", "jax"} <= set(entry), call
 
 
 def test_a_kind_without_a_row_takes_the_default():
