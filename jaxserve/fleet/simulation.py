@@ -167,7 +167,10 @@ class FleetSimulation:
             self._join(name, worker)
         for number, (length, left) in enumerate(self._traffic.running):
             self._submit(f"{RUNNING}{number}", [OWN + number] * length, left, whole=True)
+        found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
         for name, worker in ((n, w) for n, w in workers if w.role == "prefill"):
+            for prefix in range(self._traffic.prefixes if found else 0):
+                worker.engine.warm([SHARED + prefix] * found)
             self._join(name, worker)
         for number, at in enumerate(self._arrivals()):
             self._at(at, functools.partial(self._arrive, number))

@@ -28,7 +28,7 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
       shared: tokens with which a prompt begins like others.
       prefixes: how many such beginnings there are, each as frequent as any other.
       hits: part of every prompt that is the beginning of a text that all have in common, beside
-        `shared`.
+        `shared`; every DP group of the prefill workers has it at the start.
       running: cache lengths, and tokens still to come, of sequences that decode at the start. With
         them the simulation ends when the last request has its first token, as the fleet would go
         on; without, it begins and ends empty.

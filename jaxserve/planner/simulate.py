@@ -39,7 +39,7 @@ from jaxserve.planner.lanes import (
     undisturbed,
 )
 from jaxserve.planner.noise import Jitter, Lengths
-from jaxserve.planner.stage_times import Rows, StageTimes
+from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
 from jaxserve.roles.step_plan import StepPlan
 
 NEVER = float("inf")
@@ -90,6 +90,20 @@ class News(NamedTuple):
 
     at: float
     outputs: StepOutputs
+
+
+class _Instant:
+    """Stage times of nothing."""
+
+    overlapped = False
+
+    def __init__(self, layers: int):
+        self.layers = layers
+
+    def step(self, rows: Rows) -> StepTimes:
+        """Zeros."""
+        zeros = [0.0] * self.layers
+        return StepTimes([np.zeros(rows.groups)] * self.layers, zeros, zeros, zeros, 0.0)
 
 
 class SimulatedEngine:
@@ -156,6 +170,20 @@ class SimulatedEngine:
     def submit(self, request: Request, at: float) -> None:
         """A request comes; its arrival is set to that."""
         heapq.heappush(self._arrivals, (at, next(self._numbers), request))
+
+    def warm(self, prompt: list[int]) -> None:
+        """Puts a prompt into the prefix cache of every DP group before time begins."""
+        times, host = self._times, self._host
+        self._times, self._host = _Instant(times.layers), 0.0
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        for group in range(self.deployment.attention.dp):
+            made = Request(request_id=f"warm {group}", prompt=prompt, params=params)
+            self.submit(made, 0.0)
+        while self.next_at < NEVER:
+            self.turn()
+        self._times, self._host = times, host
+        for scheduler in self.schedulers:
+            scheduler.queue.prompt_tokens = scheduler.queue.prompt_tokens_found = 0
 
     def turn(self) -> list[News]:
         """Carries out one action of the loop, at `next_at`."""

@@ -29,7 +29,15 @@ FILE = {
 
 
 def simulate(
-    folder, requests=1, rate=1000.0, output=3, shared=0, losses=(), running=(), **overrides
+    folder,
+    requests=1,
+    rate=1000.0,
+    output=3,
+    shared=0,
+    losses=(),
+    running=(),
+    hits=0.0,
+    **overrides,
 ):
     """Requests of 100 + `output` tokens, evenly spaced; the first after one space."""
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
@@ -42,6 +50,7 @@ def simulate(
         even=True,
         shared=shared,
         running=running,
+        hits=hits,
     )
     conditions = FleetConditions(
         pages=PagesLink(seconds_per_token=1e-4, latency=0.01), losses=losses
@@ -134,6 +143,13 @@ def test_prompts_that_begin_alike(tmp_path):
     result = simulate(tmp_path, requests=2, rate=1.0, shared=96).run()
     assert result.ttft.mean == pytest.approx((first + 2 * STEP) / 2)
     assert result.found == 0, "one prompt, and nothing to find for it"
+
+
+def test_hits_are_there_from_the_start(tmp_path):
+    """64 of 100 tokens: one chunk instead of two, already for the first request."""
+    result = simulate(tmp_path, hits=0.64).run()
+    assert result.ttft.mean == pytest.approx(STEP + PULL + STEP)
+    assert result.found == pytest.approx(0.64)
 
 
 def test_a_domain_that_is_lost(tmp_path):
