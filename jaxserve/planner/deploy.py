@@ -204,17 +204,14 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best deployment, and the cheapest of other kinds.
+    """The best deployment.
 
     Attributes:
-      others: with the fewest decode units that could do; these were not simulated, since they cost
-        no less, and have the best one's prediction.
       found: results of the search for decode units.
       reasons: layouts that were looked at, and what they cost or why they were not taken.
     """
 
     best: Deployment
-    others: tuple[Deployment, ...]
     found: Found
     reasons: tuple[tuple[str, str], ...]
 
@@ -291,18 +288,7 @@ class Sizer:
                 f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
                 "such a prompt with nothing else to do"
             )
-        others: dict[PlannedMode, Deployment] = {}
-        for unit in units:
-            if unit.layout.mode not in (*others, fleet.unit.layout.mode):
-                least_units = _ceil(asked.demand.rate / unit.capacity)
-                other = self._with_units(best.fleet._replace(unit=unit), least_units, asked.demand)
-                others[unit.layout.mode] = self._deployment(other, best.prediction)
-        return Planned(
-            best=best,
-            others=tuple(others.values()),
-            found=found,
-            reasons=tuple(self._reasons.items()),
-        )
+        return Planned(best=best, found=found, reasons=tuple(self._reasons.items()))
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
         """Decode units of the layouts that come closest."""

@@ -18,7 +18,6 @@ from jaxserve.planner.view import Part, Report
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."
 UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each row."
-OTHERS = "Other kinds with the fewest units that could do, which were not simulated."
 
 
 class Shown(NamedTuple):
@@ -60,7 +59,6 @@ def deploy_report(shown: Shown) -> Report:
         Part("Latency", _latency_rows(shown)),
         Part("Load and cost", lines=_facts(shown)),
         Part(f"Sensitivity. {UNCHANGED}", _sensitivity_rows(asked, sensitivity)),
-        Part(f"Kinds of decode units. {OTHERS}", _other_rows(shown)),
         Part("What else was looked at", [["layout", ""], *map(list, shown.planned.reasons)]),
         Part("What decode units cost", pictures=[picture], aside=True),
         Part(lines=[PREDICTED, *command]),
@@ -229,18 +227,6 @@ def _sensitivity_rows(asked: Asked, found: list[dict[str, Any]]) -> list[list[st
         row = [one["change"], f"{one['ttft'] * 1e3:.0f}", f"{one['tpot'] * 1e3:.1f}"]
         row += [str(one["workers"]), str(one["units"]), f"{one['dollars_a_month']:,.0f}"]
         rows.append([*row, *(f"{n:.3f}" for n in one["dollars_per_million_tokens"].values())])
-    return rows
-
-
-def _other_rows(shown: Shown) -> list[list[str]]:
-    """The cheapest of every kind of decode unit."""
-    demand = shown.asked.demand
-    rows = [["decode units", "units", "workers", "devices", "USD a month", "USD/M out"]]
-    for made in (shown.made, *shown.planned.others):
-        _, million = made.millions(shown.sizer.requests(demand), demand.rate)
-        counts = made.fleet.units, made.fleet.workers, sum(role.devices for role in made.roles)
-        name = f"{MODES[made.plan.layout.mode]}: {made.plan.layout.text}"
-        rows.append([name, *map(str, counts), f"{made.month:,.0f}", f"{million:.3f}"])
     return rows
 
 
