@@ -173,6 +173,8 @@ class Follower:
                     logger.info("waiting for %s, %.0f s %s", self._leader, waited, problem)
                 self._verdict.wait(min(_DIAL_SECONDS, limit - waited))
             else:
+                patience = self._cluster.meeting_seconds
+                channel.allow(patience, patience)  # the watcher knows better when it is stuck
                 self._channel = channel
                 self._leader = f"the leader ({answer.leader}, {self.address})"
                 self._source, self._source_name = answer.source, answer.source_name

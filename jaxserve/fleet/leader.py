@@ -318,6 +318,8 @@ class Leader:
                 logger.warning("refused %s: %s", register.identity, problem)
                 channel.send(control.encode(control.Refused(problem)))
                 return
+            patience = self._cluster.meeting_seconds
+            channel.allow(patience, patience)  # the watcher knows better who is stuck
             write = follower, channel
             threading.Thread(target=_write, args=write, name="control-write", daemon=True).start()
             self._read(follower, channel)

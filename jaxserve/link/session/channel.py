@@ -11,6 +11,7 @@ so a link belongs into a private network. Knows nothing of JAX.
 
 import contextlib
 import ipaddress
+import math
 import os
 import select
 import socket
@@ -147,9 +148,7 @@ class Channel:
         self._socket = sock
         try:
             sock.setblocking(True)
-            limits = {socket.SO_SNDTIMEO: SEND_SECONDS, socket.SO_RCVTIMEO: RECEIVE_SECONDS}
-            for option, seconds in limits.items():
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+            self.allow(SEND_SECONDS, RECEIVE_SECONDS)
             self.local_host, self.peer = "", "this host"
             """The address by which the peer reaches this host, and the peer's."""
             if sock.family != socket.AF_UNIX:
@@ -164,6 +163,13 @@ class Channel:
         self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+
+    def allow(self, send: float, receive: float) -> None:
+        """Sets the seconds that the peer may read nothing, and stop in the middle of a frame."""
+        self._receive_seconds = receive
+        for option, seconds in {socket.SO_SNDTIMEO: send, socket.SO_RCVTIMEO: receive}.items():
+            value = struct.pack("ll", math.ceil(seconds), 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def send(self, frame: bytes, parts: Iterable[memoryview] = ()) -> None:
         """Sends a frame and, right behind it, the bytes that it announces.
@@ -188,9 +194,9 @@ class Channel:
         """
         self._poll.poll()
         head = bytearray(_HEAD_BYTES)
-        self.receive_into(memoryview(head), RECEIVE_SECONDS)
+        self.receive_into(memoryview(head), self._receive_seconds)
         body = bytearray(self._framing.length(head))
-        self.receive_into(memoryview(body), RECEIVE_SECONDS)
+        self.receive_into(memoryview(body), self._receive_seconds)
         self._framing.check(bytes(head), frame := bytes(body))
         return frame
 

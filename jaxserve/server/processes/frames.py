@@ -5,7 +5,6 @@ Frames are those of `link/session/channel.py`, around MessagePack. Called by `ho
 """
 
 import socket
-import struct
 from typing import Any
 
 import msgspec
@@ -125,5 +124,5 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 def channel_over(end: socket.socket) -> Channel:
     """Returns the channel of one end of a socket pair."""
     channel = Channel(end, WORKER_FRAME_BYTES)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
+    channel.allow(SEND_SECONDS, SEND_SECONDS)
     return channel
