@@ -238,7 +238,7 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: list[str] = []
     """Names of options that several commands have."""
     options: dict[str, dict[str, Any]] = {}
-    """Its own options: keywords by name."""
+    """Keywords of the options that no other command shares, by name."""
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
