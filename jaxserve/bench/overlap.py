@@ -32,7 +32,7 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
 from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
-from jaxserve.checkpoint.random_leaves import RandomLeaves
+from jaxserve.checkpoint.random_leaves import RandomLeaves, random_leaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
@@ -195,7 +195,7 @@ def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     compiled = programs.ffn(bucket_of(settings).tokens, spec).compile()
     leaves = [
         jax.device_put(leaf, cached_sharding(mesh, spec))
-        for leaf, spec in zip(template.random(0), template.specs(FFN_RULES), strict=True)
+        for leaf, spec in zip(random_leaves(template, 0), template.specs(FFN_RULES), strict=True)
     ]
     table, counts = idle_experts(templates.slots, mesh)
 

@@ -137,6 +137,11 @@ class Blocks(abc.ABC):
         self.on_read: Callable[[int], None] = lambda size: None
         self.checks: list[Future[None]] = []
 
+    @property
+    def storage(self) -> "Blocks":
+        """What asks no running worker."""
+        return self
+
     def check(self) -> None:
         """Called when everything is loaded; waits for the checks.
 

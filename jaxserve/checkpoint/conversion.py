@@ -47,6 +47,7 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import check_array, open_array, read_array
+from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.config.formats import FORMATS, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
@@ -140,7 +141,7 @@ def convert(
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
     checkpoint = HFCheckpoint(source, names)
-    if checkpoint.has_any(names.unloaded):
+    if not names.unloaded.keys().isdisjoint(list_tensors(source).tensors):
         config, names = _read(source, ignored, len(config.predictors), weights, group)
         checkpoint = HFCheckpoint(source, names)
     checkpoint.on_read = on_read

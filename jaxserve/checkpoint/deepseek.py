@@ -26,10 +26,8 @@ def deepseek_config(entries: Entries) -> ModelConfig:
 def all_layers(entries: Entries, attention: Attention, layers: int, dense: FFN) -> dict[str, Any]:
     """Reads the FFN with routed experts and a shared one, the layers that have it, and the number
     of prediction modules. Returns all layers as fields of `ModelConfig`."""
-    first, every = (
-        entries.size("first_k_dense_replace", least=0, default=0),
-        entries.size("moe_layer_freq", default=1),
-    )
+    first = entries.size("first_k_dense_replace", least=0, default=0)
+    every = entries.size("moe_layer_freq", default=1)
     count = entries.size("n_routed_experts", "num_local_experts", least=0, default=0)
     expert_d_ff = entries.size("moe_intermediate_size", least=0, default=0 if not count else None)
     moe_layers = {layer for layer in range(first, layers) if layer % every == 0 and count}

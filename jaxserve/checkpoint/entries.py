@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxserve.config.model import Rope, Router, Yarn
+from jaxserve.config.model import Llama3, Rope, Router, Yarn
 from jaxserve.errors import CheckpointError
 
 HARMLESS = frozenset(
@@ -131,9 +131,10 @@ class Entries:
         else:
             columns = int(dimensions * inner.number("partial_rotary_factor", default=share))
         yarn = inner.yarn() if kind == "yarn" else None
-        if kind not in ("default", "yarn"):
-            given = scaling or {"rope_type": kind}
-            self.problems.append(f"{section} = {_short(given)} is not supported, only yarn")
+        llama3 = inner.llama3() if kind == "llama3" else None
+        if kind not in ("default", "yarn", "llama3"):
+            said = f"{section} = {_short(scaling or {'rope_type': kind})} is not supported"
+            self.problems.append(f"{said}, only yarn and llama3")
             inner.problems.clear()
         else:
             inner.refuse_unread()
@@ -142,7 +143,7 @@ class Entries:
             said = f"{name} = {dimensions}: RoPE cannot turn {columns} columns of it in pairs"
             self.problems.append(said)
         part = columns % dimensions
-        return Rope(theta=theta, yarn=yarn, interleaved=interleaved, columns=part)
+        return Rope(theta=theta, yarn=yarn, llama3=llama3, interleaved=interleaved, columns=part)
 
     def yarn(self) -> Yarn:
         """The entries of a `rope_scaling` of type yarn."""
@@ -158,6 +159,15 @@ class Entries:
             beta_slow=self.number("beta_slow", default=1.0),
             truncate=self.flag("truncate", default=True),
             magnitude=self.number("attention_factor", default=magnitude),
+        )
+
+    def llama3(self) -> Llama3:
+        """The entries of a `rope_scaling` of type llama3."""
+        return Llama3(
+            factor=self.number("factor"),
+            original_positions=self.size("original_max_position_embeddings"),
+            low=self.number("low_freq_factor"),
+            high=self.number("high_freq_factor"),
         )
 
     def decoder(self) -> dict[str, Any]:
@@ -184,7 +194,7 @@ class Entries:
         heads = self.size("num_attention_heads")
         return {
             "q_heads": heads,
-            "kv_heads": self.size("num_key_value_heads", default=heads),
+            "kv_heads": self.size("num_key_value_heads", "num_attention_groups", default=heads),
             "head_dim": self.size("head_dim", least=2, default=head_dim or d_model // heads),
         }
 

@@ -15,6 +15,7 @@ from jaxserve.checkpoint.quantization_config import stored_format, text_part
 from jaxserve.checkpoint.qwen3 import qwen3_config
 from jaxserve.checkpoint.source import CheckpointNames, decoder_names
 from jaxserve.checkpoint.step3 import step3_config, step3_names
+from jaxserve.checkpoint.step3p5 import step3p5_config, step3p5_names
 from jaxserve.config.model import ModelConfig
 
 
@@ -31,6 +32,7 @@ class Family(NamedTuple):
 
 
 _STEP3 = Family(step3_config, step3_names, "moe_num_experts", "moe_top_k", "num_attention_groups")
+_STEP3P5 = Family(step3p5_config, step3p5_names, *_STEP3[2:])
 _LATENT = functools.partial(decoder_names, attention=latent_attention)
 _DEEPSEEK = Family(deepseek_config, _LATENT)
 _QWEN3 = Family(qwen3_config, decoder_names, "num_experts")
@@ -39,6 +41,8 @@ _K25 = {"outer": "language_model.", "ignored": ("vision_tower.", "mm_projector."
 FAMILIES: dict[str, Family] = {
     "step3_vl": _STEP3,
     "step3_text": _STEP3,
+    "step3p5": _STEP3P5,
+    "step3p7": _STEP3P5,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "kimi_k25": Family(deepseek_config, functools.partial(_LATENT, **_K25)),

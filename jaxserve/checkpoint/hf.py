@@ -11,9 +11,8 @@ files hold as floats, or in another of the Hub's formats (`packed.py`), are so o
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +69,6 @@ class HFCheckpoint(Blocks):
         self._tensors, problems = _joined(listing, names, _packing(here))
         refuse(folder, problems + _problems(listing, self._tensors, names))
         check_revision(here)
-
-    @property
-    def storage(self) -> Self:
-        """What asks no running worker: itself."""
-        return self
-
-    def has_any(self, names: Collection[str]) -> bool:
-        """Whether the files have a tensor with one of these safetensors names."""
-        return not self._tensors.keys().isdisjoint(names)
 
     def kind(self, name: str) -> str:
         """The dtype of a tensor, by its safetensors name."""
@@ -221,6 +211,8 @@ class HFCheckpoint(Blocks):
             read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
             for region in packed:
                 read_packed(region, self.on_read)
+            for target in targets if sources[0].plus else ():
+                target += sources[0].plus
             if not by_rows:
                 return targets
             return [leaf.tiled(*both) for both in zip(parts, targets, strict=True)]

@@ -133,13 +133,15 @@ def _plain_parts(
     packing: Packing | None,
 ) -> frozenset[MatrixPart]:
     """Returns the parts of a layer with at least one matrix that the files keep as floats, or in a
-    format other than `stored`. Per-head matrices of latents always stay floats and do not count."""
+    format other than `stored`. Gates of heads and per-head matrices of latents always stay floats
+    and do not count."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     sources = [
         (known[part], source)
         for table in (*names.attention, *names.ffn)
         for leaf, source in table.items()
-        if (part := leaf.partition(".")[0]) in known and source.view is None
+        if (part := leaf.partition(".")[0]) in known
+        if source.view is None and leaf != "attention.gate"
     ]
     tensors: Mapping[str, Tensor | PackedTensor] = there
     if packing and packing.own_numbers:

@@ -31,7 +31,7 @@ from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.regions import Ranges, leaf_shape
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
-from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
+from jaxserve.checkpoint.store import StoreCheckpoint, matrix_of, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.link.session.channel import join_address, split_address
@@ -153,7 +153,7 @@ class PeerCheckpoint(Blocks):
         """A leaf, or those of a quantised matrix, from the first source that gives them."""
         shapes = [_stored_shapes(table, wanted) for table in tables]
         # Entries that are parts of another matrix are put together from storage alone.
-        parted = any(name in template.parts or _base(name) in template.parts for name in wanted)
+        parted = any(matrix_of(name) in template.parts for name in wanted)
         for peer in [] if parted else list(self._peers):
             if not all(_has(peer, b, s, wanted) for b, s in zip(blocks, shapes, strict=True)):
                 continue
@@ -262,18 +262,13 @@ def _resolved(name: str) -> list[str]:
     return sorted({join_address(str(info[4][0]), port) for info in found})
 
 
-def _base(name: str) -> str:
-    """The matrix of values or scales."""
-    return name.rsplit(".", 1)[0]
-
-
 def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape]:
     """The shapes of a block's wanted leaves without padding."""
     if len(wanted) == 1:
         (name,) = wanted
         return {name: leaf_shape(sources[name])}
     values, *grids = wanted
-    shape = leaf_shape(sources[_base(values)])
+    shape = leaf_shape(sources[matrix_of(values)])
     block = block_of(wanted[values].shape, wanted[grids[0]].shape)
     return {values: shape, **dict.fromkeys(grids, scales_shape(shape, block))}
 
@@ -286,10 +281,7 @@ def scales_shape(values: Shape, block: tuple[int, int]) -> Shape:
 
 def _has(peer: WeightsPeer, block: str, shapes: dict[str, Shape], wanted: dict[str, Leaf]) -> bool:
     """Whether a worker has these leaves of a block exactly as they are wanted."""
-    held = peer.held.get(block, {})
     nothing = HeldArray((), "")
-    return all(
-        (held.get(name, nothing).shape, held.get(name, nothing).dtype)
-        == (shapes[name], np.dtype(leaf.dtype).name)
-        for name, leaf in wanted.items()
-    )
+    held = [peer.held.get(block, {}).get(name, nothing) for name in wanted]
+    there = [(array.shape, array.dtype) for array in held]
+    return there == [(shapes[n], np.dtype(leaf.dtype).name) for n, leaf in wanted.items()]

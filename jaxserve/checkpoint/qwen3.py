@@ -65,19 +65,17 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
     first = entries.size("max_window_layers", least=0, default=28)
     types = entries.any("layer_types")
     entries.meaningless("sliding_window")
+    sliding = frozenset(range(0 if all_layers else first, layers)) if used else frozenset[int]()
     if types is None:
-        first = 0 if all_layers else first
-        return window, frozenset(range(first, layers)) if used else frozenset()
+        return window, sliding
     known = ("full_attention", "sliding_attention")
     fits = isinstance(types, list) and len(types) == layers
     if not fits or not all(kind in known for kind in types):
-        entries.problems.append(
-            f"layer_types = {types!r} is not one of {known} for each of {layers} layers"
-        )
-        return 0, frozenset()
-    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-    if sliding and not used:
-        entries.problems.append(
-            "layer_types has sliding_attention, but use_sliding_window is not true"
-        )
-    return window, frozenset(range(layers)) if all_layers and used else sliding
+        said = f"layer_types = {types!r} is not one of {known} for each of {layers} layers"
+        entries.problems.append(said)
+    elif not used and known[1] in types:
+        said = "layer_types has sliding_attention, but use_sliding_window is not true"
+        entries.problems.append(said)
+    elif not all_layers:
+        sliding = frozenset(layer for layer, kind in enumerate(types) if kind == known[1])
+    return window, sliding

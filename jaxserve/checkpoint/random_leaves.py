@@ -6,6 +6,7 @@ from typing import Self
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
@@ -45,7 +46,7 @@ class RandomLeaves:
     def _values(self, template: Template, sources: Sources) -> list[np.ndarray]:
         names = "".join(name for source in sources.values() for name in source.names)
         seed = self._seed + zlib.crc32(names.encode()) % SEEDS
-        return [np.asarray(value) for value in template.random(seed)]
+        return [np.asarray(value) for value in random_leaves(template, seed)]
 
     def _arrays(
         self, values: Sequence[np.ndarray], shardings: Sequence[jax.sharding.Sharding]
@@ -54,6 +55,18 @@ class RandomLeaves:
             jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
             for value, sharding in zip(values, shardings, strict=True)
         ]
+
+
+def random_leaves(template: Template, seed: int) -> list[jax.Array]:
+    """Makes random leaves of a template. Entries that hold the same entry of the checkpoint's array
+    are equal."""
+    leaves = []
+    made = jax.tree.leaves(nnx.state(template.build(nnx.Rngs(seed))))
+    for leaf, value in zip(template.leaves, made, strict=True):
+        own = template.entries.get(leaf.dimensions[0] or "") if template.parts else None
+        same = own and np.array([own.index(entry) for entry in own])
+        leaves.append(value if same is None else value[same])
+    return leaves
 
 
 def open_random(deployment: Deployment, names: CheckpointNames) -> RandomLeaves:

@@ -35,6 +35,8 @@ class Source(NamedTuple):
     """Which part of each tensor it is; None: all of it."""
     more: tuple["Source", ...] = ()
     """Sources of further entries of the leaf's first axis, one each, behind the tensors'."""
+    plus: float = 0.0
+    """Number that is added to the tensors' elements, in the leaf's dtype."""
 
     @property
     def entries(self) -> int:
@@ -85,8 +87,13 @@ class CheckpointNames(NamedTuple):
 
 
 def vector(name: str, size: int) -> Source:
-    """A norm's weight or a bias."""
+    """A norm's weight without more, or a bias."""
     return Source((name,), ((size,),))
+
+
+def norm(config: ModelConfig, name: str, size: int) -> Source:
+    """A norm's weight, to which 1 is added in models with `unit_norms`."""
+    return vector(f"{name}.weight", size)._replace(plus=1.0 * config.unit_norms)
 
 
 def matrix(name: str, d_out: int, d_in: int) -> Source:
@@ -154,11 +161,13 @@ def grouped_query(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     if sizes.qk_norm != "none":
         whole = sizes.qk_norm == "columns"
         for leaf, columns in (("query", heads), ("key", kv)):
-            norm = vector(f"{name}{leaf[0]}_norm.weight", columns if whole else sizes.head_dim)
-            sources[f"attention.{leaf}_norm"] = norm
+            size = columns if whole else sizes.head_dim
+            sources[f"attention.{leaf}_norm"] = norm(config, f"{name}{leaf[0]}_norm", size)
     if sizes.qkv_bias:
         for leaf, columns in (("query", heads), ("key", kv), ("value", kv)):
             sources[f"attention.{leaf}_bias"] = vector(f"{name}{leaf[0]}_proj.bias", columns)
+    if sizes.gate == "heads":
+        sources["attention.gate"] = matrix(f"{name}g_proj.weight", sizes.q_heads, d)
     if sizes.out_bias:
         sources["attention.out_bias"] = vector(f"{name}o_proj.bias", d)
     return sources
@@ -172,6 +181,20 @@ def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source
     return source._replace(more=tuple(matrix._replace(view=cut) for cut in cuts))
 
 
+def prediction(config: ModelConfig, layer: str, head: str) -> Sources:
+    """The leaves of `model.blocks.Prediction`; `head` is the prefix of those behind the layer."""
+    d = config.d_model
+    sources = {
+        "token_norm": norm(config, f"{layer}enorm", d),
+        "hidden_norm": norm(config, f"{layer}hnorm", d),
+        "projection": matrix(f"{layer}eh_proj.weight", d, 2 * d),
+        "head.norm" if config.own_heads else "norm": norm(config, f"{head}.norm", d),
+    }
+    if config.own_heads:
+        sources["head.weight"] = matrix(f"{head}.output.weight", config.vocab, d)
+    return sources
+
+
 def decoder_names(
     config: ModelConfig,
     attention: Callable[[ModelConfig, Attention, str], Sources] = grouped_query,
@@ -179,6 +202,7 @@ def decoder_names(
     *,
     gate: str = "mlp.gate",
     bias: str = "mlp.gate.e_score_correction_bias",
+    shared_head: str = "shared_head",
     outer: str = "",
     ignored: tuple[str, ...] = (),
 ) -> CheckpointNames:
@@ -189,6 +213,7 @@ def decoder_names(
         attention's tensors.
       ffn: makes the sources of a layer's FFN from the prefix of the layer's tensors and its spec.
       gate, bias: names of a layer's router matrix, and of its bias where the model has one.
+      shared_head: name of what prediction modules have behind their layers.
       outer: prefix of all tensors of a decoder that is a part of a larger model.
       ignored: as in `CheckpointNames`.
     """
@@ -202,8 +227,8 @@ def decoder_names(
     for layer, prefix in enumerate(prefixes):
         kind = config.layer(layer)
         sources = attention(config, kind.attention, f"{prefix}self_attn.") | {
-            "input_norm": vector(f"{prefix}input_layernorm.weight", d),
-            "post_norm": vector(f"{prefix}post_attention_layernorm.weight", d),
+            "input_norm": norm(config, f"{prefix}input_layernorm", d),
+            "post_norm": norm(config, f"{prefix}post_attention_layernorm", d),
         }
         if router := kind.ffn.router:
             sources["router.gate"] = matrix(f"{prefix}{gate}.weight", config.experts, d)
@@ -212,7 +237,7 @@ def decoder_names(
         attentions.append(sources)
         ffns.append(ffn(config, prefix, kind.ffn))
     modules = prefixes[config.layers :]
-    predictions = [prediction(config, prefix) for prefix in modules]
+    predictions = [prediction(config, prefix, f"{prefix}{shared_head}") for prefix in modules]
     unloaded = (*attentions[end:], *ffns[end:], *predictions[config.modules :])
     # Some checkpoints repeat embedding and head in each module, and a tied head.
     copies = [f"{prefix}{name}.weight" for prefix in modules for name in COPIED]
@@ -220,7 +245,7 @@ def decoder_names(
     return CheckpointNames(
         embedding={"table": matrix(table, *matrix_shape)},
         head={
-            "norm": vector(f"{outer}model.norm.weight", d),
+            "norm": norm(config, f"{outer}model.norm", d),
             "weight": matrix(table if config.tied_head else head, *matrix_shape),
         },
         attention=attentions[:end],
@@ -231,14 +256,3 @@ def decoder_names(
         optional=dict.fromkeys(copies, matrix_shape),
         ignored=ignored,
     )
-
-
-def prediction(config: ModelConfig, layer: str) -> Sources:
-    """The leaves of `model.prediction.Prediction`."""
-    d = config.d_model
-    return {
-        "token_norm": vector(f"{layer}enorm.weight", d),
-        "hidden_norm": vector(f"{layer}hnorm.weight", d),
-        "projection": matrix(f"{layer}eh_proj.weight", d, 2 * d),
-        "norm": vector(f"{layer}shared_head.norm.weight", d),
-    }

@@ -1,5 +1,8 @@
 """Step-3: its config.json and its tensors (`model_type` step3_vl and step3_text)."""
 
+import functools
+from typing import Any
+
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.source import (
     CheckpointNames,
@@ -20,8 +23,6 @@ def step3_config(entries: Entries) -> ModelConfig:
     layers, dense = decoder.pop("layers"), FFN(d_ff=decoder.pop("d_ff"))
     mtp_layers = entries.size("num_nextn_predict_layers", least=0, default=0)
     moe_layers = entries.layers("moe_layers_enum", range(1, layers))
-    # A model without experts may leave out their sizes.
-    none = None if moe_layers or mtp_layers else 0
     head_dim = entries.size("head_dim", least=2)
     attention = MFA(
         q_heads=entries.size("num_attention_heads"),
@@ -30,16 +31,8 @@ def step3_config(entries: Entries) -> ModelConfig:
         latent=entries.size("share_q_dim"),
         rope=entries.rope("head_dim", head_dim),
     )
-    router = Router(
-        experts=entries.size("moe_num_experts", least=0, default=none),
-        top_k=entries.size("moe_top_k", least=0, default=none),
-        renormalise=entries.flag("norm_expert_weight"),
-    )
-    moe = FFN(
-        router=router,
-        expert_d_ff=entries.size("moe_intermediate_size", least=0, default=none),
-        d_ff=entries.size("share_expert_dim", least=0, default=none),
-    )
+    # A model without experts may leave out their sizes.
+    moe = moe_ffn(entries, none=None if moe_layers or mtp_layers else 0)
     config = ModelConfig(
         **decoder,
         decoder=decoder_layers(layers, attention, dense, moe, moe_layers),
@@ -50,6 +43,26 @@ def step3_config(entries: Entries) -> ModelConfig:
     if beyond := sorted(layer for layer in moe_layers if not 0 <= layer < layers):
         entries.problems.append(f"moe_layers_enum names {beyond} of {layers} layers")
     return config
+
+
+def moe_ffn(entries: Entries, none: int | None = None, **rule: Any) -> FFN:
+    """Reads the FFN with experts.
+
+    Args:
+      none: sizes where the file does not say them.
+      rule: fields of its `Router`.
+    """
+    size = functools.partial(entries.size, least=0, default=none)
+    return FFN(
+        d_ff=size("share_expert_dim"),
+        router=Router(
+            experts=size("moe_num_experts"),
+            top_k=size("moe_top_k"),
+            renormalise=entries.flag("norm_expert_weight"),
+            **rule,
+        ),
+        expert_d_ff=size("moe_intermediate_size"),
+    )
 
 
 def step3_names(config: ModelConfig) -> CheckpointNames:
@@ -76,12 +89,9 @@ def step3_ffn(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
     d, experts, d_ff = config.d_model, config.experts, ffn.expert_d_ff
     if not ffn.router:
         return swiglu("dense", f"{layer}mlp.", d, ffn.d_ff)
-    sources: Sources = {}
-    if ffn.d_ff:
-        sources |= swiglu("dense", f"{layer}share_expert.", d, ffn.d_ff)
-    for leaf in ("gate", "up"):
-        sources[f"experts.{leaf}"] = Source(
-            (f"{layer}moe.{leaf}_proj.weight",), ((experts, d_ff, d),)
-        )
-    sources["experts.down"] = Source((f"{layer}moe.down_proj.weight",), ((experts, d, d_ff),))
-    return sources
+    shapes = {"gate": (experts, d_ff, d), "up": (experts, d_ff, d), "down": (experts, d, d_ff)}
+    sources = {
+        f"experts.{leaf}": Source((f"{layer}moe.{leaf}_proj.weight",), (shape,))
+        for leaf, shape in shapes.items()
+    }
+    return sources | (swiglu("dense", f"{layer}share_expert.", d, ffn.d_ff) if ffn.d_ff else {})

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +52,11 @@ from jaxserve.checkpoint.stored_array import (
     open_array,
     read_array,
 )
-from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.files import open_file, replaced, stamp
-from jaxserve.storage.mirror import local_folder, origin_of, weight_files
+from jaxserve.storage.mirror import local_folder, origin_of
 from pallas_kernels.input_major import in_tiles
 from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
@@ -126,11 +124,6 @@ class StoreCheckpoint(Blocks):
     def _stamp(self, block: str) -> str:
         """The version of a block's files on this host."""
         return stamp(self._folder / MANIFEST, self._folder / BLOCKS / block)
-
-    @property
-    def storage(self) -> Self:
-        """Returns this checkpoint, which asks no running worker."""
-        return self
 
     @property
     def size(self) -> int:
@@ -261,14 +254,14 @@ def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, 
     """The block's arrays, with the further entries that the template has of some."""
     arrays: dict[str, ReadableArray] = dict(block)
     for name, array in block.items():
-        base = _base(name)
+        base = matrix_of(name)
         if part := template.parts.get(base):
             other = block[part.name + name.removeprefix(base)]
             arrays[name] = array_with_parts(array, other, part.pieces, part.axis)
     return arrays
 
 
-def _base(leaf: str) -> str:
+def matrix_of(leaf: str) -> str:
     """The matrix of a leaf that is a part of one; any other as it is."""
     base, _, part = leaf.rpartition(".")
     return base if part in QUANTISED_PARTS else leaf
@@ -329,7 +322,7 @@ def open_blocks(
     for name in known:
         stored = manifest.blocks[name]
         arrays[name] = {}
-        bases = set(map(_base, stored))
+        bases = set(map(matrix_of, stored))
         for base in sorted(expected[name] - bases):
             problems.append(f"missing {name}: {base}")
         for base in sorted(bases - expected[name]):
@@ -367,12 +360,6 @@ def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint 
     """
     converted = read_manifest(local_folder(folder)) is not None
     return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)
-
-
-def has_weights(folder: str | Path) -> bool:
-    """Whether a folder has, or says that it has, more than an architecture."""
-    here = local_folder(folder)
-    return any((here / name).exists() for name in (MANIFEST, INDEX)) or bool(weight_files(here))
 
 
 def open_folder(deployment: Deployment, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:

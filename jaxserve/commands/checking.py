@@ -11,8 +11,10 @@ import time
 import msgspec
 
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.checkpoint.manifest import MANIFEST
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.store import has_weights, open_checkpoint
+from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
@@ -25,6 +27,7 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.link_load import check_link, link_load
+from jaxserve.storage.mirror import local_folder, weight_files
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
@@ -139,7 +142,9 @@ def _check_files(deployment: Deployment, names: CheckpointNames, reading: float)
     """
     begin, folder = time.monotonic() - reading, deployment.model
     try:
-        if not has_weights(folder):
+        here = local_folder(folder)
+        there = any((here / name).exists() for name in (MANIFEST, INDEX))
+        if not there and not weight_files(here):
             print(f"\nweight files: none in {folder}; it was read as an architecture alone")
             return 0
         size = open_checkpoint(folder, names).size

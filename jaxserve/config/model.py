@@ -59,11 +59,23 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True):
     """Factor applied to cosine and sine."""
 
 
+class Llama3(msgspec.Struct, frozen=True, kw_only=True):
+    """RoPE frequencies of Llama 3.1 for contexts longer than the training's."""
+
+    factor: float
+    original_positions: int
+    low: float
+    """Turns within the original positions below which a pair is slowed down by the factor."""
+    high: float
+    """Turns from which a pair stays; between both it is interpolated."""
+
+
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding."""
 
     theta: float
     yarn: Yarn | None = None
+    llama3: Llama3 | None = None
     interleaved: bool = False
     """Whether pairs are neighbours, (0, 1), (2, 3), … instead of halves, (0, d/2), …"""
     columns: int = 0
@@ -97,6 +109,8 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
     norms all heads of a token together, with a weight for every column."""
     qkv_bias: bool = False
     out_bias: bool = False
+    gate: Literal["none", "heads"] = "none"
+    """`heads` multiplies the output of every head by the sigmoid of a linear map of the token."""
 
 
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
@@ -156,10 +170,14 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
     d_ff: int = 0
     """Hidden width of the dense network or of the shared expert (of all of them together); 0: none.
     """
+    limit: float = 0.0
+    """Largest value of silu(gate), and of up's magnitude, in this network; 0: unlimited."""
     router: Router | None = None
     """None: the layer is dense."""
     expert_d_ff: int = 0
     """Hidden width of a routed expert."""
+    expert_limit: float = 0.0
+    """The `limit` of routed experts."""
 
     @property
     def kind(self) -> FFNKind:
@@ -182,7 +200,8 @@ class LayerKind(NamedTuple):
 
     def __str__(self) -> str:
         window, int8 = "_window" * bool(self.attention.window), "_int8" * self.int8_products
-        return f"{self.ffn.kind}{window}{int8}"
+        limit = "_limit" * (self.ffn.limit > 0 or self.ffn.expert_limit > 0)
+        return f"{self.ffn.kind}{window}{limit}{int8}"
 
 
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -227,6 +246,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     input, and may be narrower than the activations (`model/float_matrices.py`)."""
     modules: int = 0
     """Prediction modules that are loaded; their layers are numbered behind the decoder's."""
+    own_heads: bool = False
+    """Whether every prediction module has an output matrix of its own instead of the head's. Such
+    modules take hidden states before the model's final norm, and pass on theirs before their own.
+    """
+    unit_norms: bool = False
+    """Whether norms multiply by 1 + weight. The 1 is added on loading, in FP32."""
 
     @property
     def layers(self) -> int:

@@ -23,9 +23,9 @@ import jaxserve
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.addresses import is_loopback, local_address
-from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.hardware import choose_platform
 from jaxserve.fleet.membership import ProcessShare, process_shares
+from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.link.session.channel import split_address
 from jaxserve.ports import free_port
 

@@ -20,7 +20,7 @@ from jaxserve.checkpoint.peer import open_weights
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.fleet import expert_answers
-from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize

@@ -31,7 +31,6 @@ from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.float_matrices import float_dtype
 from jaxserve.model.message import Message
 from jaxserve.model.module import BLOCK, Formats, Part, Template, matrix, rms_norm, scale, weight
-from jaxserve.model.prediction import Prediction
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
@@ -54,10 +53,10 @@ class AttentionBlock(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.dispatch = config, dispatch
-        self.input_norm = scale(formats.dtype, d_model=config.d_model)
+        self.input_norm = scale(formats.norms, d_model=config.d_model)
         self.attention = attention_module(config, kind, formats, rngs)
         self.spec = config.attentions().index(kind.attention)
-        self.post_norm = scale(formats.dtype, d_model=config.d_model)
+        self.post_norm = scale(formats.norms, d_model=config.d_model)
         rule = kind.ffn.router
         self.router = Router(config.d_model, rule, formats.dtype, rngs) if rule else None
 
@@ -125,7 +124,8 @@ class FFNBlock(nnx.Module):
         split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
         formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
         here = d_ff > 0 and not (moe and shared_ranks)
-        self.dense = DenseFFN(d_model, d_ff, formats, rngs, dimension=split) if here else None
+        dense = functools.partial(DenseFFN, dimension=split, limit=spec.limit)
+        self.dense = dense(d_model, d_ff, formats, rngs) if here else None
 
     def unsummed(
         self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
@@ -176,7 +176,7 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
-        self.norm = scale(formats.dtype, d_model=config.d_model)
+        self.norm = scale(formats.norms, d_model=config.d_model)
         formats = dataclasses.replace(formats, weights="plain")
         self.weight = matrix(rngs, formats, vocab=vocab, d_model=config.d_model)
 
@@ -201,6 +201,59 @@ class Head(nnx.Module):
         return all_columns(matmul(hidden, self.weight[...]), self.config.vocab)
 
 
+class Prediction(nnx.Module):
+    """Joins a hidden state and the token after it to one row before the layer. Norms the layer's
+    rows behind it, of which its own head, or else the model's, makes logits."""
+
+    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
+        self.config = config
+        d_model = config.d_model
+        self.token_norm = scale(formats.norms, d_model=d_model)
+        self.hidden_norm = scale(formats.norms, d_model=d_model)
+        self.projection = weight(rngs, formats.dtype, embedding=d_model, d_joined=2 * d_model)
+        own = config.own_heads
+        self.head = Head(config, tensor_ranks, formats, rngs) if own else None
+        self.norm = None if own else scale(formats.norms, d_model=d_model)
+
+    def enter(
+        self, hidden: Float[Array, "tokens d_model"], embedded: Float[Array, "tokens d_model"]
+    ) -> Float[Array, "tokens d_model"]:
+        """Computes what the layer takes: h' = projection · [norm(embedding of token i + 1);
+        norm(h_i)].
+
+        Args:
+          hidden: h_i, from the model or the module before this one, behind its last norm unless
+            modules have heads of their own.
+          embedded: of the token after each.
+        """
+        epsilon = self.config.norm_epsilon
+        joined = jnp.concatenate(
+            [
+                rms_norm(embedded, self.token_norm[...], epsilon),
+                rms_norm(hidden, self.hidden_norm[...], epsilon),
+            ],
+            axis=1,
+        )
+        columns = matmul(joined, self.projection[...]).astype(hidden.dtype)
+        return jax.lax.all_gather(columns, "tp", axis=1, tiled=True)
+
+    def leave(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
+        """Computes the module's hidden states, from the rows behind its layer."""
+        if self.norm is None:
+            return x
+        return rms_norm(x, self.norm[...], self.config.norm_epsilon)
+
+    def logits(
+        self, hidden: Float[Array, "rows d_model"], head: Head
+    ) -> Float[Array, "rows vocab"]:
+        """Computes FP32 logits of token i + 2 from the module's hidden states.
+
+        Args:
+          head: the model's, which makes them unless the module has its own.
+        """
+        return head.logits(hidden) if self.head is None else self.head(hidden)
+
+
 class ModelTemplates:
     """The templates of every block of a model on a deployment's meshes."""
 
@@ -217,6 +270,7 @@ class ModelTemplates:
             int4=config.int4,
             input_major=config.platform == "cpu",
             floats=float_dtype(config, deployment, "attention"),
+            float32_norms=config.unit_norms,
         )
         ffn = dataclasses.replace(
             attention,
@@ -228,7 +282,7 @@ class ModelTemplates:
         )
         self.embedding = Template(functools.partial(Embedding, config, attention))
         self.head = Template(functools.partial(Head, config, tensor_ranks, attention))
-        self.prediction = Template(functools.partial(Prediction, config, dtype))
+        self.prediction = Template(functools.partial(Prediction, config, tensor_ranks, attention))
         self.attention = {
             kind: Template(
                 functools.partial(
@@ -392,6 +446,8 @@ def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
             f"{said}: slots are as wide as a routed expert, d_ff = {config.moe.expert_d_ff}, which "
             f"does not divide the shared expert's {config.moe.d_ff}"
         )
+    if any(kind.ffn.limit != kind.ffn.expert_limit for kind in config.decoder if kind.ffn.router):
+        raise ConfigError(f"{said}: limits of the shared expert and of routed ones differ")
     sizes = deployment_slots(config, deployment)
     if sizes.shared_parts > sizes.local:
         raise ConfigError(

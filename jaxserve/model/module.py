@@ -49,6 +49,7 @@ class Formats:
       dense: storage format of dense FFNs and the shared expert, where it is another one.
       input_major: whether float matrices lie in tiles, input by input, as CPUs multiply them.
       floats: dtype of float matrices, where it is another one than `dtype`.
+      float32_norms: whether weights of norms are FP32: 1 + w of BF16 checkpoints.
     """
 
     dtype: jnp.dtype
@@ -59,6 +60,12 @@ class Formats:
     dense: StoredFormat | None = None
     input_major: bool = False
     floats: jnp.dtype | None = None
+    float32_norms: bool = False
+
+    @property
+    def norms(self) -> jnp.dtype:
+        """Dtype of the weights of norms."""
+        return jnp.dtype(jnp.float32) if self.float32_norms else self.dtype
 
 
 class Weight(nnx.Param[Any]):
@@ -253,6 +260,7 @@ class Template:
     them to programs, all in the same order.
 
     Attributes:
+      build: makes the module with its arrays.
       leaves: shape, dtype and dimensions of every leaf.
       names: paths of the leaves.
       entries: by the name of a first axis, the entry of the checkpoint's array that each entry of
@@ -266,7 +274,7 @@ class Template:
         entries: Mapping[str, tuple[int, ...]] | None = None,
         parts: Mapping[str, Part] | None = None,
     ):
-        self._build = build
+        self.build = build
         self.entries, self.parts = entries or {}, parts or {}
         self._structure, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
         self._tree = jax.tree.structure(state)
@@ -298,14 +306,3 @@ class Template:
             return placed(mesh, self.leaves, self.specs(rules))
         stacked = [jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype) for leaf in self.leaves]
         return placed(mesh, stacked, [PartitionSpec(None, *spec) for spec in self.specs(rules)])
-
-    def random(self, seed: int) -> list[Array]:
-        """Makes random leaves for benchmarks and tests without a checkpoint. Entries that hold the
-        same entry of the checkpoint's array are equal."""
-        leaves = []
-        made = jax.tree.leaves(nnx.state(self._build(nnx.Rngs(seed))))
-        for leaf, value in zip(self.leaves, made, strict=True):
-            own = self.entries.get(leaf.dimensions[0] or "") if self.parts else None
-            same = own and jnp.array([own.index(entry) for entry in own])
-            leaves.append(value if same is None else value[same])
-        return leaves

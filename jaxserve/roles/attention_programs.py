@@ -323,7 +323,8 @@ def attention_executables(
 ) -> dict[Bucket, AttentionExecutables]:
     """Puts together what the steps of each bucket run. Buckets with equal tokens share programs
     that read no pages."""
-    first, later = _kinds(programs)
+    first, *others = programs.config.decoder
+    later = dict.fromkeys(others)
 
     def step(bucket: Bucket) -> AttentionExecutables:
         plain = bucket.undrafted
@@ -354,12 +355,6 @@ def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecut
         further,
         again,
     )
-
-
-def _kinds(programs: AttentionPrograms) -> tuple[LayerKind, list[LayerKind]]:
-    """Kind of layer 0, and the kinds of all others."""
-    kinds = [programs.config.layer(layer) for layer in range(programs.config.layers)]
-    return kinds[0], list(dict.fromkeys(kinds[1:]))
 
 
 def build_attention(

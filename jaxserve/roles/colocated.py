@@ -267,7 +267,8 @@ class ColocatedWorker:
     def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:
         """Enqueues the passes of the prediction modules; returns their drafts."""
         slots, weights, templates = self.slots, self._weights, self._programs.templates
-        assert slots is not None
+        first = self._programs.stacked_banks
+        banks = [] if slots is None else [*slots.counts[first:], *slots.tables[first:]]
         shared = len(templates.embedding.leaves) + len(templates.head.leaves)
         drafts, *state = predict(
             end.batch,
@@ -277,10 +278,12 @@ class ColocatedWorker:
             end.drafts,
             *end.stream,
             *self._pages,
-            slots.counts[-1],
-            slots.tables[-1],
+            *banks,
             *weights.flat[:shared],
             *weights.modules,
         )
-        *self._pages, slots.counts[-1] = state
+        pages = len(self._pages)
+        self._pages = state[:pages]
+        if slots is not None:
+            slots.counts[first:] = state[pages:]
         return drafts

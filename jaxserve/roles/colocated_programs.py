@@ -52,7 +52,7 @@ class ColocatedPrograms(TokenPrograms):
         )
         self.stacked_banks = len(self.banks)
         """Number of banks of the step; the bank of prediction modules may follow."""
-        if self.config.modules:
+        if self.config.modules and self.config.predictors[0].ffn.router:
             modules = range(self.config.layers, self.config.all_layers)
             self.banks += (Bank(tuple(modules), templates.slots),)
         self.experts: ExpertPrograms | None = None
@@ -127,8 +127,9 @@ class ColocatedPrograms(TokenPrograms):
     def predict(self, bucket: Bucket) -> Program:
         """All passes of the prediction modules after a step of this bucket.
 
-        (batch, page_table, sampled, lengths, drafts, x, pages, counts, table, embedding, head,
-        modules) → (drafts, pages…, counts); counts and table are those of the modules' bank.
+        (batch, page_table, sampled, lengths, drafts, x, pages, counts, tables, embedding, head,
+        modules) → (drafts, pages…, counts…); counts and tables are those of the modules' bank,
+        where they have experts.
         """
         templates, kind = self.templates, self.config.layer(self.config.layers)
         tokens, modules = bucket.tokens, self.config.modules
@@ -137,9 +138,10 @@ class ColocatedPrograms(TokenPrograms):
         def body(
             batch: Array, table: Array, sampled: Array, lengths: Array, drafts: Array, *rest: Any
         ) -> Arrays:
-            (x,), pages, counts, slots, (embedding, head), stacks = rest
+            (x,), pages, counts, tables, (embedding, head), stacks = rest
             prediction, attention, ffn = (tuple(map(sliceable, stack)) for stack in stacks)
             whole, sliced = self._parted(kind, attention, ffn)
+            slots = tables[0] if tables else None
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             own = sampled[jax.lax.axis_index("dp")]
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
@@ -155,7 +157,8 @@ class ColocatedPrograms(TokenPrograms):
                     self._layer, kind, self.config.layers, context.batch, whole
                 )
                 (x, pages), load = layer((x, pages), (jnp.int32(index), *scanned))
-                loads = loads.at[index].add(load)
+                if load is not None:
+                    loads = loads.at[index].add(load)
                 ahead = min(number + 1, modules)
                 hidden, draft = leave_module(self, tokens, x, start.batch, ahead, module, head)
                 found.append(jnp.where(samples, draft, drafts[0, :, number]))
@@ -163,9 +166,10 @@ class ColocatedPrograms(TokenPrograms):
                 start = next_pass(
                     self, tokens, hidden, start.batch, draft, again=again, longest=longest
                 )
-            return jnp.stack(found, axis=1)[None], *pages, add_load(counts, loads)
+            counted = (add_load(count, loads) for count in counts)
+            return jnp.stack(found, axis=1)[None], *pages, *counted
 
-        (counts,), (slots,) = self._bank_arrays(self.banks[-1:])
+        counts, tables = self._bank_arrays(self.banks[self.stacked_banks :])
         state = self.groups, self.slots
         return Program(
             "predict",
@@ -179,14 +183,14 @@ class ColocatedPrograms(TokenPrograms):
                 self.stream_shapes(bucket),
                 self.all_pages,
                 counts,
-                slots,
+                tables,
                 self.leaves(templates.embedding, templates.head),
                 (
                     templates.prediction.arrays(self.mesh, ATTENTION_RULES, modules),
                     *self._layers(kind, modules),
                 ),
             ),
-            (ROWS, *self.pages_specs * len(self.pools), _COUNTS),
+            (ROWS, *self.pages_specs * len(self.pools), *[_COUNTS] * len(counts)),
             donates=(6, 7),
         )
 

@@ -22,7 +22,7 @@ class PassStart(NamedTuple):
     """What a pass starts from, on one DP group."""
 
     hidden: Float[Array, "tokens d_model"]
-    """Behind a norm."""
+    """As `Prediction.enter` takes it."""
     batch: Int[Array, " width"]
     """As `BatchLayout` has it: `token_ids` are the tokens after each row, `kv_length` counts the
     rows' own positions."""
@@ -64,7 +64,8 @@ def first_pass(
         "upcoming": upcoming,
     }
     block = programs.templates.head.merge(head)
-    return PassStart(block.normed(x[row]), _joined(fields))
+    hidden = x[row] if programs.config.own_heads else block.normed(x[row])
+    return PassStart(hidden, _joined(fields))
 
 
 def enter_module(
@@ -98,10 +99,11 @@ def leave_module(
       ahead: by how much the draft's position is beyond `kv_length`.
     """
     fields = programs.layout(tokens).fields(batch)
-    hidden = programs.templates.prediction.merge(module).leave(x)
+    block = programs.templates.prediction.merge(module)
+    hidden = block.leave(x)
     last = jnp.maximum(fields["query_start"][1:] - 1, 0)
     with jax.named_scope("head"):
-        logits = programs.templates.head.merge(head).logits(hidden[last])
+        logits = block.logits(hidden[last], programs.templates.head.merge(head))
     # The same draw as the model's own of that position: equal where the logits are alike.
     state = sampler_state(fields | {"kv_length": fields["kv_length"] + ahead})
     return hidden, _a_token(drawn_tokens(logits, state, programs.config.vocab))

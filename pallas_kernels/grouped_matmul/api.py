@@ -29,6 +29,7 @@ refused (`pallas_kernels/coverage.py`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -122,6 +123,7 @@ def grouped_swiglu(
     narrow: QuantArray | None = None,
     zero_padding: bool = True,
     average: int | None = None,
+    limit: float = 0.0,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
@@ -148,6 +150,8 @@ def grouped_swiglu(
       average: how many rows a group has on average, where that is not all rows over all groups:
         rows that may exist, groups that surely have none. Only sizes of tiles on Hopper GPUs
         depend on it, and of blocks of rows on CPUs.
+      limit: largest value of silu, and of the up projection's magnitude; 0: there is none. With a
+        limit kernels make the three products one by one, and round between them.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -172,6 +176,21 @@ def grouped_swiglu(
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     weights = gate_weights, up_weights, down_weights
     target = _target("grouped_swiglu", implementation, rows, weights, row_format, tiles)
+    if limit < 0:
+        raise ValueError(f"limit is {limit}, needs 0 or more")
+    if limit and target is not None:
+        given = rows if source is None else rows[source]
+        product = functools.partial(
+            grouped_matmul,
+            group_sizes=group_sizes,
+            row_format=row_format,
+            implementation=implementation,
+            tiles=tiles,
+        )
+        gate, up, down = cast(_KernelWeights, weights)
+        opened, raised = (product(given, each).astype(jnp.float32) for each in (gate, up))
+        hidden = reference.gated(opened, raised, limit).astype(rows.dtype)
+        return product(hidden, down)
 
     def compute(
         rows: Array,
@@ -182,7 +201,7 @@ def grouped_swiglu(
     ) -> Array:
         if target is None:
             return reference.grouped_swiglu(
-                rows, *weights, group_sizes, row_format, source, average
+                rows, *weights, group_sizes, row_format, source, average, limit
             )
         arrays = (rows, *cast(_KernelWeights, weights), group_sizes)
         options: dict[str, Any] = {"zero_padding": zero_padding, "tiles": tiles}

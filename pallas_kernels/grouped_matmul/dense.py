@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.reference import gated as gated_product
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits, quantize_rows
@@ -168,6 +169,7 @@ def dense_swiglu(
     up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
+    limit: float = 0.0,
 ) -> Float[Array, "rows d_out"]:
     """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are rounded to
     the dtype of `rows`.
@@ -177,9 +179,10 @@ def dense_swiglu(
         `grouped_swiglu`. On a GPU XLA multiplies these values, and the sums by the scales: it reads
         8 bits, and nobody writes 16. FP8 by FP8 it multiplies at twice the rate of 16 bits; the
         products are the same.
+      limit: see `grouped_swiglu`.
     """
     value: Any = rows, narrow
-    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights):
+    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights, limit):
         value = step(value)
     return value
 
@@ -189,12 +192,13 @@ def swiglu_steps(
     gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+    limit: float = 0.0,
 ) -> tuple[Callable[[Any], Any], ...]:
     """`dense_swiglu` of rows like these in parts, for who does something else beside each: the
     first takes (rows, narrow), the others what the one before gave, a tree of arrays, and the last
     gives the result. A kernel makes all of it at once."""
     weights = (gate_weights, up_weights, down_weights)
-    if covers(rows, *weights):
+    if covers(rows, *weights) and not limit:
         stacks = gate, up, down = tuple(map(_stack, weights))
         row_format = fastest_row_format(rows, stacks)
         return (
@@ -210,7 +214,8 @@ def swiglu_steps(
 
     def hidden(found: Any) -> Array:
         (rows, narrow), gate = found
-        return (jax.nn.silu(gate) * _dense_product(rows, up_weights, narrow)).astype(rows.dtype)
+        up = _dense_product(rows, up_weights, narrow)
+        return gated_product(gate, up, limit).astype(rows.dtype)
 
     def project(hidden: Array) -> Array:
         return dense_matmul(hidden, down_weights).astype(hidden.dtype)

@@ -64,21 +64,30 @@ def grouped_swiglu(
     row_format: str | None = None,
     source: Int32[Array, " picked"] | None = None,
     average: int | None = None,
+    limit: float = 0.0,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group.
 
     Args:
+      limit: see `gated`.
       average: rows of a group, as the caller expects; for speed alone.
     """
 
     def swiglu(some: Array, gate: WeightArray, up: WeightArray, down: WeightArray) -> Array:
-        hidden = jax.nn.silu(_matmul(some, gate, row_format)) * _matmul(some, up, row_format)
+        hidden = gated(_matmul(some, gate, row_format), _matmul(some, up, row_format), limit)
         if row_format in (None, "float"):
             hidden = hidden.astype(rows.dtype)
         return _matmul(hidden, down, row_format).astype(rows.dtype)
 
     weights = gate_weights, up_weights, down_weights
     return _map_rows(swiglu, rows, weights, group_sizes, average, source)
+
+
+def gated(gate: Array, up: Array, limit: float = 0.0) -> Array:
+    """silu(gate) · up. A limit above 0 is the largest value of silu(gate), and of up's magnitude
+    (Step-3.5)."""
+    opened = jax.nn.silu(gate)
+    return opened * up if not limit else jnp.minimum(opened, limit) * jnp.clip(up, -limit, limit)
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:

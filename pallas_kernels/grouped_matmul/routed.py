@@ -235,6 +235,7 @@ def routed_choices(
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
     among: int | None = None,
+    limit: float = 0.0,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
@@ -246,7 +247,7 @@ def routed_choices(
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
       among: how many networks there are to choose from, on all devices; None: those of the window.
-      row_format, narrow, implementation, tiles: see `grouped_swiglu`.
+      row_format, narrow, limit, implementation, tiles: see `grouped_swiglu`.
 
     Returns:
       the results, and with their order the number of tokens of each network of the window.
@@ -278,6 +279,7 @@ def routed_choices(
         narrow=narrow,
         zero_padding=False,
         average=choices.size // (among or count),
+        limit=limit,
         implementation=implementation,
         tiles=tiles,
     )

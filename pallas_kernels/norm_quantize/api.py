@@ -36,7 +36,7 @@ def rms_norm_quantize(
     supports d_model up to 8192 in multiples of 128; on TPUs and for others plain XLA runs.
 
     Args:
-      implementation: see `coverage.Implementation`.
+      implementation: see `coverage.Implementation`; FP32 weights of other rows go to XLA.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
@@ -48,13 +48,16 @@ def rms_norm_quantize(
     """
     if x.ndim != 2 or x.shape[1] == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{x.shape}, needs floats [tokens, d] with d > 0")
-    if weight.shape != x.shape[1:] or weight.dtype != x.dtype:
+    if weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
-            f"weight is {weight.dtype}{weight.shape}, needs {x.dtype}({x.shape[1]},), as x has it"
+            f"weight is {weight.dtype}{weight.shape}, needs {x.dtype}({x.shape[1]},), as x has it, "
+            "or float32"
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
     fused = "norms, which XLA fuses there"
+    if weight.dtype != x.dtype:
+        implementation = "reference"
     target = kernel_target(OP, implementation, lambda _: _gap(x), _COST, tiles, fused_on_tpus=fused)
 
     def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:

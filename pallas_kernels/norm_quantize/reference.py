@@ -15,10 +15,10 @@ from pallas_kernels.quantize import quantize_rows
 def rms_norm(
     x: Float[Array, "*batch d"], weight: Float[Array, " d"], epsilon: float
 ) -> Float[Array, "*batch d"]:
-    """RMSNorm in FP32, cast back to x's dtype, times the weight."""
+    """RMSNorm in FP32, cast to the weight's dtype, times the weight, in x's dtype."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    return normed.astype(x.dtype) * weight
+    return (normed.astype(weight.dtype) * weight).astype(x.dtype)
 
 
 def rms_norm_quantize(

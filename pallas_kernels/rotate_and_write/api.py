@@ -49,7 +49,8 @@ def rotate_and_write(
       pages: keys and values [pages, kv_heads, page_size, width], floats, INT8, or the bits of FP8
         (uint8); in 8 bits also the FP32 scales of both, [pages, kv_heads, page_size].
       cosine, sine: of every token's angles; half is head_dim/2.
-      query_norm, key_norm: weights of an RMSNorm of every head before its rotation; None: there is
+      query_norm, key_norm: weights of an RMSNorm of every head before its rotation, in the dtype of
+        queries, or FP32, which XLA norms before a kernel runs; None: there is
         none.
       epsilon: of the norms.
       implementation: see `coverage.Implementation`.
@@ -62,6 +63,10 @@ def rotate_and_write(
       ValueError: the shapes or dtypes do not fit together.
       NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
+    if query_norm is not None and key_norm is not None and query_norm.dtype != query.dtype:
+        # FP32 weights: kernels norm in the rows' dtype.
+        query, key = rms_norm(query, query_norm, epsilon), rms_norm(key, key_norm, epsilon)
+        query_norm = key_norm = None
     _check(pages, query, key, value, (cosine, sine), (query_norm, key_norm))
     wheres = (page_table, sequence_of_token, position)
     check_tokens(query.shape[0], *wheres)

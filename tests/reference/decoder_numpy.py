@@ -163,6 +163,7 @@ class DecoderNumpy:
             tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
         kinds = {"deepseek_v3": DeepseekNumpy, "kimi_k2": DeepseekNumpy}
         kinds |= {"glm4_moe": Glm4Numpy, "minimax_m2": MinimaxNumpy}
+        kinds |= {"step3p5": Step3p5Numpy, "step3p7": Step3p5Numpy}
         return kinds.get(config["model_type"], Qwen3Numpy)(config, tensors)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
@@ -171,10 +172,14 @@ class DecoderNumpy:
 
     def hidden(self, token_ids: list[int]) -> np.ndarray:
         """The outputs of the final norm, [tokens, d_model]."""
+        return self.norm("model.norm", self.stream(token_ids))
+
+    def stream(self, token_ids: list[int]) -> np.ndarray:
+        """The residual stream behind the last layer, [tokens, d_model]."""
         x = self.tensors["model.embed_tokens.weight"][np.asarray(token_ids)]
         for layer in range(self.layers):
             x = self.decoder_layer(layer, x)
-        return self.norm("model.norm", x)
+        return x
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
         tied = self.config.get("tie_word_embeddings", False)
@@ -347,3 +352,58 @@ class MinimaxNumpy(Glm4Numpy):
             tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
         fixed = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         super().__init__(config | fixed | {"routed_scaling_factor": 1.0}, tensors)
+
+
+class Step3p5Numpy(DecoderNumpy):
+    """Heads, angles and windows by layer, gates of heads, bounded SwiGLU, and norms of 1 + w."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, np.ndarray]):
+        tensors = {n: t + 1 if n.endswith("norm.weight") else t for n, t in tensors.items()}
+        super().__init__(config.get("text_config", config), tensors)
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
+        full, dim = config["layer_types"][layer] == "full_attention", config["head_dim"]
+        columns = int(dim * config["partial_rotary_factors"][layer])
+        rope = RopeNumpy({"rope_theta": config["rope_theta"][layer]}, columns)
+        if full:
+            scaling = config["rope_scaling"]
+            turns = scaling["original_max_position_embeddings"] * rope.frequencies / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+            rope.frequencies *= kept + (1 - kept) / scaling["factor"]
+
+        def turned(kind: str) -> np.ndarray:
+            heads = self.linear(f"{name}{kind}_proj", x).reshape(tokens, -1, dim)
+            normed = self.norm(f"{name}{kind}_norm", heads)
+            turn, keep = np.split(normed, [columns], axis=-1)
+            return np.concatenate([rope.turn(turn, interleaved=False), keep], axis=-1)
+
+        value = self.linear(f"{name}v_proj", x).reshape(tokens, -1, dim)
+        window = 0 if full else config["sliding_window"]
+        output = attend(turned("q"), turned("k"), value, dim**-0.5, window)
+        gates = 1 / (1 + np.exp(-self.linear(f"{name}g_proj", x)))
+        return self.linear(f"{name}o_proj", (output * gates[..., None]).reshape(tokens, -1))
+
+    def is_moe(self, layer: int) -> bool:
+        return str(layer) in self.config["moe_layers_enum"].split(",")
+
+    def mlp(self, name: str, x: np.ndarray, limits: str = "swiglu_limits_shared") -> np.ndarray:
+        limit = self.config[limits][int(name.split(".")[2])] or np.inf
+        gate = np.minimum(silu(self.linear(f"{name}.gate_proj", x)), limit)
+        up = np.clip(self.linear(f"{name}.up_proj", x), -limit, limit)
+        return self.linear(f"{name}.down_proj", gate * up)
+
+    def experts(self, name: str, x: np.ndarray) -> np.ndarray:
+        config, moe = self.config, name.replace(".mlp", ".moe")
+        scores = 1 / (1 + np.exp(-self.linear(f"{moe}.gate", x)))
+        chosen = keep_best(scores + self.tensors[f"{moe}.router_bias"], config["moe_top_k"])
+        weights = np.where(chosen, scores, 0)
+        weights *= config["moe_router_scaling_factor"] / weights.sum(axis=-1, keepdims=True)
+        output = self.mlp(name.replace(".mlp", ".share_expert"), x)
+        stacks = [self.tensors[f"{moe}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+        for expert, matrices in enumerate(zip(*stacks, strict=True)):
+            for part, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+                self.tensors[f"{moe}.one.{part}_proj.weight"] = matrix
+            output += weights[:, expert, None] * self.mlp(f"{moe}.one", x, "swiglu_limits")
+        return output

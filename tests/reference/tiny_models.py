@@ -20,7 +20,15 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference.block_fp8 import BLOCK, block_quantise
-from tests.reference.tiny_sizes import BOS, EOS, VOCAB, Spelling, TinyDeepseek, TinyQwen3
+from tests.reference.tiny_sizes import (
+    BOS,
+    EOS,
+    VOCAB,
+    Spelling,
+    TinyDeepseek,
+    TinyQwen3,
+    TinyStep3p5,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class TinyModel:
     """One entry of the catalogue."""
 
     name: str
-    sizes: TinyDeepseek | TinyQwen3
+    sizes: TinyDeepseek | TinyQwen3 | TinyStep3p5
     seed: int = 0
     """Seed of the weights, with which no choice of the reference is a close one."""
     spelling: Spelling = "released"
@@ -56,13 +64,15 @@ class TinyModel:
         return dict(sorted(entries.items()))
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Random float32 weights: σ `sigma`, a router's bias σ 0.3, norms 1 ± 0.2."""
+        """Random float32 weights: σ `sigma`, a router's bias σ 0.3, norms 1 ± 0.2, or ± 0.2 where
+        1 is added to them."""
         raw = np.random.PCG64(self.seed)
         tensors: dict[str, np.ndarray] = {}
         for name, shape in self.sizes.shapes().items():
             if "norm." in name:
-                tensor = 0.8 + 0.4 * _uniform(raw, shape)
-            elif name.endswith("e_score_correction_bias"):
+                least = -0.2 if isinstance(self.sizes, TinyStep3p5) else 0.8
+                tensor = least + 0.4 * _uniform(raw, shape)
+            elif name.endswith(("e_score_correction_bias", "router_bias")):
                 tensor = 0.3 * _normal(raw, shape)
             else:
                 tensor = self.sigma * _normal(raw, shape)

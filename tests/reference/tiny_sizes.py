@@ -317,10 +317,105 @@ class TinyMinimax(TinyGlm4):
         return shapes
 
 
+@dataclass(frozen=True)
+class TinyStep3p5:
+    """The sizes of a tiny Step-3.5-Flash, named as in config.json; every fourth layer has no
+    window."""
+
+    model_type: Literal["step3p5", "step3p7"] = "step3p5"
+    hidden_size: int = 48
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 4
+    num_attention_groups: int = 2
+    head_dim: int = 16
+    sliding_window: int = 8
+    intermediate_size: int = 56
+    moe_layers_enum: str = "2,3,4"
+    moe_num_experts: int = 8
+    moe_top_k: int = 3
+    moe_intermediate_size: int = 24
+    share_expert_dim: int = 20
+    moe_router_scaling_factor: float = 3.0
+    num_nextn_predict_layers: int = 3
+    rms_norm_eps: float = 1e-5
+
+    num_experts_per_tok = moe_top_k
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        types = ["sliding_attention" if n % 4 else "full_attention" for n in range(8)]
+        entries = (
+            _common("Step3p5ForCausalLM")
+            | vars(self)
+            | {
+                "layer_types": types,
+                "rope_theta": [1e4 if n % 4 else 5e6 for n in range(8)],
+                "partial_rotary_factors": [1.0 if n % 4 else 0.5 for n in range(8)],
+                "swiglu_limits": [0.0, 0.0, 0.0, 0.7, 0.7, 0.0, 0.0, 0.0],
+                "swiglu_limits_shared": [0.0, 0.6, 0.0, 0.5, None, 0.0, 0.0, 0.0],
+                "attention_other_setting": {
+                    "attention_type": "sliding_attention",
+                    "num_attention_heads": 6,
+                    "num_attention_groups": 2,
+                    "head_dim": 16,
+                },
+                "yarn_only_types": ["full_attention"],
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 16,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 32.0,
+                },
+                "moe_router_activation": "sigmoid",
+            }
+            | dict.fromkeys(_STEP3P5_FLAGS, True)
+        )
+        if self.model_type == "step3p5":
+            return entries
+        return {
+            "model_type": self.model_type,
+            "text_config": entries | {"model_type": "step3p5"},
+            "vision_config": {"hidden_size": 4},
+        }
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return str(layer) in self.moe_layers_enum.split(",")
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        hidden, last = self.hidden_size, self.num_hidden_layers
+        shapes = _outer_shapes(hidden, tied=False)
+        for layer in range(last + self.num_nextn_predict_layers):
+            prefix = f"model.layers.{layer}."
+            shapes |= _prefixed(prefix, self._layer_shapes(6 if layer % 4 else 4, layer))
+            if layer >= last:
+                norms = dict.fromkeys(("enorm", "hnorm", "transformer.shared_head.norm"), (hidden,))
+                maps = {"eh_proj": (hidden, 2 * hidden)}
+                maps |= {"transformer.shared_head.output": (VOCAB, hidden)}
+                shapes |= {f"{prefix}{name}.weight": size for name, size in (norms | maps).items()}
+        return shapes
+
+    def _layer_shapes(self, heads: int, layer: int) -> Shapes:
+        hidden, dim = self.hidden_size, self.head_dim
+        shapes = _grouped(hidden, heads * dim, self.num_attention_groups * dim, (dim, dim), "")
+        shapes["self_attn.g_proj.weight"] = (heads, hidden)
+        if not self.is_moe(layer):
+            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+        experts, width = self.moe_num_experts, self.moe_intermediate_size
+        shapes |= {"moe.gate.weight": (experts, hidden), "moe.router_bias": (experts,)}
+        stacks = _mlp_shapes("moe.", hidden, width)
+        shapes |= {name: (experts, *size) for name, size in stacks.items()}
+        return shapes | _mlp_shapes("share_expert.", hidden, self.share_expert_dim)
+
+
 MINIMAX = {"mlp.gate.e_score": "mlp.e_score", ".mlp.": ".block_sparse_moe."}
 MINIMAX |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Parts of the names of tensors: GLM-4.5's -> MiniMax-M2's."""
 
+_STEP3P5_FLAGS = ("norm_expert_weight", "use_moe_router_bias", "need_fp32_gate", "zero_centered")
+_STEP3P5_FLAGS += ("use_head_wise_attn_gate", "use_qk_norm")
 _ROPE = ("rope_theta", "yarn")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT += ("moe_layer_freq",)

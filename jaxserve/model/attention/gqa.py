@@ -1,4 +1,4 @@
-"""Grouped-query attention: optional norms of q and k, sliding window, optional biases.
+"""Grouped-query attention: optional norms of q and k, sliding window, biases and gates of heads.
 
 One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
 `shard_map` on the attention mesh: query heads and K and V heads are split over `tp`. Where there
@@ -16,7 +16,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation, paired
 from jaxserve.model.columns import norm_columns
-from jaxserve.model.module import Formats, add_once, linear, matrix, scale, zeros
+from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros
 
 
 class GQA(nnx.Module):
@@ -29,6 +29,7 @@ class GQA(nnx.Module):
       query_norm, key_norm: [head_dim] of every head, or a weight for each column of all heads;
         None: the model has none.
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
+      gate: [q_heads, d_model]; None: the outputs of heads are not gated.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
@@ -45,12 +46,15 @@ class GQA(nnx.Module):
         self.out = matrix(rngs, formats, d_model=d_model, **heads)
         one = {"head_dim": sizes.head_dim}
         query, key = (heads, kv) if sizes.qk_norm == "columns" else (one, one)
-        self.query_norm = None if sizes.qk_norm == "none" else scale(dtype, **query)
-        self.key_norm = None if sizes.qk_norm == "none" else scale(dtype, **key)
+        normed = sizes.qk_norm != "none"
+        self.query_norm = scale(formats.norms, **query) if normed else None
+        self.key_norm = scale(formats.norms, **key) if normed else None
         self.query_bias = zeros(dtype, **heads) if sizes.qkv_bias else None
         self.key_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
         self.value_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
         self.out_bias = zeros(dtype, d_model=d_model) if sizes.out_bias else None
+        gated = sizes.gate == "heads"
+        self.gate = weight(rngs, dtype, q_heads=sizes.q_heads, d_model=d_model) if gated else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
@@ -76,6 +80,8 @@ class GQA(nnx.Module):
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
             mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
+        if self.gate is not None:
+            mixed *= jax.nn.sigmoid(linear(x, self.gate))[:, :, None]
         share = linear(mixed.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 

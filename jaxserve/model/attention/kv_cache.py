@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import MLA, LayerKind, ModelConfig
+from jaxserve.config.model import MLA, Attention, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.quant.rows import cached_dtype, has_scales
@@ -49,9 +49,15 @@ def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, .
     `cache.rope` the rotated part of latents is an array of its own.
 
     Raises:
-      ConfigError: `cache.rope` of a model without latent attention.
+      ConfigError: `cache.rope` of a model without latent attention; layers keep different rows.
     """
-    attention, rope = config.attentions()[0], deployment.cache.rope
+    kinds = {_entries(attention, deployment.cache.rope) for attention in config.attentions()}
+    if len(kinds) > 1:
+        raise ConfigError(f"layers that keep different rows of a token: {sorted(kinds)}")
+    return kinds.pop()
+
+
+def _entries(attention: Attention, rope: str) -> tuple[Entry, ...]:
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         whole = (Entry(1, latent + rotated),)

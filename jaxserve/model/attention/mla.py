@@ -69,11 +69,11 @@ class MLA(nnx.Module):
         parts = (low, latent + sizes.rope_dim) if low else (latent + sizes.rope_dim,)
         self.down = side_by_side(rngs, formats, parts, latents=sum(parts), d_model=d_model)
         self.down_bias = zeros(dtype, latents=sum(parts)) if biased else None
-        self.query_norm = scale(dtype, latent=low) if low else None
+        self.query_norm = scale(formats.norms, latent=low) if low else None
         self.query_up = matrix(
             rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
         )
-        self.latent_norm = scale(dtype, latent=latent)
+        self.latent_norm = scale(formats.norms, latent=latent)
         # Small for each head, and absorption multiplies them in full precision: not quantised.
         self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)

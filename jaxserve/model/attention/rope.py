@@ -1,5 +1,5 @@
-"""Angles of rotary position embedding, with YaRN for long contexts. Called by the attention
-families; `pallas_kernels/rotate_and_write` rotates by these angles."""
+"""Angles of rotary position embedding, with YaRN or Llama 3's scaling for long contexts. Called by
+the attention families; `pallas_kernels/rotate_and_write` rotates by these angles."""
 
 import math
 
@@ -16,10 +16,14 @@ def frequencies(rope: Rope, dimensions: int) -> np.ndarray:
     pairs beyond `rope.columns`, which are not rotated."""
     columns = rope.columns or dimensions
     frequency = rope.theta ** (-np.arange(0, columns, 2, dtype=np.float64) / columns)
-    if rope.yarn is not None:
-        # Pairs that turn less than once within the training context are interpolated.
-        share = _interpolated(rope.yarn, rope.theta, columns)
-        frequency = frequency / rope.yarn.factor * share + frequency * (1 - share)
+    if scaling := rope.yarn or rope.llama3:
+        # Pairs that turn seldom within the training context are interpolated.
+        if isinstance(scaling, Yarn):
+            share = _interpolated(scaling, rope.theta, columns)
+        else:
+            turns = frequency * scaling.original_positions / (2 * np.pi)
+            share = 1 - np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        frequency = frequency / scaling.factor * share + frequency * (1 - share)
     return np.pad(frequency.astype(np.float32), (0, (dimensions - columns) // 2))
 
 

@@ -15,9 +15,10 @@ from pallas_kernels.quantize import QuantArray
 
 
 class DenseFFN(nnx.Module):
-    """down(silu(x·gate) · (x·up)).
+    """down(silu(x·gate) · (x·up)), of which a limit bounds both factors.
 
     Attributes:
+      limit: see `FFN.limit`.
       gate, up: [d_ff, d_model].
       down: [d_model, d_ff].
     """
@@ -30,8 +31,10 @@ class DenseFFN(nnx.Module):
         rngs: nnx.Rngs,
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",
+        limit: float = 0.0,
     ):
-        self._in_blocks = formats.expert_rows in (None, "fp8")
+        self.limit = limit
+        self._in_blocks = formats.expert_rows in (None, "fp8") and not limit
         hidden = {dimension: d_ff}
         self.gate = matrix(rngs, formats, **hidden, d_model=d_model)
         self.up = matrix(rngs, formats, **hidden, d_model=d_model)
@@ -45,7 +48,8 @@ class DenseFFN(nnx.Module):
         Args:
           encoded: x as it came over the wire, if in 8 bits.
         """
-        return dense_swiglu(x, self.gate[...], self.up[...], self.down[...], _narrow(encoded))
+        weights = self.gate[...], self.up[...], self.down[...]
+        return dense_swiglu(x, *weights, _narrow(encoded), self.limit)
 
     def steps(
         self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
@@ -67,7 +71,7 @@ class DenseFFN(nnx.Module):
             if of_fp8 is not None:
                 hidden, project = of_fp8
                 return (lambda rows: hidden(rows[2].quantised())), project
-        first, *others = swiglu_steps(x, *weights)
+        first, *others = swiglu_steps(x, *weights, self.limit)
         return lambda rows: first((rows[0], _narrow(rows[1]))), *others
 
 

@@ -55,7 +55,7 @@ class Experts(nnx.Module):
         expert_ranks, tensor_ranks = ranks
         self.sizes = slot_sizes(spec, expert_ranks, redundant, shared_ranks)
         self.local, slots = self.sizes.local, self.sizes.all_slots
-        self.row_format = formats.expert_rows
+        self.row_format, self.limit = formats.expert_rows, spec.expert_limit
         d_model, d_ff = config.d_model, -(-spec.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
@@ -97,4 +97,5 @@ class Experts(nnx.Module):
             row_format=row_format,
             narrow=narrow,
             among=self.sizes.all_slots,
+            limit=self.limit,
         )

@@ -4,6 +4,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxserve.checkpoint.random_leaves import random_leaves
 from jaxserve.model.module import (
     Formats,
     QuantWeight,
@@ -69,7 +70,7 @@ class TestTemplate:
 
     def test_random_leaves(self):
         template = Template(Block)
-        leaves = template.random(0)
+        leaves = random_leaves(template, 0)
         assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [
             (leaf.shape, leaf.dtype) for leaf in template.leaves
         ]
@@ -187,7 +188,7 @@ class TestQuantisedTemplate:
 
     def test_merge(self):
         template = Template(lambda rngs: Quantised("fp8_block", rngs))
-        module = template.merge(template.random(0))
+        module = template.merge(random_leaves(template, 0))
         assert isinstance(module.up, QuantWeight)
         assert module.up[...].block == (32, 128)
         assert module.up[...].values.dtype == jnp.float8_e4m3fn
@@ -197,7 +198,7 @@ class TestQuantisedTemplate:
         template = Template(lambda rngs: Quantised("fp8_block", rngs))
         specs = template.specs({"q_heads": "tp"})
         halves = []
-        for leaf, spec in zip(template.random(0), specs, strict=True):
+        for leaf, spec in zip(random_leaves(template, 0), specs, strict=True):
             sizes = zip(leaf.shape, spec, strict=True)
             halves.append(leaf[tuple(slice(n // 2 if axis else n) for n, axis in sizes)])
         module = template.merge(halves)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.families import architecture
+from jaxserve.checkpoint.random_leaves import random_leaves
 from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.link.dispatch.packed_rows import PackedRows
@@ -123,7 +124,7 @@ def layer(
     template = Template(build, {"slots": first_entries(sizes)}, shared_parts(sizes))
     axes = Axes(*names, rows=names if split else names[:1])
     exchange = make_exchanges(kind, axes, FLOAT, combine=combine)["moe"]
-    leaves = template.random(1)
+    leaves = random_leaves(template, 1)
 
     def body(x, experts, gates, table, *leaves):
         packed = FORMAT.pack(Message(x, experts, gates))
