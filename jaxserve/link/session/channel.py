@@ -33,6 +33,8 @@ MAX_FRAME_BYTES = 1 << 20
 """Cap of one frame: a note takes a hundred bytes, a hello a few kilobytes."""
 SEND_SECONDS = 2
 """A peer that reads nothing for this long, with its buffers full, has lost the connection."""
+MOST_PARTS = 64
+"""Parts that go out together with their frame; the system takes 1,024 at most."""
 TICK_SECONDS = 0.1
 """Wait of a channel's reader before it looks at its deadlines."""
 LONGEST_TICK_SECONDS = 0.5
@@ -178,9 +180,14 @@ class Channel:
           OSError: the connection is gone.
         """
         with self._sending:
-            self._socket.sendall(self._framing.pack(frame))
-            for part in parts:
-                self._socket.sendall(part)
+            whole = [memoryview(self._framing.pack(frame)), *parts]
+            # Plain bytes go in one call, or the other end would wake up twice.
+            together = all(part.format == "B" and part.ndim == 1 for part in whole)
+            sent = self._socket.sendmsg(whole[:MOST_PARTS]) if together else 0
+            for part in whole:
+                if sent < part.nbytes:
+                    self._socket.sendall(part[sent:] if sent else part)
+                sent = max(0, sent - part.nbytes)
 
     def wait(self, seconds: float) -> bool:
         """Whether a frame, or the end of the connection, is there to be received."""
