@@ -50,7 +50,7 @@ def load(folder, overrides, source=None, *, on_cpus=False) -> Loaded:
     weights = opened.weights()
     homes = dict.fromkeys(range(opened.config.all_layers), home_slots(opened.templates.slots))
     slots = SimpleNamespace(changing=threading.Lock(), placements=homes)
-    held = [block for each in weights for block in each.held()]
+    held = [block for each in weights for block in each.held]
     return Loaded(leaves_of(weights), HeldWeights(held, slots))
 
 

@@ -186,7 +186,7 @@ def test_experts_come_from_another_worker(tiny_model):
     layer = peer.layers[-1]
     wanted = random_placement(random.Random(3), peer.sizes)
     change(peer, layer, aligned(peer.placements[layer], wanted, peer.sizes.ranks), pieces)
-    with serving(tiny_model, HeldWeights(theirs.held(), peer)) as address:
+    with serving(tiny_model, HeldWeights(theirs.held, peer)) as address:
         overrides = {"weights.peers": [address], "experts.source": "peer", "ffn.weights": "int8"}
         source = from_peers(tiny_model, address)
         slots, weights, _ = make(tiny_model, {"ffn.ep": 5, **overrides}, source)
