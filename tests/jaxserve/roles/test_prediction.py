@@ -13,7 +13,7 @@ from tests.reference.decoder_numpy import DecoderNumpy
 from tests.reference.prediction_numpy import propose
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import VOCAB, TinyDeepseek
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyStep3p5
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -113,6 +113,20 @@ def test_one_module(overrides, tmp_path):
         assert held[:-1] == texts[slot][len(texts[slot]) - len(held) + 1 :]
         assert held[-1] == expected.token
         assert proposed == expected.drafts
+
+
+@pytest.mark.parametrize("overrides", [*modes("colocated")])
+def test_three_modules_with_heads_of_their_own(overrides, tmp_path):
+    folder = TinyModel("step3p5", TinyStep3p5(), seed=1).write(tmp_path)
+    more = {"speculative.modules": 3, "ffn.exchange": "gather"}
+    model, slots = DecoderNumpy.from_folder(folder), Slots(folder, overrides | more)
+    draw = np.random.default_rng(0)
+    texts = {slot: draw.integers(0, VOCAB, 3 + 4 * slot).tolist() for slot in (0, 1, 2)}
+    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
+    for slot, (sampled, proposed) in made.items():
+        expected = propose(model, texts[slot], 3, DRAFTS)
+        assert expected.margin > TIE
+        assert (sampled[0], proposed) == (expected.token, expected.drafts)
 
 
 @pytest.mark.parametrize("overrides", [*modes("afd")])
