@@ -1,1 +1,2 @@
-"""What a worker plays: the programs of attention, ffn and colocated, and who runs them when."""
+"""Workers of the attention, ffn and colocated roles, their compiled programs and their
+schedules."""

@@ -1,8 +1,7 @@
-"""Orders inside a worker, at a boundary, beside its steps: plain data.
+"""Orders that a worker carries out between two steps: moving experts, reading and writing pages.
 
-The leader sends them with the plans of a boundary, so that all processes of a mesh carry them out
-between the same two steps; an ffn worker with a runtime for itself carries them out between two
-messages.
+The leader sends them with the step plans, so that all processes of a mesh carry them out between
+the same two steps. An ffn worker in a runtime of its own carries them out between two messages.
 """
 
 import msgspec
@@ -10,12 +9,12 @@ import msgspec
 from jaxserve.config.formats import FormatName
 
 STORAGE = -1
-"""A source slot's number that stands for the checkpoint."""
+"""Stands for the checkpoint where a source slot is expected."""
 
 
 class FetchExperts(msgspec.Struct, frozen=True, tag=True):
-    """Brings a piece of experts of one layer to the devices that shall have them, beside their
-    slots: no step sees anything of it."""
+    """Copies one piece of some experts of a layer to the devices that will hold them, into the room
+    beside their slots. Steps do not see it."""
 
     layer: int
     copies: list[tuple[int, int]]
@@ -24,8 +23,8 @@ class FetchExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadExperts(msgspec.Struct, frozen=True, tag=True):
-    """Has experts of one layer read from the checkpoint, beside the slots: whole, instead of all
-    pieces."""
+    """Starts reading whole experts of one layer from the checkpoint into the room beside the slots,
+    in place of one `FetchExperts` for each piece."""
 
     layer: int
     experts: list[tuple[int, int]]
@@ -33,13 +32,13 @@ class ReadExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag=True):
-    """Puts experts of one layer that were fetched in their slots and switches its table, both at
-    once: a step sees all of it or nothing."""
+    """Moves the fetched experts of one layer into their slots and switches its table. A step sees
+    all of the change or nothing."""
 
     layer: int
     copies: list[tuple[int, int]]
-    """As of the `FetchExperts` that went before, one for every piece, or with `STORAGE` for a
-    source as of the `ReadExperts`; all sources are read before any target is written."""
+    """(source, target) slots of the preceding `FetchExperts`, or (`STORAGE`, target) after
+    `ReadExperts`. All sources are read before any target is written."""
     placement: list[int]
     """The expert of every slot from now on (`model.ffn.placement`)."""
 
@@ -48,32 +47,33 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
     """Takes a snapshot of the experts' token counts, to be read later."""
 
     number: int
-    """Ascending."""
+    """Number of the snapshot; each is greater than the one before."""
 
 
 class ReadPages(msgspec.Struct, frozen=True, tag=True):
-    """Reads a piece of pages for a hand-off, all processes of their mesh together."""
+    """Reads a piece of pages for a hand-off. All processes of the mesh take part."""
 
     domain: int
     group: int
     page_ids: list[int]
     offset: int
-    """Of the first token in the first page."""
+    """Offset of the piece's first token in the first page, in tokens."""
     tokens: int
-    """Of the piece."""
+    """Tokens in the piece."""
 
 
 class WritePages(msgspec.Struct, frozen=True, tag=True):
-    """Writes a piece that has arrived at the leading process, all processes together."""
+    """Writes a piece that has arrived at the leading process. All processes of the mesh take
+    part."""
 
     domain: int
     group: int
     page_ids: list[int]
     offset: int
     tokens: int
-    """Of the piece."""
+    """Tokens in the piece."""
     cache_format: FormatName
-    """Of what has arrived."""
+    """Format of the arrived entries."""
 
 
 Action = FetchExperts | ReadExperts | MoveExperts | CountExperts | ReadPages | WritePages

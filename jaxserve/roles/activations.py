@@ -1,7 +1,7 @@
-"""What a step's activations take on a device, in plain numbers.
+"""Estimates the bytes that a step's activations take on a device, from sizes alone, without JAX.
 
-Called by `capacity.py`, which `serve` goes by, and by the planner, so that both count alike. Knows
-sizes, neither arrays nor JAX.
+Used by `capacity.py`, and so by `serve`, and by the planner, so that both arrive at the same
+number.
 """
 
 import math
@@ -14,57 +14,60 @@ FP32 = 4
 
 
 class StepSizes(NamedTuple):
-    """A step, its rows and their formats."""
+    """Tokens and slots of a step, and the widths of its rows."""
 
     tokens: int
-    """Of a DP group, in the largest step."""
+    """Tokens of a DP group in the largest step."""
     slots: int
-    """Sequences of a DP group and lane."""
+    """Slots of a DP group in one lane."""
     lanes: int
     drafts: int
     d_model: int
     vocab: int
     packed: int
-    """Bytes of a row of a dispatch message."""
+    """Bytes of a packed row of a dispatch message."""
     size: int
     """Bytes of a number in the model's dtype."""
 
 
 class FFNWidths(NamedTuple):
-    """A kind of FFN layer."""
+    """Widths of one kind of FFN layer, and the way its rows are exchanged."""
 
     whole: int
-    """Hidden width of what every row meets: a dense FFN, or shared experts; 0: none."""
+    """Hidden width of the dense FFN or the shared experts, which every row passes through; 0:
+    none."""
     routed: int
-    """Hidden width of an expert; 0: none."""
+    """Hidden width of a routed expert; 0: the layer has none."""
     choices: int
-    """Experts of a row that may all be a device's own."""
+    """Most experts of one row that can all lie on the same device."""
     alltoall: bool
-    """How rows are exchanged."""
+    """True if rows are exchanged by all-to-all, False if they are gathered."""
     sent: int = 0
-    """Ranks that a row may go to in an all-to-all."""
+    """Most ranks that an all-to-all sends one row to."""
 
 
 def latent_width(query: int, latent: int, rope: int, value: int) -> int:
-    """Numbers of a head and token of latent attention: queries before and after absorption, mixed
-    latents and values, and the keys and values of a chunk of a prompt."""
+    """Returns how many numbers latent attention computes for one head and token: queries before and
+    after absorption, mixed latents and values, and a prompt chunk's keys and values."""
     return 2 * query + (latent + rope) + latent + 3 * value
 
 
 def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> int:
-    """Bytes on an attention device.
+    """Returns the bytes of activations on an attention device.
 
-    Of every lane: the residual stream of its DP group's tokens, and a message and its answer on
-    their way. Of the one program that runs: either a layer's normed tokens, its heads (queries
-    before and after RoPE or absorption, mixed values; with latents also the keys and values of a
-    prefill chunk) and its output in FP32; or the logits in FP32, three times for the sampler, of
-    every slot's last token and its drafts. And
-    every lane's token counts for penalties, an int32 a slot and token of the vocabulary.
-    Attention scores are not in it: kernels keep them on the chip.
+    For every lane: the residual stream of its DP group's tokens, a message and its answer in
+    transit, and the token counts for penalties (an int32 for each slot and token of the
+    vocabulary).
+
+    For the one program that runs at a time, the larger of two: one layer's normed tokens, heads
+    (queries before and after RoPE or absorption, mixed values, with latents also the keys and
+    values of a prefill chunk) and FP32 output; or the FP32 logits, three times for the sampler, of
+    every slot's last token and its drafts. Attention scores are not counted, because kernels keep
+    them on the chip.
 
     Args:
       heads: query heads.
-      width: numbers of a head and token.
+      width: numbers computed for one head and token.
     """
     tokens, size, d = step.tokens, step.size, step.d_model
     rows = -(-tokens // tp)
@@ -78,16 +81,17 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> i
 def ffn_activations(
     step: StepSizes, mesh: ExchangeMesh, dp: int, pieces: int, kinds: Iterable[FFNWidths]
 ) -> int:
-    """Bytes on an ffn device, which sees the rows of all DP groups.
+    """Returns the bytes of activations on an ffn device, which sees the rows of all DP groups.
 
-    Of every lane: a message's rows and their answer on their way. Of the one layer that runs: all
-    rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or the shared
-    expert; and of the routed experts, for every row and expert of it, the sorted row, gate, up and
-    hidden values, and the output, with room for an FP32 copy on its way back, which accelerators do
-    not make. The routing decides at run time how many of these rows are a device's own: all of
-    them, in the worst case. So it is with the all-to-all, which besides holds results in the
-    model's dtype, its own rows sorted, a copy for each rank that they may go to, and the results
-    that come back for them.
+    For every lane: a message's rows and their answer in transit. For the one layer that runs at a
+    time: all rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or
+    shared expert; and for every row and routed expert of it the sorted row, gate, up and hidden
+    values, and the output, with room for an FP32 copy, which accelerators do not make.
+
+    Routing decides at run time how many of these rows belong to a device; in the worst case all do,
+    with the all-to-all, too. An all-to-all also holds results in the model's dtype, the device's
+    own rows sorted, a copy for each rank that they may go to, and the results that come back for
+    them.
 
     Args:
       dp: DP groups of a domain.

@@ -1,13 +1,12 @@
-"""The attention worker, and the cell, which runs it beside an ffn worker; neither ever waits.
+"""The attention worker, and the cell, which runs the workers of a process; neither ever waits.
 
 The worker runs the attention stages of every lane's step: embedding, attention with its KV cache,
 router, head and sampler. It sends each layer's message and takes in the answer. Each hot call takes
 flat, committed arguments and stays on JAX's C++ path.
 
-A cell holds the workers of one process: attention workers, one a domain, and an ffn worker, or
-those of one role, if other processes play the other. It enqueues their stages in the total order of
-all lanes. Every process of the runtime takes the same steps in the same order, so the two ends of
-each transfer pair up. A domain without steps has no stages in that order.
+A cell holds the workers of one process: one attention worker for each domain, an ffn worker, or
+both. It enqueues their stages in the total order of all lanes. Every process of the runtime takes
+the same steps in the same order, so the two ends of each transfer pair up.
 """
 
 import time
@@ -36,29 +35,30 @@ from jaxserve.roles.token_programs import GroupPut, KVArrays
 from jaxserve.roles.weights import HeldBlock, Leaves, zeroed
 from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of
 
-if TYPE_CHECKING:  # a cell of one role has neither the other's worker nor links of its own
+if TYPE_CHECKING:  # a cell of one role needs neither the other role's worker nor local links
     from jaxserve.link.runtime_link import RuntimeLink
     from jaxserve.roles.expert_slots import ExpertSlots
     from jaxserve.roles.ffn import FFNWorker
 
 _Layer = tuple[Call, SendMessage, ReceiveAnswer, Leaves]
-"""What the stages of one layer run, looked up once: the attend program, in layer 0 `enter`, both
-directions of the link, and the weights. No named tuple: Python takes those apart more slowly."""
+"""Everything that the stages of one layer call, looked up once: the attend program (`enter` in
+layer 0), sender and receiver of the link, and the weights. A plain tuple, because Python unpacks
+named tuples more slowly."""
 
 
 class _Pass(NamedTuple):
-    """What a pass of a prediction module runs."""
+    """Everything that one pass of a prediction module calls, looked up once."""
 
     layer: int
     predict: Call
     send: SendMessage
     receive: ReceiveAnswer
     leaves: Leaves
-    """Of the module and its layer."""
+    """Leaves of the module followed by those of its layer."""
     module: Leaves
     next: Call
     numbers: jax.Array
-    """As `AttentionPrograms.next_pass` takes them."""
+    """First argument of `AttentionPrograms.next_pass`."""
 
 
 class AttentionWorker:
@@ -100,7 +100,8 @@ class AttentionWorker:
         self.renew()
 
     def renew(self) -> None:
-        """Has empty pages, and knows no sequence: before the first step, and after a lost one."""
+        """Makes empty pages and forgets all sequences: before the first step and after a lost
+        one."""
         programs = self._programs
         lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
@@ -130,19 +131,20 @@ class AttentionWorker:
             arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
 
     def begin(self, plan: StepPlan) -> Stages:
-        """Puts a step on a lane. Its stages: for each layer attend, which sends its message, too,
-        and combine, likewise for each pass of a prediction module, and leave at the end.
+        """Puts a step on a lane and returns its stages.
 
-        They make the message in attend, the answer in combine, and a `Finished` in leave.
+        Each layer, and each pass of a prediction module, has an attend stage, which makes the
+        message and sends it, and a combine stage, which receives the answer. The leave stage makes
+        a `Finished`.
         """
         return self._step(plan, *self._put(plan))
 
     def _step(self, plan: StepPlan, batch: jax.Array, table: jax.Array) -> Stages:
-        """The stages of one step.
+        """Yields the results of the stages of one step.
 
-        The first attend is `enter`, which takes the last tokens, the batch and the embedding where
-        the others take the residual stream (and donate it), what `enter` made of the batch, and the
-        answer of the layer before.
+        The first attend is `enter`. It takes the last tokens, the batch and the embedding. Later
+        layers take (and donate) the residual stream, the attention inputs that `enter` derived from
+        the batch, and the answer to the layer before.
         """
         pages, lane = self._pages, plan.lane
         executables = self._executables[plan.bucket]
@@ -178,8 +180,8 @@ class AttentionWorker:
     def _predict(
         self, executables: PassExecutables, end: StepEnd
     ) -> Generator[jax.Array | None, None, jax.Array]:
-        """The stages of the passes of prediction modules, as those of further layers; returns the
-        drafts."""
+        """Yields the stages of the prediction modules' passes, like those of further layers, and
+        returns the drafts."""
         weights, pages, drafts = self._weights, self._pages, end.drafts
         hidden, batch = executables.first(
             end.batch, end.sampled, end.lengths, *end.stream, *weights.head
@@ -200,7 +202,7 @@ class AttentionWorker:
     def _pass(
         self, bound: PassExecutables, lane: int, bucket: Bucket, number: int, link: AttentionEnd
     ) -> _Pass:
-        """The pass that makes a lane's draft of this number."""
+        """Looks up what the pass for this draft number of a lane calls."""
         programs, weights = self._programs, self._weights
         config = programs.config
         layer = layers_of(config, bucket)[config.layers + number]
@@ -221,20 +223,20 @@ class AttentionWorker:
 
 
 RunStage = Callable[[], Any]
-"""Enqueues a worker's part of a stage of a lane and returns the result, if there is one."""
+"""Enqueues one worker's part of a lane's stage and returns the result, if the stage has one."""
 
 
 class Workers(NamedTuple):
-    """The workers of a process."""
+    """Workers that this process runs."""
 
     attention: tuple[AttentionWorker, ...] = ()
-    """One a domain, or none."""
+    """One attention worker for each domain; empty in an ffn process."""
     ffn: "tuple[FFNWorker, ...]" = ()
-    """One or none."""
+    """At most one ffn worker."""
 
     def begin(self, step: StepPlan) -> Mapping[StageName, tuple[RunStage, ...]]:
-        """Puts a step on a lane of its domain. Returns by stage the calls of the workers that take
-        part in it, senders before receivers."""
+        """Puts a step on a lane of its domain. Returns, for each stage, the calls of the workers
+        that take part in it, senders before receivers."""
         own = self.attention[step.domain : step.domain + 1]
         attention = tuple(worker.begin(step).__next__ for worker in own)
         ffn = tuple(worker.begin(step).__next__ for worker in self.ffn)
@@ -286,7 +288,7 @@ class Cell:
 
     @property
     def active(self) -> bool:
-        """Whether a lane is inside a step."""
+        """True while some lane is inside a step."""
         return bool(self._rotation.active)
 
     @property
@@ -297,11 +299,13 @@ class Cell:
 
     @property
     def slots(self) -> "ExpertSlots | None":
-        """Where the experts of this process's part of the ffn mesh are; None: it has none."""
+        """Slots of the experts on this process's part of the ffn mesh; None without routed
+        experts."""
         return next((worker.slots for worker in self._workers.ffn), None)
 
     def position(self) -> tuple[str, int, int, int] | None:
-        """Stage, lane, layer and step number of what was enqueued last; from any thread."""
+        """Stage, lane, layer and step number of the stage enqueued last. May be called from any
+        thread."""
         if self.at is None:
             return None
         step = self._steps[self.at.lane]
@@ -309,7 +313,7 @@ class Cell:
 
     @property
     def attends(self) -> bool:
-        """Whether this process has devices of an attention mesh."""
+        """True if this process has devices of an attention mesh."""
         return bool(self._workers.attention)
 
     def held(self) -> list[HeldBlock]:
@@ -319,8 +323,8 @@ class Cell:
         return blocks + [block for one in self._workers.ffn for block in one.held()]
 
     def renew(self) -> bool:
-        """Forgets pages, sequences, steps and messages after a lost step. Returns whether it could:
-        only where both roles are here."""
+        """Forgets pages, sequences, steps and messages after a lost step. Returns False where that
+        is impossible because the two roles are in different processes."""
         if not self._links or not (self._workers.attention and self._workers.ffn):
             return False
         self._rotation.clear()
@@ -346,8 +350,8 @@ class Cell:
         self._stages[lane] = self._workers.begin(step)
 
     def advance(self) -> Finished | Passed:
-        """Enqueues stages up to and including the next `leave`, and returns what that made: with an
-        attention worker a `Finished`."""
+        """Enqueues stages up to and including the next `leave`, and returns its result: a
+        `Finished` if this process has an attention worker, otherwise a `Passed`."""
         if not self._rotation.active:
             raise ValueError("no lane has begun a step")
         stages, observer = self._stages, self.observer
@@ -356,7 +360,7 @@ class Cell:
                 self.at = stage
                 runs = stages[stage[1]][stage[0]]
                 if observer is None and stage[0] != "leave":
-                    for run in runs:  # keeps nothing: memory that is free early is used again
+                    for run in runs:  # keeps no result, so that its memory can be reused early
                         run()
                     continue
                 made, begun = None, time.time_ns()

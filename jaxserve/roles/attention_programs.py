@@ -52,7 +52,7 @@ class AttentionPrograms(TokenPrograms):
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
         """(last_tokens, page_table, batch, pages, embedding, layer) → (x, message, pages…,
-        shared…): the last are what `attend` takes in place of the batch."""
+        shared…). `attend` takes `shared` in place of the batch."""
         blocks = self.templates.embedding, self.templates.attention[kind]
 
         def body(
@@ -149,11 +149,11 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def next_pass(self, bucket: Bucket, again: bool) -> Program:
-        """The end of a pass and the beginning of the next: (numbers, batch, drafts, stream, module,
-        head) → (hidden, batch, drafts).
+        """Ends a pass and begins the next: (numbers, batch, drafts, stream, module, head) →
+        (hidden, batch, drafts).
 
-        The numbers are int32 [3]: the pass's, counted from 0; by how much its draft's position is
-        beyond the batch's KV lengths; and the positions that the page table has room for.
+        `numbers` is int32 [3]: the number of the pass, from 0; the distance of its draft's position
+        from the batch's KV lengths; and the number of positions that the page table has room for.
         """
         tokens = bucket.tokens
 
@@ -184,8 +184,8 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits); with drafts
-        the lengths, too (`TokenPrograms.draw`)."""
+        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits), and with drafts
+        also the lengths (`TokenPrograms.draw`)."""
 
         def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
@@ -202,8 +202,8 @@ class AttentionPrograms(TokenPrograms):
         )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The residual stream after a layer: x, and the ffn role's answer to the layer's message,
-        an array for each instance of the ffn mesh."""
+        """Shapes of the residual stream after a layer: x, and the ffn role's answer to the layer's
+        message, one array for each instance of the ffn mesh."""
         rows = self.groups * bucket.tokens
         x = self.shape(rows, self.config.d_model, dtype=self.dtype)
         answer = self.shape(rows, self.answers.width, dtype=self.answers.dtype, spec=PIECES)
@@ -216,7 +216,8 @@ class AttentionPrograms(TokenPrograms):
     def _attend(
         self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """One layer on the attention mesh; the message leaves as this device's piece."""
+        """Runs one layer on the attention mesh. The returned message is this device's piece of
+        it."""
         block = self.templates.attention[kind].merge(leaves)
         x, message, pages = block(x, pages, self.of_kind(batch, kind), self.sentinel)
         with jax.named_scope("pack"):
@@ -240,15 +241,15 @@ class AttentionPrograms(TokenPrograms):
         return self._shapes[bucket]
 
     def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens d_model"]:
-        """The residual stream with the ffn role's answer, of which this device has the rows of its
-        own piece; the answers of several instances are summed."""
+        """Adds the ffn role's answer to the residual stream. Each device has the answer to its own
+        piece; the answers of several ffn instances are summed."""
         with jax.named_scope("combine"):
             shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
             return x + self.answers.total(shares, x.dtype)
 
 
 def _without_table(batch: RaggedBatch) -> Any:
-    """The batch without the page table, which is the host's array; None is no leaf."""
+    """Removes the page table, which each program takes as an argument; None is no leaf."""
     return batch._replace(page_table=None)  # type: ignore[arg-type]
 
 
@@ -266,8 +267,8 @@ def _share(message: Any, axis: str) -> Any:
 
 
 class AttentionWeights:
-    """Embedding, head, and one tuple of leaves a layer, those of prediction modules included; and
-    what these have beside their layers."""
+    """Weights of an attention worker: embedding, head, one tuple of leaves for each layer (layers
+    of prediction modules included), and the prediction modules' other leaves."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
         templates, mesh, config = programs.templates, programs.mesh, programs.config
@@ -296,18 +297,18 @@ class AttentionWeights:
 
 
 class PassExecutables(NamedTuple):
-    """What the passes of prediction modules run after a step with drafts."""
+    """Programs of the prediction modules' passes, which follow a step with drafts."""
 
     first: jax.stages.Compiled
     predict: jax.stages.Compiled
     further: jax.stages.Compiled
-    """Between passes of different modules."""
+    """Runs between passes of different modules."""
     again: jax.stages.Compiled
-    """Between passes of one."""
+    """Runs between two passes of the same module."""
 
 
 class AttentionExecutables(NamedTuple):
-    """What a step of one bucket runs."""
+    """Programs of a step of one bucket."""
 
     enter: jax.stages.Compiled
     attend: dict[LayerKind, jax.stages.Compiled]
@@ -315,14 +316,14 @@ class AttentionExecutables(NamedTuple):
     sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None = None
     passes: PassExecutables | None = None
-    """None: there are no prediction modules, or the step has no drafts."""
+    """None without prediction modules, or for steps without drafts."""
 
 
 def attention_executables(
     programs: AttentionPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, AttentionExecutables]:
-    """Puts together what the steps of each bucket run. Buckets with equal tokens share programs
-    that read no pages."""
+    """Collects the programs for the steps of each bucket. Buckets with equal tokens share the
+    programs that read no pages."""
     first, *others = programs.config.decoder
     later = dict.fromkeys(others)
 
@@ -364,7 +365,7 @@ def build_attention(
     source: LeafSource,
     names: CheckpointNames,
 ) -> tuple[AttentionPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
-    """Loads and compiles: what `AttentionWorker` takes beside its link."""
+    """Loads weights and compiles programs: all arguments of `AttentionWorker` but its link."""
     programs = AttentionPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers) as counted:

@@ -1,8 +1,8 @@
-"""What a deployment weighs: bytes on every device, from the templates of its model.
+"""Computes the bytes that a deployment takes on every device, from the templates of its model.
 
-Nothing is allocated and no device is needed, so a deployment of a thousand devices is checked on a
-laptop. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and by
-`serve --check` (`capacity_report.py`); reads no files.
+Nothing is allocated and no device is needed, so a deployment of a thousand devices can be checked
+on a laptop. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and by
+`serve --check` (`capacity_report.py`). Reads no files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,34 +38,36 @@ FP32 = 4
 
 
 class RoleBytes(NamedTuple):
-    """What every device of a role holds, in bytes."""
+    """Bytes that each device of a role holds."""
 
     role: Role
     devices: int
     weights: int
-    """In the role's formats, with scales and with the padding to equal shares."""
+    """Weights in the role's formats, with scales and with padding to equal shares."""
     cache: int
     """KV pages of all layers, those of prediction modules included, with scales."""
     activations: int
-    """Of the largest step; an estimate, see `activations.py`."""
+    """Activations of the largest step, estimated by `activations.py`."""
     moving: int = 0
     """Room for one expert on its way to a slot (`expert_programs.py`)."""
     rings: int = 0
-    """Pages of layers with a window, where sequences keep their last tokens alone."""
+    """Pages of layers with a window, which keep only the last tokens of a sequence."""
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """Sum of all parts."""
         return self.weights + self.cache + self.activations + self.moving + self.rings
 
 
 def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
-    """Bytes a device, of the attention role and of the ffn role; colocated: of the one mesh.
+    """Returns the bytes on a device of the attention role and of the ffn role; if colocated, on a
+    device of the one mesh.
 
-    What compilers add (the tiles of an accelerator's memory layout, copies, code) is not in it.
+    Additions of the compiler (tiles of an accelerator's memory layout, copies, code) are not
+    counted.
 
     Raises:
-      ConfigError: the model cannot be cut as the deployment asks.
+      ConfigError: the model cannot be divided over the deployment's meshes.
     """
     meshes = AbstractSubmeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
@@ -102,7 +104,8 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
 
 
 def step_multiple(deployment: Deployment) -> int:
-    """Tokens a DP group must be a multiple of this, so that all pieces of a message are equal."""
+    """Returns the number that a DP group's tokens are a multiple of, so that all pieces of a
+    message are equal."""
     return 1 if deployment.topology.has("colocated") else deployment.attention.tp
 
 
@@ -124,7 +127,7 @@ def token_sizes(deployment: Deployment) -> list[int]:
 
 
 def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int]]:
-    """A role's blocks, and how many layers have each."""
+    """Returns a role's block templates, each with the number of its layers."""
     config = templates.config
     kinds = [config.layer(layer) for layer in range(config.all_layers)]
     if role == "attention":
@@ -134,7 +137,7 @@ def _repeated(templates: ModelTemplates, role: Role) -> list[tuple[Template, int
 
 
 def _bytes(blocks: Sequence[tuple[Template, int]], mesh: AbstractMesh, rules: Rules) -> int:
-    """Bytes of so many blocks of each kind on one device of the mesh."""
+    """Returns the bytes of all blocks, each repeated as often as its count says, on one device."""
     return sum(
         count * _shard_bytes(leaf.shape, leaf.dtype, NamedSharding(mesh, spec))
         for template, count in blocks
@@ -158,9 +161,10 @@ def _moving(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules, setting
 
 
 def _arranged(templates: ModelTemplates, mesh: AbstractMesh, rules: Rules) -> int:
-    """What a colocated step takes beside the scales and zero points of INT4 experts: on TPUs those
-    of all layers are brought into their kernel's order first, in FP32. Compiled for Qwen3-30B-A3B
-    on two v7x devices 2.6 times their size, on four v6e 1.9. AFD arranges one layer's at a time."""
+    """Returns the bytes that a colocated step adds to the scales and zero points of INT4 experts.
+    On TPUs those of all layers are first rearranged for their kernel, in FP32. Compiled for
+    Qwen3-30B-A3B, that took 2.6 times their size on two v7x devices, 1.9 times on four v6e. AFD
+    rearranges one layer's at a time."""
     template = templates.moe
     if template is None or not any(leaf.dtype == jnp.int4 for leaf in template.leaves):
         return 0
@@ -228,8 +232,8 @@ def _ffn_activations(config: ModelConfig, deployment: Deployment, tokens: int) -
 def memory_of(
     deployment: Deployment, reported: Mapping[Role, int | None] | None = None
 ) -> dict[Role, int | None]:
-    """Bytes that the deployment may use of a device, by role: `memory_gb`, or what the devices
-    report if that is less; None: nobody knows.
+    """Returns the bytes that the deployment may use of a device, by role: `memory_gb`, or what the
+    devices report if that is less; None if neither is known.
 
     Args:
       reported: bytes that JAX may use of a device, by role.
@@ -285,7 +289,7 @@ def _refusal(config: ModelConfig, deployment: Deployment, part: RoleBytes, avail
 def _what_fits(
     config: ModelConfig, deployment: Deployment, part: RoleBytes, available: int
 ) -> Iterator[str]:
-    """Changes of one key each that make the role fit."""
+    """Yields changes of a single key that would make the role fit."""
     if part.cache:
         room = available - part.total + part.cache
         pages = room * deployment.cache.pages // part.cache
@@ -305,7 +309,7 @@ def _what_fits(
 def _smaller(
     config: ModelConfig, deployment: Deployment, part: RoleBytes
 ) -> Iterator[tuple[str, int | str]]:
-    """Formats and steps that take less."""
+    """Yields keys with smaller formats or step sizes to try."""
     for role in [part.role] if deployment.topology.has("ffn") else ["attention", "ffn"]:
         now = getattr(deployment, role).weights
         if not scaled(now) and not scaled(config.stored):

@@ -1,4 +1,4 @@
-"""What a deployment weighs, as a table: for `serve --check`."""
+"""Shows the memory that a deployment takes as a table, for `serve --check`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,10 +21,10 @@ from jaxserve.roles.parameters import count_parameters
 
 
 def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
-    """Parameters and the bytes of every role's devices, as a table for people.
+    """Returns a readable table of the model's parameters and the bytes on every role's devices.
 
     Raises:
-      ConfigError: the model cannot be cut as the deployment asks.
+      ConfigError: the model cannot be divided over the deployment's meshes.
     """
     count = count_parameters(config)
     lines = [
@@ -72,7 +72,7 @@ def _billions(count: int) -> str:
 
 
 def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
-    """The exchange and its bytes, for people; empty if there is nothing to exchange."""
+    """Returns lines about the exchange and its bytes; empty if nothing is exchanged."""
     mesh = exchange_mesh(deployment)
     if not config.experts or mesh.ranks == 1:
         return []

@@ -28,12 +28,13 @@ from jaxserve.roles.worker import Observer
 
 
 class ColocatedWeights:
-    """Embedding, head, and per run of equal layers the stacked leaves of both roles, flat.
+    """Weights of a colocated worker: embedding, head, and for each run of equal layers the stacked
+    leaves of both roles.
 
     Attributes:
-      flat: those.
-      modules: of prediction modules, likewise: what they have beside their layers, then the leaves
-        of both roles; empty without any.
+      flat: all leaves but those of the head and the prediction modules, in one tuple.
+      modules: leaves of the prediction modules: those beside their layers, then both roles' leaves
+        of their layers; empty without modules.
     """
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: ColocatedPrograms):
@@ -106,20 +107,20 @@ class ColocatedWeights:
 
 
 class ColocatedExecutables(NamedTuple):
-    """What a step of one bucket runs."""
+    """Programs of a step of one bucket."""
 
     step: jax.stages.Compiled
     sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None = None
     predict: jax.stages.Compiled | None = None
-    """Passes of prediction modules; None: there are none, or the step has no drafts."""
+    """Passes of the prediction modules; None without modules, or for steps without drafts."""
 
 
 def colocated_executables(
     programs: ColocatedPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, ColocatedExecutables]:
-    """Puts together what the steps of each bucket run: one program, and those that sample and
-    draft."""
+    """Collects the programs for the steps of each bucket: the step itself, sampling and
+    drafting."""
 
     def step(bucket: Bucket) -> ColocatedExecutables:
         predict = None
@@ -144,7 +145,7 @@ def build_colocated(
 ) -> tuple[
     ColocatedPrograms, dict[Bucket, ColocatedExecutables], ColocatedWeights, ExpertSlots | None
 ]:
-    """Loads and compiles: what `ColocatedWorker` takes."""
+    """Loads weights and compiles programs: the arguments of `ColocatedWorker`."""
     programs = ColocatedPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + 2 * templates.config.all_layers) as counted:
@@ -162,7 +163,7 @@ class ColocatedWorker:
     """Runs whole steps on one mesh; `advance` finishes the step that waited longest.
 
     Args:
-      slots: where its experts are; None: it has none.
+      slots: slots of the routed experts; None without routed experts.
     """
 
     def __init__(
@@ -192,14 +193,14 @@ class ColocatedWorker:
         self._begun: list[tuple[StepPlan, jax.Array, jax.Array]] = []
 
     def renew(self) -> bool:
-        """After a lost step: empty pages, no sequence, no step. Whether that can be done: yes."""
+        """Forgets pages, sequences and steps after a lost step. Returns True: it always can."""
         if self.slots is not None:
             self.slots.renew()
         self._clear()
         return True
 
     attends = True
-    """Whether this process has devices of an attention mesh."""
+    """True: this process has devices of an attention mesh."""
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
         """This worker's pages, for hand-offs."""
@@ -210,7 +211,7 @@ class ColocatedWorker:
 
     @property
     def active(self) -> bool:
-        """Whether a step waits to be enqueued."""
+        """True while a step waits to be enqueued."""
         return bool(self._begun)
 
     @property
@@ -220,11 +221,11 @@ class ColocatedWorker:
         return [lane for lane in range(len(self._last_tokens)) if lane not in busy]
 
     def position(self) -> tuple[str, int, int, int] | None:
-        """Lane and number of the step that was enqueued last; from any thread."""
+        """Lane and number of the step enqueued last. May be called from any thread."""
         return self._at
 
     def begin(self, plan: StepPlan) -> None:
-        """Takes a plan in; `advance` enqueues it."""
+        """Accepts a step plan, which `advance` will enqueue."""
         self._begun.append((plan, *self._put(plan)))
 
     def advance(self) -> Finished:

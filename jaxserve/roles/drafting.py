@@ -1,14 +1,15 @@
-"""Drafts on the device: what a lane's next step may refer to before the host knows it.
+"""Keeps drafts on the device, so that a lane's next step can use them before the host knows them.
 
 The workers that hold the head call `Drafting` around every step of a deployment with drafts: first
-`resolve`, after sampling `end`, and with what a drafter proposes then, `keep`. Drafters are
-`PromptLookup` here and the prediction modules, which run as layers of the workers. A draft that is
-wrong, or stale, costs time and changes no token (`TokenPrograms.draw`).
+`resolve`, after sampling `end`, and `keep` with the drafts that a drafter then proposes. Drafters
+are `PromptLookup` here and the prediction modules, which run as layers of the workers. A wrong or
+stale draft costs time and changes no token (`TokenPrograms.draw`).
 
-The device alone knows how many drafts of a step in flight hold. `resolve` puts what it knows into
-the batch array of the next step, so that no other program of a step has to know of drafts but the
-one that samples. `draft` and `recall` are the drafter without weights: prompt lookup (Saxena, 2023,
-"Prompt lookup decoding"), which proposes what followed the last tokens where they came before.
+The device alone knows how many drafts of a step in flight are right. `resolve` writes the resulting
+tokens and lengths into the batch array of the next step, so that only the sampling program has to
+know of drafts. `draft` and `recall` are the drafter without weights: prompt lookup (Saxena, 2023,
+"Prompt lookup decoding"), which proposes the tokens that followed an earlier occurrence of the last
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +30,14 @@ from jaxserve.roles.step_plan import SaidTokens, StepPlan
 from jaxserve.roles.token_programs import TokenPrograms
 
 LOOKED_UP = (3, 2)
-"""Numbers of last tokens to look up; the first one with a match counts."""
+"""Lengths of the token suffix to look up; the first length with a match counts."""
 RECALLED = 1024
-"""Tokens of a DP group that one call of `recall` takes."""
+"""Tokens of a DP group that one call of `recall` writes."""
 
 
 def resolve(programs: TokenPrograms, bucket: Bucket) -> Program:
-    """(batch, last_tokens, lengths, drafts) → (batch, lengths): the batch without `FROM_DEVICE`,
-    and the lengths as they are after the step if all drafts hold."""
+    """(batch, last_tokens, lengths, drafts) → (batch, lengths): the batch with every `FROM_DEVICE`
+    replaced, and the lengths after the step if all drafts are right."""
     layout, slots = programs.layout(bucket.tokens), programs.slots
 
     def body(batch: Array, last: Array, lengths: Array, drafts: Array) -> tuple[Array, Array]:
@@ -107,8 +108,8 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 
 def recall(programs: TokenPrograms) -> Program:
-    """(history, words) → history: writes tokens as `recall_words` has them, `RECALLED` a DP
-    group."""
+    """(history, words) → history: writes tokens in the form of `recall_words`, `RECALLED` for each
+    DP group."""
     slots, width = programs.slots, history_width(programs)
 
     def body(history: Array, words: Array) -> Array:
@@ -129,8 +130,8 @@ def recall(programs: TokenPrograms) -> Program:
 
 
 def recall_words(said: Sequence[SaidTokens], groups: int, slots: int) -> np.ndarray:
-    """int32 `[groups, 3, tokens]`: slot, place in the sequence, and id of each token. Whole runs of
-    `RECALLED`, padded with a slot that does not exist."""
+    """Returns int32 `[groups, 3, tokens]`: slot, place in the sequence, and id of each token.
+    `tokens` is a multiple of `RECALLED`; padding names a slot that does not exist."""
     parts: list[list[np.ndarray]] = [[] for _ in range(groups)]
     for row, start, data in said:
         tokens = np.frombuffer(data, "<i4")
@@ -181,23 +182,24 @@ class StepEnd(NamedTuple):
 
     plan: StepPlan
     batch: jax.Array
-    """Its array, with what only the device knew."""
+    """Batch array of the step, with `FROM_DEVICE` resolved."""
     table: jax.Array
     stream: Sequence[jax.Array]
-    """What holds the residual stream after the last layer (`TokenPrograms.stream`)."""
+    """Arrays that add up to the residual stream after the last layer (`TokenPrograms.stream`)."""
     sampled: jax.Array
-    """As of `Finished`."""
+    """Sampled tokens, in the form of `Finished.sampled`."""
     last: jax.Array
     """int32 [groups, slots]: every slot's last token, which is not in the cache."""
     lengths: jax.Array
-    """int32 [groups, slots]: its tokens that are in the cache and hold."""
+    """int32 [groups, slots]: tokens of every slot in the cache, without rejected drafts."""
     drafts: jax.Array
-    """int32 [groups, slots, drafts]: those of the step; they stay where a slot gets no others."""
+    """int32 [groups, slots, drafts]: drafts that the step verified. A slot for which no new ones
+    are proposed keeps them."""
 
 
 class DraftingExecutables(NamedTuple):
-    """The programs of one bucket. Without `PromptLookup`, where prediction modules make the drafts,
-    its two are None."""
+    """Drafting programs of one bucket. Where prediction modules make the drafts, the two programs
+    of `PromptLookup` are None."""
 
     resolve: jax.stages.Compiled
     draft: jax.stages.Compiled | None = None
@@ -207,7 +209,7 @@ class DraftingExecutables(NamedTuple):
 def drafting_executables(
     programs: TokenPrograms, bucket: Bucket, get: Get
 ) -> DraftingExecutables | None:
-    """What a deployment with drafts runs beyond its steps; None for one without."""
+    """Collects the drafting programs of one bucket; None if the deployment has no drafts."""
     if not programs.deployment.drafts:
         return None
     tokens = bucket.of_tokens.undrafted
@@ -222,10 +224,10 @@ def drafting_executables(
 
 
 class Drafting:
-    """What every slot of every lane has come to, and what may come next.
+    """Cache lengths and drafts of every slot of every lane, on the device.
 
     Args:
-      programs: the deployment's.
+      programs: programs of the deployment.
       put: puts an array `[groups, …]` on the mesh.
     """
 
@@ -239,7 +241,7 @@ class Drafting:
     def resolve(
         self, executables: DraftingExecutables, plan: StepPlan, batch: jax.Array, last: jax.Array
     ) -> jax.Array:
-        """The step's batch array, complete."""
+        """Returns the step's batch array with every `FROM_DEVICE` replaced."""
         lane = plan.lane
         if not plan.proposes and not plan.on_device:
             return batch
@@ -262,7 +264,7 @@ class Drafting:
         """Returns the sampled step, from which drafters start.
 
         Args:
-          lengths: as the program that verified the drafts says; empty where there were none.
+          lengths: cache lengths from the program that verified drafts; empty if the step had none.
         """
         plan, lane = finished.plan, finished.plan.lane
         if lengths:
@@ -279,18 +281,18 @@ class Drafting:
         )
 
     def look_up(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
-        """int32 [groups, slots, drafts]: what `PromptLookup` proposes."""
+        """Returns the proposals of `PromptLookup`, int32 [groups, slots, drafts]."""
         assert self._lookup is not None
         return self._lookup.draft(executables, end)
 
     def keep(self, finished: Finished, drafts: jax.Array) -> Finished:
-        """The step; the lane's next one verifies these drafts."""
+        """Stores the drafts for the lane's next step to verify, and returns the step."""
         self._drafts[finished.plan.lane] = drafts
         return finished._replace(last=drafts)
 
 
 class PromptLookup:
-    """The drafter without weights; keeps what every sequence has said."""
+    """Drafter without weights; keeps the tokens of every sequence on the device."""
 
     def __init__(self, programs: TokenPrograms, put: Callable[[np.ndarray], jax.Array]):
         self._put = put
@@ -302,7 +304,8 @@ class PromptLookup:
         self._said = [sharded_zeros(shape, np.dtype(np.int32), sharding) for _ in lanes]
 
     def take_in(self, executables: DraftingExecutables, plan: StepPlan) -> None:
-        """Adds what the plan tells of sequences, as much at a time as the program takes."""
+        """Adds the tokens that the plan reports of sequences, one call of the program for each full
+        run."""
         assert executables.recall is not None
         words = recall_words(plan.said, self._groups, self._slots)
         at_once = RECALLED
@@ -311,7 +314,7 @@ class PromptLookup:
             self._said[plan.lane] = executables.recall(self._said[plan.lane], some)
 
     def draft(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
-        """What followed where the last tokens came before."""
+        """Proposes the tokens that followed an earlier occurrence of each slot's last tokens."""
         lane = end.plan.lane
         assert executables.draft is not None
         self._said[lane], drafts = executables.draft(

@@ -1,10 +1,10 @@
-"""The programs that move experts between slots and read their counts.
+"""Programs that move experts between slots and read their token counts.
 
-A device has room for one expert beside its slots: there an expert arrives, piece by piece, while
-steps run, and from there it gets into its slot when the table changes (xDeepServe §4.5, step 3).
+Every device has room for one expert beside its slots. A moving expert arrives there piece by piece,
+while steps run, and is copied to its slot when the table changes (xDeepServe §4.5, step 3).
 
-A *bank* is the experts of one layer (ffn role) or of a run of stacked layers (colocated). Which
-expert goes where is data, so one program a bank does for every move.
+A *bank* is the experts of one layer (ffn role) or of a run of stacked layers (colocated). Source
+and target of a move are arguments, so one program for each bank makes every move.
 """
 
 import math
@@ -26,7 +26,7 @@ from jaxserve.roles.program import REPLICATED, Program
 from pallas_kernels.quantize import array_bytes, from_bytes, in_bytes
 
 NOTHING = -1
-"""In place of a slot: nothing is copied."""
+"""Stands for a slot where nothing is copied."""
 
 
 class Bank(NamedTuple):
@@ -37,14 +37,14 @@ class Bank(NamedTuple):
 
     @property
     def table(self) -> jax.ShapeDtypeStruct:
-        """Shape of the layers' `placement.replica_table`s, which every device has."""
+        """Shape of the layers' `placement.replica_table`s, which every device holds whole."""
         shape = len(self.layers), self.sizes.experts, 1 + self.sizes.width
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """Shape of the tokens so far, modulo 2^32: [layers, ranks, experts]; each rank has its
-        own."""
+        """Shape of the token counts, modulo 2^32: [layers, ranks, experts]. Each rank counts for
+        itself."""
         shape = len(self.layers), self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
@@ -55,18 +55,19 @@ class Bank(NamedTuple):
 
 
 def expert_bytes(template: Template, sizes: SlotSizes) -> int:
-    """Of one expert's weights in one layer, on all devices that share it.
+    """Returns the bytes of one expert's weights in one layer, summed over the devices that share
+    it.
 
     Args:
-      template: of a MoE layer's block.
+      template: template of a MoE layer's block.
     """
     total = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in template.leaves if leaf.of_slots)
     return total // sizes.all_slots
 
 
 def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
-    """In how many pieces an expert is fetched, so that a device gets `experts.move_mb_per_step` at
-    most between two steps; no more than its largest leaf has rows."""
+    """Returns the number of pieces in which an expert is fetched, so that a device gets at most
+    `experts.move_mb_per_step` between two steps. Not more than its largest leaf has rows."""
     template, tensor_ranks = templates.moe, templates.ranks[1]
     assert template is not None
     leaves = [leaf for leaf in template.leaves if leaf.of_slots]
@@ -76,8 +77,8 @@ def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
 
 
 def _cut_axis(leaf: TemplateLeaf) -> int:
-    """Along which a slot's entry is cut into pieces: its rows, or its inputs where tiles of rows
-    are whole."""
+    """Returns the axis along which a slot's entry is cut into pieces: its rows, or its inputs where
+    tiles of rows must stay whole."""
     return 2 if leaf.input_major else 1
 
 
@@ -106,33 +107,33 @@ class ExpertPrograms:
         assert templates.moe is not None
         self.templates, self.template = templates, (template := templates.moe)
         self.sizes, self.axes = templates.slots, axes
-        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
+        self.mesh = cast(Mesh, mesh)  # an abstract mesh suffices to compute shapes
         self.rules, self._stacked = rules, stacked
         self.pieces = move_pieces(templates, settings)
         self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
-        """Of the leaves that slots have entries of."""
+        """Places in the block of the leaves with one entry for each slot."""
 
     @property
     def room(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Leaves of one expert a rank, where those that are fetched wait."""
+        """Shapes of the room for arriving experts: the leaves of one expert for each rank."""
         leaves = (self.template.leaves[place] for place in self.places)
         ranks = self.sizes.all_ranks
         return tuple(jax.ShapeDtypeStruct((ranks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
 
     @property
     def room_specs(self) -> tuple[PartitionSpec, ...]:
-        """How those are divided."""
+        """Partition specs of `room`."""
         specs = self.template.specs(self.rules)
         return tuple(specs[place] for place in self.places)
 
     def fetch(self, layers: int) -> Program:
         """(moves, layer, piece, leaves of the slots…, leaves of the room…) → (leaves of the room…),
-        of a bank of so many layers.
+        for a bank with this number of layers.
 
-        `moves` is int32 [ranks, 2]: the slot that a rank gets an expert from, or `NOTHING`, and
-        which of its own slots shall get it. A piece of an expert goes straight from its device to
-        the one that shall have it, row by row: what a device sends where it has nothing to send
-        (`exchanged_rows`) is a row.
+        `moves` is int32 [ranks, 2]: the slot that a rank gets an expert from, or `NOTHING`, and the
+        slot of its own that the expert is for. A piece goes straight from the device that has it to
+        the one that needs it. A device with nothing to send may have to send one row
+        (`exchanged_rows`).
         """
 
         def body(moves: Array, layer: Array, piece: Array, *arrays: Array) -> tuple[Array, ...]:
@@ -144,7 +145,7 @@ class ExpertPrograms:
 
             def fetched(leaf: Array, held: Array, axis: int) -> Array:
                 rows = -(-held.shape[axis] // self.pieces)
-                # The last piece begins earlier, so that all are equally large.
+                # The last piece overlaps the one before, so that all have the same size.
                 start = jnp.minimum(piece * rows, held.shape[axis] - rows)
                 inner, place = [local, *held.shape[1:]], [jnp.int32(0)] * held.ndim
                 inner[axis], place[axis] = rows, start
@@ -191,8 +192,8 @@ class ExpertPrograms:
         )
 
     def insert(self, layers: int) -> Program:
-        """(moves, layer, leaves of the room…, leaves of the slots…) → (leaves of the slots…), of a
-        bank of so many layers: every rank that gets an expert puts it in its slot."""
+        """(moves, layer, leaves of the room…, leaves of the slots…) → (leaves of the slots…), for a
+        bank with this number of layers. Every rank that gets an expert copies it to its slot."""
 
         def body(moves: Array, layer: Array, *arrays: Array) -> tuple[Array, ...]:
             source, target = moves[jax.lax.axis_index(self.axes)]
@@ -227,7 +228,8 @@ class ExpertPrograms:
         return jax.ShapeDtypeStruct((self.sizes.all_ranks, 2), jnp.int32)
 
     def count(self, banks: Sequence[Bank]) -> Program:
-        """(counts of each bank…) → [layers, ranks, experts] of all of them, a copy."""
+        """(counts of each bank…) → [layers, ranks, experts], a copy with the layers of all
+        banks."""
 
         def body(*counts: Array) -> Array:
             return jnp.concatenate(counts)
@@ -244,7 +246,7 @@ class ExpertPrograms:
     def _leaves(
         self, layers: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[PartitionSpec, ...]]:
-        """Of a bank, those of its slots."""
+        """Returns shapes and partition specs of the leaves of a bank's slots."""
         specs = self.template.specs(self.rules)
         leaves = [(self.template.leaves[place], specs[place]) for place in self.places]
         if not self._stacked:
@@ -256,5 +258,5 @@ class ExpertPrograms:
 def add_load(
     counts: UInt32[Array, "layers 1 experts"], load: Int32[Array, "layers experts"]
 ) -> UInt32[Array, "layers 1 experts"]:
-    """A device's counts with what its experts just got."""
+    """Adds the tokens that a device's experts just got to its counts."""
     return counts + load[:, None].astype(counts.dtype)

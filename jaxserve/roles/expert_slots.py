@@ -1,8 +1,8 @@
-"""Which experts a worker's slots hold, and how many tokens they got: the part of its state that
-actions change.
+"""The experts in a worker's slots and their token counts: the part of its state that actions
+change.
 
-Owned by the worker of a mesh with routed experts (`ffn.py`, `colocated.py`); everything here is
-called by the thread that enqueues its steps. Who moves experts, and why, is not known here.
+Owned by the worker of a mesh with routed experts (`ffn.py`, `colocated.py`) and called by the
+thread that enqueues its steps. Decides no moves (see `expert_balancer.py`).
 """
 
 import threading
@@ -43,11 +43,11 @@ from pallas_kernels.quantize import array_bytes
 
 
 class ExpertReader:
-    """Reads experts from the checkpoint or from a running worker elsewhere, one a rank at a time,
-    at the rate of moves, for slots that get them from no device (xDeepServe §4.5, step 3).
+    """Reads experts from the checkpoint or from a running worker elsewhere, one for each rank at a
+    time, at the rate of moves, for slots that no device can fill (xDeepServe §4.5, step 3).
 
     A device reads its own share of its own expert, quantised as when the worker was loaded. At most
-    one expert a device is in memory beside the slots, twice while it is copied there.
+    one expert for each device is in memory beside the slots, twice while it is copied there.
 
     Args:
       programs: Programs of the mesh that the experts belong to.
@@ -68,13 +68,14 @@ class ExpertReader:
         self._bytes_per_second = settings.move_gb_per_second * 1e9
 
     def read(self, layer: int, experts: Sequence[int]) -> tuple[jax.Array, ...]:
-        """The leaves of one expert a rank, as `ExpertPrograms.room`; waits for them.
+        """Reads the leaves of one expert for each rank, laid out as `ExpertPrograms.room`. Waits
+        for them.
 
         Args:
-          experts: of every rank; below 0: none.
+          experts: the expert of each rank; below 0: none.
 
         Raises:
-          CheckpointError, OSError: it cannot be read.
+          CheckpointError, OSError: an expert cannot be read.
         """
         programs = self._programs
         template = programs.templates.of_experts(tuple(experts))
@@ -89,14 +90,14 @@ class ExpertReader:
 
 
 class Snapshot(NamedTuple):
-    """Counts as a `CountExperts` found them."""
+    """Token counts at the time of a `CountExperts`."""
 
     number: int
     """Number of the `CountExperts`."""
     counts: jax.Array
     """uint32 [layers, ranks, experts]."""
     renewals: int
-    """How often counts had begun at zero by then."""
+    """How often counts had been reset to zero by then."""
 
 
 class BankWeights(Protocol):
@@ -107,7 +108,7 @@ class BankWeights(Protocol):
         ...
 
     def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Puts others in their place."""
+        """Replaces all leaves of a bank's blocks."""
         ...
 
 
@@ -136,18 +137,18 @@ _COUNT = _key("count", 1)
 
 
 class ExpertSlots:
-    """The slots, tables and counts of all banks of a mesh.
+    """Slots, tables and counts of all banks of a mesh.
 
     Attributes:
       banks: in the order of their layers.
-      tables: of each bank, as programs take them.
-      counts: of each bank; a program that adds to them gets them donated and hands them back.
-      room: leaves of one expert a rank, on its way to a slot; none where there is one rank.
+      tables: table of each bank, as an argument of programs.
+      counts: counts of each bank; a program that adds to them takes them donated and returns them.
+      room: leaves of one expert for each rank on its way to a slot; empty with a single rank.
       placements: the expert of every slot, by layer.
       compiled: `slot_programs`, compiled.
-      reader: reads experts from the checkpoint, if there is one.
-      changing: held while experts get into slots and `placements` says so; who reads slots on
-        another thread holds it until that is enqueued.
+      reader: reads experts from the checkpoint; None if they cannot be read.
+      changing: lock held while experts are moved into slots and `placements` is updated. A thread
+        that reads slots holds it until its read is enqueued.
     """
 
     def __init__(
@@ -177,27 +178,27 @@ class ExpertSlots:
                 for leaf, spec in zip(programs.room, programs.room_specs, strict=True)
             )
         self.counted: Snapshot | None = None
-        """Counts when they were last asked for."""
+        """Latest snapshot of the counts."""
         self._renewals = 0
         self.unread = ""
-        """Why the latest `ReadExperts` has failed; empty where it has not."""
+        """Reason why the latest `ReadExperts` failed; empty if it did not."""
 
     def renew(self) -> None:
-        """Puts zeros in the place of counts that a lost step took along."""
+        """Resets counts to zero that were donated to a lost step."""
         for number, bank in enumerate(self.banks):
             if lost(self.counts[number]):
                 self.counts[number] = self._no_counts(bank)
                 self._renewals += 1
 
     def read_counts(self, number: int) -> Counted:
-        """Returns the counts of this process's ranks; waits for them.
+        """Returns the counts of this process's ranks. Waits for them.
 
         Args:
           number: the number of the latest `CountExperts`.
 
         Raises:
-          EngineFailedError: it has another number.
-          JaxRuntimeError: a lost step took the counts along.
+          EngineFailedError: the latest snapshot has another number.
+          JaxRuntimeError: a lost step destroyed the counts.
         """
         taken = self.counted
         if taken is None or taken.number != number:
@@ -219,7 +220,7 @@ class ExpertSlots:
         """Enqueues an action.
 
         Raises:
-          ValueError: there is no such layer or placement; nothing has changed.
+          ValueError: the action names no valid layer or placement; nothing has changed.
         """
         match action:
             case FetchExperts():
@@ -234,7 +235,7 @@ class ExpertSlots:
                 self.counted = Snapshot(number, counts, self._renewals)
 
     def _fetch(self, fetch: FetchExperts) -> None:
-        """One piece of every expert of a round."""
+        """Fetches one piece of every expert of a round."""
         number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
         index = self.banks[number].layers.index(fetch.layer)
         run = self._compiled[_key("fetch", len(self.banks[number].layers))]
@@ -250,7 +251,8 @@ class ExpertSlots:
     def _read(self, read: ReadExperts) -> None:
         """Has experts read from the checkpoint on a thread of its own.
 
-        Of several processes each waits for it: all must enqueue the same in the same order.
+        With several processes, each waits for the read: all must enqueue the same in the same
+        order.
         """
         if self._reader is None:
             raise ValueError("there is no checkpoint to read experts from")
@@ -274,7 +276,7 @@ class ExpertSlots:
             self.unread = f"process {jax.process_index()}: {type(error).__name__}: {error}"
 
     def has_read(self) -> bool:
-        """Whether the latest `ReadExperts` has ended, well or not."""
+        """True once the latest `ReadExperts` has ended, successfully or not."""
         return not self._reading.is_alive()
 
     def _move(self, move: MoveExperts) -> None:
@@ -306,18 +308,19 @@ class ExpertSlots:
         self._weights.replace_bank(number, tuple(leaves))
 
     def _bank(self, layer: int) -> int:
-        """The number of a layer's bank."""
+        """Returns the number of a layer's bank."""
         if layer not in self.placements:
             raise ValueError(f"layer {layer} has no experts to move")
         return next(n for n, bank in enumerate(self.banks) if layer in bank.layers)
 
     def _of_slots(self, number: int) -> Leaves:
-        """Those of a bank's leaves that slots have entries of."""
+        """Returns the leaves of a bank that have one entry for each slot."""
         leaves = self._weights.bank(number)
         return tuple(leaves[place] for place in self._places)
 
     def _moves(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
-        """As the programs take them."""
+        """Turns copies into the `moves` array of the programs: source slot and local target slot by
+        rank."""
         moves = np.full((self.sizes.all_ranks, 2), (NOTHING, 0), np.int32)
         for source, target in copies:
             rank, slot = divmod(target, self.sizes.local)
@@ -338,7 +341,7 @@ class ExpertSlots:
 
 
 def lost(array: jax.Array) -> bool:
-    """Whether an array was given away, or could not be computed; waits for it."""
+    """Returns whether an array was donated or could not be computed. Waits for it."""
     try:
         array.block_until_ready()
     except RuntimeError:
@@ -347,7 +350,7 @@ def lost(array: jax.Array) -> bool:
 
 
 def counts_of_ranks(counted: jax.Array) -> dict[int, np.ndarray]:
-    """What this process has of `counted`: rank → uint32 [layers, experts]. Waits for it."""
+    """Returns this process's part of the counts: rank → uint32 [layers, experts]. Waits for it."""
     return {
         shard.index[1].start or 0: np.asarray(shard.data)[:, 0]
         for shard in counted.addressable_shards

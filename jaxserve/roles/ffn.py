@@ -1,8 +1,8 @@
-"""The ffn worker: dense FFN, shared and routed experts. Its only state is its weights, and the
-places and token counts of experts (`expert_slots.py`).
+"""The ffn worker: dense FFN, shared and routed experts. Its only state is its weights and the
+slots and token counts of its experts (`expert_slots.py`).
 
-Inside one runtime a cell (`attention.py`) has it take part in every lane's step, in the total order
-of stages. For attention workers of other runtimes it answers messages as they come (`answer`). It
+Inside one runtime a cell (`attention.py`) runs it as part of every lane's step, in the total order
+of stages. For attention workers of other runtimes it answers messages as they arrive (`answer`). It
 knows a step's lane and size, never its sequences, pages or plans.
 
 Each kind of layer and size of a step has a program. A message arrives as pieces, one for each slot
@@ -58,7 +58,7 @@ class FFNPrograms:
         contract: Contract | None = None,
     ):
         self.templates = templates
-        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
+        self.mesh = cast(Mesh, mesh)  # an abstract mesh suffices to compute shapes
         self.config, self.dtype = templates.config, templates.dtype
         self.contract = contract or Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
@@ -123,8 +123,8 @@ class FFNPrograms:
 
 
 class FFNWeights:
-    """One tuple of leaves a layer, those of prediction modules included; one with routed experts is
-    a bank."""
+    """Weights of an ffn worker: one tuple of leaves for each layer, layers of prediction modules
+    included. Each layer with routed experts is a bank."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: FFNPrograms):
         templates, config = programs.templates, programs.config
@@ -161,11 +161,11 @@ class FFNWeights:
 
 
 FFNExecutables = dict[tuple[FFN, MessageSize], jax.stages.Compiled]
-"""By the FFN of a layer and the size of the message."""
+"""Compiled programs by the FFN of a layer and the size of the message."""
 
 
 def ffn_executables(programs: FFNPrograms, token_sizes: Sequence[int], get: Get) -> FFNExecutables:
-    """What `FFNWorker` runs for steps of these numbers of tokens a DP group."""
+    """Compiles the programs of `FFNWorker` for steps with these numbers of tokens a DP group."""
     return {
         (spec, programs.contract.size(tokens)): get(
             ProgramKey("ffn", spec, Bucket(tokens, 1)), programs.ffn, tokens, spec
@@ -182,7 +182,7 @@ def build_ffn(
     source: LeafSource,
     names: CheckpointNames,
 ) -> tuple[FFNPrograms, FFNExecutables, FFNWeights, ExpertSlots | None]:
-    """Loads and compiles: what `FFNWorker` takes."""
+    """Loads weights and compiles programs: the arguments of `FFNWorker`."""
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
     with load_progress(source, templates.config.all_layers) as counted:
         weights = FFNWeights(counted, names, programs)
@@ -196,7 +196,7 @@ def build_ffn(
 
 
 class _Layer(NamedTuple):
-    """What the stages of one layer run, looked up once."""
+    """Everything that the stages of one layer call, looked up once."""
 
     receive: Callable[[], Arrays]
     run: Callable[[Arrays], Arrays]
@@ -206,7 +206,7 @@ class FFNWorker:
     """Runs the ffn stages of all lanes, or answers messages.
 
     Args:
-      slots: where its experts are; None: it has none.
+      slots: slots of the routed experts; None without routed experts.
     """
 
     def __init__(
@@ -230,16 +230,16 @@ class FFNWorker:
         return self._weights.held
 
     def add(self, executables: FFNExecutables) -> None:
-        """Takes in what messages of further sizes run."""
+        """Adds programs for messages of further sizes."""
         self._executables |= executables
 
     def has(self, size: MessageSize) -> bool:
-        """Whether `answer` takes messages of this size."""
+        """Returns whether `answer` accepts messages of this size."""
         return all((spec, size) in self._executables for spec in self._specs)
 
     def attach(self, link: FFNEnd, token_sizes: Sequence[int], domain: int = 0) -> None:
-        """Makes this end of a link the one that a domain's steps of so many tokens a DP group
-        receive from and send to."""
+        """Attaches this end of a link to a domain's steps with these numbers of tokens a DP group:
+        they receive messages from it and send answers to it."""
         for tokens in token_sizes:
             size = self._contract.size(tokens)
             self._send[domain, tokens] = link.sender(tokens)
@@ -249,11 +249,12 @@ class FFNWorker:
             ]
 
     def answer(self, layer: int, size: MessageSize, message: Arrays) -> Arrays:
-        """Enqueues one layer on a message, one array a slot; the answer is laid out likewise."""
+        """Enqueues one layer on a message, an array for each slot. The answer has the same
+        layout."""
         return self._run(layer, size)(message)
 
     def _run(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:
-        """`answer` for messages of one layer and size, with everything looked up that stays."""
+        """Returns `answer` for messages of one layer and size, with all lookups already made."""
         if (layer, size) not in self._runs:
             self._runs[layer, size] = self._bind(layer, size)
         return self._runs[layer, size]
@@ -274,11 +275,10 @@ class FFNWorker:
         return run
 
     def begin(self, step: "StepPlan") -> Stages:
-        """Puts a step on a lane. Its stages: for each layer dispatch, ffn and combine, and leave at
-        the end.
+        """Puts a step on a lane and returns its stages: dispatch, ffn and combine for each layer,
+        then leave.
 
-        They make the message in dispatch, the answer in ffn, nothing in combine, and a `Passed` in
-        leave.
+        Dispatch makes the message, ffn the answer, combine nothing, and leave a `Passed`.
         """
         send = self._send[step.domain, step.bucket.tokens]
         stages = self._layers[step.domain, step.bucket.tokens]

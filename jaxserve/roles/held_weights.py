@@ -1,10 +1,9 @@
-"""A worker's weights as other workers may have them: whole arrays of the checkpoint, whatever this
-worker's meshes, stacks and slots.
+"""Hands out a worker's weights to other workers in the shapes of the checkpoint, independently of
+this worker's meshes, stacks and slots.
 
-Called by the threads of a weights server (`link/weights/server.py`) beside the steps. Leaves of
-experts are the only ones that change: a part of them is read from the slot that holds the expert at
-that moment, by a program that is enqueued while no expert moves (`ExpertSlots.changing`), so that a
-later move cannot overwrite what is read.
+Called by the threads of a weights server (`link/weights/server.py`) beside the steps. Only leaves
+of experts change. They are read from the slot that holds the expert at that moment, by a program
+enqueued while no expert moves (`ExpertSlots.changing`), so a later move cannot overwrite them.
 """
 
 import functools
@@ -31,34 +30,34 @@ logger = logging.getLogger(__name__)
 
 
 class KnowsSlots(Protocol):
-    """Who knows where a worker's experts are: its `ExpertSlots`."""
+    """Interface of `ExpertSlots` that tells which slot holds an expert."""
 
     @property
     def changing(self) -> AbstractContextManager[object]:
-        """Held while experts get into slots."""
+        """Lock held while experts are moved into slots."""
         ...
 
     @property
     def placements(self) -> Mapping[int, Placement]:
-        """The expert of every slot, by layer."""
+        """Expert of every slot, by layer."""
         ...
 
 
 class _Array(NamedTuple):
-    """A leaf of a block."""
+    """One leaf of a block, as an array of the checkpoint."""
 
     block: HeldBlock
     place: int
-    """Among the block's leaves."""
+    """Index of the leaf in the block."""
     held: HeldArray
 
 
 class HeldWeights:
-    """What a worker can hand out; any thread may read.
+    """Weights that a worker can hand out. Any thread may read them.
 
     Args:
-      blocks: of the worker.
-      slots: where its experts are.
+      blocks: blocks that the worker holds.
+      slots: slots of the routed experts; None without routed experts.
     """
 
     def __init__(self, blocks: Sequence[HeldBlock], slots: KnowsSlots | None):
@@ -71,14 +70,15 @@ class HeldWeights:
         }
 
     def held(self) -> Held:
-        """The arrays that this process has whole."""
+        """Arrays that this process holds whole."""
         held: Held = {}
         for (block, leaf), array in self._arrays.items():
             held.setdefault(block, {})[leaf] = array.held
         return held
 
     def warm_up(self) -> None:
-        """Compiles what cuts pieces out of experts' leaves, as workers that need whole rows ask."""
+        """Compiles the programs that cut pieces out of experts' leaves, for requests of whole
+        rows."""
         seen: set[tuple[tuple[int, ...], str]] = set()
         for (block, leaf), array in self._arrays.items():
             shape, dtype = array.held.shape, array.held.dtype
@@ -88,10 +88,10 @@ class HeldWeights:
                 self.read(block, leaf, next(pieces(array.held, whole, np.dtype(dtype).itemsize)))
 
     def read(self, block: str, leaf: str, ranges: Ranges) -> np.ndarray:
-        """The bytes of a part, row by row; waits for them.
+        """Returns the bytes of a part of a leaf, row by row. Waits for them.
 
         Raises:
-          ValueError: there is no such part here.
+          ValueError: this process does not hold that part.
         """
         array = self._arrays.get((block, leaf))
         if array is None:
@@ -104,7 +104,7 @@ class HeldWeights:
             raise ValueError(f"{block}: {leaf} {shape} has no part {ranges}")
         own, known = array.block, array.block.template.leaves[array.place]
         wanted = ranges
-        if known.input_major:  # the tiles that these rows are in
+        if known.input_major:  # reads the whole tiles that contain these rows
             *outer, (first, stop), columns = ranges
             width = known.shape[-1]
             ranges = (*outer, (first // width, -(-stop // width)), columns, (0, width))
@@ -128,7 +128,7 @@ class HeldWeights:
 
 
 def _held(block: HeldBlock) -> dict[str, HeldArray | None]:
-    """The block's leaves in their order; None: one that is not of the checkpoint."""
+    """Returns the block's leaves in order; None for a leaf that the checkpoint does not have."""
     template, sources = block.template, block.sources
     leaves = dict(zip(template.names, template.leaves, strict=True))
     held: dict[str, HeldArray | None] = {}
@@ -161,7 +161,8 @@ def _one(entry: int) -> tuple[int, int]:
 def _overlaps(
     array: jax.Array, where: Ranges, *, apart: bool
 ) -> list[tuple[Ranges, jax.Array | np.ndarray]]:
-    """What the shards here have of a part: its ranges, and the values, computed or not."""
+    """Returns the parts of a range that the local shards hold: their ranges, and the values, which
+    may still be being computed."""
     found: dict[Ranges, jax.Array | np.ndarray] = {}
     for shard in array.addressable_shards:
         spans = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
@@ -175,7 +176,7 @@ def _overlaps(
         sizes = tuple(high - low for low, high in both)
         if apart or shard.device.platform != "cpu":
             found[both] = _cut(shard.data, np.asarray(starts, np.int32), sizes=sizes)
-        else:  # the memory of weights that never change
+        else:  # these weights never change, so their memory is read directly
             whole = np.asarray(shard.data)
             cut = zip(starts, sizes, strict=True)
             found[both] = whole[tuple(slice(start, start + size) for start, size in cut)]
@@ -188,7 +189,7 @@ def _cut(array: jax.Array, starts: jax.Array, *, sizes: tuple[int, ...]) -> jax.
 
 
 def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ranges) -> np.ndarray:
-    """The values of a part."""
+    """Joins parts into the array of a range."""
     if len(parts) == 1:
         return np.asarray(parts[0][1])
     whole = np.empty([high - low for low, high in where], parts[0][1].dtype)
@@ -201,10 +202,10 @@ def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ra
 def serve_weights(
     deployment: Deployment, blocks: Sequence[HeldBlock], slots: KnowsSlots | None, token: str
 ) -> WeightsServer | None:
-    """Serves a worker's weights at `weights.address`; None: it has none.
+    """Serves a worker's weights at `weights.address`; None if the deployment sets no address.
 
     Raises:
-      ConfigError: that cannot be listened on.
+      ConfigError: the address cannot be listened on.
     """
     settings = deployment.weights
     if not settings.address:

@@ -1,7 +1,7 @@
 """The size of a step and the layout of its int32 batch array.
 
-Shared by the programs that read the array and by those who fill it (`step_arrays.py`). Pure shapes:
-no JAX.
+Shared by the programs that read the array and by `step_arrays.py`, which fills it. Pure shapes: no
+JAX.
 """
 
 from collections.abc import Sequence
@@ -10,28 +10,29 @@ from typing import Any, NamedTuple
 import msgspec
 
 NO_TOKEN = -2
-"""What the sampler gives in place of a token for logits that are not numbers (NaN or infinite)."""
+"""Sampled in place of a token where logits are not finite (NaN or infinite)."""
 
 FROM_DEVICE = -1
-"""What only the device knows. As the first token id of a row: the token that its slot sampled last;
-as a later one: the draft that follows it. As a KV length: what the slot's steps have brought it
-to."""
+"""Stands for a value that only the device knows. As the first token id of a row: the token that its
+slot sampled last. As a later token id: the draft that follows it. As a KV length: the length after
+the slot's steps so far."""
 
 REJECTED = -3
-"""What a step with drafts gives in place of the tokens behind the first draft that is wrong."""
+"""Returned by a step with drafts in place of all tokens behind the first wrong draft."""
 
 MAX_LOGPROBS = 20
-"""Most alternatives that are reported beside a token."""
+"""Most alternatives reported beside a token."""
 
 MAX_BIASES = 384
 """Most token ids of a slot whose logits a step shifts or bans."""
 
 SAMPLER_FIELDS = 5
-"""Words a slot in the batch array's sampler block: temperature, top_k, top_p, min_p, seed."""
+"""Words for each slot in the batch array's sampler block: temperature, top_k, top_p, min_p,
+seed."""
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """The padded size of a step: one compiled executable a bucket and kind."""
+    """Padded size of a step. Each bucket and kind of program has one compiled executable."""
 
     tokens: int
     """Tokens a DP group, padding included."""
@@ -42,41 +43,42 @@ class Bucket(msgspec.Struct, frozen=True):
 
     @property
     def of_tokens(self) -> "Bucket":
-        """The same for what sees no pages."""
+        """The bucket for programs that read no pages; its `pages` is fixed."""
         return Bucket(self.tokens, 1, self.drafts)
 
     def is_small(self, slots: int) -> bool:
-        """Whether a step has fewer tokens than a DP group has slots: then it samples after each of
-        its tokens, not in each slot, and no request of it has options (`roles/sampling.py`)."""
+        """Returns whether the step has fewer tokens than a DP group has slots. A small step samples
+        after each of its tokens instead of in each slot, and its requests have no options
+        (`roles/sampling.py`)."""
         return not self.drafts and self.tokens < slots
 
     @property
     def undrafted(self) -> "Bucket":
-        """The same for what does not know of drafts."""
+        """The bucket for programs that do not depend on drafts: without drafts."""
         return Bucket(self.tokens, self.pages)
 
 
 class StepLoad(msgspec.Struct, frozen=True, gc=False):
-    """What a step has to do, over all DP groups of its domain: what its times depend on."""
+    """Work of a step over all DP groups of its domain, on which the times of its stages depend."""
 
     bucket_tokens: int
-    """Of a DP group, padding included."""
+    """Tokens of a DP group, padding included."""
     bucket_pages: int
-    """Of a sequence, padding included."""
+    """Pages of a sequence, padding included."""
     sequences: int
     tokens: int
     context: int
-    """Tokens in the caches of all sequences after the step, together."""
+    """Tokens in the caches after the step, summed over its sequences."""
     pairs: int
-    """Of a token of the step with a token that it attends to."""
+    """Pairs of a token of the step and a token that it attends to."""
 
 
 class PageRun(NamedTuple):
-    """Where the KV entries of tokens in a row lie in the pages of a DP group."""
+    """Pages of a DP group that hold the KV entries of consecutive tokens."""
 
     group: int
     page_ids: Sequence[int]
-    """Page ids in the group's pools, those of a page's tables side by side; the first page holds
+    """Page ids in the group's pools, a page's ids in all tables side by side. The first page holds
     the first token."""
     offset: int = 0
     """Offset of the first token in the first page, in tokens."""
@@ -88,10 +90,10 @@ class BatchLayout(msgspec.Struct, frozen=True):
     The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
     `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
     temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
-    Slots without tokens in this step have an empty query range. `sample` says after how many of a
-    slot's tokens, its last ones, something is sampled: 0, 1, or 1 and its drafts. With prediction
-    modules `upcoming[slots * modules]` follows: the tokens behind a slot's last one where its
-    prompt goes on, -1 where they are unknown.
+    Slots without tokens in this step have an empty query range. `sample` is the number of a slot's
+    last tokens after which one is sampled: 0, 1, or 1 + its drafts. With prediction modules
+    `upcoming[slots * modules]` follows: the prompt tokens behind a slot's last one, -1 where they
+    are unknown.
     """
 
     tokens: int
@@ -120,12 +122,12 @@ class BatchLayout(msgspec.Struct, frozen=True):
 
 
 class RulesLayout(msgspec.Struct, frozen=True):
-    """Where each field of a slot's rules lies in its row of the rules array.
+    """Layout of a slot's row in the rules array.
 
     The rules array is int32 `[dp, slots, width]`. It exists only for steps in which some request
-    has rules (penalties, biases, banned or allowed tokens). Then the temperatures are here, and 0
-    in the batch array: a token is drawn once, after the rules. Floats and bitmasks are raw bits;
-    bit t % 32 of word t // 32 of a bitmask stands for token t.
+    has rules (penalties, biases, banned or allowed tokens). Such a step has its temperatures here,
+    and 0 in the batch array, so that each token is drawn once, after the rules. Floats and bitmasks
+    are raw bits; bit t % 32 of word t // 32 of a bitmask stands for token t.
     """
 
     vocab: int

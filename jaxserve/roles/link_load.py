@@ -1,5 +1,5 @@
-"""Bytes that cross between an attention runtime and an ffn runtime in a step, and the time that the
-link needs for them at least. Used by `serve --check`; needs no device."""
+"""Computes the bytes that cross between an attention runtime and an ffn runtime in a step, and the
+least time that the link takes for them. Used by `serve --check`; needs no device."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,15 @@ from jaxserve.link.dispatch.message import answer_format, message_formats
 
 
 class LinkLoad(NamedTuple):
-    """What a decode step takes of a link between runtimes, with every slot of every lane in use."""
+    """Load that a decode step puts on a link between runtimes, with every slot of every lane in
+    use."""
 
     there: int
     """Bytes of a domain's messages, all layers together."""
     back: int
-    """Bytes of their answers."""
+    """Bytes of the answers to them."""
     domains: int
-    """Domains that share the ffn worker, whose end carries the rows of all."""
+    """Domains that share the ffn worker, whose end carries the rows of all of them."""
     rate: float
     """Bytes a second that a process carries each way."""
 

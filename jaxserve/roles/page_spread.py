@@ -29,7 +29,8 @@ AXES = ("dp", "tp")
 
 
 def page_access(arrays: KVArrays, **options: Any) -> PageAccess:
-    """A worker's pages for hand-offs; compiles and warms up. `options` as of `PageTransfer`."""
+    """Makes a worker's pages readable and writable for hand-offs. Compiles the programs and warms
+    them up. `options` are those of `PageTransfer`."""
     programs = arrays.programs
     processes = {device.process_index for device in programs.mesh.devices.flat}
     transfer = PageTransfer if len(processes) == 1 else SpreadPages
@@ -37,8 +38,8 @@ def page_access(arrays: KVArrays, **options: Any) -> PageAccess:
 
 
 class SpreadPages(PageTransfer):
-    """`PageTransfer` of a mesh over several processes, all of which call everything here in the
-    same order; what arrives is given by the leader alone."""
+    """`PageTransfer` of a mesh over several processes. All of them make all calls, in the same
+    order; only the leader passes arrays that have arrived."""
 
     spread = True
 
@@ -54,7 +55,7 @@ class SpreadPages(PageTransfer):
         self._between = compile_all(wanted)
 
     def gather(self, pages: Pages, run: PageRun, tokens: int) -> list[jax.Array]:
-        """As `PageTransfer.gather`; the results are this process's copies."""
+        """Like `PageTransfer.gather`; returns this process's copies."""
         key = PageKey("gather", tokens, self.programs.format)
         meant = np.arange(self.programs.groups, dtype=np.int32) == run.group
         results = self._gathered(pages, run, tokens)
@@ -65,7 +66,7 @@ class SpreadPages(PageTransfer):
     def landing(
         self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
-        """Every KV head once, on this process's first device."""
+        """Shapes of every KV head's arrays, all on this process's first device."""
         sharding = SingleDeviceSharding(self.device)
         return [
             array.update(sharding=sharding)
@@ -80,7 +81,7 @@ class SpreadPages(PageTransfer):
         cache_format: FormatName,
         arrived: Sequence[jax.Array],
     ) -> Pages:
-        """As `PageTransfer.scatter`; `arrived` is empty in every process but the leader's."""
+        """Like `PageTransfer.scatter`; `arrived` is empty in every process but the leader's."""
         key = PageKey("scatter", tokens, cache_format)
         wire = self.programs.wire(tokens, cache_format) * self.programs.kv_heads
         given: Sequence[jax.Array | None] = arrived or [None] * len(wire)
@@ -88,7 +89,8 @@ class SpreadPages(PageTransfer):
         return self._scattered(pages, run, key, self._between[key](*sources))
 
     def _source(self, wire: jax.ShapeDtypeStruct, arrived: jax.Array | None) -> jax.Array:
-        """Zeros of every device, but what arrived on this process's first one."""
+        """Returns an array over all devices: the arrived one on this process's first device, zeros
+        on all others."""
         devices = self.programs.mesh.devices.size
         whole = (devices * wire.shape[0], *wire.shape[1:])
         shards_of, make_assemble = fast_shards()
@@ -100,7 +102,7 @@ class SpreadPages(PageTransfer):
         return make_assemble(whole, wire.dtype, self._pieces)(parts)
 
     def _collected(self, tokens: int, cache_format: FormatName) -> Program:
-        """(which group is meant, results of `gather`…) → every KV head's wire arrays."""
+        """(DP group that was read, results of `gather`…) → wire arrays of every KV head."""
         programs = self.programs
         wire = programs.wire(tokens, cache_format)
         places = [self._place(head) for head in range(programs.kv_heads)]
@@ -123,8 +125,8 @@ class SpreadPages(PageTransfer):
         )
 
     def _spread(self, tokens: int, cache_format: FormatName) -> Program:
-        """(every KV head's wire arrays, on one device, and zeros of the others…) → those of each
-        device's heads, as `scatter` takes them."""
+        """(wire arrays of every KV head, on one device, and zeros on the others…) → those of each
+        device's own heads, as arguments of `scatter`."""
         programs = self.programs
         wire = programs.wire(tokens, cache_format)
         heads = [
@@ -150,7 +152,7 @@ class SpreadPages(PageTransfer):
         )
 
     def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:
-        """Arrays with a row a DP group, on its devices."""
+        """Puts arrays with one row for each DP group on the groups' devices."""
         sharding = cached_sharding(self.programs.mesh, ROWS)
         return [
             jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -159,10 +161,10 @@ class SpreadPages(PageTransfer):
 
 
 def _added_up(parts: Sequence[Array]) -> list[Array]:
-    """Each of these arrays as the one device has it that has not only zeros.
+    """Returns each array as held by the one device on which it is not all zeros.
 
-    Their bytes go together, in one collective: of several in a program, the processes of a mesh of
-    CPUs may not begin the same one first.
+    All bytes go through one collective. With several collectives in a program, the processes of a
+    CPU mesh might not start with the same one.
     """
     flat = [jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(-1) for part in parts]
     total = jax.lax.psum(jnp.concatenate(flat), AXES)

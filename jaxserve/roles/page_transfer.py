@@ -1,9 +1,9 @@
-"""The pages of one worker as a hand-off reads and writes them: programs, compiled, and their calls.
+"""Reads and writes a worker's KV pages for hand-offs, with compiled programs.
 
-Used by the workers that hold pages (`colocated.py`, `attention.py`), on the engine's thread: a call
-enqueues one program on the attention mesh, between those of steps, and returns at once. What is
-handed in has to have arrived: a program that is given an array in error would destroy the pages
-that are donated to it.
+Used by the workers that hold pages (`colocated.py`, `attention.py`), on the engine's thread. A call
+enqueues one program on the attention mesh, between those of steps, and returns at once. Arrays
+passed in must have arrived: an array whose computation failed would destroy the pages that are
+donated to the same program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,18 +31,18 @@ class PageTransfer:
     """Reads and writes pages in the wire form.
 
     Args:
-      programs: of the role that holds the pages.
-      stacked: as of `PagePrograms`.
+      programs: programs of the role that holds the pages.
+      stacked: see `PagePrograms`.
       exports: whether pages are read.
       imports: wire formats in which pages arrive; empty: none do.
-      pieces: tokens of a program's run, ascending.
+      pieces: sizes in tokens of the pieces that programs are compiled for, ascending.
 
     Raises:
       ConfigError: a piece is no multiple of the page size, and pages are imported.
     """
 
     spread = False
-    """Whether other processes take part in every piece (`page_spread.py`)."""
+    """True if other processes take part in every piece (`page_spread.py`)."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PageTransfer:
         self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
 
     def warm_up(self, pages: Pages) -> Pages:
-        """Runs every program once; nothing is written."""
+        """Runs every program once, without writing to any page of the pool."""
         nothing = PageRun(0, [])
         for key in self._compiled:
             if key.name == "gather":
@@ -95,10 +95,11 @@ class PageTransfer:
         return pages
 
     def gather(self, pages: Pages, run: PageRun, tokens: int) -> list[jax.Array]:
-        """Starts to read a run of at most `tokens` tokens (a piece); what follows it is arbitrary.
+        """Starts to read a run of at most `tokens` tokens (a piece). Entries behind the run are
+        arbitrary.
 
         Returns:
-          for every KV head its wire arrays, one after the other, each on one device.
+          the wire arrays of each KV head in turn, each on one device.
         """
         programs = self.programs
         results = self._gathered(pages, run, tokens)
@@ -113,18 +114,18 @@ class PageTransfer:
         return found
 
     def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array | np.ndarray]:
-        """Arrays with a row a DP group, on its devices; a runtime of one process need not put them
-        there itself, its programs take them for less."""
+        """Puts arrays with one row for each DP group on the groups' devices. In a runtime of one
+        process it returns them unchanged: the programs' own transfer is cheaper."""
         if jax.process_count() == 1:
             return arrays
         return jax.device_put(arrays, (self._rows,) * len(arrays))
 
     def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
-        """The program's output arrays."""
+        """Calls the program and returns its output arrays."""
         programs = self.programs
         tables = programs.tables
         page_ids = np.zeros((programs.groups, programs.gather_pages(tokens) * tables), np.int32)
-        # Beyond the run its last page is read again: never a page of another sequence.
+        # Behind the run its last page is read again, never a page of another sequence.
         page_ids[run.group].reshape(-1, tables)[:] = run.page_ids[-tables:] or 0
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         offset = np.full(programs.groups, 0, np.int32)
@@ -135,8 +136,8 @@ class PageTransfer:
     def landing(
         self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
-        """As what a piece has to arrive for `scatter`, with shardings: every KV head once, on a
-        device that holds it."""
+        """Returns the shapes and shardings in which a piece must arrive for `scatter`: every KV
+        head once, on a device that holds it."""
         wire = self.programs.wire(tokens, cache_format)
         return [
             array.update(sharding=SingleDeviceSharding(self._devices[group, self._place(head)[0]]))
@@ -155,8 +156,8 @@ class PageTransfer:
         """Starts to write a piece into whole pages; donates the pages and returns them.
 
         Args:
-          run: its pages, of which there may be fewer than the piece has; the offset is 0.
-          arrived: as `landing` says, complete and without error.
+          run: pages to write, possibly fewer than the piece fills; the offset is 0.
+          arrived: arrays in the form of `landing`, complete and without error.
         """
         programs = self.programs
         wire = programs.wire(tokens, cache_format)
@@ -181,7 +182,8 @@ class PageTransfer:
         return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
 
     def _place(self, head: int) -> tuple[int, int]:
-        """Rank along tp of the first device that holds a KV head, and which of its heads it is."""
+        """Returns the tp rank of the first device that holds a KV head, and the head's index
+        there."""
         programs = self.programs
         return next(
             (rank, index)
@@ -191,7 +193,8 @@ class PageTransfer:
         )
 
     def _assembled(self, group: int, shards: Sequence[jax.Array]) -> jax.Array:
-        """One argument of `scatter`: the group's shards, and other groups' of no meaning."""
+        """Builds one argument of `scatter`: the group's shards, with arbitrary ones for other
+        groups."""
         shape, dtype = shards[0].shape, shards[0].dtype
         devices = self._devices
         whole = (devices.size * shape[0], *shape[1:])
@@ -214,10 +217,11 @@ class PageTransfer:
 
 
 class PageAccess:
-    """A worker's pages, read and written between its steps; only by the thread that enqueues them.
+    """Reads and writes a worker's pages between its steps. Only for the thread that enqueues the
+    steps.
 
     Args:
-      transfer: compiled.
+      transfer: compiled programs.
       arrays: the worker's pages.
     """
 
@@ -242,11 +246,11 @@ class PageAccess:
     def write(
         self, run: PageRun, tokens: int, cache_format: FormatName, arrived: Sequence[jax.Array]
     ) -> None:
-        """Starts to write a piece that has arrived, see `PageTransfer.scatter`."""
+        """Starts to write a piece that has arrived; see `PageTransfer.scatter`."""
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))
 
     def follow(self, action: ReadPages | WritePages) -> None:
-        """Takes part in what the leading process reads or writes."""
+        """Takes part in a read or write of the leading process."""
         run = PageRun(action.group, action.page_ids, action.offset)
         if isinstance(action, ReadPages):
             self.transfer.gather(self._load(), run, action.tokens)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, from its templates: for `serve --check` and for sizes."""
+"""Counts the parameters of a model from its templates, for `serve --check` and for sizing."""
 
 import math
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from jaxserve.model.module import Template
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of a text model; scales and zero points are none."""
+    """Parameter counts of a text model, without scales and zero points."""
 
     total: int
-    """Without multi-token prediction; a tied head counts once."""
+    """All parameters but those of multi-token prediction; a tied head counts once."""
     activated: int
-    """That one token meets: all but the embedding, of which it reads a row, and the experts that
-    are not its own."""
+    """Parameters that take part in computing one token: all but the embedding, of which it reads
+    one row, and the experts that it is not routed to."""
     prediction: int
-    """The multi-token-prediction modules, without the embedding and head that they share."""
+    """Parameters of the prediction modules, without the embedding and head that they share."""
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
-    """The model's numbers of parameters, whatever the formats of its files and deployments."""
+    """Returns the model's parameter counts, which do not depend on number formats."""
     templates = _whole(config)
     embedding, head = _size(templates.embedding), _size(templates.head)
     if config.tied_head:
@@ -40,7 +40,8 @@ def count_parameters(config: ModelConfig) -> Parameters:
 
 
 def _predictions(config: ModelConfig) -> int:
-    """Parameters of all modules (DeepSeek-V3 §2.2): each has a layer, a map to it and norms."""
+    """Returns the parameters of all prediction modules (DeepSeek-V3 §2.2): each has a layer, a
+    projection to it, and norms."""
     whole = _whole(msgspec.structs.replace(config, modules=len(config.predictors)))
     return sum(
         _size(block)
@@ -50,7 +51,8 @@ def _predictions(config: ModelConfig) -> int:
 
 
 def _whole(config: ModelConfig) -> ModelTemplates:
-    """The templates on one device a role, where nothing is padded, and without scales."""
+    """Returns the templates for one device in each role, where nothing is padded, and without
+    scales."""
     plain = msgspec.structs.replace(config, stored="plain")
     one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
     return ModelTemplates(plain, one, AbstractSubmeshes(one))

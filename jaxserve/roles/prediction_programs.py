@@ -1,11 +1,11 @@
-"""A pass of a prediction module, piece by piece: pure functions that programs are made of.
+"""Pure functions that compute the parts of a prediction module's pass; programs are made of them.
 
-A pass is a step of one decoder layer whose batch array the device writes itself. Its rows are
-hidden states, its token ids those that follow them; the module's layer runs at their positions on
-pages of its own, and the head makes a draft of each slot's last row (DeepSeek-V3 §2.2, xDeepServe
-§4.6). Passes of different modules go over all rows of a step, so that each module has the KV of
-whole prompts. Where there are more drafts than modules, the last one runs again on one row a slot,
-a position further, on its own hidden state and draft.
+A pass is a step of one decoder layer whose batch array the device writes itself. Each row is a
+hidden state with the token id that follows it. The module's layer runs at the rows' positions on
+pages of its own, and the head makes a draft from each slot's last row (DeepSeek-V3 §2.2, xDeepServe
+§4.6). Passes of different modules run on all rows of a step, so that each module has the KV of
+whole prompts. With more drafts than modules, the last module runs again on one row for each slot,
+one position further, on its own hidden state and draft.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from jaxserve.roles.token_programs import TokenPrograms, drawn_tokens, sampler_s
 
 
 class PassStart(NamedTuple):
-    """What a pass starts from, on one DP group."""
+    """Inputs of a pass on one DP group."""
 
     hidden: Float[Array, "tokens d_model"]
-    """As `Prediction.enter` takes it."""
+    """Hidden states, in the form that `Prediction.enter` takes."""
     batch: Int[Array, " width"]
-    """As `BatchLayout` has it: `token_ids` are the tokens after each row, `kv_length` counts the
-    rows' own positions."""
+    """Batch row in the layout of `BatchLayout`: `token_ids` are the tokens that follow each row,
+    and `kv_length` counts the rows' own positions."""
 
 
 def first_pass(
@@ -37,13 +37,13 @@ def first_pass(
     lengths: Int[Array, " slots"],
     head: Sequence[Array],
 ) -> PassStart:
-    """After a step: all its rows but those of rejected drafts.
+    """Builds the first pass after a step, from all its rows but those of rejected drafts.
 
     Args:
       x: the residual stream after the last layer.
-      batch: the step's, resolved.
-      sampled: as the step leaves it, this group's.
-      lengths: tokens of each slot that are in the cache and hold.
+      batch: the step's batch row, without `FROM_DEVICE`.
+      sampled: tokens that the step sampled in this DP group.
+      lengths: tokens of each slot in the cache, without rejected drafts.
     """
     fields = programs.layout(tokens).fields(batch)
     start, counts = fields["query_start"], fields["sample"]
@@ -54,7 +54,7 @@ def first_pass(
     place = offset - (fed - counts)[slot]  # among the slot's sampled tokens
     drawn = sampled[slot, jnp.clip(place, 0, sampled.shape[1] - 1)]
     fed_next = fields["token_ids"][jnp.minimum(row + 1, tokens - 1)]
-    # Behind the last row of a prompt's chunk comes the row of another sequence.
+    # The row behind the last one of a prompt's chunk belongs to another sequence.
     known, upcoming = _upcoming(programs, fields)
     fed_next = jnp.where((counts[slot] == 0) & (place == -1), known[slot], fed_next)
     fields |= {
@@ -75,7 +75,7 @@ def enter_module(
     embedding: Sequence[Array],
     module: Sequence[Array],
 ) -> Float[Array, "tokens d_model"]:
-    """What the module's layer takes."""
+    """Returns the input of the module's layer."""
     fields = programs.layout(tokens).fields(start.batch)
     with jax.named_scope("predict"):
         embedded = programs.templates.embedding.merge(embedding)(fields["token_ids"])
@@ -91,12 +91,12 @@ def leave_module(
     module: Sequence[Array],
     head: Sequence[Array],
 ) -> tuple[Float[Array, "tokens d_model"], Int[Array, " slots"]]:
-    """The module's hidden states, and the draft after each slot's last row.
+    """Returns the module's hidden states, and the draft after each slot's last row.
 
     Args:
-      x: what the layer gives.
-      batch: the pass's.
-      ahead: by how much the draft's position is beyond `kv_length`.
+      x: output of the module's layer.
+      batch: batch row of the pass.
+      ahead: distance of the draft's position from `kv_length`.
     """
     fields = programs.layout(tokens).fields(batch)
     block = programs.templates.prediction.merge(module)
@@ -104,7 +104,7 @@ def leave_module(
     last = jnp.maximum(fields["query_start"][1:] - 1, 0)
     with jax.named_scope("head"):
         logits = block.logits(hidden[last], programs.templates.head.merge(head))
-    # The same draw as the model's own of that position: equal where the logits are alike.
+    # The same noise as in the model's own draw at that position: similar logits give equal tokens.
     state = sampler_state(fields | {"kv_length": fields["kv_length"] + ahead})
     return hidden, _a_token(drawn_tokens(logits, state, programs.config.vocab))
 
@@ -119,11 +119,11 @@ def next_pass(
     again: bool,
     longest: int | Int[Array, ""],
 ) -> PassStart:
-    """The pass after one that gave these hidden states and drafts.
+    """Builds the pass after one that gave these hidden states and drafts.
 
     Args:
-      again: of the same module, on one row of each slot that samples; otherwise of the next module,
-        on the same rows, each with a token further.
+      again: True runs the same module again, on one row of each slot that samples; False the next
+        module, on the same rows, each one token further.
       longest: positions that the step's page table has room for.
     """
     fields = programs.layout(tokens).fields(batch)
@@ -151,8 +151,8 @@ def next_pass(
 def _rows(
     counts: Int[Array, " slots"], tokens: int
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Int[Array, " slots_plus_one"]]:
-    """Slot of every row and its place there, where slots have so many; and where they start. Rows
-    beyond are those of the last slot."""
+    """Lays out slots with these numbers of rows one after another. Returns each row's slot and its
+    place there, and the start of each slot. Rows behind the last slot count as part of it."""
     start = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
     row = jnp.arange(tokens, dtype=jnp.int32)
     slot = jnp.sum(row[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
@@ -170,7 +170,7 @@ def _upcoming(
 
 
 def _a_token(drawn: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """Token ids; what stands for none becomes one."""
+    """Returns valid token ids; a placeholder becomes some token."""
     return jnp.maximum(drawn, 0)
 
 

@@ -1,6 +1,6 @@
-"""The form of a program: a function over device slices, and the options it is compiled with.
+"""Describes a program: a function over device slices, and the options it is compiled with.
 
-A flag that XLA_FLAGS names keeps that value in all programs on GPUs.
+On GPUs, a flag set in XLA_FLAGS keeps that value in all programs.
 """
 
 import os
@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 CudaGraphs = Literal["default", "off", "branches"]
-"""Whether XLA turns consecutive kernels of a program into command buffers, which are CUDA graphs. A
-graph keeps the addresses of its kernels' arguments. At a call with other addresses XLA records
-every node again and traces custom calls, our kernels, once more (it keeps 16 graphs of those).
+"""How XLA turns consecutive kernels of a program into command buffers, which are CUDA graphs. A
+graph keeps the addresses of its kernels' arguments. Called with other addresses, XLA records every
+node again and traces custom calls (our kernels) once more; it keeps 16 graphs of those.
 
 `default`: XLA decides.
 
@@ -27,20 +27,20 @@ a loop.
 `branches`: for programs with the sampler, whose arguments stay where they are except for a few
 small ones. Conditions and loops become nodes of the graph, too. Outside a graph XLA's host thread
 waits at every condition until the device has finished everything enqueued before, and cannot
-enqueue the next step meanwhile. This needs a driver for CUDA 12.3 or later; XLA leaves the nodes
-out under older ones. In Step-3's `leave` a step of greedy slots runs 20 nodes, one of which is the
-condition that skips all draws. Without conditions every step would draw: 8 windows for 128 slots,
-with two searches of 31 rounds of 4 kernels each, are some 2,000 more nodes, or 3.4 ms at the 1.7
-µs that the estimate charges for each."""
+enqueue the next step meanwhile. This needs a driver for CUDA 12.3 or later; under older drivers XLA
+leaves these nodes out of graphs. In Step-3's `leave` a step of greedy slots runs 20 nodes, one of
+which is the condition that skips all draws. Without conditions every step would draw: 8 windows for
+128 slots, with two searches of 31 rounds of 4 kernels each, are some 2,000 more nodes, or 3.4 ms at
+the 1.7 µs that the estimate charges for each."""
 
 _ON_CPU = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
     "xla_cpu_prefer_vector_width": 512,
 }
-"""YNNPACK multiplies matrices, as XLA:CPU has it by default, and does nothing else: it would
-reduce arrays of 4,096 elements and more in another order than XLA reduces smaller ones, and a
-token's norms and softmaxes would depend on how many others are in its step. Vectors are as wide as
-the CPU has them, which halves the instructions of a product (`pallas_kernels/input_major.py`)."""
+"""Restricts YNNPACK to matrix products, which XLA:CPU leaves to it by default. In reductions of
+4,096 elements and more it would add in another order than XLA does in smaller ones, so that a
+token's norms and softmaxes would depend on the number of tokens in its step. Vectors have the full
+width of the CPU, which halves the instructions of a product (`pallas_kernels/input_major.py`)."""
 
 _GRAPHS: Mapping[CudaGraphs, dict[str, Any]] = {
     "off": {"xla_gpu_enable_command_buffer": ""},
@@ -59,17 +59,17 @@ experts that move (`expert_programs.py`). XLA's default is a kernel for the GPUs
 between processes a call fails. With NCCL's sends and receives the host would wait for the device
 twice in each call, to read how many rows there are. The device kernel is one launch that reads the
 numbers itself and writes to other GPUs over NVLink and, from the device, over NICs: it needs NCCL
-2.29, and between hosts NICs that NCCL's GIN knows. It waits for rows from every device on other
+2.29, and between hosts NICs that NCCL's GIN supports. It waits for rows from every device on other
 hosts, but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
 so `model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
-(`commands/self_tests.py`). The scheduler lets the program compute what does not need the rows
-while they come."""
+(`commands/self_tests.py`). The scheduler lets the program run work that does not need the rows
+while they arrive."""
 
 
 def compiler_options(
     platform: str, graphs: CudaGraphs = "default", ragged: bool = False
 ) -> dict[str, Any]:
-    """The options that a program is compiled with.
+    """Returns the options that a program is compiled with.
 
     Args:
       ragged: whether the program has ragged all-to-alls between processes.
@@ -84,7 +84,7 @@ def compiler_options(
 
 
 Arrays = tuple[Array, ...]
-"""Inputs of a program that belong together, as the leaves of a block do; or its results."""
+"""Inputs or results of a program that belong together, such as the leaves of a block."""
 
 ROWS = PartitionSpec("dp")
 PIECES = PartitionSpec(("dp", "tp"))
@@ -96,7 +96,7 @@ class Program(NamedTuple):
 
     name: str
     body: Callable[..., Any]
-    """Takes an argument for each of `inputs`, of the same form; returns flat arrays."""
+    """Takes one argument for each of `inputs`, in the same structure; returns flat arrays."""
     mesh: Mesh
     inputs: tuple[Any, ...]
     """Arrays, and trees of arrays that belong together: global shapes with their shardings."""
@@ -105,11 +105,11 @@ class Program(NamedTuple):
     """Numbers of the inputs that the program may overwrite."""
     cuda_graphs: CudaGraphs = "default"
     ragged: bool = False
-    """Whether the program has ragged all-to-alls."""
+    """True if the program has ragged all-to-alls."""
 
     @property
     def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The inputs' arrays, flat, as the compiled program takes them."""
+        """Arrays of the inputs in flat order, as arguments of the compiled program."""
         return tuple(jax.tree.leaves(self.inputs))
 
     @property
@@ -119,7 +119,7 @@ class Program(NamedTuple):
         return tuple(place for place, number in enumerate(inputs) if number in self.donates)
 
     def mapped(self) -> Callable[..., Any]:
-        """The function over whole arrays, flat."""
+        """The function over whole arrays in place of device slices, with flat arguments."""
         form = jax.tree.structure(self.inputs)
 
         def of_slices(*arguments: Array) -> Any:

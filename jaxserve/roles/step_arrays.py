@@ -1,8 +1,8 @@
 """Turns step plans into the int32 arrays that the programs of a step take.
 
-Every process of the attention role holds one `LaneState` a lane and gives it each of the lane's
-plans once, in order; the same plans make the same arrays in every process. `rules_array` and
-`targets_array` are for the steps that have options. NumPy alone: no JAX, no devices.
+Every process of the attention role holds one `LaneState` for each lane and gives it each of the
+lane's plans once, in order; equal plans give equal arrays in every process. `rules_array` and
+`targets_array` serve only steps with such options. Uses NumPy: no JAX, no devices.
 """
 
 import sys
@@ -15,19 +15,20 @@ from jaxserve.roles.step_plan import SlotRules, StepPlan
 
 
 class StepArrays(NamedTuple):
-    """The arrays of one step. They do not change while somebody refers to them: the device may read
-    them until the step ends."""
+    """Arrays of one step. They do not change while something refers to them, because the device may
+    read them until the step ends."""
 
     batch: np.ndarray
     """int32 `[groups, BatchLayout.width]`."""
     page_table: np.ndarray
     """int32 `[groups, slots, bucket.pages * tables]`; entries beyond the pages of a sequence are 0.
 
-    It includes sequences that take no part."""
+    Includes sequences that take no part in the step.
+    """
 
 
 class LaneState:
-    """What the plans of one lane have said so far of the sequences in its slots.
+    """State of the sequences in one lane's slots, accumulated from the lane's plans.
 
     Args:
       groups: DP groups.
@@ -51,7 +52,7 @@ class LaneState:
         self._page_tables = _PageTables(groups, slots, pages * tables)
 
     def step(self, plan: StepPlan) -> StepArrays:
-        """Takes in what the plan says that is new, and makes the arrays of its step."""
+        """Updates the state from a plan and returns the arrays of its step."""
         for sequence in plan.new_sequences:
             for name, values in self._sampling.items():
                 values[sequence.row] = getattr(sequence, name)
@@ -90,32 +91,32 @@ class LaneState:
         return batch
 
     def _per_slot(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Values of the rows as int32 `[groups, slots]`; 0 for the others."""
+        """Spreads the rows' values over int32 `[groups, slots]`, with 0 in all other slots."""
         dense = np.zeros(self._groups * self._slots, np.int32)
         dense[rows] = values
         return dense.reshape(self._groups, self._slots)
 
 
 class _StepTable:
-    """A page table as steps get it."""
+    """One copy of a lane's page table, passed to steps."""
 
     def __init__(self, rows: int, pages: int):
         self.array = np.zeros((rows, pages), np.int32)
         self.stale = np.ones(rows, bool)
-        """Rows that have changed since it was made."""
+        """True for rows that have changed since the copy was last brought up to date."""
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody refers to its memory any more, as a view of it or as a JAX array."""
+        """True if neither a view nor a JAX array refers to the copy's memory any more."""
         ours = 2  # the attribute, and the argument of the call
         return sys.getrefcount(self.array) == ours
 
 
 class _PageTables:
-    """The page table of a lane.
+    """Page table of a lane, in several copies.
 
-    Few rows change from step to step, and a table may have megabytes, so steps get one of several
-    that take turns, brought up to date, instead of a new one.
+    Few rows change from step to step, and a table may have megabytes. Steps therefore get one of
+    several copies in turn, brought up to date, instead of a new table.
     """
 
     def __init__(self, groups: int, slots: int, pages: int):
@@ -124,7 +125,8 @@ class _PageTables:
         self._tables: list[_StepTable] = []
 
     def change(self, new_rows: list[int], new_pages: np.ndarray) -> None:
-        """Takes in pages, int32 `[3, pages]`: row, index, page id. Rows that are new had others."""
+        """Records new pages, int32 `[3, pages]`: row, index, page id. `new_rows` lose their earlier
+        pages."""
         rows, places, page_ids = new_pages
         self._newest[new_rows] = 0
         self._newest[rows, places] = page_ids
@@ -132,7 +134,7 @@ class _PageTables:
             table.stale[new_rows] = table.stale[rows] = True
 
     def of_step(self, pages: int) -> np.ndarray:
-        """The newest state, int32 `[groups, slots, pages]`."""
+        """Returns the current table, int32 `[groups, slots, pages]`."""
         self._tables = [table for table in self._tables if table.array.shape[1] == pages]
         table = next((table for table in self._tables if table.is_free), None)
         if table is None:
@@ -155,7 +157,7 @@ def rules_array(plan: StepPlan, groups: int, slots: int, vocab: int) -> np.ndarr
     fields = layout.fields(array)
     fields["repetition"].view(np.float32)[...] = 1.0
     for name in ("prompt_length", "token_ids"):
-        fields[name][...] = np.iinfo(np.int32).max  # counts nothing; beyond every vocabulary
+        fields[name][...] = np.iinfo(np.int32).max  # counts no token; ids beyond every vocabulary
     fields["temperature"].view(np.float32)[plan.rows, 0] = plan.temperatures
     for options in plan.options:
         if options.rules is not None:
@@ -186,7 +188,8 @@ def _write_rules(rules: SlotRules, fields: dict[str, np.ndarray]) -> None:
 
 
 def targets_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
-    """The plan's targets as int32 `[groups, tokens]`, each at its token's place; elsewhere 0."""
+    """Returns the plan's targets as int32 `[groups, tokens]`, each at its token's place, 0
+    elsewhere."""
     targets = np.zeros((groups, plan.bucket.tokens), np.int32)
     starts = plan.token_starts(slots)
     for options in plan.options:

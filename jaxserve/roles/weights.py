@@ -1,7 +1,7 @@
 """Weights and KV pages of a role, as its worker passes them to programs: flat, sharded arrays.
 
-Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for benches; a process
-reads what its own devices hold. Colocated mode stacks the layers of a run.
+Filled block by block from a checkpoint (`checkpoint/hf.py`) or at random for benches. A process
+reads only the parts that its own devices hold. Colocated mode stacks the layers of a run.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ Leaves = tuple[jax.Array, ...]
 
 
 class LeafSource(Protocol):
-    """Where leaves come from."""
+    """Source of a role's leaves, such as a checkpoint folder or a running worker."""
 
     on_read: Callable[[int], None]
     """Called with the number of bytes of every read, from any thread."""
 
     @property
     def storage(self) -> "LeafSource":
-        """Itself, or where it reads what no running worker gives it."""
+        """The source that reads from storage: this one, or the one that it falls back to when no
+        running worker has the weights."""
         ...
 
     def leaves(
@@ -38,37 +39,37 @@ class LeafSource(Protocol):
         sources: Sources | Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterable[jax.Array]:
-        """One block's leaves on their devices, made one by one; or those of several blocks of one
-        kind, behind each other in a new first axis."""
+        """Makes one block's leaves on their devices, one by one. With several blocks of one kind,
+        stacks them along a new first axis."""
         ...
 
     def check(self) -> None:
-        """Called when everything is loaded; raises CheckpointError where that was damaged."""
+        """Called when everything is loaded. Raises CheckpointError if a file was damaged."""
         ...
 
 
 OpenSource = Callable[[Deployment, CheckpointNames], LeafSource]
-"""Where a deployment's weights come from: `checkpoint.store.open_folder`, or
+"""Opens the source of a deployment's weights: `checkpoint.store.open_folder` or
 `checkpoint.peer.open_weights`."""
 
 
 class HeldBlock(NamedTuple):
-    """A block of the checkpoint as a worker has it."""
+    """Block of the checkpoint that a worker holds."""
 
     name: str
-    """As `checkpoint.manifest.blocks_of` names it."""
+    """Name of the block in `checkpoint.manifest.blocks_of`."""
     sources: Sources
     template: Template
     leaves: Callable[[], Leaves]
-    """Those of this moment: moves of experts replace them."""
+    """Returns the current leaves; moves of experts replace them."""
     layer: int = -1
-    """Of an attention or ffn block."""
+    """Layer of an attention or ffn block; -1 for other blocks."""
     entry: int | None = None
-    """In leaves that are stacks of several layers'."""
+    """Index of the block in stacked leaves; None if the leaves are the block's alone."""
 
 
 class _CountedLeaves:
-    """Another source, with every block counted."""
+    """Wraps a source and counts the blocks that it gives."""
 
     def __init__(self, source: LeafSource, progress: Progress):
         self._source, self._progress = source, progress
@@ -76,7 +77,7 @@ class _CountedLeaves:
 
     @property
     def storage(self) -> LeafSource:
-        """The source's."""
+        """The wrapped source's storage."""
         return self._source.storage
 
     def leaves(
@@ -85,17 +86,17 @@ class _CountedLeaves:
         sources: Sources | Sequence[Sources],
         shardings: Sequence[jax.sharding.Sharding],
     ) -> Iterator[jax.Array]:
-        """The source's leaves."""
+        """Yields the wrapped source's leaves."""
         yield from self._source.leaves(template, sources, shardings)
         self._progress.advance(1 if isinstance(sources, dict) else len(sources))
 
 
 @contextlib.contextmanager
 def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
-    """The source, with the progress of its blocks and bytes shown.
+    """Yields the source with a display of the blocks and bytes loaded.
 
-    A process reads a part of the files that is not known before. The time left therefore follows
-    from its own blocks.
+    The number of bytes that a process will read is not known in advance. The time left is therefore
+    estimated from its blocks.
     """
     with Progress("load", blocks, process=jax.process_index()) as progress:
         source.on_read = lambda size: progress.advance(0, size=size)
@@ -110,14 +111,14 @@ def load_leaves(
     mesh: Mesh,
     rules: Rules,
 ) -> Leaves:
-    """Leaves of one block, divided over a mesh by its rules; or of several blocks of one kind,
-    stacked along a new first axis."""
+    """Loads the leaves of one block, divided over a mesh by its rules; or those of several blocks
+    of one kind, stacked along a new first axis."""
     stacked = () if isinstance(sources, dict) else (None,)
     specs = [PartitionSpec(*stacked, *spec) for spec in template.specs(rules)]
     return tuple(source.leaves(template, sources, [cached_sharding(mesh, s) for s in specs]))
 
 
 def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:
-    """Pages of these global shapes, made on their devices."""
+    """Makes zeroed pages of these global shapes on their devices."""
     sharding = cached_sharding(mesh, PAGES_SPEC)
     return [sharded_zeros(array.shape, array.dtype, sharding) for array in arrays]
