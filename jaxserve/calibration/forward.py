@@ -1,7 +1,7 @@
-"""A layer in FP32 on whole sequences, with the inputs of its matrices.
+"""Computes a layer in FP32 on whole sequences and returns the inputs of its matrices.
 
-Called by `layers.py`. The serving modules attend over pages and return outputs alone; calibration
-needs what every matrix reads. The attention here is theirs without pages, and its tests compare it
+Called by `layers.py`. The serving modules attend over pages and return only outputs; calibration
+needs the inputs of every matrix. The attention here is the same without pages. Its tests compare it
 with the NumPy models.
 """
 
@@ -26,11 +26,12 @@ Leaves = Mapping[str, np.ndarray]
 """Float leaves of a block by name."""
 
 Inputs = dict[str, Array]
-"""What matrices read, [tokens, d_in], by the leaf of the first that reads it."""
+"""Inputs [tokens, d_in] of matrices, by leaf. Matrices with the same input share an entry under the
+first leaf."""
 
 
 class Routing(NamedTuple):
-    """Where rows go."""
+    """Experts that the router chose for each row, with gate weights."""
 
     experts: np.ndarray
     """int [tokens, top_k]."""
@@ -46,14 +47,14 @@ class Routing(NamedTuple):
 def attend(
     config: ModelConfig, spec: Attention, leaves: Leaves, x: np.ndarray
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The residual stream behind attention, and what its matrices read, once where several read the
-    same.
+    """Computes the residual stream after attention, and the inputs of attention's matrices.
 
     Args:
-      x: FP32 [sequences, tokens, d_model].
+      x: the residual stream before attention, FP32 [sequences, tokens, d_model].
 
     Returns:
-      rows as x, and inputs [sequences · tokens, d_in] by leaf.
+      The residual stream, shaped like x, and inputs [sequences · tokens, d_in] by leaf (see
+      `Inputs`).
     """
     floats = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
     done = [_attend_one(config, spec, floats, sequence) for sequence in x]
@@ -153,7 +154,8 @@ def _linear(x: Array, w: Array, bias: Array | None = None) -> Array:
 
 
 def _mixed(query: Array, key: Array, value: Array, scale: float, window: int) -> Array:
-    """Causal attention of [tokens, heads, width] each; K and V heads serve equal shares."""
+    """Causal attention over Q, K and V [tokens, heads, width]; each K/V head serves an equal number
+    of query heads. `window`: tokens that a token attends to; 0: all."""
     group = query.shape[1] // key.shape[1]
     key, value = (jnp.repeat(heads, group, axis=1) for heads in (key, value))
     scores = jnp.einsum("qhd,khd->hqk", query, key, precision="highest") * scale
@@ -171,7 +173,7 @@ def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndar
 
 
 def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
-    """Each row's experts, in FP32."""
+    """Chooses each row's experts with the serving router, in FP32."""
     template = Template(functools.partial(Router, normed.shape[1], rule, jnp.dtype(jnp.float32)))
     router = template.merge(
         [jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in template.names]
@@ -181,7 +183,7 @@ def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
 
 
 def units(leaves: Leaves, routing: Routing | None) -> Iterator[tuple[str, int | None]]:
-    """The FFNs of a block: (name of the leaves, which expert)."""
+    """Yields the FFNs of a block: (prefix of the leaves, expert number; None for the dense FFN)."""
     if any(name.startswith("dense.") for name in leaves):
         yield "dense", None
     if routing is not None:
@@ -190,7 +192,7 @@ def units(leaves: Leaves, routing: Routing | None) -> Iterator[tuple[str, int | 
 
 
 def unit(leaves: Leaves, name: str, expert: int | None, part: str) -> np.ndarray:
-    """One matrix of an FFN, FP32, of float or quantised leaves."""
+    """One matrix of an FFN in FP32, from float or quantised leaves."""
 
     def own(leaf: str) -> np.ndarray:
         found = leaves[leaf] if expert is None else leaves[leaf][expert]
@@ -203,7 +205,7 @@ def unit(leaves: Leaves, name: str, expert: int | None, part: str) -> np.ndarray
 
 
 def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """silu(x·gate) · (x·up), what the down matrix reads."""
+    """silu(x·gate) · (x·up): the input of the down matrix."""
     product = x @ gate.T
     return product * (0.5 + 0.5 * np.tanh(0.5 * product)) * (x @ up.T)
 

@@ -1,5 +1,5 @@
-"""GPTQ: rounds a matrix to INT8 or INT4, column by column, and moves each column's error into those
-that are still to be rounded (arXiv 2210.17323; xDeepServe §4.7).
+"""GPTQ: rounds a matrix to INT8 or INT4, column by column, and moves each column's error into the
+columns that are not rounded yet (arXiv 2210.17323; xDeepServe §4.7).
 
 Called by `layers.py`. Pure NumPy on one matrix at a time; knows no model.
 """
@@ -12,28 +12,28 @@ import numpy as np
 LARGEST = 127.0
 SMALLEST_SCALE = 2.0**-100
 BLOCK = 128
-"""Columns whose errors reach the rest of the matrix in one product."""
+"""Columns whose errors are applied to the rest of the matrix in one product."""
 DAMPING = 0.01
-"""Of the Hessian's mean diagonal, added to the diagonal (the paper's §3.3)."""
+"""Share of the Hessian's mean diagonal that is added to the diagonal (the paper's §3.3)."""
 
 
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of the largest magnitude that are tried as the largest of a group in INT4: beyond it,
-weights are cut off, and the others are nearer to their values."""
+"""Clipping ratios tried for INT4: the share of a group's largest magnitude that becomes the largest
+value. Larger weights are clipped, and the others are rounded more finely."""
 
 
 class Target(NamedTuple):
-    """What matrices are rounded to, and what they are multiplied by."""
+    """Number format that matrices are rounded to, and format of their inputs."""
 
     bits: Literal[8, 4] = 8
     group: int = 0
     """Columns that share a scale; 0: all."""
     int8_rows: bool = True
-    """Whether inputs become INT8, a token at a time."""
+    """Whether inputs are quantised to INT8, with one scale per token."""
 
     @property
     def largest(self) -> float:
-        """Of the values."""
+        """Largest integer value: 127 or 7."""
         return float(2 ** (self.bits - 1) - 1)
 
 
@@ -41,7 +41,7 @@ INT8 = Target()
 
 
 class IntMatrix(NamedTuple):
-    """A matrix in the format of our kernels."""
+    """A quantised matrix in the format of our kernels."""
 
     values: np.ndarray
     """int8 [d_out, d_in], for 4 bits too."""
@@ -60,11 +60,11 @@ def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _spread(scales: np.ndarray, d_in: int) -> np.ndarray:
-    """Scales of groups, one for each column or one for all."""
+    """Expands scales [..., groups] to one per column [..., d_in]; a single group stays [..., 1]."""
     groups = scales.shape[-1]
     if groups == 1:
         return scales
-    # The smallest power of two that explains the number; others would do the same.
+    # Group sizes are powers of two. If several explain the number of groups, they are equivalent.
     group = next(size for size in (2**n for n in range(32)) if -(-d_in // size) == groups)
     return np.repeat(scales, group, axis=-1)[..., :d_in]
 
@@ -72,10 +72,11 @@ def _spread(scales: np.ndarray, d_in: int) -> np.ndarray:
 def group_scales(
     weight: np.ndarray, target: Target, importance: np.ndarray | None = None
 ) -> np.ndarray:
-    """FP32 [d_out, groups]; of INT4, those with the least squared error of what is tried.
+    """Scales of a matrix, FP32 [d_out, groups]. For INT4, the clipping ratio (`SHRUNK`) with the
+    least squared error is chosen for each group.
 
     Args:
-      importance: of a column's error, [d_in]; None: all alike.
+      importance: weight of each column's error, [d_in]; None: equal weights.
     """
     if target == INT8:
         return row_scales(weight)
@@ -97,15 +98,15 @@ def group_scales(
 
 
 def row_scales(weight: np.ndarray) -> np.ndarray:
-    """FP32 [d_out, 1]: the largest magnitude of every output channel over 127, as `quantize_weight`
-    has it."""
+    """Scales FP32 [d_out, 1]: the largest magnitude of every output channel over 127, the same as
+    `quantize_weight` computes."""
     largest = np.abs(weight).max(axis=1, keepdims=True).astype(np.float32)
     scales = largest * np.float32(1 / LARGEST)
     return np.where(scales < SMALLEST_SCALE, np.float32(1), scales)
 
 
 def rounded(weight: np.ndarray, target: Target = INT8) -> IntMatrix:
-    """Every weight rounded to the nearest value of its channel or group (RTN)."""
+    """Rounds every weight to the nearest value of its channel or group (RTN)."""
     weight = np.asarray(weight, np.float32)
     scales = group_scales(weight, target)
     inverse = 1 / _spread(scales, weight.shape[1])
@@ -114,10 +115,10 @@ def rounded(weight: np.ndarray, target: Target = INT8) -> IntMatrix:
 
 
 class Hessian:
-    """The second moments of a matrix's inputs, and what GPTQ needs of them.
+    """Second moments of a matrix's inputs, and the factor that GPTQ derives from them.
 
     Args:
-      rows: [samples, d_in], the inputs.
+      rows: the inputs, [samples, d_in].
     """
 
     def __init__(self, rows: np.ndarray):
@@ -125,13 +126,13 @@ class Hessian:
         self.samples, self.d_in = rows.shape
         self.moments = (rows.T @ rows).astype(np.float64)
         self.order = np.argsort(-self.moments.diagonal(), kind="stable")
-        """Columns by falling moment: what matters most is rounded while most others can still make
-        up for it."""
+        """Columns by falling moment: important columns are rounded first, while most other columns
+        can still compensate for their error."""
 
     @functools.cached_property
     def inverse_factor(self) -> np.ndarray | None:
-        """U [d_in, d_in], upper triangular, with UᵀU the inverse of the damped moments, in `order`;
-        None: no input was ever anything but zero, or no damping makes the inverse exist."""
+        """U [d_in, d_in], upper triangular, with UᵀU the inverse of the damped moments, in `order`.
+        None if all inputs are zero, or no tried damping makes the moments invertible."""
         moments = self.moments[np.ix_(self.order, self.order)]
         mean = float(moments.diagonal().mean())
         if not (mean > 0 and np.isfinite(mean)):
@@ -146,13 +147,13 @@ class Hessian:
 
 
 def gptq(weight: np.ndarray, hessian: Hessian, target: Target = INT8) -> IntMatrix:
-    """The matrix in INT8 or INT4, so that its products with inputs like the Hessian's change
+    """Rounds a matrix to INT8 or INT4 so that its products with inputs like the Hessian's change
     little.
 
-    A column's error over U_ii, times the rest of U's row, is taken from the columns behind it
-    (the paper's equation 2 and algorithm 1). Without a factor, weights are rounded to the nearest.
-    Groups are of neighbours, with scales from the weights as they are, whatever the order in which
-    columns are rounded.
+    A column's error over U_ii, times the rest of U's row, is subtracted from the later columns
+    (the paper's equation 2 and algorithm 1). Without a factor, weights are rounded to nearest. A
+    group consists of neighbouring columns, and its scale comes from the original weights,
+    regardless of the order in which columns are rounded.
 
     Args:
       weight: [d_out, d_in] floats.
@@ -162,10 +163,10 @@ def gptq(weight: np.ndarray, hessian: Hessian, target: Target = INT8) -> IntMatr
         return rounded(weight, target)
     scales = group_scales(weight, target, hessian.moments.diagonal())
     spread = np.broadcast_to(_spread(scales, hessian.d_in), weight.shape)
-    # Columns as rows, here as below.
+    # Transposed, like `rest` below.
     of_columns = np.ascontiguousarray(spread.T[hessian.order])
     largest = target.largest
-    # Columns as rows: what is changed together lies together.
+    # Transposed, so that the columns that change together are contiguous in memory.
     rest = np.ascontiguousarray(np.asarray(weight, np.float32).T[hessian.order])
     values = np.empty(rest.shape, np.int8)
     upper = factor.astype(np.float32)

@@ -1,8 +1,8 @@
-"""One layer in INT8, or its FFN in INT4: its channels smoothed, its matrices rounded by GPTQ.
+"""Quantises one layer to INT8, or its FFN to INT4: smooths channels, rounds matrices with GPTQ.
 
-Called by `run.py` with a layer's float leaves and the rows that reach it. Where channels are
-written and read is data by attention family (`folds`); for FFNs a norm writes what router, gate and
-up read, and up writes what down reads.
+Called by `run.py` with a layer's float leaves and the rows that reach it. `folds` lists, by
+attention family, which leaves write and which matrices read a set of channels. In FFNs a norm
+writes the input of router, gate and up, and up writes the input of down.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -19,23 +19,23 @@ Block = MutableMapping[str, np.ndarray]
 """Float leaves of a block, which smoothing changes."""
 
 TRIED_EXPERTS = 4
-"""How many experts a strength is judged by: those with the most rows."""
+"""Number of experts, those with the most rows, on which smoothing strengths are compared."""
 
 
 class Fold(NamedTuple):
-    """Channels that one part of a layer writes and matrices read."""
+    """A set of channels: the leaves that write them, and the matrices that read them."""
 
     written: tuple[tuple[str, int], ...]
-    """(leaf, first row) that write channel 0; the others follow."""
+    """(leaf, row of channel 0) of each writer; the other channels are the following rows."""
     readers: tuple[str, ...]
     heads: int = 1
-    """Of K and V; the channels are [heads, width]."""
+    """Number of K/V heads; the channels are [heads, width]."""
     group: int = 1
-    """Query heads that read a head's channels: columns are [heads, group, width]."""
+    """Query heads that read one K/V head's channels; readers' columns are [heads, group, width]."""
 
 
 def folds(sizes: Attention, leaves: Leaves) -> list[Fold]:
-    """Those of the attention part, by family."""
+    """The folds of the attention part of a layer, by attention family."""
     if isinstance(sizes, MFA):
         first = sizes.latent + sizes.kv_heads * sizes.head_dim
         group = sizes.q_heads // sizes.kv_heads
@@ -67,14 +67,14 @@ def folds(sizes: Attention, leaves: Leaves) -> list[Fold]:
 def quantise_attention(
     sizes: Attention, block: Block, inputs: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, IntMatrix], dict[str, float]]:
-    """The attention part's matrices in INT8; its other leaves are smoothed in place.
+    """Quantises the attention part's matrices to INT8; smooths its other leaves in place.
 
     Args:
-      block: float leaves; `post_norm` and the router stay as they are.
-      inputs: what the readers of each fold read, [samples, d_in], by the first of them.
+      block: float leaves; `post_norm` and the router are not changed.
+      inputs: input of each fold's readers, [samples, d_in], by the first reader.
 
     Returns:
-      matrices by leaf, and the strength of every fold by what writes its channels.
+      Matrices by leaf, and the strength of every fold by the first leaf that writes its channels.
     """
     strengths, divided = {}, {}
     all_folds = folds(sizes, block)
@@ -97,7 +97,7 @@ def quantise_attention(
         divided[fold] = rows / spread
         strengths[fold.written[0][0]] = found.strength
     matrices: dict[str, IntMatrix] = {}
-    # Later folds divide rows of matrices that earlier ones have multiplied.
+    # Only now: later folds divide rows of matrices whose columns earlier folds have multiplied.
     for fold in all_folds:
         hessian = Hessian(divided.pop(fold))
         matrices |= {name: gptq(_float(block[name]), hessian) for name in fold.readers}
@@ -105,14 +105,14 @@ def quantise_attention(
 
 
 class FFNResult(NamedTuple):
-    """An FFN part, quantised."""
+    """A quantised FFN part."""
 
     matrices: dict[str, np.ndarray]
-    """`NAME.values` and `NAME.scales`."""
+    """Leaves `NAME.values` and `NAME.scales`."""
     strength: float
-    """Of the fold of the norm before it."""
+    """Smoothing strength of the channels that the preceding norm writes."""
     counts: np.ndarray
-    """int [experts]: the samples that each expert saw; empty: none is routed."""
+    """int [experts]: samples that each expert saw; empty for a dense FFN."""
 
 
 def quantise_ffn(
@@ -123,13 +123,13 @@ def quantise_ffn(
     enough: int,
     target: Target = INT8,
 ) -> FFNResult:
-    """The FFN part's matrices in INT8 or INT4; the norm and the router before it are smoothed in
-    place.
+    """Quantises the FFN part's matrices to INT8 or INT4; smooths the norm and the router before it
+    in place.
 
     Args:
-      attention: the layer's other part, for `post_norm` and `router.gate`.
+      attention: leaves of the layer's attention part, which has `post_norm` and `router.gate`.
       normed: FP32 [samples, d_model], the norm's output before smoothing.
-      enough: samples below which an expert's weights are rounded to the nearest.
+      enough: with fewer samples, an expert's weights are rounded to nearest.
     """
     everyone = list(units(block, routing))
     rows = {expert: _rows(routing, expert) for _, expert in everyone}
@@ -176,7 +176,8 @@ def _quantise_unit(
     enough: int,
     target: Target,
 ) -> dict[str, IntMatrix]:
-    """Gate, up and down of one FFN that reads rows divided by the scales."""
+    """Quantises gate, up and down of one FFN. `rows` are its inputs, already divided by `scales`;
+    gate and up are multiplied by them."""
     gate, up, down = (unit(block, name, expert, part) for part in ("gate", "up", "down"))
     gate, up = gate * scales, up * scales
     if len(rows) < enough:
@@ -194,7 +195,7 @@ def _quantise_unit(
         IntMatrix(both.values[half], both.scales[half])
         for half in (slice(middle), slice(middle, None))
     )
-    # What down will read, the others' errors included.
+    # The input that down will see, including the rounding errors of gate and up.
     hidden = gated(rows, first.floats, second.floats)
     return {"gate": first, "up": second, "down": gptq(down, Hessian(hidden), target)}
 
@@ -206,7 +207,8 @@ def _put(
     shape: Sequence[int],
     expert: int | None,
 ) -> None:
-    """Stores a matrix, or an expert's in its stack."""
+    """Stores a matrix as leaves `NAME.values` and `NAME.scales`; an expert's matrix goes into a
+    stack of `shape[0]` experts."""
     for part, values in (("values", matrix.values), ("scales", matrix.scales)):
         if expert is None:
             made[f"{name}.{part}"] = values
@@ -221,7 +223,7 @@ def _float(leaf: np.ndarray) -> np.ndarray:
 
 
 def divide(block: Block, name: str, scales: np.ndarray, first: int = 0) -> None:
-    """Divides rows of a leaf, `first` and those behind it, by powers of two."""
+    """Divides rows of a leaf, from row `first` on, by `scales` (powers of two), in place."""
     leaf = np.array(block[name])
     rows = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
     own = rows[first : first + len(scales)]
@@ -230,6 +232,6 @@ def divide(block: Block, name: str, scales: np.ndarray, first: int = 0) -> None:
 
 
 def multiply(block: Block, name: str, scales: np.ndarray) -> None:
-    """Multiplies the columns of a matrix by powers of two."""
+    """Multiplies the columns of a matrix by `scales` (powers of two), in place."""
     leaf = block[name]
     block[name] = (leaf.astype(np.float32) * scales).astype(leaf.dtype)

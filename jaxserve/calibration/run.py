@@ -1,12 +1,12 @@
-"""Calibrates a whole model, a layer at a time.
+"""Calibrates a whole model, layer by layer.
 
-Called by `checkpoint/conversion.py`, which reads float blocks and writes the quantised ones. Memory
+Called by `checkpoint/conversion.py`, which reads float blocks and writes quantised ones. Memory
 holds one layer's floats and integers, the rows of all samples, the inputs of one attention or FFN
-part, and four matrices [d_in, d_in] of GPTQ in FP64, never the model. The rows that reach
-a layer are those of the quantised layers before it, so that each makes up for the others' errors.
+part, and four matrices [d_in, d_in] of GPTQ in FP64, never the whole model. The rows that reach a
+layer come from the quantised layers before it, so that each layer compensates for their errors.
 
-Where an expert saw too few samples, more text is taken: it goes through the layers that are done,
-which are read back from where they were written. So does all text after an interruption.
+If an expert saw too few samples, more text is taken. That text first passes through the finished
+layers, which are read back from the output. After an interruption, all text does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,65 +26,66 @@ Leaves = dict[str, np.ndarray]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much text a calibration takes."""
+    """Amount of text that a calibration takes."""
 
     expert_samples: int = 4
-    """Every expert is to see (xDeepServe §4.7); 0: however few."""
+    """Samples that every expert should see (xDeepServe §4.7); 0: no minimum."""
     tokens: int = 8192
-    """To begin with."""
+    """Tokens to start with; more are taken if experts see too few samples."""
     sequence: int = 512
-    """Tokens that attend to each other."""
+    """Tokens of a sequence, which attend to each other."""
 
 
 class Calibration(NamedTuple):
-    """The text of a calibration."""
+    """Text, settings and target format of a calibration."""
 
     settings: Settings
     sequences: np.ndarray
-    """int [sequences, tokens]: all there is, of which as much is taken as is needed."""
+    """Token ids of the available text, int [sequences, tokens]; only as many as needed are used."""
     target: Target = INT8
-    """What matrices become. INT4 is for FFNs: attention stays as it is."""
+    """Format of the quantised matrices. INT4 applies to FFNs only: attention stays float."""
 
 
 class LayerReport(msgspec.Struct, frozen=True):
-    """What one layer's calibration did."""
+    """Report on the calibration of one layer."""
 
     layer: int
     tokens: int
-    """That it saw."""
+    """Tokens that the layer saw."""
     strengths: dict[str, float]
-    """SmoothQuant's α by what writes the channels."""
+    """SmoothQuant's α, by the leaf that writes the channels."""
     fewest: int | None
-    """Samples of the expert that saw the fewest; None: none is routed."""
+    """Samples of the expert that saw the fewest; None: the layer is dense."""
     rounded: dict[int, int]
-    """The experts with too few samples, by number; their weights are rounded to the nearest."""
+    """Experts with too few samples → their samples; their weights are rounded to nearest."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a whole calibration did."""
+    """Report on a whole calibration."""
 
     layers: list[LayerReport]
 
 
 class Source(NamedTuple):
-    """Where blocks are read."""
+    """Functions that read blocks by name."""
 
     floats: Callable[[str], Leaves]
-    """Leaves of the model as it is, by block."""
+    """Returns the float leaves of a block of the original model."""
     done: Callable[[str], bool]
-    """Whether a block is written already."""
+    """Whether the quantised block is already written."""
     written: Callable[[str], Leaves]
-    """Quantised leaves of one that is."""
+    """Returns the quantised leaves of a written block."""
 
 
 def cut(token_ids: Sequence[int], settings: Settings, positions: int) -> np.ndarray:
-    """A text as sequences of equal length; a rest is left out, unless it is all there is.
+    """Cuts a text into sequences of equal length, int32 [sequences, tokens]. A rest is dropped; a
+    shorter text becomes one sequence.
 
     Args:
-      positions: of the model.
+      positions: longest sequence of the model.
 
     Raises:
-      ValueError: there are fewer than two tokens.
+      ValueError: the text has fewer than two tokens.
     """
     length = min(settings.sequence, positions, len(token_ids))
     if length < 2:
@@ -94,12 +95,12 @@ def cut(token_ids: Sequence[int], settings: Settings, positions: int) -> np.ndar
 
 
 class Calibrator:
-    """The rows of all samples on their way through the layers.
+    """Takes the rows of all samples through the layers and quantises each layer on the way.
 
     Args:
       config: the model, modules of multi-token prediction included.
-      source: its blocks.
-      calibration: the text.
+      source: reads the model's blocks.
+      calibration: text, settings and target format.
       on_report: called after every layer.
     """
 
@@ -119,7 +120,8 @@ class Calibrator:
         self._rows: np.ndarray | None = None
 
     def blocks(self) -> Iterator[tuple[str, Leaves | None]]:
-        """(name, leaves) of both blocks of every layer in order; None: it was done before."""
+        """Yields (name, quantised leaves) of both blocks of every layer, in order; None instead of
+        leaves if the layer was written earlier."""
         for layer in range(self._config.all_layers):
             names = [f"layers.{layer}.{role}" for role in ("attention", "ffn")]
             if all(self._source.done(name) for name in names):
@@ -133,7 +135,7 @@ class Calibrator:
             yield from zip(names, self._layer(layer), strict=True)
 
     def _layer(self, layer: int) -> tuple[Leaves, Leaves]:
-        """Both blocks, quantised; the rows move on."""
+        """Quantises both blocks of a layer and takes the rows through it."""
         config = self._config
         kind = config.layer(layer)
         assert self._rows is not None
@@ -181,7 +183,7 @@ class Calibrator:
         return normed, forward.route(rule, attention, normed) if rule else None
 
     def _short(self, routing: forward.Routing | None) -> dict[int, int]:
-        """Experts that saw too few samples, and how many."""
+        """Experts that saw too few samples, with the number of samples."""
         if routing is None:
             return {}
         counts = np.bincount(routing.experts.reshape(-1), minlength=self._config.experts)
@@ -189,8 +191,8 @@ class Calibrator:
         return {int(expert): int(counts[expert]) for expert in few}
 
     def rows_before(self, layer: int, token_ids: np.ndarray) -> np.ndarray:
-        """The rows that reach a layer, through those that are written: FP32 [sequences, tokens,
-        d_model]; those behind the last one, where the number is that of all layers."""
+        """Computes the rows that reach a layer through the written layers before it, FP32
+        [sequences, tokens, d_model]. With `layer` = number of all layers: the final rows."""
         config = self._config
         rows = self._embedding[token_ids].astype(np.float32)
         for done in range(layer):
@@ -207,8 +209,8 @@ class Calibrator:
         return self._enter(layer, rows, token_ids) if entered else rows
 
     def _enter(self, layer: int, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """What the layer of a prediction module takes, of the rows behind the layer before it
-        (`model.prediction.Prediction`). A sequence's last row has no next token: it is left out."""
+        """Computes the input of a prediction module's layer from the rows after the layer before it
+        (`model.prediction.Prediction`). A sequence's last row has no next token and is dropped."""
         config = self._config
         first = layer == config.layers
         own = self._source.floats(f"layers.{layer}.prediction")
@@ -236,7 +238,7 @@ class Calibrator:
 
 
 def as_floats(leaves: Leaves) -> Leaves:
-    """A block's leaves with its quantised matrices as FP32."""
+    """A block's leaves with quantised matrices dequantised to FP32."""
     made: dict[str, Any] = {}
     for name, leaf in leaves.items():
         base, _, part = name.rpartition(".")

@@ -1,9 +1,8 @@
-"""SmoothQuant: channels whose activations are wide are divided where they are written, and
-multiplied where they are read, so that neither side is hard to quantise (arXiv 2211.10438;
-xDeepServe §4.7).
+"""SmoothQuant: divides channels with wide activations where they are written, and multiplies them
+where they are read, so that neither side is hard to quantise (arXiv 2211.10438; xDeepServe §4.7).
 
 Called by `layers.py`. Scales are powers of two: dividing and multiplying by them is exact in every
-float format, so the smoothed model is the same function, bit for bit in FP32 and BF16, and a router
+float format. So the smoothed model is the same function, bit for bit in FP32 and BF16, and a router
 that reads the channels sees the same logits.
 """
 
@@ -17,11 +16,11 @@ from jaxserve.calibration.gptq import INT8, LARGEST, Target, rounded, row_scales
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)
 """How much of a channel's width moves from activations to weights (the paper's α); 0: none."""
 ROWS = 256
-"""Most rows of inputs that a strength is judged by."""
+"""Most rows of inputs on which strengths are compared."""
 
 
 class Reader(NamedTuple):
-    """A matrix that reads the channels, and inputs that it got."""
+    """A matrix that reads the channels, with samples of its input."""
 
     weight: np.ndarray
     """FP32 [d_out, d_in]."""
@@ -30,7 +29,7 @@ class Reader(NamedTuple):
 
 
 class Smoothing(NamedTuple):
-    """What channels are divided by."""
+    """Divisors of the channels, and the strength that they come from."""
 
     scales: np.ndarray
     """FP32 [channels], powers of two."""
@@ -44,16 +43,17 @@ def smoothed(
     group: int = 1,
     target: Target = INT8,
 ) -> Smoothing:
-    """The strength under which the readers' quantised products are nearest to their FP32 ones.
+    """Chooses the strength with the smallest error of the readers' quantised products, compared
+    with their FP32 products.
 
     Args:
-      rows: largest magnitude of every channel as the readers see it, [channels · group].
-      columns: of the readers' weights, alike.
-      readers: what is tried; may be a few of all.
-      group: of a head's channels, how many heads read the same, next to each other as
-        [heads, group, width]; `rows` and `columns` then are [heads, group, width].
-      target: what the readers will be. Where inputs stay floats, what is won is that weights of
-        wide channels are rounded more finely (AWQ, arXiv 2306.00978).
+      rows: largest magnitude of every channel in the readers' inputs, [channels · group].
+      columns: largest magnitude of the readers' weights per channel, same shape.
+      readers: matrices to compare on; may be a sample of all readers.
+      group: number of query heads that read the same head's channels. If above 1, `rows` and
+        `columns` are [heads, group, width].
+      target: format of the quantised readers. If inputs stay floats, smoothing only makes weights
+        of wide channels be rounded more finely (AWQ, arXiv 2306.00978).
     """
     if group > 1:
         rows, columns = rows.max(axis=1), columns.max(axis=1)
@@ -70,7 +70,7 @@ def smoothed(
 
 
 def spread_over(scales: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:
-    """Scales of channels, [heads · width], as their readers' columns have them,
+    """Repeats scales of channels [heads · width] for the readers' columns
     [heads · group · width]."""
     if group == 1:
         return scales
@@ -84,8 +84,8 @@ def widest(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _scales(rows: np.ndarray, columns: np.ndarray, strength: float) -> np.ndarray:
-    """max|X|^α / max|W|^(1 - α) (the paper's equation 4), to the nearest power of two; 1 for
-    channels that carry nothing."""
+    """Scales max|X|^α / max|W|^(1 - α) (the paper's equation 4), rounded to a power of two; 1 for
+    channels whose inputs or weights are all zero."""
     if strength == 0:
         return np.ones(rows.shape, np.float32)
     used = (rows > 0) & (columns > 0)
@@ -95,8 +95,8 @@ def _scales(rows: np.ndarray, columns: np.ndarray, strength: float) -> np.ndarra
 
 
 def _error(reader: Reader, scales: np.ndarray, target: Target) -> float:
-    """Squared error of the reader's products where inputs have a scale a token, or are floats, and
-    weights those of the target."""
+    """Squared error of the reader's products when weights are rounded to the target, and inputs to
+    INT8 with one scale per token if the target says so."""
     step = -(-len(reader.rows) // ROWS) or 1
     rows = reader.rows[::step]
     if not len(rows):

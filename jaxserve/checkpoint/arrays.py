@@ -1,7 +1,7 @@
-"""Assembles sharded JAX arrays: every distinct shard is made on the host once and copied to the
+"""Assembles sharded JAX arrays: makes every distinct shard on the host once and copies it to the
 devices that hold it.
 
-Called by the checkpoints (`hf.py`, `store.py`), which know how to read a shard.
+Called by the checkpoints (`hf.py`, `store.py`, `peer.py`), which know how to read a shard.
 """
 
 import abc
@@ -26,11 +26,11 @@ from jaxserve.model.module import Template
 from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
 QUANTISED_PARTS = ("values", "scales", "zeros")
-"""Leaves of a quantised matrix; few have zero points."""
+"""Suffixes of the leaves of a quantised matrix; zero points are optional."""
 
 
 class Leaf(NamedTuple):
-    """A parameter array to be made, of one block or of several blocks stacked along a new axis."""
+    """A parameter array to be made, for one block or for several stacked along a new axis."""
 
     shape: tuple[int, ...]
     """Shape within one block."""
@@ -40,34 +40,34 @@ class Leaf(NamedTuple):
     layers: int | None = None
     """Length of the stacking axis; None: one block, without such an axis."""
     entries: tuple[int, ...] | None = None
-    """Which entry of the stored array each entry of the block's first axis is; negative: none, it
-    is padding. None: they are the same."""
+    """For each entry of the block's first axis, the index of its entry in the stored array;
+    negative: padding. None: the same entries in the same order."""
     tile: int = 0
-    """Not 0: it is a matrix, or a stack of them, that lies on the devices in tiles of so many
-    outputs (`InputMajor`): shape and sharding are the checkpoint's, and it is brought into that
-    order while it is read. No shard has a part of a tile."""
+    """Output rows per tile of a matrix (or stack of matrices) that devices hold in tiles
+    (`InputMajor`); 0: not tiled. Shape and sharding are the checkpoint's; reading reorders. A shard
+    consists of whole tiles."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         return self.shape if self.layers is None else (self.layers, *self.shape)
 
     def of(self, dtype: DTypeLike) -> "Leaf":
-        """The same in another dtype."""
+        """The leaf with another dtype."""
         return self._replace(dtype=jnp.dtype(dtype))
 
     def of_one_layer(self) -> "Leaf":
-        """One entry of the stack."""
+        """The leaf of one layer of this stack."""
         spec = PartitionSpec(*self.sharding.spec[1:])
         return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
 
     def empty(self, ranges: Ranges) -> np.ndarray:
-        """Uninitialised memory for a shard, as it lies on the devices."""
+        """Uninitialised memory for a shard, in the order that devices hold it."""
         sizes = tuple(stop - start for start, stop in ranges)
         return aligned_empty(_tiled(sizes, self.tile), np.dtype(self.dtype))
 
     def parts(self, ranges: Ranges, shard: np.ndarray) -> Iterator[tuple[Ranges, np.ndarray]]:
-        """Ranges of parts of a shard, and views of them with the axes of the checkpoint's array:
-        the shard itself, or its tiles."""
+        """Yields the parts of a shard (the shard itself, or its tiles): the range of each part, and
+        a view of its memory with the axes of the checkpoint's array."""
         if not self.tile:
             yield ranges, shard
             return
@@ -77,7 +77,7 @@ class Leaf(NamedTuple):
             yield own, np.swapaxes(shard[..., number, :, :], -1, -2)
 
     def fill(self, ranges: Ranges, rows: np.ndarray, shard: np.ndarray) -> None:
-        """Copies a shard, as the checkpoint's array has it, into memory as of `empty`."""
+        """Copies a shard in the checkpoint's order (`rows`) into memory made by `empty`."""
         first, parts = ranges[-2][0], self.parts(ranges, shard)
         copy_across(
             (part, rows[..., start - first : stop - first, :])
@@ -85,13 +85,13 @@ class Leaf(NamedTuple):
         )
 
     def tiled(self, ranges: Ranges, rows: np.ndarray) -> np.ndarray:
-        """The same in memory of its own."""
+        """Returns a copy of a shard in the order that devices hold it; see `fill`."""
         shard = self.empty(ranges)
         self.fill(ranges, rows, shard)
         return shard
 
     def held(self) -> "Leaf":
-        """The array as it lies on the devices."""
+        """The leaf with shape and sharding as devices hold it, tiles included."""
         if not self.tile:
             return self
         spec = PartitionSpec(*self.sharding.spec, None)
@@ -102,7 +102,12 @@ class Leaf(NamedTuple):
 def wanted_leaves(
     template: Template, shardings: Sequence[Sharding], layers: int | None
 ) -> dict[str, Leaf]:
-    """The template's leaves by name."""
+    """The leaves to be made for a template, by name.
+
+    Args:
+      shardings: of the template's leaves, in its order.
+      layers: number of stacked blocks; None: one block without a stacking axis.
+    """
     leaves = {}
     for leaf, sharding in zip(template.leaves, shardings, strict=True):
         assert isinstance(sharding, NamedSharding)
@@ -118,7 +123,7 @@ def wanted_leaves(
 
 
 def _tiled(shape: tuple[int, ...], tile: int) -> tuple[int, ...]:
-    """Of [*stack, d_out, d_in] in tiles; 0: there are none."""
+    """Shape of an array [*stack, d_out, d_in] when cut into tiles; unchanged if `tile` is 0."""
     if not tile:
         return shape
     *stack, d_out, d_in = shape
@@ -126,11 +131,11 @@ def _tiled(shape: tuple[int, ...], tile: int) -> tuple[int, ...]:
 
 
 class Blocks(abc.ABC):
-    """Where the leaves of a checkpoint's blocks come from: `hf.py`, `store.py`, `peer.py`.
+    """Source of the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`.
 
     Attributes:
       on_read: called with the number of bytes of every read, from any thread.
-      checks: work that ends when what was read is known to be what was written once.
+      checks: pending verifications of the files that were read.
     """
 
     def __init__(self) -> None:
@@ -139,11 +144,11 @@ class Blocks(abc.ABC):
 
     @property
     def storage(self) -> "Blocks":
-        """What asks no running worker."""
+        """The source that reads storage, not running workers."""
         return self
 
     def check(self) -> None:
-        """Called when everything is loaded; waits for the checks.
+        """Waits for the verifications; called when everything is loaded.
 
         Raises:
           CheckpointError: an array is damaged.
@@ -157,12 +162,12 @@ class Blocks(abc.ABC):
         sources: Sources | Sequence[Sources],
         shardings: Sequence[Sharding],
     ) -> Iterator[jax.Array]:
-        """The leaves of one block, one at a time; each shard is read separately.
+        """Yields the leaves of one block, one at a time; each shard is read separately.
 
         Args:
-          sources: of the block; or of several blocks of one kind, whose leaves are stacked along a
-            new first axis.
-          shardings: of the arrays that are made, stacked ones included.
+          sources: the block's sources; or those of several blocks of one kind, whose leaves are
+            stacked along a new first axis.
+          shardings: shardings of the resulting arrays, stacking axis included.
         """
         tables, layers = ([sources], None) if isinstance(sources, dict) else (sources, len(sources))
         return self.block(template, wanted_leaves(template, shardings, layers), tables)
@@ -171,7 +176,7 @@ class Blocks(abc.ABC):
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
-        """Some or all leaves of one block, or of several stacked ones."""
+        """Yields the wanted leaves of one block, or of several stacked blocks (one table each)."""
 
 
 def block_key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -180,7 +185,7 @@ def block_key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def refuse(folder: str | Path, problems: Sequence[str]) -> None:
-    """Raises CheckpointError that names all problems of a folder, if there are some."""
+    """Raises a CheckpointError that lists all problems of a folder, if the list is not empty."""
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
@@ -192,13 +197,12 @@ def make_leaves(
     plain: Callable[[str, Leaf], jax.Array],
     quantised: Callable[..., tuple[jax.Array, ...]],
 ) -> Iterator[jax.Array]:
-    """Makes the leaves one at a time, in order; those of a quantised matrix together.
+    """Makes the leaves one at a time, in order; all leaves of a quantised matrix at once.
 
     Args:
-      names: parameters of the block; a quantised matrix is one name and two or three leaves.
-      plain: makes the leaf of this name.
-      quantised: makes the values, the scales and, where there are leaves for them, the zero points
-        of the matrix of this name.
+      names: parameters of the block; a quantised matrix is one name with two or three leaves.
+      plain: makes the leaf with the given name.
+      quantised: makes values, scales and, if they have a leaf, zero points of the named matrix.
     """
     ready: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
@@ -219,9 +223,9 @@ def make_array(
     """Makes the addressable shards of an array.
 
     Args:
-      make: called with the distinct ranges of the shards in the stored array, returns their values
-        in memory of `Leaf.empty`, which must not be changed afterwards: CPU devices use the same.
-      empty: value of entries that are none of the stored array's.
+      make: called with the distinct ranges of the shards in the stored array; returns their values
+        in memory made by `Leaf.empty`. CPU devices use that memory, so it must not change later.
+      empty: value of padding entries (see `Leaf.entries`).
     """
     shape = leaf.full_shape
     ranges: dict[jax.Device, Ranges] = {
@@ -244,7 +248,7 @@ def _of_entries(
     make: Callable[[list[Ranges]], list[np.ndarray]],
     empty: float,
 ) -> list[np.ndarray]:
-    """The parts' values, each made of runs of consecutive entries of the stored array."""
+    """Values of the parts, each assembled from runs of consecutive entries of the stored array."""
     assert leaf.entries is not None
     axis = 0 if leaf.layers is None else 1
     runs = [_runs(leaf.entries[slice(*part[axis])]) for part in parts]
@@ -270,7 +274,7 @@ def _of_entries(
 
 
 def _runs(entries: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of the runs of consecutive entries; a first below 0 stands for none."""
+    """(first, length) of each run of consecutive entries; a negative first marks padding."""
     runs: list[tuple[int, int]] = []
     for entry in entries:
         first, length = runs[-1] if runs else (0, 0)
@@ -300,7 +304,8 @@ def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int
 
 @functools.lru_cache(maxsize=256)
 def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """A compiled function from a whole matrix on the devices to its values and scales there."""
+    """Returns a compiled function that quantises a whole matrix on the devices to values and
+    scales."""
     block = block_of(values.shape, scales.shape)
     kind: WeightFormat = "fp8" if block == (1, 0) else "fp8_block"
     if values.dtype in (jnp.int8, jnp.int4):
@@ -323,10 +328,10 @@ def quantised_here[Block](
     layer exists as floats.
 
     Args:
-      leaves: its values and scales, and maybe zero points, which are 0.
+      leaves: leaves for values and scales, and optionally for zero points, which become 0.
       floats: dtype of the matrix before quantisation.
-      blocks: the one that the matrix is of, or those of the stack.
-      plain: makes the float matrix of one of these.
+      blocks: the block of the matrix, or the blocks of the stack.
+      plain: makes the float matrix of one block.
     """
     values, scales = (leaf._replace(entries=None) for leaf in leaves[:2])
     others = tuple(map(zeroed, leaves[2:]))
@@ -343,7 +348,7 @@ def quantised_here[Block](
 
 
 def zeroed(leaf: Leaf) -> jax.Array:
-    """A stack of zeros, to be filled by `fill`."""
+    """An array of zeros for this leaf; `fill` writes its layers."""
     return sharded_zeros(leaf.full_shape, leaf.dtype, leaf.sharding)
 
 

@@ -1,13 +1,14 @@
 """Hugging Face folders: safetensors, streamed into each role's shards.
 
 `HFCheckpoint` returns leaves: for every device it reads the bytes of that device's shards
-(`regions.py`, `reading.py`). The whole folder is checked against the architecture, of which
-`hf_config.py` has read the names, before anything is loaded.
+(`regions.py`, `reading.py`). Before loading, it checks the whole folder against the tensor names
+and shapes that `hf_config.py` derived from the architecture.
 
-FP8 matrices with block scales, 8-bit ones with a scale per output channel, and 4-bit ones with one
-per group are delivered as the template asks: unchanged, as the leaves `X.values`, `X.scales` and
-maybe `X.zeros`, or dequantised, as the leaf `X`. Matrices that the template wants quantised and the
-files hold as floats, or in another of the Hub's formats (`packed.py`), are so on the devices.
+FP8 matrices with block scales, 8-bit matrices with a scale per output channel and 4-bit matrices
+with a scale per group are delivered as the template asks: unchanged, as the leaves `X.values`,
+`X.scales` and optionally `X.zeros`, or dequantised, as the leaf `X`. Matrices that the template
+wants quantised, but the files hold as floats or in another of the Hub's formats (`packed.py`), are
+quantised on the devices.
 """
 
 import json
@@ -40,25 +41,25 @@ from jaxserve.storage.mirror import local_folder
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
-"""Suffix that turns the name of a matrix into that of its scales."""
+"""Suffix that turns the name of a matrix into the name of its scales."""
 
 Tensors = dict[str, Tensor | PackedTensor]
-"""By name."""
+"""Tensors of a folder by name, each packed matrix joined into one."""
 
 
 class HFCheckpoint(Blocks):
-    """The tensors of a folder's files.
+    """Reads leaves from a folder of safetensors files.
 
     Args:
       folder: the Hugging Face folder, or its URL.
-      names: what the architecture expects.
+      names: tensor names and shapes that the architecture expects.
 
     Attributes:
       size: bytes of the tensors.
 
     Raises:
-      CheckpointError: unreadable or truncated files; missing, unexpected and misshaped tensors,
-        all of them in one message.
+      CheckpointError: files are unreadable or truncated, or tensors are missing, unexpected or
+        misshaped; one message lists all problems.
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
@@ -77,7 +78,7 @@ class HFCheckpoint(Blocks):
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
-        """Some or all leaves of one block, or of several stacked ones."""
+        """Yields the wanted leaves of one block, or of several stacked blocks."""
 
         def sources(name: str) -> list[Source]:
             part = template.parts.get(name)
@@ -100,8 +101,8 @@ class HFCheckpoint(Blocks):
     def _quantised(
         self, sources: Sequence[Source], values: Leaf, scales: Leaf, *zeros: Leaf
     ) -> tuple[jax.Array, ...]:
-        """Values and scales of a quantised matrix, as stored in the files or quantised here, and
-        zero points where there is a leaf for them."""
+        """Values, scales and (if they have a leaf) zero points of a quantised matrix, as stored in
+        the files or quantised on the devices."""
         block = block_of(values.shape, scales.shape)
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
         kinds = {tensor.kind for tensor in tensors.values()}
@@ -132,7 +133,7 @@ class HFCheckpoint(Blocks):
         scales: Leaf,
         *zeros: Leaf,
     ) -> tuple[jax.Array, ...]:
-        """The leaves of a matrix that the files have in INT4; empty: it is another one."""
+        """The leaves of a matrix that the files store in INT4; empty if they do not."""
         packed = {n: t for n, t in tensors.items() if isinstance(t, PackedTensor)}
         kept = {n: t for n, t in packed.items() if t.packing.is_int4(t.shape[1], group)}
         if not kept:
@@ -159,8 +160,8 @@ class HFCheckpoint(Blocks):
     def _channels(
         self, sources: Sequence[Source], dtype: jnp.dtype
     ) -> tuple[Tensors, Tensors] | None:
-        """The tensors of values and those of scales by the matrices' names, where the files have
-        all of them in this dtype with a scale an output channel; else None."""
+        """Value tensors and scale tensors by matrix name; None unless the files store all of these
+        matrices in `dtype` with one scale per output channel."""
         of_values: Tensors = {}
         of_scales: Tensors = {}
         for source in sources:
@@ -183,16 +184,16 @@ class HFCheckpoint(Blocks):
         grids: Sequence[dict[str, np.ndarray]] | None = None,
         empty: float = 0.0,
     ) -> jax.Array:
-        """A leaf of these tensors' numbers.
+        """Makes a leaf by reading tensors.
 
         Args:
           tensors: by the names in the sources.
-          grids: of each source, the scales of FP8 blocks; None: they are not dequantised.
-          empty: as of `make_array`.
+          grids: for each source, the scales of its FP8 blocks; None: no dequantisation.
+          empty: see `make_array`.
         """
         of_blocks = [{} for _ in sources] if grids is None else grids
         names = [name for source in sources for name in source.all_names]
-        # Of packed words each tile would be as many small reads as there are inputs.
+        # A tile of packed words would need one small read per input channel: read by rows instead.
         by_rows = leaf.tile and any(isinstance(tensors[name], PackedTensor) for name in names)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
@@ -254,7 +255,7 @@ class HFCheckpoint(Blocks):
         return make_array(leaf, make, empty=1.0)
 
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
-        """The FP32 scales of the source's FP8 tensors, read whole because they are small."""
+        """FP32 scales of the source's FP8 tensors, by tensor name; read whole because small."""
         grids, regions = {}, []
         for name in source.all_names:
             if self._tensors[name].kind == FP8:
@@ -268,7 +269,8 @@ class HFCheckpoint(Blocks):
 
 
 def _packing(folder: Path) -> Packing | None:
-    """How the folder's matrices are packed; config.json has been read and found right before."""
+    """How the folder's matrices are packed, by its config.json (checked earlier by
+    `read_config`)."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -279,7 +281,7 @@ def _packing(folder: Path) -> Packing | None:
 def _joined(
     listing: Listing, names: CheckpointNames, packing: Packing | None
 ) -> tuple[Tensors, list[str]]:
-    """The tensors, each packed matrix as one, and the problems of their parts."""
+    """The tensors with each packed matrix joined into one, and problems found in their parts."""
     if packing is None:
         return dict(listing.tensors), []
     matrices = dict(names.unloaded)
@@ -290,9 +292,9 @@ def _joined(
 
 
 def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> list[str]:
-    """The problems of a folder's tensors: missing, unexpected or of the wrong shape or dtype."""
-    # transformers drops the MTP modules when it saves: all or none of their tensors must be
-    # present, where they are not loaded.
+    """Lists tensors that are missing, unexpected or of the wrong shape or dtype."""
+    # transformers drops the MTP modules when it saves. If they are not loaded, either all or none
+    # of their tensors must be present.
     there = tensors.keys() | listing.lost
     expected = {} if names.unloaded.keys().isdisjoint(there) else dict(names.unloaded)
     problems = list(listing.problems)
@@ -341,7 +343,7 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
 
 
 def _is_blocked(tensor: Tensor | PackedTensor) -> bool:
-    """Whether this is an FP8 matrix whose scales are a separate tensor."""
+    """Whether this is an FP8 matrix with block scales in a separate tensor."""
     return tensor.kind == FP8 and len(tensor.shape) > 1
 
 

@@ -1,6 +1,6 @@
-"""What a Hugging Face folder is, by its config.json and the headers of its files: the architecture,
-the number formats, and the names of the tensors. `hf.py` reads these. Families are known only
-through their table.
+"""Reads config.json and file headers of a Hugging Face folder: the architecture, the number
+formats, and the names of the tensors. `hf.py` reads the tensors. Families are known only through
+their table.
 """
 
 import json
@@ -31,9 +31,9 @@ from jaxserve.storage.mirror import local_folder, weight_files
 def read_config(
     folder: str | Path, ignored: Collection[str] = (), modules: int = 0
 ) -> tuple[ModelConfig, CheckpointNames]:
-    """The architecture in a folder's config.json, and its tensors' names.
+    """Reads the architecture from a folder's config.json, and derives the names of its tensors.
 
-    A converted folder (`store.py`) has one too, and its manifest says how the matrices are stored.
+    A converted folder (`store.py`) has a config.json, too; its manifest then gives the formats.
 
     Args:
       ignored: entries of config.json that the user declares irrelevant.
@@ -41,8 +41,8 @@ def read_config(
 
     Raises:
       ConfigError: the model has fewer modules.
-      CheckpointError: no such folder or file, not JSON, a family that is not known, or entries
-        that are missing or of a wrong type (all of them).
+      CheckpointError: no such folder or file, not JSON, an unknown family, or entries that are
+        missing or of a wrong type (one message lists all).
     """
     path = local_folder(folder) / "config.json"
     try:
@@ -94,7 +94,7 @@ def read_config(
             int4=int4_of(packing) if packing and groups else config.int4,
             plain_parts=_plain_parts(tensors, names, config.stored, packing),
         )
-    made: frozenset[str] = frozenset()  # leaves whose floats are dequantised where none are stored
+    made: frozenset[str] = frozenset()  # leaves that are dequantised if not stored as floats
     if text[SECTION]:
         parts = get_args(MatrixPart) if config.stored == "plain" else config.plain_parts
         made = frozenset(("table", "weight", *parts))
@@ -102,8 +102,8 @@ def read_config(
 
 
 def _listed(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder's files; of none, or of files that whoever opens them refuses,
-    none."""
+    """The tensors of a folder's files. Empty if the folder has no weights or they are broken:
+    opening the checkpoint then reports the error."""
     try:
         return list_tensors(folder).tensors if weight_files(folder) else {}
     except CheckpointError:
@@ -111,8 +111,9 @@ def _listed(folder: Path) -> dict[str, Tensor]:
 
 
 def _floats(there: Mapping[str, Tensor], names: CheckpointNames, made: frozenset[str]) -> Floats:
-    """`ModelConfig.floats`; routers' matrices, which are small, do not count, and what is
-    dequantised (leaves of `made` without a float tensor) does not fit BF16."""
+    """Computes `ModelConfig.floats`: `bfloat16` only if all float matrices are stored in BF16.
+    Routers are small and do not count. Dequantised matrices (leaves of `made` without a float
+    tensor) need FP32."""
     floats = {name: tensor.kind for name, tensor in there.items() if tensor.kind in READABLE}
     kinds = {
         floats.get(name, "made")
@@ -133,8 +134,8 @@ def _plain_parts(
     packing: Packing | None,
 ) -> frozenset[MatrixPart]:
     """Returns the parts of a layer with at least one matrix that the files keep as floats, or in a
-    format other than `stored`. Gates of heads and per-head matrices of latents always stay floats
-    and do not count."""
+    format other than `stored`. Head gates and per-head matrices of latents always stay floats and
+    do not count."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     sources = [
         (known[part], source)
@@ -158,7 +159,7 @@ def _plain_parts(
 
 
 def _is_kept(tensor: Tensor | PackedTensor, stored: StoredFormat, packing: Packing | None) -> bool:
-    """Whether this matrix can be in memory as the others are."""
+    """Whether this matrix can be kept in memory in the format `stored`."""
     if not isinstance(tensor, PackedTensor):
         several = packing is not None and packing.own_numbers
         return tensor.kind not in READABLE and (sharing(stored) == "block" or not several)

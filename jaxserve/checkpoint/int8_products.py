@@ -1,7 +1,7 @@
-"""Which layers' attention multiplies in INT8: the deployment's list, or the one that was measured.
+"""Layers whose attention multiplies in INT8: the deployment's own list, or the measured list.
 
-`convert --int8-products` (`jaxserve/checkpoint/sensitivity.py`) writes the latter beside the
-weights. Called by what opens a model, and where the processes of a runtime compare what they read.
+`convert --int8-products` (`jaxserve/checkpoint/sensitivity.py`) writes the measured list beside the
+weights. Called when a model is opened, and when the processes of a runtime compare what they read.
 """
 
 from typing import Any
@@ -20,18 +20,18 @@ from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
 
 
 class Int8Products(msgspec.Struct, frozen=True):
-    """What a measurement found."""
+    """Result of a measurement, as stored beside the weights."""
 
     weights: str
     """Digest of the checkpoint that was measured (`fingerprint.weights_digest`)."""
     layers: list[int]
-    """That may multiply in INT8."""
+    """Layers that may multiply in INT8."""
     measured: Any
-    """What that costs, for people."""
+    """Measured losses, for human readers; the program does not use them."""
 
 
 def read_model(deployment: Deployment) -> tuple[ModelConfig, CheckpointNames]:
-    """The model of a deployment as `read_config` knows it, with the layers that multiply in INT8.
+    """Reads a deployment's model with `read_config` and marks the layers that multiply in INT8.
 
     Raises:
       ConfigError, CheckpointError: as `read_config` and `with_int8_products`.
@@ -41,7 +41,7 @@ def read_model(deployment: Deployment) -> tuple[ModelConfig, CheckpointNames]:
 
 
 def with_int8_products(config: ModelConfig, deployment: Deployment) -> ModelConfig:
-    """The model with the layers that `attention.int8_products` names.
+    """Marks the layers that `attention.int8_products` names.
 
     Raises:
       ConfigError: the cache is not in INT8; the model has no such layer; or as `listed`.
@@ -62,11 +62,11 @@ def with_int8_products(config: ModelConfig, deployment: Deployment) -> ModelConf
 
 
 def listed(deployment: Deployment) -> Deployment:
-    """The deployment with the list that was measured in place of `auto`.
+    """The deployment with `attention.int8_products: auto` replaced by the measured list.
 
     Raises:
-      ConfigError: the list is missing, or is of other weights.
-      CheckpointError: it cannot be read.
+      ConfigError: the list is missing, or was measured on other weights.
+      CheckpointError: the list cannot be read.
     """
     if deployment.attention.int8_products != "auto":
         return deployment

@@ -15,7 +15,7 @@ from jaxserve.config.model import Int4, MatrixPart
 from jaxserve.errors import CheckpointError
 
 FORMAT = 2
-"""Version of the folder's layout; others are refused."""
+"""Version of the folder's layout; other versions are refused."""
 
 MANIFEST = "manifest.json"
 CONVERSION = "conversion.json"
@@ -33,7 +33,7 @@ class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def int4(self) -> tuple[int, ...]:
-        """The shape, if this is an INT4 array; empty: it is none."""
+        """The shape if the dtype is INT4, else empty."""
         return self.shape if self.dtype == "int4" else ()
 
 
@@ -48,16 +48,15 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     dtype: str
     """Dtype of everything that is not quantised."""
     calibration: str = ""
-    """Digest of the text and settings that the weights were calibrated with; empty: they were
-    not."""
+    """Digest of the text and settings of the calibration; empty: not calibrated."""
     int4: Int4 | None = None
-    """Of INT4 matrices; None: there are none."""
+    """Group size and zero points of INT4 matrices; None: no matrix is INT4."""
     plain_parts: tuple[MatrixPart, ...] = ()
-    """What is in `dtype` all the same."""
+    """Parts of layers whose matrices stay in `dtype` and are not quantised."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A complete checkpoint."""
+    """Description of a complete converted checkpoint."""
 
     conversion: Conversion
     config: dict[str, Any]
@@ -75,8 +74,8 @@ class Block(NamedTuple):
 
 
 def blocks_of(names: CheckpointNames) -> list[Block]:
-    """The embedding, the head, every layer's share of each role, and of loaded modules what they
-    have beside their layer."""
+    """The embedding, the head, the attention and ffn blocks of every layer, and for each loaded
+    prediction module its arrays outside of its layer."""
     blocks = [Block("embedding", names.embedding), Block("head", names.head)]
     for layer, (attention, ffn) in enumerate(zip(names.attention, names.ffn, strict=True)):
         blocks += [Block(f"layers.{layer}.attention", attention), Block(f"layers.{layer}.ffn", ffn)]
@@ -88,7 +87,7 @@ def blocks_of(names: CheckpointNames) -> list[Block]:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a converted checkpoint; None for other folders.
+    """Reads the manifest of a converted checkpoint; None for other folders.
 
     Raises:
       CheckpointError: the conversion is incomplete, or the manifest has another version or is
@@ -112,10 +111,10 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def read_record[Record](path: Path, kind: type[Record]) -> Record:
-    """A record that `records.write_record` wrote.
+    """Reads a record written by `records.write_record`.
 
     Raises:
-      CheckpointError: it cannot be read, or is something else.
+      CheckpointError: the file cannot be read, or does not hold a `kind`.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -1,18 +1,18 @@
-"""Matrices in the Hub's quantised formats: several tensors that stand for one.
+"""Matrices in the Hub's quantised formats, each stored as several tensors.
 
 Called by `hf.py`: `join_parts` finds such tensors in a folder, `read_packed` fills rectangles with
-the numbers that they stand for. Pure NumPy; knows neither families nor JAX.
+the dequantised numbers. Pure NumPy; knows neither families nor JAX.
 
-With n values in an int32 word, low bits first (of 3 bits 32 values in three words, without gaps), a
-matrix `X.weight` [out, in] is, by layout:
+An int32 word holds n values, low bits first (3-bit values: 32 in three words, without gaps). A
+matrix `X.weight` [out, in] is stored, by layout, as:
 
 scaled:    `X.weight` int8 or e4m3; `X.weight_scale` [out, 1], [out] or one number.
 fp8_block: `X.weight` e4m3; `X.weight_scale` [out / 128, in / 128].
 packed:    `X.weight_packed` [out, in / n], values offset by half their range; `X.weight_scale`
-           [out, groups]; of asymmetric ones `X.weight_zero_point` [out / n, groups], offset alike;
-           maybe `X.weight_g_idx` [in], `X.weight_shape`.
+           [out, groups]; if asymmetric, `X.weight_zero_point` [out / n, groups], offset alike;
+           optionally `X.weight_g_idx` [in] and `X.weight_shape`.
 gptq:      `X.qweight` [in / n, out]; `X.qzeros` [groups, out / n]; `X.scales` [groups, out];
-           `X.g_idx` [in]. Of 3 bits [3 in / 32, out] and [groups, 3 out / 32].
+           `X.g_idx` [in]. With 3 bits: [3 in / 32, out] and [groups, 3 out / 32].
 awq:       `X.qweight` [in, out / 8]; `X.qzeros` [groups, out / 8]; `X.scales` [groups, out]; a
            word's columns are in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
@@ -32,62 +32,63 @@ Shape = tuple[int, ...]
 
 GPTQ_BITS = (4, 8, 2, 3)
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
-"""Ends of names of numbers for a cache of 8 bits, which has scales of its own here."""
+"""Suffixes of stored scales for an 8-bit KV cache. Ignored: our caches compute their own scales."""
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which column of eight a word's lowest bits hold, and so on."""
+"""Column (of eight) that each group of 4 bits in a word holds, from the lowest bits up."""
 
 
 class Packing(NamedTuple):
-    """A layout and its numbers."""
+    """A layout with its bits, group size and zero-point rules."""
 
     layout: Layout
     bits: int
     group: int
-    """Columns (of d_in) that share a scale; 0: all."""
+    """Columns (along d_in) that share a scale; 0: all."""
     zero_plus: int = 0
     """Added to stored zero points."""
     symmetric: bool = True
-    """Without zero points, or (`gptq`) with none but the middle of the range."""
+    """True if no zero points are stored, or (`gptq`) all are the middle of the range."""
     in_order: bool = True
     """Whether a group's columns are neighbours."""
     own_numbers: bool = False
-    """Whether a matrix may have a layout (but for `gptq`), bits and groups of its own, which its
-    tensors say."""
+    """Whether single matrices may differ in layout (not with `gptq`), bits and group size. Shapes
+    of their tensors then tell."""
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The fewest values that fill whole int32 words, and how many words."""
+        """The smallest number of values that fill whole int32 words, and the number of words."""
         return (32, 3) if self.bits == 3 else (32 // self.bits, 1)
 
     def is_int4(self, columns: int, group: int) -> bool:
-        """Whether values of so many columns can be kept with a scale for each group; 0: for all."""
+        """Whether a matrix of `columns` columns can stay INT4 with one scale per `group` columns
+        (0: one scale per row)."""
         fits = self.group >= columns if group == 0 else self.group % group == 0
         return self.bits == 4 and self.group > 0 and fits
 
     def words(self, values: int) -> int:
-        """In which so many values are."""
+        """Number of int32 words that hold `values` values."""
         of, words = self.unit
         return -(-values // of) * words
 
 
 class PackedTensor(NamedTuple):
-    """A matrix made of several tensors, in the place of one."""
+    """A matrix stored as several tensors; takes the place of a `Tensor`."""
 
     path: Path
     packing: Packing
     shape: Shape
     """[d_out, d_in]."""
     parts: dict[str, Tensor]
-    """By their suffix."""
+    """Stored tensors by suffix of the name (`qweight`, `scales`, ...)."""
     kind: str = "packed"
     seen: Literal["numbers", "codes", "scales", "zeros"] = "numbers"
-    """What of it is read: the numbers that it stands for, or what an INT4 matrix is made of."""
+    """What reading delivers: the dequantised numbers, or one part of an INT4 matrix."""
     group: int = 0
-    """Of scales and zero points: for how many columns there is one; divides that of the packing."""
+    """Columns per delivered scale or zero point; divides the group size of the packing."""
 
     def part(self, seen: Literal["codes", "scales", "zeros"], group: int) -> "PackedTensor":
-        """The values of an INT4 matrix, -8..7, or its scales or zero points for so many columns; 0:
-        all of them."""
+        """Selects the part of an INT4 matrix that is read: the codes (-8..7), or the scales or zero
+        points with one for every `group` columns (0: one per row)."""
         if seen == "codes":
             return self._replace(seen=seen)
         rows, columns = self.shape
@@ -96,12 +97,13 @@ class PackedTensor(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Of the layout `scaled`: the 8-bit values."""
+        """The 8-bit values; only for the layout `scaled`."""
         return self.parts["weight"]
 
     @property
     def channel_scales(self) -> "Tensor | PackedTensor | None":
-        """Of the layout `scaled`: [d_out, 1], all the same where there is but one scale."""
+        """Scales [d_out, 1] of the layout `scaled`; a single stored scale is repeated. None for
+        other layouts."""
         if self.packing.layout != "scaled":
             return None
         scales, grid = self.parts["weight_scale"], (self.shape[0], 1)
@@ -111,17 +113,20 @@ class PackedTensor(NamedTuple):
 
     @property
     def one_scale(self) -> bool:
-        """Of the layout `scaled`: whether the whole matrix has one."""
+        """Whether the whole matrix has a single scale; only for the layout `scaled`."""
         return self.parts["weight_scale"].shape in ((), (1,))
 
 
 def join_parts(
     tensors: Mapping[str, Tensor], matrices: Mapping[str, Shape], packing: Packing
 ) -> tuple[dict[str, Tensor | PackedTensor], list[str]]:
-    """The tensors with every packed matrix as one, and what is wrong with their parts.
+    """Replaces the parts of every packed matrix by one `PackedTensor`.
 
     Args:
-      matrices: names (`X.weight`) and shapes of those that may be packed.
+      matrices: names (`X.weight`) and shapes of the matrices that may be packed.
+
+    Returns:
+      The tensors by name, and problems: parts that are missing or have a wrong shape.
     """
     joined: dict[str, Tensor | PackedTensor] = {
         name: tensor for name, tensor in tensors.items() if not name.endswith(CACHE_SCALES)
@@ -158,8 +163,8 @@ def join_parts(
 
 
 def _own(packing: Packing, shape: Shape, tensors: Mapping[str, Tensor], base: str) -> Packing:
-    """A matrix's own layout, bits and group by its tensors' shapes: groups of GPTQ that divide d_in
-    unevenly are those of its `g_idx`."""
+    """Derives a matrix's own layout, bits and group size from the shapes of its tensors. Where
+    GPTQ's groups divide d_in unevenly, its `g_idx` gives the groups."""
     gptq = packing.layout == "gptq"
     values = tensors.get(base + ("qweight" if gptq else "weight_packed"))
     scales = tensors.get(base + ("scales" if gptq else "weight_scale"))
@@ -186,13 +191,13 @@ def _own(packing: Packing, shape: Shape, tensors: Mapping[str, Tensor], base: st
 
 
 def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict[str, list[Shape]]]:
-    """Shapes of the tensors that make a matrix, by suffix: those it needs, the main one first, and
-    those that it may have."""
+    """Allowed shapes of the tensors of a matrix, by suffix: required tensors (the main one first),
+    then optional ones."""
     (d_out, d_in), words = shape, packing.words
     groups = -(-d_in // packing.group) if packing.group else 1
     if packing.layout == "scaled":
         scales: list[Shape] = [(d_out, 1), (d_out,), (1,), ()]
-        # Of activations, which are not quantised, or by their own scales.
+        # Scales of activations, which stay floats here or get their own scales.
         return {"weight": [shape], "weight_scale": scales}, {"input_scale": [(1,), ()]}
     if packing.layout == "fp8_block":
         return {"weight": [shape]}, {}
@@ -214,10 +219,10 @@ def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict
 
 
 def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
-    """Fills a region of a packed matrix with FP32 numbers, rounded to its target's dtype.
+    """Fills a region of a packed matrix: computes in FP32, then rounds to the target's dtype.
 
     Raises:
-      CheckpointError: a file is gone or shorter than it was.
+      CheckpointError: a file is missing or has become shorter.
     """
     tensor = region.tensor
     assert isinstance(tensor, PackedTensor)
@@ -234,7 +239,7 @@ def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
 
 
 class _Reader(NamedTuple):
-    """Reads rectangles of a packed matrix's parts."""
+    """Reads rectangles of the tensors that make up one packed matrix."""
 
     tensor: PackedTensor
     on_read: Callable[[int], None]
@@ -243,11 +248,11 @@ class _Reader(NamedTuple):
         return self._read(part, rows, columns, np.dtype(np.float32))
 
     def codes(self, part: str, rows: slice, columns: slice, packed: int) -> np.ndarray:
-        """The small integers of a rectangle of int32 words, uint8.
+        """Unpacks a rectangle of int32 words into small integers, uint8.
 
         Args:
-          rows, columns: of the unpacked matrix.
-          packed: along which axis.
+          rows, columns: the rectangle in the unpacked matrix.
+          packed: the axis along which values are packed into words.
         """
         packing = self.tensor.packing
         (n, each), places = packing.unit, [rows, columns]
@@ -271,7 +276,7 @@ class _Reader(NamedTuple):
         return flat.T if packed == 0 else flat
 
     def groups(self, columns: slice, part: str) -> np.ndarray:
-        """Which group of scales each column (of d_in) has."""
+        """Index of the scale group of each column (along d_in)."""
         packing, d_in = self.tensor.packing, self.tensor.shape[1]
         if part in self.tensor.parts:
             index = self._read(part, slice(0, 1), columns, np.dtype(np.int32))[0]
@@ -295,7 +300,8 @@ class _Reader(NamedTuple):
 
 
 def _codes(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
-    """The values of an INT4 matrix."""
+    """The codes of an INT4 matrix, -8..7. Raises CheckpointError if columns are out of order, or a
+    matrix declared symmetric has zero points."""
     packing = reader.tensor.packing
     if packing.layout == "packed":
         codes = reader.codes("weight_packed", rows, columns, packed=1)
@@ -318,7 +324,8 @@ def _codes(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
 
 
 def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
-    """The stored groups of columns of scales, and which of these each column has."""
+    """Maps columns of delivered scales to stored groups: the range of groups to read, and for each
+    column its index within that range."""
     of = np.arange(columns.start, columns.stop) * reader.tensor.group
     of //= reader.tensor.packing.group
     return slice(int(of[0]), int(of[-1]) + 1), of - of[0]
@@ -349,12 +356,13 @@ def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
 
 
 def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
-    """values · scale."""
+    """Dequantises the layout `scaled`: values · scale."""
     return reader.floats("weight", rows, columns) * _channel_scales(reader, rows)
 
 
 def _channel_scales(reader: _Reader, rows: slice) -> np.ndarray:
-    """[rows, 1], stored as [d_out, 1], as [d_out], which is read as one row, or as one scale."""
+    """Scales [rows, 1] of output channels. The file stores them as [d_out, 1], as [d_out] (read as
+    one row), or as a single scale (repeated)."""
     first = slice(0, 1)
     if reader.tensor.one_scale:
         one = reader.floats("weight_scale", first, first)
@@ -365,7 +373,8 @@ def _channel_scales(reader: _Reader, rows: slice) -> np.ndarray:
 
 
 def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
-    """(code - offset - zero) · scale; zero points are offset, too, and packed along d_out."""
+    """Dequantises the layout `packed`: (code - offset - zero) · scale. Zero points have the same
+    offset and are packed along d_out."""
     offset = 1 << (reader.tensor.packing.bits - 1)
     codes = reader.codes("weight_packed", rows, columns, packed=1).astype(np.float32) - offset
     of, all_groups = reader.groups(columns, "weight_g_idx"), slice(0, reader.all_groups)
@@ -376,13 +385,14 @@ def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
 
 
 def _gptq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
-    """(code - zero) · scale, stored as [d_in, d_out]; zero points packed along d_out."""
+    """Dequantises GPTQ: (code - zero) · scale, stored as [d_in, d_out] with zero points packed
+    along d_out."""
     codes = reader.codes("qweight", columns, rows, packed=0)
     return _grouped(reader, codes, rows, columns)
 
 
 def _awq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
-    """As GPTQ's, with the values packed along d_out, too."""
+    """Dequantises AWQ: like GPTQ, but values are packed along d_out, too."""
     codes = reader.codes("qweight", columns, rows, packed=1)
     return _grouped(reader, codes, rows, columns)
 
@@ -391,7 +401,7 @@ def _grouped(reader: _Reader, codes: np.ndarray, rows: slice, columns: slice) ->
     packing = reader.tensor.packing
     of, all_groups = reader.groups(columns, "g_idx"), slice(0, reader.all_groups)
     zeros = reader.codes("qzeros", all_groups, rows, packed=1).astype(np.int32)
-    # A zero point of 0 is stored as -1, all bits set.
+    # With `zero_plus` 1, a zero point of 0 is stored as -1: all bits set.
     zeros = (zeros + packing.zero_plus) & ((1 << packing.bits) - 1)
     scales = reader.floats("scales", all_groups, rows)
     return ((codes.astype(np.float32) - zeros[of]) * scales[of]).T

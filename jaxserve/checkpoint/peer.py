@@ -1,11 +1,11 @@
-"""Weights from running workers: an array is taken from the first that has it in the format that is
-wanted, else from storage.
+"""Loads weights from running workers: each array comes from the first worker that holds it in the
+wanted format, else from storage.
 
 xDeepServe §6.3 (fast start by forking from a running worker). Nothing is computed on the way: 8-bit
-and INT4 matrices travel with their scales (INT4 as a byte a value), as the other worker quantised
-or read them, so what arrives is bit for bit what this worker would have made of the checkpoint. A
-worker that is lost in the middle of an array costs that array alone, which the next source gives
-from its beginning. `link/weights_*` is the channel, `roles/held_weights.py` the other end.
+and INT4 matrices travel with their scales (INT4 as one byte per value), as the sending worker
+quantised or read them. The result equals, bit for bit, what this worker would have loaded from the
+checkpoint. If a worker is lost in the middle of an array, only that array is read again, from the
+next source. `link/weights` is the channel, `roles/held_weights.py` the sending end.
 """
 
 import json
@@ -44,20 +44,20 @@ from jaxserve.storage.mirror import local_folder
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 30.0
-"""A connection that was not used for longer is made anew: the other end may have closed it."""
+"""Connections that were idle for longer are reopened: the other end may have closed them."""
 AGAIN_SECONDS = 10.0
-"""After which a worker that was not there, or was lost, is asked again."""
+"""Seconds before workers are tried again after they were unreachable or lost."""
 
 Checkpoint = HFCheckpoint | StoreCheckpoint
 
 
 def weights_hello(folder: str) -> Hello:
-    """What both ends of a weights channel must agree on: the model, and its revision.
+    """Facts that both ends of a weights channel must agree on: the model and its revision.
 
-    Number formats are not among them: every array says its own.
+    Number formats may differ: every array states its own.
 
     Raises:
-      CheckpointError: the folder is none of a model.
+      CheckpointError: the folder holds no model.
     """
     try:
         tree = json.loads((local_folder(folder) / "config.json").read_bytes())
@@ -70,17 +70,17 @@ def weights_hello(folder: str) -> Hello:
 def open_weights(
     deployment: Deployment, names: CheckpointNames, *, token: str
 ) -> "Checkpoint | PeerCheckpoint":
-    """Where a deployment's weights come from: `weights.peers` if there are any, and its folder.
+    """Opens a deployment's weights: from `weights.peers` if set, with its folder as a fallback.
 
     Raises:
-      CheckpointError: as `open_checkpoint`; with peers only once something is read.
+      CheckpointError: as `open_checkpoint`; with peers only when the folder is first read.
     """
 
     def storage() -> Checkpoint:
         return open_checkpoint(deployment.model, names)
 
     if deployment.weights.address:
-        revision(deployment.model)  # which this worker will say that it has
+        revision(deployment.model)  # this worker will state it to others
     if not deployment.weights.peers:
         return storage()
     hello = weights_hello(deployment.model)
@@ -88,17 +88,18 @@ def open_weights(
 
 
 class PeerCheckpoint(Blocks):
-    """Leaves from running workers.
+    """Reads leaves from running workers, with storage as a fallback.
 
     Args:
-      peers: host:port of each, in order of preference; a name may stand for several addresses.
-      hello: of this worker's weights.
+      peers: host:port of each worker, in order of preference; a name may resolve to several
+        addresses.
+      hello: identifies this worker's weights; see `weights_hello`.
       token: the secret of the deployment.
-      names: what the architecture expects.
-      storage: opens the folder; called when the first array is needed from there.
+      names: tensor names that the architecture expects.
+      storage: opens the folder; called when the first array is needed from it.
 
     Attributes:
-      arrays: leaves taken so far, by where they came from (`storage`, or an address).
+      arrays: number of leaves taken so far, by origin (`storage`, or an address).
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PeerCheckpoint(Blocks):
         self._look()
 
     def close(self) -> None:
-        """Ends all connections; they are made again when something is read."""
+        """Closes all connections; the next read reopens them."""
         while self._peers:
             self._peers.pop().close()
         self._again = 0.0
@@ -128,7 +129,7 @@ class PeerCheckpoint(Blocks):
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
-        """Some or all leaves of one block, or of several stacked ones."""
+        """Yields the wanted leaves of one block, or of several stacked blocks."""
         self._look()
         blocks = [self._blocks[block_key(sources)] for sources in tables]
 
@@ -150,9 +151,9 @@ class PeerCheckpoint(Blocks):
         tables: Sequence[Sources],
         wanted: dict[str, Leaf],
     ) -> list[jax.Array]:
-        """A leaf, or those of a quantised matrix, from the first source that gives them."""
+        """Takes a leaf, or all leaves of a quantised matrix, from the first source that has it."""
         shapes = [_stored_shapes(table, wanted) for table in tables]
-        # Entries that are parts of another matrix are put together from storage alone.
+        # Leaves with pieces of another matrix as entries are assembled from storage only.
         parted = any(matrix_of(name) in template.parts for name in wanted)
         for peer in [] if parted else list(self._peers):
             if not all(_has(peer, b, s, wanted) for b, s in zip(blocks, shapes, strict=True)):
@@ -209,7 +210,8 @@ class PeerCheckpoint(Blocks):
 
     @property
     def storage(self) -> Checkpoint:
-        """The folder; raises CheckpointError where it cannot be read."""
+        """The checkpoint in the folder, opened on first use; raises CheckpointError if that
+        fails."""
         if self._storage is None:
             self._storage = self._open()
             self._storage.checks = self.checks
@@ -226,7 +228,8 @@ class PeerCheckpoint(Blocks):
         self._again = time.monotonic() + AGAIN_SECONDS
 
     def _look(self) -> None:
-        """Connects where nobody is connected, unless that was tried just now."""
+        """Connects to the workers if none is connected, at most once per `AGAIN_SECONDS`. Drops
+        connections that were idle for `FRESH_SECONDS` first."""
         now = time.monotonic()
         if self._peers and now - self._used > FRESH_SECONDS:
             self.close()
@@ -252,7 +255,7 @@ class PeerCheckpoint(Blocks):
 
 
 def _resolved(name: str) -> list[str]:
-    """The addresses that a name stands for, as a headless Service's for all its pods."""
+    """All addresses of a host:port; the name of a headless Service resolves to all its pods."""
     host, port = split_address(name)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -263,7 +266,7 @@ def _resolved(name: str) -> list[str]:
 
 
 def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape]:
-    """The shapes of a block's wanted leaves without padding."""
+    """Shapes of a block's wanted leaves without padding, by leaf."""
     if len(wanted) == 1:
         (name,) = wanted
         return {name: leaf_shape(sources[name])}
@@ -274,13 +277,13 @@ def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape
 
 
 def scales_shape(values: Shape, block: tuple[int, int]) -> Shape:
-    """The shape of an 8-bit matrix's scales without padding, from that of its values."""
+    """Shape of a quantised matrix's scales without padding, from the shape of its values."""
     *outer, d_out, d_in = values
     return (*outer, -(-d_out // block[0]), -(-d_in // block[1]) if block[1] else 1)
 
 
 def _has(peer: WeightsPeer, block: str, shapes: dict[str, Shape], wanted: dict[str, Leaf]) -> bool:
-    """Whether a worker has these leaves of a block exactly as they are wanted."""
+    """Whether a worker holds these leaves of a block with the wanted shapes and dtypes."""
     nothing = HeldArray((), "")
     held = [peer.held.get(block, {}).get(name, nothing) for name in wanted]
     there = [(array.shape, array.dtype) for array in held]

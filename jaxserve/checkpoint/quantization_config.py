@@ -1,9 +1,9 @@
-"""`quantization_config` of config.json: which of the Hub's formats a folder's matrices are in.
+"""Reads `quantization_config` of config.json: the format in which a folder stores its matrices.
 
-Called by the families, for what a role's `auto` means, and by `hf.py`, for how to read. What is not
-covered is refused by field, value and what would be. Read as the formats' own libraries write it:
-DeepSeek's FP8 blocks, compressed-tensors (LLM Compressor), GPTQ (AutoGPTQ, GPTQModel), AWQ
-(AutoAWQ), AutoRound, which packs as either of them.
+Called by the families, to resolve a role's `auto`, and by `hf.py`, to learn how to read. Anything
+unsupported is refused with the field, its value and the supported values. The section is read as
+the formats' own libraries write it: DeepSeek's FP8 blocks, compressed-tensors (LLM Compressor),
+GPTQ (AutoGPTQ, GPTQModel), AWQ (AutoAWQ), and AutoRound, which packs like GPTQ or AWQ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,27 +17,27 @@ from jaxserve.errors import CheckpointError
 
 SECTION = "quantization_config"
 OLDER_SECTIONS = ("quantize_config.json", "quant_config.json")
-"""Files that had it before config.json did."""
+"""Files in which older tools wrote this section."""
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
 
 
 GROUPS = (32, 64, 128)
-"""Numbers of 4-bit columns that may share a scale in memory."""
+"""Group sizes (columns per scale) that the INT4 kernels support."""
 
 
 class Quantisation(NamedTuple):
     """How matrices are stored."""
 
     stored: StoredFormat
-    """What they are kept in where a role's weights are `auto`; what no kernel or product knows
-    becomes plain floats: other bits and groups, columns in an order of their own."""
+    """Format in memory where a role's weights are `auto`. `plain` (dequantised to floats) for bits,
+    group sizes and column orders that no kernel supports."""
     packing: Packing | None = None
-    """None: as plain tensors, or FP8 blocks in DeepSeek's naming."""
+    """Layout of the packed tensors; None: plain tensors, or FP8 blocks in DeepSeek's naming."""
 
 
 def text_part(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries of the text model in a whole config.json: its `text_config`, where it has one.
-    The section of number formats stands within that, or beside it.
+    """Entries of the text model in a whole config.json: its `text_config` if present, else the
+    whole. `quantization_config` may stand in either place.
 
     Raises:
       CheckpointError: `text_config` is no object.
@@ -49,30 +49,30 @@ def text_part(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stored_format(entries: Entries) -> StoredFormat:
-    """Reads the section of a whole config.json, and puts what is wrong with it to its problems."""
+    """Reads the section of a whole config.json; appends problems to `entries.problems`."""
     section = entries.section(SECTION)
     return quantisation(section, entries).stored if section else "plain"
 
 
 def packing_of(tree: Mapping[str, Any]) -> Packing | None:
-    """How matrices are packed, by a config.json whose entries have been checked."""
+    """How matrices are packed, from a config.json that has already been checked."""
     section = text_part(tree)[SECTION]
     return quantisation(section, Entries({})).packing if isinstance(section, Mapping) else None
 
 
 def int4_of(packing: Packing) -> Int4:
-    """How matrices of this packing are scaled that are kept in INT4."""
+    """Group size and zero points of matrices of this packing when kept in INT4."""
     return Int4(packing.group, zero_points=not packing.symmetric)
 
 
 def _kept(packing: Packing) -> Quantisation:
-    """Keeps matrices as INT4 where the kernels know their groups, else as floats."""
+    """Keeps matrices as INT4 if the kernels support their groups, else as floats."""
     kept = packing.bits == 4 and packing.group in GROUPS and packing.in_order
     return Quantisation("int4" if kept else "plain", packing)
 
 
 def quantisation(section: Mapping[str, Any], outer: Entries) -> Quantisation:
-    """Reads the section; problems are added to those of `outer`."""
+    """Reads the section; appends problems to `outer.problems`."""
     inner = outer.inside(SECTION, section)
     method = inner.any("quant_method")
     if method is None:
@@ -101,8 +101,8 @@ def _blocks(inner: Entries) -> Quantisation:
         inner.problems.append(f"{SECTION}.weight_block_size is missing")
     inner.only("weight_block_size", [128, 128])
     inner.only("fmt", "e4m3", "float8_e4m3fn")
-    # Activations are not quantised, whatever scheme the file states: more exact.
-    # Scales are read in whatever dtype the file has.
+    # Activations stay floats, whatever scheme the file states: that is more exact.
+    # Scales are read in any dtype that the file has.
     inner.meaningless("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
     return Quantisation("fp8_block")
 
@@ -118,8 +118,8 @@ PROVENANCE = (
     *("use_exllama", "exllama_config", "backend", "pack_impl"),
     *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
 )
-"""Entries of GPTQ's and AWQ's writers that say how a folder was made, or what computes with it;
-which modules are plain is seen by their tensors."""
+"""Ignored entries of GPTQ's and AWQ's writers: how a folder was made, or which kernels to use. The
+stored tensors show which modules are plain."""
 
 TUNING = (
     *("lr", "minmax_lr", "amp", "enable_torch_compile", "enable_minmax_tuning", "scale_dtype"),
@@ -127,16 +127,16 @@ TUNING = (
     *("enable_alg_ext", "to_quant_block_names", "disable_opt_rtn", "scheme"),
     *("act_data_type", "act_dynamic", "act_group_size", "act_sym"),
 )
-"""AutoRound's entries that say how its rounding was found, and those of activations, which are not
-quantised where `act_bits` is 16."""
+"""Ignored entries of AutoRound: how its rounding was found, and activation settings, which have no
+effect because `act_bits` must be 16 or 32."""
 
 
 MADE = (
     *("bits", "group_size", "sym", "desc_act", "mse", "damp_percent", "damp_auto_increment"),
     *("act_group_aware", "static_groups", "true_sequential", "fallback", "hessian"),
 )
-"""What a module's own entry of GPTQModel's `dynamic` may say: its bits and groups are seen by its
-tensors, columns in an order of their own by its `g_idx`, and zero points are there in any case."""
+"""Keys allowed in a module's entry of GPTQModel's `dynamic`. Tensor shapes show bits and groups,
+`g_idx` shows the column order, and zero points are always stored."""
 
 
 def _gptq(inner: Entries) -> Quantisation:
@@ -149,12 +149,12 @@ def _gptq(inner: Entries) -> Quantisation:
             inner.problems.append(
                 f"{SECTION}.dynamic.{name} = {entry!r} is not supported, only {', '.join(MADE)}"
             )
-    # Groups are of columns by their activations, unless they were made before that order.
+    # `desc_act` groups columns in order of activation size; `static_groups` keeps neighbours.
     in_order = inner.any("desc_act") is not True or inner.any("static_groups") is True
     symmetric = inner.any("sym") is True
     inner.meaningless("is_marlin_format", *PROVENANCE)
     inner.only("is_marlin_format", False)
-    # The first format stores zero points less one.
+    # The format "gptq" stores zero points minus one; "gptq_v2" stores them unchanged.
     layout = inner.any("checkpoint_format") or inner.any("format")
     plus = 0 if layout == "gptq_v2" else 1
     packing = Packing("gptq", bits, group, plus, symmetric, in_order, own_numbers=bool(own))
@@ -173,7 +173,7 @@ def _awq(inner: Entries) -> Quantisation:
     inner.only("bits", 4)
     inner.only("version", "gemm", "GEMM")
     _names(inner, "awq", "gemm", "GEMM")
-    # Symmetric ones have zero points, too, in the middle of the range.
+    # Symmetric matrices store zero points, too: the middle of the range.
     inner.meaningless("zero_point", "sym")
     if own := _overrides(inner):
         inner.problems.append(_own_numbers("dynamic", own))
@@ -189,12 +189,12 @@ AUTO_ROUND: dict[str, tuple[Literal["gptq", "awq"], int]] = {
     "auto_round:auto_awq": ("awq", 0),
     "auto_round:awq": ("awq", 0),
 }
-"""AutoRound's `packing_format` -> layout, and what is added to stored zero points (its
-`inference/backend.py`, which calls them GPTQ_FORMAT, GPTQ_FORMAT_NO_ZP and AWQ_FORMAT)."""
+"""AutoRound's `packing_format` -> layout, and the number to add to stored zero points (AutoRound's
+`inference/backend.py`: GPTQ_FORMAT, GPTQ_FORMAT_NO_ZP and AWQ_FORMAT)."""
 
 
 def _auto_round(inner: Entries) -> Quantisation:
-    """Matrices as GPTQ's or AWQ's, with `g_idx` in order or without."""
+    """AutoRound packs like GPTQ or AWQ; its columns are in order, with or without `g_idx`."""
     bits, group = inner.size("bits"), _group(inner)
     name = inner.any("packing_format")
     if name is None:
@@ -219,7 +219,7 @@ def _auto_round(inner: Entries) -> Quantisation:
 
 
 def _names(inner: Entries, method: str, *layouts: str) -> None:
-    """The method and the layout by all names that GPTQModel and AutoRound have for them."""
+    """Checks method and layout under all field names that GPTQModel and AutoRound use."""
     inner.only("method", method)
     for name in ("checkpoint_format", "format"):
         inner.only(name, *layouts)
@@ -228,12 +228,12 @@ def _names(inner: Entries, method: str, *layouts: str) -> None:
 
 
 HEAD = {"lm_head", "+:lm_head", "+:^lm_head$"}
-"""How GPTQModel names the head in `dynamic`, which is kept as floats whatever the files have."""
+"""GPTQModel's patterns for the head in `dynamic`. The head is kept as floats in any case."""
 
 
 def _overrides(inner: Entries) -> Mapping[str, Any]:
-    """Other bits or groups of some modules (GPTQModel's `dynamic`); `-:` leaves modules plain,
-    which their tensors say."""
+    """Modules with their own bits or groups (GPTQModel's `dynamic`). Entries with `-:` are skipped:
+    they leave modules plain, which the tensors show."""
     dynamic = inner.section("dynamic") if inner.any("dynamic") is not False else {}
     return {name: value for name, value in dynamic.items() if not name.startswith("-:")}
 
@@ -260,7 +260,7 @@ FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantize
 def _compressed_tensors(inner: Entries) -> Quantisation:
     inner.only("quantization_status", "compressed", "frozen")
     inner.only("transform_config", {}, False)
-    # The cache is as `cache.format` says, with scales of its own.
+    # The KV cache follows `cache.format` and computes its own scales.
     if inner.any("kv_cache_scheme"):
         path = f"{SECTION}.kv_cache_scheme"
         scheme = inner.inside(path, inner.section("kv_cache_scheme"))
@@ -272,7 +272,7 @@ def _compressed_tensors(inner: Entries) -> Quantisation:
             f"{SECTION}.sparsity_config.format = {sparsity['format']!r} is not supported, only "
             "'dense'"
         )
-    # Which modules are plain is seen by their tensors.
+    # The tensors show which modules are plain.
     inner.meaningless("global_compression_ratio", "ignore", "version", "sparsity_config")
     groups, format = inner.section("config_groups"), inner.any("format")
     if format == "dense" and not groups:
@@ -285,10 +285,10 @@ def _compressed_tensors(inner: Entries) -> Quantisation:
 
 
 def _several(found: Sequence[Quantisation]) -> Quantisation:
-    """Kept is what has the fewest bits (usually most of the weights), and of these the smallest
-    groups; parts of layers that have other matrices, too, become floats (`hf_config.py`)."""
+    """Chooses the format to keep among several: fewest bits (usually most weights), then smallest
+    groups. Parts of layers with matrices in other formats become floats (`hf_config.py`)."""
     plain = {each.packing.layout for each in found if each.packing and each.stored == "plain"}
-    # By its tensors W8A8 cannot be told from INT8 whose rows stay floats.
+    # Tensors do not show whether INT8 weights expect INT8 inputs (W8A8) or float inputs.
     unkept = {"plain", "int8"} if "scaled" in plain else {"plain"}
     kept = [each for each in found if each.stored not in unkept]
     best = min(kept or found, key=lambda each: each.packing[1:3] if each.packing else (0, 0))
@@ -299,7 +299,7 @@ def _several(found: Sequence[Quantisation]) -> Quantisation:
 def _config_group(name: str, group: Any, whole_format: Any, inner: Entries) -> Quantisation:
     path = f"{SECTION}.config_groups.{name}"
     own = inner.inside(path, group if isinstance(group, Mapping) else {})
-    # What is quantised is seen by the tensors.
+    # The tensors show which modules are quantised.
     own.meaningless("targets")
     weights, inputs = own.section("weights"), own.section("input_activations")
     own.only("output_activations", {})
@@ -313,7 +313,7 @@ def _config_group(name: str, group: Any, whole_format: Any, inner: Entries) -> Q
     if found.stored == "int8" and not inputs:
         found = found._replace(stored="plain")  # INT8 here multiplies rows in INT8
     given = own.inside(f"{path}.input_activations", inputs)
-    # They are quantised a token at a time for INT8 weights, and not at all for others.
+    # Inputs are quantised per token for INT8 weights, and not at all for other formats.
     given.only("dynamic", True, *(() if found.stored == "int8" else (False,)))
     own.problems += given.problems
     own.refuse_unread()
@@ -322,7 +322,7 @@ def _config_group(name: str, group: Any, whole_format: Any, inner: Entries) -> Q
 
 
 def _scheme(weights: Entries, format: Any, inner: Entries) -> Quantisation:
-    """The format of weights by `config_groups.NAME.weights` and the name of the layout."""
+    """Reads `config_groups.NAME.weights`; `format` is the name of the layout."""
     kind, strategy = weights.any("type"), weights.any("strategy")
     bits, symmetric = weights.size("num_bits"), weights.flag("symmetric", default=True)
     weights.only("dynamic", False)

@@ -3,15 +3,15 @@
 `hf.py` decides which rectangle goes where; this module reads them on a few threads. Knows neither
 JAX nor the meaning of a tensor.
 
-Data that needs no conversion is read directly into the memory of the array, unless that has its
-axes in another order: then by way of buffers that stay in a core's cache. Exchanging axes of arrays
-in memory took longer, because memory that is new to the process does.
+Data that needs no conversion is read directly into the memory of the array. If the array has its
+axes in another order, data passes through buffers that stay in a core's cache. Transposing whole
+arrays in memory took longer, because the first use of new memory is slow.
 
-`pread` rather than a memory map: mapped pages count as the process's memory, and reading past the
-end of a file that shrank is an error, not a signal.
+Files are read with `pread` rather than a memory map: mapped pages count as the process's memory,
+and with `pread` reading past the end of a file that shrank is an error, not a signal.
 
-Of files in buckets (`storage/`) windows of 8 MB are read into memory first, of each only what
-devices of this process want, with small gaps.
+Files in buckets (`storage/`) are read in windows of 8 MB. Each window fetches only the rows that
+devices of this process want, and small gaps between them.
 """
 
 import bisect
@@ -36,16 +36,16 @@ SCALE_BLOCK = 128
 THREADS = max(2, min(os.cpu_count() or 1, 16))
 
 REMOTE_THREADS = 32
-"""Windows of files in buckets that are read at a time."""
+"""Windows of files in buckets that are read concurrently."""
 
 _WINDOW_BYTES = 8 << 20
-"""Of a file in a bucket, read at a time and held in memory meanwhile."""
+"""Size of a window of a file in a bucket; a window is held in memory while it is copied."""
 _LEAST_GAP = 64 << 10
-"""Bytes between two wanted rows that are worth another request."""
+"""Smallest gap in bytes between two wanted rows that is worth a separate request."""
 _TASK_BYTES = 2 << 20
 """Bytes that a thread reads per task."""
 _ROWS_ACROSS = 32
-"""Rows that are written together where they become columns; 2 bytes each fill a cache line."""
+"""Rows transposed together into columns: 32 values of 2 bytes fill a cache line."""
 _MOST_BUFFERS = 1024
 """Most buffers of one `preadv` (IOV_MAX)."""
 _MOST_KEPT = 64
@@ -73,7 +73,7 @@ class Region(NamedTuple):
     """A rectangle of a row-major matrix in a file, and its destination."""
 
     tensor: Any
-    """A `Tensor`; or one made of several (`packed.py`), whose regions are not read here."""
+    """A `Tensor`, or a `PackedTensor`, whose regions `packed.py` reads."""
     first: int
     """Index of its first element in the tensor."""
     stride: int
@@ -103,7 +103,7 @@ def read_regions(regions: Sequence[Region], on_read: Counter) -> None:
     """Reads all regions into their targets, which must not overlap.
 
     Raises:
-      CheckpointError: a file is gone, or is not the one any more whose header was read.
+      CheckpointError: a file is missing, or was replaced after its header was read.
     """
     with contextlib.ExitStack() as stack:
         files: dict[Path, LocalFile | RemoteFile] = {}
@@ -150,7 +150,7 @@ def _tasks(regions: Sequence[Region]) -> Iterator[list[Region]]:
 
 
 def _cut(region: Region, start: int, stop: int) -> Region:
-    """The sub-region of some of its rows."""
+    """The region's rows from `start` to `stop`, as a region."""
     scales = region.scales and region.scales._replace(row=region.scales.row + start)
     first = region.first + start * region.stride
     target = region.target[start:stop]
@@ -164,8 +164,8 @@ def _run(files: Mapping[Path, LocalFile], on_read: Counter, task: list[Region]) 
 
 
 def _windows(regions: Sequence[Region]) -> list[list[Region]]:
-    """The regions' rows by the part of a file where they begin: what several devices of this
-    process have of the same rows is in one window."""
+    """Groups the regions' rows by the window of the file where they begin. Parts of the same rows
+    for several devices of this process share a window."""
     windows: dict[tuple[Path, int], list[Region]] = {}
     for region in regions:
         begin, pitch, _ = _places(region)
@@ -181,14 +181,15 @@ def _windows(regions: Sequence[Region]) -> list[list[Region]]:
 
 
 def _places(region: Region) -> tuple[int, int, int]:
-    """Of the first row in the file, from row to row, and of a row: bytes."""
+    """Returns (offset of the first row in the file, distance between rows, size of a row), all in
+    bytes."""
     item = region.tensor.dtype.itemsize
     begin = region.tensor.offset + region.first * item
     return begin, region.stride * item, region.columns * item
 
 
 def _fetch(files: Mapping[Path, RemoteFile], on_read: Counter, window: list[Region]) -> None:
-    """Reads a window's regions by few requests: what lies less than `_LEAST_GAP` apart, by one."""
+    """Reads a window's regions; rows less than `_LEAST_GAP` apart share a request."""
     rows: list[tuple[int, int]] = []
     for region in window:
         begin, pitch, width = _places(region)
@@ -213,8 +214,8 @@ def _fetch(files: Mapping[Path, RemoteFile], on_read: Counter, window: list[Regi
 
 
 def copy_across(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies the second of each pair, a matrix or a stack of them, to the first, where it lies
-    column by column."""
+    """Transposes matrices in memory: copies the second of each pair (a matrix or stack) into the
+    first, whose memory is column-major."""
     tasks = []
     for target, values in pairs:
         for place in np.ndindex(values.shape[:-2]):
@@ -234,13 +235,13 @@ def _copy_across(both: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 class _Held(NamedTuple):
-    """Parts of a file that are in memory."""
+    """Parts of a file held in memory, with their offsets in the file."""
 
     starts: list[int]
     parts: list[bytes]
 
     def preadv(self, buffers: list[memoryview], offset: int) -> int:
-        """As `os.preadv`."""
+        """Works like `os.preadv`: fills the buffers and returns the number of bytes."""
         place = bisect.bisect_right(self.starts, offset) - 1
         at = offset - self.starts[place]
         for buffer in buffers:
@@ -277,7 +278,7 @@ def _fill(file: int | _Held, region: Region, rows: np.ndarray, views: list[memor
     """Reads the region's rows into `rows`, whose elements are contiguous.
 
     Args:
-      views: the same rows as memory views, where they are read one by one.
+      views: the same rows as memory views; needed if rows are read one by one.
     """
     item = region.tensor.dtype.itemsize
     offset, pitch = region.tensor.offset + region.first * item, region.stride * item

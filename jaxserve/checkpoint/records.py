@@ -1,4 +1,4 @@
-"""What `convert.py` writes about the arrays of a checkpoint: records, and checksums of arrays."""
+"""Records and checksums that `convert.py` writes about the arrays of a checkpoint."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxserve.checkpoint.manifest import StoredLeaf
 from jaxserve.checkpoint.stored_array import checksum_of
 
 CALIBRATION = "calibration.json"
-"""What a calibration did, layer by layer."""
+"""File with the report of a calibration, layer by layer."""
 
 
 class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

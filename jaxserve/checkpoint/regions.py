@@ -17,7 +17,7 @@ from jaxserve.checkpoint.tensors import Tensor
 from jaxserve.errors import CheckpointError
 
 Ranges = tuple[tuple[int, int], ...]
-"""(start, stop) along every axis of a leaf: one shard."""
+"""One shard of a leaf: (start, stop) along every axis."""
 
 Grids = Mapping[str, np.ndarray]
 """Scales of FP8 tensors, FP32 [..., ceil(out / 128), ceil(in / 128)], by the tensors' names."""
@@ -30,12 +30,12 @@ def source_regions(
     ranges: Ranges,
     target: np.ndarray,
 ) -> Iterator[Region]:
-    """The regions that fill one shard of a leaf; padding is not among them.
+    """Yields the regions that fill one shard of a leaf, without its padding.
 
     Args:
-      grids: scales of the tensors that are to be dequantised.
+      grids: scales of the tensors to dequantise.
       ranges: the shard, within the leaf's padded shape.
-      target: destination, of the ranges' sizes.
+      target: destination, with the sizes of `ranges`.
     """
     for index, own, part in _parts(source, ranges, target):
         name = source.names[index]
@@ -45,7 +45,8 @@ def source_regions(
 
 
 def _further(source: Source, ranges: Ranges) -> Iterator[tuple[int, Source]]:
-    """Those of `Source.more` that lie in the ranges, by their place there."""
+    """Yields the sources of `Source.more` whose entries lie in the ranges, each with its position
+    in the shard."""
     low, high = ranges[0]
     for index, more in enumerate(source.more, source.entries):
         if low <= index < high:
@@ -53,7 +54,7 @@ def _further(source: Source, ranges: Ranges) -> Iterator[tuple[int, Source]]:
 
 
 def seen_shape(source: Source, index: int) -> Shape:
-    """The shape of the used part of one tensor."""
+    """Shape of the part of one tensor that the source uses."""
     view = source.view
     if view is None:
         return source.shapes[index]
@@ -63,7 +64,7 @@ def seen_shape(source: Source, index: int) -> Shape:
 
 
 def leaf_shape(source: Source) -> Shape:
-    """The shape of a leaf that is made of the source, without padding."""
+    """Shape of the leaf that the source describes, without padding."""
     first, *others = (seen_shape(source, index) for index in range(len(source.names)))
     if source.stacked:
         return (len(source.names), *first)
@@ -113,7 +114,7 @@ def _rectangles(
     own: Ranges,
     target: np.ndarray,
 ) -> Iterator[Region]:
-    """One region per matrix of the last two axes."""
+    """Yields one region per matrix (last two axes) of a tensor with further leading axes."""
     if target.size == 0:
         return
     shape, stored = tensor.shape, list(own)
@@ -143,7 +144,7 @@ def _rectangles(
 
 
 def _scales(grid: np.ndarray, tensor: Tensor | PackedTensor, first: int, stride: int) -> Scales:
-    """The scales of a rectangle that starts at this element."""
+    """The scales of a rectangle whose first element has index `first` in the tensor."""
     *_, d_out, d_in = tensor.shape
     if stride != d_in:
         raise CheckpointError(f"{tensor.path}: FP8 rows of {d_in} are viewed as rows of {stride}")

@@ -1,9 +1,9 @@
-"""Which layers bear attention in INT8 (xDeepServe §4.7), measured on a text, a layer at a time.
+"""Measures on a text which layers tolerate attention in INT8 (xDeepServe §4.7).
 
-Called by `jaxserve/convert.py`. Attention is the serving module over INT8 pages, in FP32 otherwise;
-every token has a row of the page table, as in decode, so that latent attention is the absorbed one,
-which is what multiplies in INT8. Weights are read once a pass: a layer takes the rows of every set
-of layers that is tried, and sets that have differed in no layer so far share them.
+Called by `jaxserve/convert.py`. Attention is the serving module over INT8 pages, in FP32 otherwise.
+Every token has a row of the page table, as in decode: latent attention then takes its absorbed
+form, which is the form that multiplies in INT8. Weights are read once per pass: each layer
+processes the rows of every tried set of layers. Sets that agree on all layers so far share rows.
 """
 
 import functools
@@ -41,19 +41,20 @@ Layers = frozenset[int]
 
 
 class Loss(NamedTuple):
-    """What products in INT8 cost, against products in floats with the same INT8 pages."""
+    """Cost of INT8 products in some layers, relative to float products on the same INT8 pages."""
 
     layers: list[int]
     divergence: float
     """Mean of KL(floats ‖ INT8) over all tokens, nats."""
     perplexity: float
-    """By how many percent it is higher."""
+    """Increase of perplexity, percent."""
     noise: float
-    """Standard error of that, percent, from its differences between sequences."""
+    """Standard error of the increase, percent, from the differences between sequences."""
 
     @property
     def most(self) -> float:
-        """Two standard errors above the mean, or above 0 where that is better by chance."""
+        """Upper bound of the increase, percent: two standard errors above it, or above 0 if the
+        measured increase is negative."""
         return max(self.perplexity, 0.0) + 2 * self.noise
 
 
@@ -64,22 +65,22 @@ def measure(
     on_layer: Callable[[int, int, str], None] = lambda done, layers, note: None,
     ignored: Collection[str] = (),
 ) -> tuple[list[Loss], Loss | None]:
-    """Measures every layer alone, and then the least sensitive ones together; writes the list.
+    """Measures every layer alone, then the least sensitive layers together; writes the list.
 
-    Layers are taken in the order of their divergence. Of those that are within the budget alone,
-    the most that are so together are chosen.
+    Layers are taken in the order of their divergence. Among the layers that are within the budget
+    alone, the longest prefix of that order that is within the budget together is chosen.
 
     Args:
       folder: a Hugging Face folder or a converted one.
       sequences: int [sequences, tokens], at least 2 of each.
       budget: percent of perplexity that all chosen layers together may cost, two standard errors
         included.
-      on_layer: called with the number of layers that are done, of all, and a note.
+      on_layer: called with the number of finished layers, the number of all layers, and a note.
       ignored: see `read_config`.
 
     Returns:
-      the losses of single layers, in their order, and that of the chosen ones; None: there are
-      none.
+      The losses of single layers, in layer order, and the loss of the chosen set; None: no layer
+      was chosen.
 
     Raises:
       ConfigError, CheckpointError: the model cannot be read.
@@ -113,20 +114,20 @@ def measure(
 
 
 def prefixes(alone: Sequence[Loss], budget: float) -> list[Layers]:
-    """Sets of layers to be tried together: the least sensitive one, the two least sensitive, … of
-    those that are within the budget alone."""
+    """Sets of layers to be tried together: the least sensitive layer, the two least sensitive, …
+    among the layers that are within the budget alone."""
     able = [one for one in sorted(alone, key=lambda one: one.divergence) if one.most <= budget]
     order = [layer for one in able for layer in one.layers]
     return [frozenset(order[: size + 1]) for size in range(len(order))]
 
 
 def longest(together: Sequence[Loss], budget: float) -> Loss | None:
-    """Of growing sets the last that is within the budget."""
+    """The largest of the growing sets that is within the budget; None if none is."""
     return next((one for one in reversed(together) if one.most <= budget), None)
 
 
 class _Model:
-    """The rows of a text on their way through the layers, by the layers that multiply in INT8."""
+    """Runs a text through the layers, once for each tried set of layers with INT8 products."""
 
     def __init__(self, folder: str | Path, sequences: np.ndarray, ignored: Collection[str]):
         self.config, names = read_config(folder, ignored)
@@ -177,7 +178,7 @@ class _Model:
     def _layer(
         self, layer: int, before: dict[Layers, np.ndarray], sets: set[Layers]
     ) -> dict[Layers, np.ndarray]:
-        """The rows behind a layer, by set."""
+        """Runs one layer: takes and returns rows [sequences, tokens, d_model] by set of layers."""
         kind = self.config.layer(layer)
         templates = self._of[False]
         attention = self._leaves(
@@ -198,8 +199,8 @@ class _Model:
         return behind
 
     def _compiled(self, kind: LayerKind) -> Callable[..., tuple[Array, ...]]:
-        """(leaves, rows [tokens, d_model]) → rows behind attention, normed ones, and where MoE
-        layers route them."""
+        """Compiles attention of one kind. The function takes (leaves, rows [tokens, d_model]) and
+        returns the rows after attention, the FFN's normed input and, for MoE, experts and gates."""
         template = self._of[kind.int8_products].attention[kind]
         arrays, tokens = page_arrays(self.config, self._deployment), self._sequences.shape[1]
 
@@ -217,7 +218,8 @@ class _Model:
         return self._on_mesh(attend)
 
     def _log_probabilities(self, head: dict[str, Array], rows: np.ndarray) -> np.ndarray:
-        """Of the next token behind every row but the last, FP32 [tokens - 1, vocab]."""
+        """Log probabilities of the next token after every row but the last, FP32 [tokens - 1,
+        vocab]."""
         logits = self._head([*head.values()], rows[:-1])
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
@@ -236,13 +238,13 @@ class _Model:
         )
 
     def _nats(self, said: Sequence[np.ndarray]) -> np.ndarray:
-        """Of every token but the first, [sequences, tokens - 1]."""
+        """Negative log likelihood in nats of every token but the first, [sequences, tokens - 1]."""
         targets = self._sequences[:, 1:, None]
         pairs = zip(said, targets, strict=True)
         return -np.stack([np.take_along_axis(one, ids, axis=1)[:, 0] for one, ids in pairs])
 
     def _leaves(self, name: str, template: Template, rules: Rules) -> dict[str, Array]:
-        """A block's leaves, as floats."""
+        """Loads a block's leaves as floats, by name."""
         block: Block = self._blocks[name]
         mesh = self._meshes.attention
         shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
@@ -251,7 +253,7 @@ class _Model:
 
 
 def _deployment(folder: str | Path, tokens: int) -> Deployment:
-    """One device; pages for one sequence, of which every token is a slot."""
+    """A deployment on one device with pages for one sequence, each of whose tokens is a slot."""
     pages = -(-tokens // PAGE)
     return load_deployment(
         folder,

@@ -3,8 +3,8 @@
 `convert.py` writes them; `open_checkpoint` opens a converted or a Hugging Face folder. Arrays are
 stored unsharded and unpadded: each device's part is read from the chunks that it overlaps
 (`stored_array.py`), and the padding that a layout adds is zero. Checksums cover whole arrays. They
-are checked beside loading, unless the folder is in a bucket or several processes read a part each:
-then `convert --verify` alone does.
+are verified in the background of loading, unless the folder is in a bucket or each of several
+processes reads only a part. Then only `convert --verify` verifies them.
 """
 
 import functools
@@ -63,17 +63,17 @@ from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 logger = logging.getLogger(__name__)
 
 _OPENED_AT_ONCE = 16
-"""Arrays: each may be a request."""
+"""Arrays opened concurrently; opening may take a request to a bucket."""
 
 
 def _read(
     arrays: Sequence[ReadableArray], leaf: Leaf, ranges: Ranges, on_read: Callable[[int], None]
 ) -> np.ndarray:
-    """The part of an array, or of a stack of one array a layer, that lies in `ranges`."""
+    """Reads `ranges` of an array, or of a stack with one array per layer."""
     target = leaf.empty(ranges)
     inside = ranges if leaf.layers is None else ranges[1:]
     layers = [target] if leaf.layers is None else list(target)
-    # TensorStore is slow where it exchanges axes: then every layer comes here first.
+    # TensorStore transposes slowly: a tiled leaf is read into `across` first, layer by layer.
     sizes = [stop - start for start, stop in inside]
     across = aligned_empty(sizes, target.dtype) if leaf.tile else None
     used = arrays[:1] if leaf.layers is None else arrays[slice(*ranges[0])]
@@ -88,15 +88,15 @@ def _read(
 
 
 class StoreCheckpoint(Blocks):
-    """A converted checkpoint.
+    """Reads leaves from a converted checkpoint.
 
     Args:
-      folder: written by `convert.py`, or its URL.
-      names: what the architecture expects.
+      folder: a folder written by `convert.py`, or its URL.
+      names: tensor names that the architecture expects.
 
     Raises:
-      CheckpointError: there is no manifest; or blocks, leaves or arrays are missing, unexpected, or
-        differ from the manifest in shape or dtype (all of them in one message).
+      CheckpointError: the manifest is missing; or blocks, leaves or arrays are missing, unexpected,
+        or differ from the manifest in shape or dtype (one message lists all problems).
     """
 
     def __init__(self, folder: str | Path, names: CheckpointNames):
@@ -110,7 +110,7 @@ class StoreCheckpoint(Blocks):
         self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
         self._folder, self._manifest = here, manifest
         self._stamps = {name: self._stamp(name) for name in self._arrays}
-        # A runtime of several processes reads parts of arrays; checksums are of whole ones.
+        # Each process of a larger runtime reads parts of arrays, but checksums cover whole arrays.
         whole = jax.process_count() == 1 and origin_of(here) is None
         self._unverified = set(self._arrays if whole else ())
         if stamp(here / MANIFEST) != before:
@@ -133,7 +133,7 @@ class StoreCheckpoint(Blocks):
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
-        """Some or all leaves of one block, or of several stacked ones."""
+        """Yields the wanted leaves of one block, or of several stacked blocks."""
         names = [self._blocks[block_key(sources)] for sources in tables]
         for name in self._unverified & set(names):
             self._unverified.remove(name)
@@ -188,8 +188,8 @@ class StoreCheckpoint(Blocks):
         scales: Leaf,
         *zeros: Leaf,
     ) -> tuple[jax.Array, ...]:
-        """Values and scales of a quantised matrix, as stored or quantised here, and zero points
-        where there is a leaf for them."""
+        """Values, scales and (if they have a leaf) zero points of a quantised matrix, as stored or
+        quantised on the devices."""
         floats = np.dtype(np.float32)
         if f"{name}.values" in blocks[0]:
             of_values = [block[f"{name}.values"] for block in blocks]
@@ -224,10 +224,11 @@ class StoreCheckpoint(Blocks):
         places: tuple[np.ndarray, np.ndarray],
         empty: float = 1.0,
     ) -> jax.Array:
-        """Scales (or zero points) for smaller blocks than the stored ones, of which they are parts.
+        """Scales (or zero points) for blocks that are equal to the stored blocks or parts of them.
 
         Args:
-          empty: of padding.
+          places: row and column indices of the stored scales, from `_scale_places`.
+          empty: value of padding.
         """
         rows, columns = places
         grids = [read_array(array) for array in arrays]
@@ -251,7 +252,8 @@ class StoreCheckpoint(Blocks):
 
 
 def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, ReadableArray]:
-    """The block's arrays, with the further entries that the template has of some."""
+    """The block's arrays by leaf; where the template appends pieces of another matrix as entries,
+    an `ArrayWithParts`."""
     arrays: dict[str, ReadableArray] = dict(block)
     for name, array in block.items():
         base = matrix_of(name)
@@ -262,7 +264,7 @@ def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, 
 
 
 def matrix_of(leaf: str) -> str:
-    """The matrix of a leaf that is a part of one; any other as it is."""
+    """Name of the matrix that a leaf belongs to: `X` for `X.values`, else the leaf's own name."""
     base, _, part = leaf.rpartition(".")
     return base if part in QUANTISED_PARTS else leaf
 
@@ -270,8 +272,8 @@ def matrix_of(leaf: str) -> str:
 def _scale_places(
     values: ReadableArray, scales: ReadableArray, wanted: Leaf, wanted_scales: Leaf
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows and columns of the stored scales for the wanted blocks; None if a wanted block spans
-    several stored ones."""
+    """Row and column indices of the stored scales for the wanted blocks; None if a wanted block
+    spans several stored blocks."""
     places = []
     sizes = zip(
         block_of(values.shape, scales.shape),
@@ -291,7 +293,7 @@ def _scale_places(
 
 @functools.lru_cache(maxsize=256)
 def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[..., jax.Array]:
-    """A compiled function that dequantises values, scales and maybe zero points to the leaf."""
+    """Returns a compiled function that dequantises values, scales and optional zero points."""
 
     def multiply(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
         made = dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
@@ -363,8 +365,8 @@ def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint 
 
 
 def open_folder(deployment: Deployment, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
-    """The deployment's model folder, even with `weights.peers`: what several processes quantise is
-    so by all of them together, and none may go another way. Raises as `open_checkpoint`."""
+    """Opens the deployment's model folder and ignores `weights.peers`: the processes of a runtime
+    quantise together, so all must read the same source. Raises as `open_checkpoint`."""
     if deployment.weights.peers:
         logger.warning("weights: from storage: weights.peers is for workers of one process")
     return open_checkpoint(deployment.model, names)

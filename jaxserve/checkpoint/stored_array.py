@@ -18,7 +18,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
 from jaxserve.storage.files import array_store
 
-# Chunks in flight are memory on top of the array that they become.
+# Chunks in flight take memory in addition to the target array, so their number is limited.
 _CONTEXT = tensorstore.Context(
     {"file_io_concurrency": {"limit": THREADS}, "data_copy_concurrency": {"limit": THREADS}}
 )
@@ -30,8 +30,8 @@ class StoredArray(NamedTuple):
     path: Path
     store: tensorstore.TensorStore
     int4: tuple[int, ...] = ()
-    """The shape of an INT4 array, of which two neighbours are a byte, low bits first; empty: it is
-    none."""
+    """Shape of an INT4 array, which is stored with two neighbours per byte, low bits first; empty:
+    another dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,10 +50,10 @@ class StoredArray(NamedTuple):
 
         Args:
           ranges: (start, stop) of every axis; elements beyond the array's shape are not written.
-          target: of the ranges' sizes.
+          target: an array with the sizes of the ranges.
 
         Returns:
-          The number of bytes of the array that were wanted.
+          Stored bytes of the part that was read.
 
         Raises:
           CheckpointError: a file is missing or damaged.
@@ -78,7 +78,7 @@ class StoredArray(NamedTuple):
         return part.size * self.dtype.itemsize
 
     def _read_int4(self, spans: list[tuple[int, int]], target: np.ndarray) -> int:
-        """As `read_into`, of a part that is there."""
+        """Reads and unpacks an INT4 part; `spans` lie within the array. Returns bytes read."""
         low, high = spans[-1]
         whole = [*spans[:-1], (low // 2, -(-high // 2))]
         packed = np.empty([stop - start for start, stop in whole], np.uint8)
@@ -91,14 +91,14 @@ class StoredArray(NamedTuple):
 
 
 class ArrayWithParts(NamedTuple):
-    """An array with equal parts of another one as further entries of its first axis."""
+    """An array with equal pieces of another array appended as entries of its first axis."""
 
     own: StoredArray
     other: StoredArray
     pieces: int
-    """That the other one is divided into."""
+    """Number of pieces that `other` is divided into."""
     axis: int
-    """Along which."""
+    """Axis of `other` along which it is divided."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class ArrayWithParts(NamedTuple):
         return self.own.dtype
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """As of `StoredArray`."""
+        """See `StoredArray.read_into`."""
         read, first, sizes = self.own.read_into(ranges, target), self.own.shape[0], self.shape[1:]
         inside = [(low, min(high, n)) for (low, high), n in zip(ranges[1:], sizes, strict=True)]
         if any(low >= high for low, high in inside):
@@ -124,7 +124,7 @@ class ArrayWithParts(NamedTuple):
         return read
 
     def _start(self, part: int) -> int:
-        """Of a part in the other array; a scale of the whole axis belongs to all of them."""
+        """Start of a piece within `other`; 0 if `other` has one scale for the whole axis."""
         return 0 if self.other.shape[self.axis] == 1 else part * self.shape[1 + self.axis]
 
 
@@ -134,10 +134,10 @@ ReadableArray = StoredArray | ArrayWithParts
 def array_with_parts(
     own: StoredArray, other: StoredArray, pieces: int, axis: int
 ) -> ArrayWithParts:
-    """See `ArrayWithParts`.
+    """Builds an `ArrayWithParts`.
 
     Raises:
-      CheckpointError: the other array's parts are no entries of this one.
+      CheckpointError: the pieces of `other` do not have the shape of `own`'s entries.
     """
     joined = ArrayWithParts(own, other, pieces, axis)
     size, whole = own.shape[1 + axis], other.shape[axis]
@@ -150,13 +150,13 @@ def array_with_parts(
 
 
 def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
-    """Opens the array in a folder; its chunks are not looked at.
+    """Opens the array in a folder without reading its chunks.
 
     Args:
-      int4: as of `StoredArray`.
+      int4: see `StoredArray.int4`.
 
     Raises:
-      CheckpointError: there is no Zarr 3 array.
+      CheckpointError: the folder has no readable Zarr 3 array, or none of shape `int4`.
     """
     store = array_store(path)
     spec = {
@@ -185,7 +185,7 @@ def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
 
 
 def read_array(array: ReadableArray) -> np.ndarray:
-    """The whole array.
+    """Reads the whole array.
 
     Raises:
       CheckpointError: a file is missing or damaged.
@@ -204,12 +204,12 @@ _STEP_BYTES = 32 * _ROW * 8
 
 
 def checksum_of(parts: Iterable[np.ndarray]) -> str:
-    """A checksum of the bytes of an array's consecutive parts, which takes a fifth of the time of
+    """Checksum of the bytes of an array, given in consecutive parts. Takes a fifth of the time of
     `zlib.crc32`.
 
     The bytes are read as little-endian 64-bit words in rows of 4096, zero-padded. The result is the
-    CRC-32 of the column sums followed by that of the row sums (both modulo 2^64), in hexadecimal.
-    It detects any changed word and any two swapped words.
+    CRC-32 of the column sums followed by the CRC-32 of the row sums (sums modulo 2^64), in
+    hexadecimal. It detects any changed word and any two swapped words.
     """
     columns, of_rows, rest = np.zeros(_ROW, np.uint64), 0, np.zeros(0, np.uint8)
 
@@ -232,10 +232,10 @@ def checksum_of(parts: Iterable[np.ndarray]) -> str:
 
 
 def check_array(array: StoredArray, known: str) -> None:
-    """Compares an array with its checksum. Of a stack of matrices one is in memory at a time.
+    """Compares an array with its checksum. A stack of matrices is read one matrix at a time.
 
     Raises:
-      CheckpointError: it cannot be read, or is another one.
+      CheckpointError: the array cannot be read, or its checksum differs.
     """
     ranges = tuple((0, size) for size in array.shape)
     stack = array.shape[0] if len(array.shape) > 2 else 0

@@ -46,7 +46,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 """Dtypes by their names in the header."""
 READABLE = ("F64", "F32", "F16", "BF16")
-"""Those that need no dequantisation."""
+"""Dtypes of tensors that need no dequantisation."""
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
@@ -54,7 +54,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What a header says of a tensor. Decoded as such, because a model has 100 000 of them."""
+    """A tensor's entry in a header. A msgspec struct, for speed: a model has 100 000 tensors."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -70,12 +70,12 @@ class Tensor(NamedTuple):
 
     path: Path
     kind: str
-    """Its dtype, by the safetensors name."""
+    """Dtype, by its safetensors name."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
     version: Version | None = None
-    """Version of the file on disk that has this header; None: of one in a bucket."""
+    """Version of the local file whose header was read; None: the file is in a bucket."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -97,11 +97,11 @@ class Listing(NamedTuple):
 
 
 def list_tensors(folder: Path) -> Listing:
-    """Reads the headers of a folder's files: those that its index names, or all if it has none.
-    They are read once, as long as the files stay as they are.
+    """Reads the headers of the files that a folder's index names, or of all files without an index.
+    The result is cached until a file changes.
 
     Raises:
-      CheckpointError: there is no file, a file is truncated or not in safetensors format, or the
+      CheckpointError: no file exists, a file is truncated or not in safetensors format, or the
         index is malformed.
     """
     return listed(folder, stamp(folder / INDEX, *weight_files(folder)))
@@ -109,7 +109,7 @@ def list_tensors(folder: Path) -> Listing:
 
 @functools.lru_cache(maxsize=1)
 def listed(folder: Path, version: str) -> Listing:
-    """As `list_tensors`; `version` tells the cache whether the files are the same."""
+    """Does the work of `list_tensors`; `version` is a cache key that changes with the files."""
     index = _index(folder)
     names = {path.name for path in weight_files(folder)}
     wanted = set(index.values()) if index else names
@@ -138,7 +138,7 @@ def listed(folder: Path, version: str) -> Listing:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor → file, by the index; empty without one."""
+    """Maps tensors to file names, as the index says; empty if the folder has no index."""
     path = folder / INDEX
     if not path.exists():
         return {}
@@ -190,8 +190,8 @@ def _header(file: LocalFile | RemoteFile) -> bytes:
 
 
 def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]:
-    """Of each file its tensors, or what is wrong with it; several at a time, as each may be a
-    request."""
+    """Yields each file's tensors, or the error of a broken file. Files are read concurrently,
+    because each may take a request to a bucket."""
 
     def tensors_of(path: Path) -> dict[str, Tensor] | CheckpointError:
         try:
@@ -204,10 +204,11 @@ def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]
 
 
 def _entries(path: Path, header: bytes, version: Version | None) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a header, and where the last one ends; ValueError if an entry is wrong.
+    """The tensors of a header, and the byte where the last one ends; ValueError if an entry is
+    wrong.
 
-    Names that are there twice in other places leave a gap; in the same place, the last one counts,
-    as it does for the safetensors library."""
+    A repeated name with another place leaves a gap, which is an error. With the same place, the
+    last entry counts, as in the safetensors library."""
     tree = _HEADER.decode(header)
     tree.pop("__metadata__", None)
     start = 8 + len(header)
