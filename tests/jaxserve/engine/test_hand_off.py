@@ -423,15 +423,18 @@ class TestFailures:
     def test_corrupt_pieces_never_reach_tokens(self, pair, monkeypatch, every):
         """What comes with a bit changed is fetched again, then computed here."""
         source, domain = pair
-        count, sent = itertools.count(), pages_server.sent_parts
+        count, sent = itertools.count(), pages_server.send_arrays
 
-        def changed(views):
-            parts = [bytearray(part) for part in sent(views)]
-            if next(count) % every == 0:
-                parts[0][5] ^= 64
-            return map(memoryview, parts)
+        def changed(channel, *arguments, **options):
+            def send(frame, parts):
+                parts = [bytearray(part) for part in parts]
+                if next(count) % every == 0:
+                    parts[0][5] ^= 64
+                channel.send(frame, [memoryview(part) for part in parts])
 
-        monkeypatch.setattr(pages_server, "sent_parts", changed)
+            return sent(SimpleNamespace(send=send), *arguments, **options)
+
+        monkeypatch.setattr(pages_server, "send_arrays", changed)
         prompts = draw_prompts(80 + every, (65, 150))
         expected, before = alone(domain, prompts), counters(domain)
         assert hand_over(source, domain, prompts, GREEDY) == expected
