@@ -9,9 +9,9 @@ the next one, hence two more counts: `pending`, tokens that were sampled on the 
 host has not seen, and `in_flight`, steps issued and not yet complete. A slot keeps its sequence
 until its last step in flight is complete.
 
-A step may feed drafts behind a row's last token, of which as many become tokens as hold. How many
-is known when the step is complete. Until then every step counts for the one token that it samples
-at least, and `slack` says how many more tokens the row may have than it is known to.
+A step may feed drafts behind a row's last token; those that turn out right become tokens. Their
+number is known when the step is complete. Until then every step counts as one token, the least that
+it samples, and `slack` is the number of further tokens that the row may have.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan
 
 RECENT_TOKENS = 256
-"""Tokens of a sequence that are kept in the lane's array before they join its own."""
+"""Tokens of a sequence kept in the lane's array before they are appended to the sequence's own."""
 
 
 class StepInFlight(NamedTuple):
-    """A step that is issued and not complete; arrays have an entry a row."""
+    """A step that is issued and not complete. Each array has one entry for each row of the step."""
 
     number: int
     rows: np.ndarray
     counts: np.ndarray
-    """Tokens it feeds, without drafts."""
+    """Tokens that the step feeds, without drafts."""
     samples: np.ndarray
-    """Whether it samples."""
+    """True if the step samples a token for the row."""
     kv_lengths: np.ndarray
-    """Cache entries after it, at least."""
+    """Cache entries after the step, at least."""
     drafts: np.ndarray | None = None
-    """How many of the tokens that it feeds are drafts; None: none are."""
+    """Drafts among the tokens that the step feeds; None: it feeds no drafts."""
 
 
 class LaneSlots:
@@ -73,8 +73,8 @@ class LaneSlots:
         self.page_size, self._looks_up, self._ahead = page_size, looks_up, ahead
         self._modules = modules
         self.open_ring: list[Callable[[Sequence, int], None] | None] = []
-        """By DP group, gives a sequence ring pages up to a place among its pages; None: no layer
-        has a window."""
+        """Gives a sequence ring pages up to a place among its pages, by DP group; None without
+        layers that have a window."""
         rows = groups * slots
 
         def counts() -> np.ndarray:
@@ -84,19 +84,19 @@ class LaneSlots:
             return np.zeros(rows, bool)
 
         self.sequences = np.full(rows, None, object)
-        """The resident `Sequence`, or None."""
+        """Resident `Sequence` of the row, or None. Entries below describe that sequence."""
         self.running = flags()
-        """Whether its status is "running"."""
+        """True if the sequence's status is "running"."""
         self.ended = flags()
-        """Whether its status is "ended"."""
+        """True if the sequence's status is "ended"."""
         self.resident = flags()
-        """Whether there is one."""
+        """True if the row has a sequence."""
         self.length = counts()
-        """Its tokens, those pending included."""
+        """Tokens of the sequence, including pending ones."""
         self.longest = counts()
-        """Tokens at which it ends."""
+        """Number of tokens at which the sequence ends."""
         self.most_cached = counts()
-        """Cache entries that the pages hold which it may come to."""
+        """Cache entries in all pages that the sequence may ever need."""
         self.cached = counts()
         """Tokens in the KV cache once every issued step has run."""
         self.pending = counts()
@@ -104,43 +104,43 @@ class LaneSlots:
         self.in_flight = counts()
         """Steps issued and not complete."""
         self.slack = counts()
-        """Drafts in steps in flight: so many more tokens, cached and in all, may there be."""
+        """Drafts in flight: the most by which `cached` and `length` may be too low."""
         self.room = counts()
-        """Tokens that its pages hold."""
+        """Tokens that the sequence's pages have room for."""
         self.found = counts()
-        """Tokens that were in the KV cache when it took the slot."""
+        """Tokens that were in the KV cache when the sequence took the row."""
         self.fresh = flags()
-        """Whether no step was issued since it took the slot."""
+        """True if no step was issued since the sequence took the row."""
         self.fetching = flags()
-        """Whether it waits for pages of a prefill worker, and gets no step until they are there."""
+        """True while the sequence waits, without steps, for pages of a prefill worker."""
         self.grammar = flags()
         self.options = flags()
-        """Whether it asks more of a step than a token."""
+        """True if the request needs more from a step than a sampled token."""
         self.draftable = flags()
-        """Whether it may be given drafts."""
+        """True if steps may feed drafts for the sequence."""
         self.banned_until = counts()
-        """Tokens, prompt included, up to which it may not end."""
+        """Number of tokens, prompt included, below which the sequence may not end."""
         self.proposed = flags()
-        """Whether its last step was followed by proposing drafts."""
+        """True if drafts were proposed after the sequence's last step."""
         self.recorded = counts()
-        """So many of its first tokens, at least, are in what drafts are looked up in."""
+        """Number of first tokens that the workers are known to have for looking up drafts."""
         self.last_token = counts()
-        """The last of its known tokens."""
+        """Last token of the sequence that the host knows."""
         self.recent = np.zeros((rows, RECENT_TOKENS), np.int32)
-        """The last of its known tokens, where its own array does not have them yet."""
+        """Last known tokens, as far as they were not appended to the sequence's own yet."""
         self.recent_count = counts()
         self.published = counts()
-        """Full pages that were offered to the prefix cache."""
+        """Full pages already offered to the prefix cache."""
         self.told = flags()
-        """Whether the workers have its sampling parameters."""
+        """True if the workers have the sequence's sampling parameters."""
         self.pages_told = counts()
-        """How many of its pages the workers have."""
+        """Number of the sequence's pages that the workers know."""
 
     def take(self, row: int, sequence: Sequence, cached: int) -> None:
         """Puts a sequence, which has its first pages, into a free row.
 
         Args:
-          cached: its tokens that are in the KV cache already.
+          cached: tokens of the sequence that are already in the KV cache.
         """
         self.sequences[row] = sequence
         self.running[row] = self.resident[row] = self.fresh[row] = True
@@ -163,34 +163,34 @@ class LaneSlots:
         self.running[row] = self.resident[row] = self.ended[row] = False
 
     def stop(self, row: int, *, ended: bool) -> None:
-        """No further step for the row's sequence, which was preempted or has ended."""
+        """Issues no further steps for the row's sequence, which was preempted or has ended."""
         self.write_back(row)
         self.running[row] = False
         self.ended[row] = ended
 
     def add_page(self, row: int) -> None:
-        """The row's sequence has one more page."""
+        """Counts one more page for the row's sequence."""
         self.room[row] += self.page_size
 
     def decoding(self) -> np.ndarray:
-        """Rows (a mask) whose next step is the usual single token rather than a prefill chunk."""
+        """Returns the rows (a mask) whose next step feeds one token, not a prefill chunk."""
         return self._wanting() & self._decodes()
 
     def prefilling(self, decoding: np.ndarray) -> np.ndarray:
-        """Rows (a mask) that have tokens to prefill and are not among those of `decoding`."""
+        """Returns the rows (a mask) that have tokens to prefill and are not in `decoding`."""
         return self._wanting() & ~decoding & (self.fresh | ~self._decodes())
 
     def _wanting(self) -> np.ndarray:
-        """Rows that have a token to feed. Not if the tokens in flight already reach the end, or
-        might reach beyond its last page."""
+        """Returns the rows (a mask) with a token to feed: without those whose tokens in flight
+        already reach the end, or might reach beyond the last page."""
         ends = (self.length >= self.longest) | (self.cached + self.slack >= self.most_cached)
         return self.running & ~self.fetching & ~ends
 
     def drafts(self, decoding: np.ndarray, most: int) -> np.ndarray:
-        """How many drafts each row of a mask could be given, of at most so many: none beyond its
-        end, none beyond its last page, and none where none were proposed."""
+        """Returns the number of drafts, at most `most`, that each row may be given: none beyond its
+        end or last page, and none for rows without proposed drafts."""
         left = np.minimum(self.longest - self.length, self.most_cached - self.cached - self.slack)
-        # A step's tokens may all end the sequence, or none may, and so those of the next step.
+        # Either all tokens of a step may end the sequence or none; the same in the next step.
         ban = np.where(
             self.length < self.banned_until, self.banned_until - self.slack, self.longest + 1
         )
@@ -212,11 +212,11 @@ class LaneSlots:
         """Makes the lane's next step and counts it as issued.
 
         Args:
-          number: of the step.
+          number: number of the step.
           decode: rows that decode a token, ascending.
           chunks: row → tokens to prefill.
           buckets: the sizes that steps may have.
-          drafts: of every row of the lane; None: none, and none are proposed for the next step.
+          drafts: drafts of every row of the lane; None feeds none and proposes none afterwards.
         """
         proposes = drafts is not None
         if drafts is not None and self._looks_up and not drafts.any():
@@ -284,7 +284,7 @@ class LaneSlots:
         return plan, StepInFlight(number, rows, certain, samples, kv_lengths, own)
 
     def _unrecorded(self, rows: np.ndarray) -> list[SaidTokens]:
-        """Tokens before those that a step feeds, of which no step that proposes drafts tells."""
+        """Returns cached tokens that the workers were not told for looking up drafts."""
         said = []
         for row in rows[self.recorded[rows] < self.cached[rows]].tolist():
             start, stop = int(self.recorded[row]), int(self.cached[row])
@@ -311,7 +311,7 @@ class LaneSlots:
     def _with_chunks(
         self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]
     ) -> np.ndarray:
-        """The tokens of all rows, with those of the prefill chunks written in."""
+        """Returns the tokens of all rows, with those of the prefill chunks inserted."""
         starts = np.cumsum(counts) - counts
         for row, count in chunks.items():
             start, cached = int(starts[np.searchsorted(rows, row)]), int(self.cached[row])
@@ -343,11 +343,11 @@ class LaneSlots:
         )
 
     def _new_pages(self, rows: np.ndarray, reach: np.ndarray) -> np.ndarray:
-        """Pages that the step reaches and the workers do not have, `[3, pages]`. With rings, the
-        entries of a page in both tables lie side by side.
+        """Returns pages that the step reaches and the workers do not know, `[3, pages]`. With
+        rings, a page's ids in both tables lie side by side.
 
         Args:
-          reach: cache entries that a row may have after it.
+          reach: cache entries that each row may have after the step.
         """
         needed = -(-reach // self.page_size)
         told = self.pages_told[rows]
@@ -367,10 +367,11 @@ class LaneSlots:
         return np.asarray(pages, np.int32).reshape(-1, 3).T
 
     def complete(self, step: StepInFlight, accepted: np.ndarray | None = None) -> np.ndarray:
-        """Counts a step as complete; which of its rows (a mask) got a token that they may keep.
+        """Counts a step as complete. Returns the rows (a mask) whose sequence keeps the sampled
+        token.
 
         Args:
-          accepted: how many of the drafts of each of its rows hold; None: it had none.
+          accepted: number of right drafts in each row of the step; None: the step had none.
         """
         rows = step.rows
         self.in_flight[rows] -= 1
@@ -384,9 +385,9 @@ class LaneSlots:
         return step.samples & ~self.ended[rows]
 
     def take_back(self, step: StepInFlight) -> None:
-        """Takes a step back that never happened, the newest first.
+        """Undoes the issue of a step that never ran. The newest step comes first.
 
-        The workers are told everything about its sequences again.
+        The workers will be told everything about its sequences again.
         """
         rows = step.rows
         self.in_flight[rows] -= 1
@@ -402,12 +403,12 @@ class LaneSlots:
         self.pages_told[rows] = 0
 
     def unfed(self, row: int) -> int:
-        """Tokens of the row's sequence that no step has fed yet; at least 1."""
+        """Returns the tokens of the row's sequence that no step has fed yet, at least 1."""
         return int(self.length[row] - self.cached[row])
 
     @property
     def is_last(self) -> np.ndarray:
-        """Rows (a mask) whose sequence ends with the tokens that become known next."""
+        """Returns the rows (a mask) whose sequence ends with the tokens that become known next."""
         return self.length - self.pending >= self.longest
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
@@ -428,21 +429,21 @@ class LaneSlots:
         return sequence
 
     def known_cached(self, step: StepInFlight) -> np.ndarray:
-        """Tokens of each of a complete step's rows that are cached and known."""
+        """Returns the cached tokens of each row of a complete step that the host knows."""
         known = self.length[step.rows] - self.pending[step.rows]
         return np.where(step.samples, known - 1, np.minimum(step.kv_lengths, known))
 
 
 class Buckets(NamedTuple):
-    """The sizes that steps may have, each ascending."""
+    """Sizes that steps may have, each ascending."""
 
     tokens: list[int]
     pages: list[int]
     drafts: int = 0
-    """Most drafts of a row."""
+    """Most drafts in a row."""
 
     def smallest(self, tokens: int, pages: int, drafts: int = 0) -> Bucket:
-        """The smallest bucket for so many tokens a DP group and pages a sequence."""
+        """Returns the smallest bucket for these tokens a DP group and pages a sequence."""
         return Bucket(
             next(size for size in self.tokens if size >= tokens and size > drafts),
             next(size for size in self.pages if size >= pages),

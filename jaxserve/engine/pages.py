@@ -8,23 +8,23 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 QUARANTINE = 4
-"""At most one page in so many is kept away for what it gave."""
+"""Inverse of the largest share of the pool that may be in quarantine."""
 NO_PAGE = 2**30
-"""A page id that no pool has: nothing is written there."""
+"""Page id that no pool has: nothing is written to it."""
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """The number of pages that hold `tokens` tokens."""
+    """Returns the number of pages that hold `tokens` tokens."""
     return -(-tokens // page_size)
 
 
 class PageAllocator:
-    """Hands out pages and takes them back. A page is free or taken, never both; one in quarantine
-    is taken.
+    """Hands out pages and takes them back. A page is either free or taken. Pages in quarantine
+    count as taken.
 
     Args:
-      pages: how many.
-      first: the lowest page id; those below belong to nobody.
+      pages: number of pages.
+      first: the lowest page id; lower ids belong to no pool.
     """
 
     def __init__(self, pages: int, first: int = 0):
@@ -34,8 +34,8 @@ class PageAllocator:
         self._taken = [False] * (first + pages)
         self._quarantined: deque[int] = deque()
         self.most_quarantined = pages // QUARANTINE
-        """The most pages that are kept away."""
-        self._free = list(reversed(self._ids))  # a stack: low pages first, freed ones again soon
+        """Most pages that are in quarantine at a time."""
+        self._free = list(reversed(self._ids))  # a stack: low pages first, freed ones before others
 
     @property
     def pages(self) -> int:
@@ -44,11 +44,11 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages on the free list."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` pages, all or none: None if fewer are free."""
+        """Takes `count` pages; None, and takes nothing, if fewer are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):
@@ -59,7 +59,7 @@ class PageAllocator:
         return page_ids
 
     def free(self, page_ids: Sequence[int]) -> None:
-        """Takes pages back. Raises ValueError, and takes none, if one is foreign or free."""
+        """Takes pages back. Raises ValueError, and takes none, if one is free or foreign."""
         for page_id, times in Counter(page_ids).items():
             if page_id not in self._ids:
                 raise ValueError(f"page {page_id} is not in the pool of {self.pages} pages")
@@ -71,19 +71,19 @@ class PageAllocator:
 
     @property
     def quarantined(self) -> int:
-        """Pages that are kept away."""
+        """Number of pages in quarantine."""
         return len(self._quarantined)
 
     def quarantine(self, page_ids: Sequence[int]) -> None:
-        """Takes back pages whose entries gave something that is no number, and hands them out no
-        more: until they are absolved, or more than a part of the pool is away. The oldest are used
-        again then: a page is written before it is read."""
+        """Puts pages in quarantine whose entries led to NaN or infinite results. They are handed
+        out again once absolved, or when too many are in quarantine, the oldest first. Reuse is
+        safe: every page is written before it is read."""
         self._quarantined.extend(page_ids)
         while len(self._quarantined) > self.most_quarantined:
             self.free([self._quarantined.popleft()])
 
     def absolve(self, page_ids: Sequence[int]) -> None:
-        """They were not to blame; those that are away are handed out again."""
+        """Frees pages of the quarantine that turned out not to have caused the bad results."""
         for page_id in page_ids:
             if page_id in self._quarantined:
                 self._quarantined.remove(page_id)
@@ -112,11 +112,11 @@ class PageAllocator:
 
 
 class RingPool(PageAllocator):
-    """Pages of layers with a window, which read only the last pages of a sequence: its ring.
+    """Page pool of layers with a window, which read only a sequence's last pages: its ring.
 
     Args:
-      pages, first: as of `PageAllocator`.
-      window: tokens that a token sees, itself included.
+      pages, first: see `PageAllocator`.
+      window: tokens that a token attends to, itself included.
       page_size: tokens a page.
     """
 
@@ -124,8 +124,8 @@ class RingPool(PageAllocator):
         super().__init__(pages, first)
         self._window, self._page_size = window, page_size
         self.window_pages = pages_for(window, page_size)
-        """Pages that a window fills."""
+        """Number of pages that a window fills."""
 
     def first_read(self, tokens: int) -> int:
-        """Returns the place of the first page that a token behind this number of tokens reads."""
+        """Returns the place of the first page that the token after `tokens` tokens reads."""
         return max(tokens + 1 - self._window, 0) // self._page_size

@@ -1,10 +1,10 @@
-"""Composes a lane's next step: who decodes, how many drafts are verified, who prefills how much.
+"""Composes a lane's next step: which rows decode or prefill, how many tokens, how many drafts.
 
 Called by `scheduler.py`, whose docstring has the policy (3 to 6). Pages for decoding and for drafts
-are handed out here; those of prompts are allocated at admission. `DraftPolicy` decides whether
-drafts pay: they make a step longer and give it more tokens, so they pay where a step's time hardly
-depends on its tokens, that is, with few sequences. `grammar_wait` says which rows wait because a
-grammar has to see its last token first.
+are handed out here; pages of prompts are allocated at admission. `DraftPolicy` decides whether
+drafts pay. They make a step longer and yield more tokens, so they pay while a step's time hardly
+depends on its tokens, that is, with few sequences. `grammar_wait` tells which rows wait because a
+grammar has to see their last token first.
 """
 
 from collections import deque
@@ -20,56 +20,57 @@ from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
 from jaxserve.engine.sequence import Sequence
 
 ENOUGH = 8
-"""Steps of a size and kind that are measured before they are compared."""
+"""Steps of a size, with or without drafts, measured before the two are compared."""
 PROBE_STEPS = 4
-"""Steps that are taken the other way, to see whether it is the better one by now. None are verified
-in the first of them, as none were proposed before."""
+"""Steps of a probe, which tries the choice not taken to see whether it has become the better one.
+The first one verifies no drafts, because none were proposed before it."""
 FIRST_INTERVAL, LAST_INTERVAL = 256, 4096
-"""Steps from probe to probe; twice as many after each that changed nothing. So probes are at most
-one step in 64."""
+"""Steps from probe to probe, doubled after each probe that changed nothing. At most one step in 64
+belongs to a probe."""
 MARGIN = 1.05
-"""Factor by which the other way has to be faster before it is taken."""
+"""Factor by which the other choice has to be faster before it is taken."""
 RECENT = 0.1
 """Weight of a new measurement in a moving average."""
 MOST_TIMES = 3.0
-"""A step that takes longer than this times the average counts as this times the average."""
+"""Times are capped at this multiple of the average."""
 
 
 class DraftPolicy:
-    """Decides for all lanes of a domain, by what their steps took and how many drafts held lately.
+    """Decides whether steps have drafts, for all lanes of a domain, by the measured times of steps
+    and the share of drafts that were right.
 
-    Lanes take turns on the same devices, so they are decided together: beside steps of the other
-    kind, neither kind's time could be told.
+    Lanes take turns on the same devices, so one decision holds for all: if some lanes drafted and
+    others did not, the times of the two kinds of step could not be told apart.
 
     Args:
-      most: drafts of a sequence and step.
-      automatic: whether it decides anything; else every step has drafts.
-      lanes: of the domain.
+      most: most drafts of a sequence in a step.
+      automatic: False gives drafts to every step.
+      lanes: number of lanes of the domain.
     """
 
     def __init__(self, most: int, *, automatic: bool, lanes: int = 1):
         self._most, self._automatic = most, automatic
         self._held = float(most)
-        """Drafts of a sequence that hold, a moving average."""
+        """Moving average of the right drafts of a sequence in a step."""
         self._held_of = 0
-        """How many steps have told."""
+        """Number of steps in that average."""
         self._seconds: dict[tuple[int, int], tuple[int, float]] = {}
-        """By size and drafts: how many steps were measured, and their average."""
+        """(size, drafts) → number of measured steps, and their average seconds."""
         self._probes: dict[int, tuple[int, int]] = {}
-        """By size: steps until the next probe ends, and the interval."""
+        """Size → steps until the next probe ends, and the interval between probes."""
         self._better: dict[int, int] = {}
         self._last = [0] * lanes
-        """Drafts of each lane's last complete step."""
+        """Drafts in each lane's last complete step."""
         self._took: int | None = None
-        """Drafts of the step that took its time last."""
+        """Drafts in the step measured last."""
 
     def choose(self, rows: int, *, prefills: bool = False) -> int:
-        """Most drafts of a sequence in the next step, `most` or 0.
+        """Returns the most drafts of a sequence in the next step: `most` or 0.
 
         Args:
           rows: sequences that take part.
-          prefills: whether some of them prefill. Such steps are not measured, and nothing is tried
-            in them: they are as those of about as many sequences that decode.
+          prefills: whether some of them prefill. Such steps are not measured; the decision is the
+            current one for steps that decode a similar number of sequences.
         """
         if not self._automatic:
             return self._most
@@ -98,30 +99,30 @@ class DraftPolicy:
     def completed(
         self, drafts: np.ndarray | None, accepted: np.ndarray | None, lane: int = 0
     ) -> None:
-        """A step of a lane is complete, in the order in which they were planned.
+        """Notes that a lane's step is complete. Called in the order in which steps were planned.
 
         Args:
-          drafts: of its rows; None: it had none.
-          accepted: how many held.
+          drafts: drafts of each row of the step; None: it had none.
+          accepted: number of right drafts in each row.
         """
         before, self._last[lane] = self._last[lane], 0 if drafts is None else self._most
         if drafts is None or accepted is None or not before:
             return
-        full = drafts == self._most  # not those near their end
+        full = drafts == self._most  # leaves out rows near their end
         if full.any():
             self._held_of += 1
             weight = max(RECENT, 1 / self._held_of)
             self._held += weight * (float(accepted[full].mean()) - self._held)
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
-        """How long a step took that did nothing but decode.
+        """Notes how long a step took that only decoded.
 
-        It counts only after one of its kind: a prediction module runs when the tokens of its step
-        are known already, in the time of the next one.
+        The time counts only if the step before had the same drafts. A prediction module runs after
+        its step's tokens are known, in the time of the next step.
 
         Args:
-          rows: its sequences.
-          drafts: its bucket's.
+          rows: sequences of the step.
+          drafts: drafts of the step's bucket.
         """
         before, self._took = self._took, drafts
         if before != drafts:
@@ -134,19 +135,19 @@ class DraftPolicy:
 
 
 GRAMMARS_THAT_STOP_A_LANE = 4
-"""A lane waits as a whole where one sequence in so many has a grammar. With fewer, their missing
-every second step costs less than an eighth of the tokens."""
+"""A lane waits for grammars as a whole if one in this number of its sequences has one. With fewer,
+skipping every second step of these costs less than an eighth of the tokens."""
 
 
 def grammar_wait(slots: LaneSlots) -> Literal["none", "grammars", "lane"]:
-    """Which rows of a lane wait for a token in flight: none, those with a grammar, or all."""
+    """Tells which rows of a lane wait for a token in flight: none, those with a grammar, or all."""
     if not (slots.grammar & (slots.pending > 0)).any():
         return "none"
     return "lane" if _stops(slots) else "grammars"
 
 
 def _stops(slots: LaneSlots) -> bool:
-    """Whether enough sequences of a lane have a grammar that the whole lane waits for them."""
+    """Returns whether enough sequences have a grammar that the whole lane waits."""
     running, grammars = int(slots.running.sum()), int((slots.running & slots.grammar).sum())
     return 0 < running <= GRAMMARS_THAT_STOP_A_LANE * grammars
 
@@ -157,12 +158,12 @@ def others_are_late(
     in_flight: Items[deque[StepInFlight]],
     completed_at: Items[int],
 ) -> bool:
-    """Whether a lane that stops for grammars should wait for another such lane, whose step in
-    flight was issued before this lane's last one was complete.
+    """Returns whether a lane that stops for grammars should wait for another such lane, whose step
+    in flight was issued before this lane's last one was complete.
 
     Args:
-      lanes, in_flight: of the domain, and their steps.
-      completed_at: how many steps the domain had issued when each lane's last one was complete.
+      lanes, in_flight: lanes of the domain, and their steps in flight.
+      completed_at: steps that the domain had issued when each lane's last one was complete.
     """
     if in_flight[lane]:
         return False
@@ -173,7 +174,7 @@ def others_are_late(
 
 
 BESIDE_PREFILL = 8
-"""Drafts take a part of the token budget that prompts could use, but no more than one in this."""
+"""Inverse of the share of the token budget that drafts may take while prompts could use it."""
 
 
 class StepComposer:
@@ -208,10 +209,8 @@ class StepComposer:
         self._preempt = preempt
 
     def give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
-        """Gives pages to decoding sequences whose next token has none, the first due first.
-
-        Removes the rows from `decoding` (a mask) that get none, and those that are preempted.
-        """
+        """Gives pages to decoding sequences that need one for their next token, by their rank.
+        Clears the rows of `decoding` (a mask) that get no page or are preempted."""
         short = slots.sequences[decoding & (slots.cached + slots.slack >= slots.room)]
         for sequence in sorted(short, key=rank):
             if sequence.status == "running":  # else it was preempted just now
@@ -220,7 +219,7 @@ class StepComposer:
         decoding &= slots.running
 
     def _give_page(self, sequence: Sequence) -> bool:
-        """Whether a sequence gets another page, by preemption if need be."""
+        """Gives a sequence another page, if need be by preemption. Returns False if that fails."""
         group = self._groups[sequence.place.group]
         owed = sum(other.rank < sequence.rank for other in group.stalled)
         group.stalled.add(sequence)
@@ -240,9 +239,9 @@ class StepComposer:
         """Returns the number of drafts that the step verifies in every row.
 
         None: it verifies none and proposes none for the next step. Prediction modules take part in
-        every step that prefills, even where the policy wants no drafts: pages of prompts are
-        published, and later sequences draft from the modules' entries there.
-        Pages for drafts are taken from those that no stalled sequence waits for.
+        every step that prefills, even where the policy wants no drafts, because pages of prompts
+        are published and later sequences draft from the modules' entries there. Pages for drafts
+        are taken only from those that no stalled sequence waits for.
         """
         policy, prefills = self._policy, bool(prefilling.any())
         rows = int(decoding.sum() + prefilling.sum())
@@ -267,7 +266,7 @@ class StepComposer:
     def _beside_prefill(
         self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray, drafts: np.ndarray
     ) -> np.ndarray:
-        """As many of the drafts, the first rows first, as prompts leave room for."""
+        """Reduces the drafts to the room that prompts leave. The first rows keep theirs."""
         unfed = np.where(prefilling, slots.length - slots.cached, 0)
         wanted = np.minimum(unfed.reshape(-1, self._slots).sum(axis=1), self._prefill_tokens)
         left = self._token_budget - decoding.reshape(-1, self._slots).sum(axis=1) - wanted
@@ -283,8 +282,8 @@ class StepComposer:
         prefilling: np.ndarray,
         drafts: np.ndarray | None,
     ) -> dict[int, int]:
-        """Row → tokens that the step prefills, beside those that decode and their drafts; both are
-        masks over rows."""
+        """Returns row → tokens that the step prefills, beside decoding rows and their drafts.
+        `decoding` and `prefilling` are masks over rows."""
         sequences = sorted(slots.sequences[prefilling], key=rank)
         if not sequences:
             return {}

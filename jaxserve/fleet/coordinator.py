@@ -1,22 +1,22 @@
-"""Decides which worker runs a request, and where it goes on when that worker is lost.
+"""Decides which worker runs a request, and which one continues it when that worker is lost.
 
-Pure: events in, actions out, an injected clock. `router.py` sends what it decides; the bench and
-the tests run it alone. It never sees KV pages and takes no part in any step.
+Pure: events in, actions out, an injected clock. `router.py` carries out the actions; the bench and
+the tests run this module alone. It never sees KV pages and takes no part in any step.
 
 The policy:
-1. A prompt goes to the prefill worker that will have computed it first: the work it has, and the
-   tokens that its prefix cache lacks as far as is known, with attention's quadratic part, over its
-   speed. Long prompts have workers of their own where `prefill.long_workers` says so, and are due
-   later the longer they are, so that a worker that has both does not keep the short ones waiting.
-2. A prompt of less than a page, or whose rest a domain's prefix cache lacks no page of, goes to a
-   domain at once; so do all where there are no prefill workers.
-3. When its pages are held, it goes to the domain whose KV cache has the most room for it and its
-   output (xDeepServe §4.3): what its requests will take, and once more what it lacks of the prompt.
-   Which DP group takes it is the domain's scheduler's business. Where no domain has room it stays
-   held; where all prefill workers have as much as they may, new requests are refused. One that
-   waits for a slot at a domain goes to another that has one first.
-4. What a domain generates is logged. If the domain is lost, prompt and log are prefilled and go on
-   elsewhere, with the seed, so that the tokens are those it would have given.
+1. A prompt goes to the prefill worker that is expected to finish it first. The estimate is the
+   worker's queued work plus the tokens that its prefix cache lacks, with attention's quadratic
+   part, over its speed. With `prefill.long_workers` long prompts have workers of their own. The
+   longer a prompt, the later it is due, so that it does not keep short ones waiting.
+2. A prompt of less than a page, or with all its full pages in a domain's prefix cache, goes to a
+   domain at once; so does every prompt if the fleet has no prefill workers.
+3. Once its pages are held, a request goes to the domain whose KV cache has the most room for it and
+   its output (xDeepServe §4.3). Counted are the tokens that the domain's requests will take, and
+   twice the prompt tokens that it lacks. The domain's scheduler picks the DP group. If no domain
+   has room, the pages stay held; if all prefill workers are full, new requests are refused. A
+   request that waits for a slot at a domain moves to another domain that has a slot first.
+4. Generated tokens are logged. If a domain is lost, prompt and log are prefilled and continued
+   elsewhere with the same seed, so that the tokens are those of the lost domain.
 """
 
 import bisect

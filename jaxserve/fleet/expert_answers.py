@@ -1,4 +1,4 @@
-"""What an ffn runtime answers to attention runtimes that ask about its experts."""
+"""Answers questions of attention runtimes about the experts of an ffn runtime."""
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.expert_control import Found, Look, Place, Rebalance, encode, questions
@@ -7,10 +7,11 @@ from jaxserve.roles.expert_balancer import ExpertBalancer
 
 
 def answer(balancer: ExpertBalancer, worker: str, question: bytes) -> bytes:
-    """What the ffn runtime says to a question; any thread but the one that carries actions out.
+    """Returns the ffn runtime's answer to a question. Called from any thread but the one that
+    carries actions out.
 
     Raises:
-      msgspec.DecodeError: it is none.
+      msgspec.DecodeError: the bytes are no question.
     """
     asked, proposal, refused, failed = questions.decode(question), None, "", ""
     try:

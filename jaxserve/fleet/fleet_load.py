@@ -1,4 +1,4 @@
-"""What metrics and the page show of a fleet: the load of each worker, and of all together."""
+"""Load of a fleet's workers, each and all together, for metrics and the status page."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from jaxserve.fleet.routed import Worker
 
 
 def worker_status(worker: Worker) -> str:
-    """Of a worker that is connected: "ready", "suspect" (its step loop does not go round),
-    "draining", or "drained": no router has a request there."""
+    """Status of a connected worker: "ready"; "suspect" (its step loop is stuck); "draining"; or
+    "drained" (it has no request left)."""
     if not worker.drain:
         return "suspect" if worker.suspect else "ready"
     load = worker.load
@@ -65,7 +65,7 @@ def fleet_load(
         )
     takers = placement.of("domain")
     domains = [worker.load for worker in takers]
-    # A domain's own count is as old as its state; those sent since wait, too.
+    # A domain's count is as old as its last state; requests sent since then wait, too.
     waiting = sum(max(one.load.waiting, one.count - one.facts.slots) for one in takers)
     prefills = [worker.load for worker in placement.of("prefill")]
     everyone = [*domains, *prefills]
@@ -91,7 +91,7 @@ def fleet_load(
 
 
 def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) -> PagesLoad | None:
-    """The pages link as the domains see it, and what the prefill workers have in hand for it."""
+    """Sums the pages link's counters: fetches of domains, leases of prefill workers."""
     fetched = [load.hand_offs for load in domains if load.hand_offs is not None]
     given = [load.hand_offs for load in prefills if load.hand_offs is not None]
     if not fetched and not given:

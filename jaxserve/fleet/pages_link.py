@@ -1,8 +1,7 @@
 """Gives an engine its end of the pages link: a prefill worker its server, a domain its client.
 
-Called between the making of an engine and its start. The two ends refuse each other unless they
-have the same model and cut ranges into the same pieces; tp, page size, cache format and mode may
-differ.
+Called after an engine is made and before it starts. The two ends refuse each other unless they have
+the same model and cut ranges into the same pieces; tp, page size, cache format and mode may differ.
 """
 
 import math
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
     from jaxserve.roles.colocated import ColocatedWorker
 
 HELD_SHARE = 0.75
-"""Part of a prefill worker's pages that running and held prompts may take together."""
+"""Largest share of a prefill worker's pages that running and held prompts take together."""
 PIECE_TOKENS = (32, 128)
-"""Tokens that cross together, where the page sizes divide them: some megabytes, so that reading,
-crossing and writing overlap. Pieces of 64 MB take three times as long in all on CPUs, which fault
-their pages in."""
+"""Tokens in a piece, if the page sizes divide them. A piece is some megabytes, so that reading,
+crossing and writing overlap. Pieces of 64 MB take three times as long in all on CPUs, where they
+cause page faults."""
 
 
 def serve_pages(
@@ -50,12 +49,12 @@ def serve_pages(
     pieces: tuple[int, ...] = (),
     deadlines: Deadlines = DEFAULT_DEADLINES,
 ) -> PagesServer:
-    """Makes an engine that of a prefill worker; it is not started yet.
+    """Turns an engine that is not started yet into that of a prefill worker.
 
     Args:
       token: the secret of the deployment.
       address: to listen on; port 0 takes a free one.
-      pieces: tokens that cross together, ascending; empty: `PIECE_TOKENS`.
+      pieces: tokens in a piece, ascending; empty: `PIECE_TOKENS`.
 
     Raises:
       ConfigError: no prefix cache, or an address that cannot be listened on.
@@ -94,12 +93,12 @@ def fetch_pages(
     pieces: tuple[int, ...] = (),
     deadlines: Deadlines = DEFAULT_DEADLINES,
 ) -> list[PagesClient]:
-    """Lets an engine's domains fetch pages of prefill workers; the engine is not started yet.
+    """Lets the domains of an engine that is not started yet fetch pages of prefill workers.
 
-    Args: as of `serve_pages`.
+    Args: see `serve_pages`.
 
     Returns:
-      a client a domain.
+      one client for each domain.
 
     Raises:
       ConfigError: no prefix cache, or a page size that does not divide pieces.
@@ -138,8 +137,8 @@ def follow_pages(
     role: WorkerRole,
     pieces: tuple[int, ...],
 ) -> Sequence[PageAccess]:
-    """What `serve_pages` and `fetch_pages` do in processes that follow: their part of the pages of
-    every domain that they have devices of, for what the leader tells them (`roles/actions.py`)."""
+    """Follower's part of `serve_pages` and `fetch_pages`: access to this process's share of the
+    pages of every domain, for the leader's orders (`roles/actions.py`)."""
     _check(deployment)
     if role == "prefill":
         return (
@@ -153,7 +152,7 @@ def follow_pages(
 
 
 def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> Hello:
-    """What an end of the pages link says of itself."""
+    """Returns the hello of one end of the pages link: the facts on which both ends must agree."""
     programs, known = transfer.programs, deployment_facts(deployment)
     facts = {
         "model": known["model"],
@@ -174,8 +173,8 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
 
 
 def most_held(deployment: Deployment, transfer: PageTransfer) -> int:
-    """Requests whose pages a prefill worker keeps; with rings at most two for each slot, for which
-    it has ring pages (`kv_cache.ring_pages`)."""
+    """Returns the number of requests whose pages a prefill worker keeps. With rings, at most two
+    for each slot, as many as there are ring pages for (`kv_cache.ring_pages`)."""
     most = deployment.pages.held
     if transfer.programs.tables == 1:
         return most
@@ -183,7 +182,7 @@ def most_held(deployment: Deployment, transfer: PageTransfer) -> int:
 
 
 def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
-    """Tokens that cross together: `PIECE_TOKENS`, or multiples that both page sizes divide."""
+    """Returns the tokens in a piece: `PIECE_TOKENS`, or multiples that both page sizes divide."""
     sizes = [deployment.cache.page_size]
     if deployment.prefill.workers:
         sizes.append(deployment_of(deployment, "prefill").cache.page_size)
@@ -192,7 +191,7 @@ def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
 
 
 def _formats(deployment: Deployment) -> list[FormatName]:
-    """In which pages may come to a domain: its own, and the prefill workers'."""
+    """Returns the formats in which pages may come to a domain: its own and the prefill workers'."""
     formats: dict[FormatName, None] = {deployment.cache_format: None}
     if deployment.prefill.workers:
         formats[deployment_of(deployment, "prefill").cache_format] = None

@@ -1,7 +1,7 @@
-"""Which workers have which prefixes in their caches, as far as a router can know.
+"""Estimates which prefixes each worker has in its cache, for a router.
 
-A router sees what it sends where, and not what is evicted, so this is a guess that makes some
-choices better; nothing is wrong where it is not true. Plain Python.
+A router knows the prompts that it sends to a worker, but not what the worker evicts. A wrong
+estimate costs time and nothing else. Plain Python.
 """
 
 from collections import OrderedDict
@@ -10,22 +10,22 @@ from collections.abc import Iterable
 import numpy as np
 
 BLOCK = 32
-"""Tokens that are compared at a time."""
+"""Tokens in a block, the unit of comparison."""
 
 
 class PrefixIndex:
-    """Blocks of token ids, each with all that came before it, by worker.
+    """Blocks of token ids that each worker has. A block stands for all tokens up to its end.
 
-    A worker's least recently used blocks are forgotten when it has more than its cache holds.
+    A worker with more blocks than its cache holds loses the least recently used ones.
     """
 
     def __init__(self) -> None:
-        self._workers: dict[int, set[str]] = {}  # block → who has it
-        self._blocks: dict[str, OrderedDict[int, None]] = {}  # worker → blocks, last used last
+        self._workers: dict[int, set[str]] = {}  # block → workers
+        self._blocks: dict[str, OrderedDict[int, None]] = {}  # worker → blocks, latest use last
         self._most: dict[str, int] = {}
 
     def join(self, worker: str, tokens: int) -> None:
-        """A worker with an empty cache of so many tokens."""
+        """Adds a worker with an empty cache for this number of tokens."""
         self.leave(worker)
         self._blocks[worker], self._most[worker] = OrderedDict(), max(1, tokens // BLOCK)
 
@@ -35,7 +35,7 @@ class PrefixIndex:
             self._drop(worker, block)
 
     def add(self, worker: str, blocks: Iterable[int]) -> None:
-        """A worker computes, or has used, these blocks."""
+        """Notes that a worker computes or has used these blocks."""
         own = self._blocks.get(worker)
         if own is None:
             return
@@ -49,7 +49,7 @@ class PrefixIndex:
             self._drop(worker, own.popitem(last=False)[0])
 
     def hits(self, blocks: Iterable[int]) -> dict[str, int]:
-        """Worker → tokens of the prefix that it has; without those that have none."""
+        """Returns worker → tokens of the prefix in its cache, without workers that have none."""
         found: dict[str, int] = {}
         holders: set[str] | None = None
         for number, block in enumerate(blocks, start=1):
@@ -68,7 +68,8 @@ class PrefixIndex:
 
 
 def blocks_of(token_ids: list[int], salt: str) -> list[int]:
-    """A number for each full block of a prompt, which stands for all tokens up to its end."""
+    """Returns a number for each full block of a prompt, which stands for all tokens up to its
+    end."""
     data = np.asarray(token_ids, "<i4").tobytes()
     state = hash(salt)
     found = []

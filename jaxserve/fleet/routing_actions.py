@@ -1,4 +1,4 @@
-"""What the coordinator of a router decides; `router.py` carries it out."""
+"""Actions that a router's coordinator decides and `router.py` carries out."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from jaxserve.fleet.routed import Routed
 
 
 class SendPrefill(NamedTuple):
-    """A prompt for a prefill worker."""
+    """Sends a prompt to a prefill worker."""
 
     worker: str
     attempt: str
@@ -16,7 +16,7 @@ class SendPrefill(NamedTuple):
 
 
 class SendSubmit(NamedTuple):
-    """A request for a domain; with the source of its pages, if they are held."""
+    """Sends a request to a domain, with the source of its pages if they are held."""
 
     worker: str
     attempt: str
@@ -24,7 +24,7 @@ class SendSubmit(NamedTuple):
 
 
 class SendAdopt(NamedTuple):
-    """A request that a domain has kept when its router was lost."""
+    """Takes over a request that a domain kept when its router was lost."""
 
     worker: str
     attempt: str
@@ -32,41 +32,41 @@ class SendAdopt(NamedTuple):
 
 
 class SendRelease(NamedTuple):
-    """Held pages, or a prompt, that are not needed any more."""
+    """Gives up held pages, or a prompt, that are no longer needed."""
 
     worker: str
     attempt: str
 
 
 class SendRenew(NamedTuple):
-    """Held pages that still are."""
+    """Renews the lease of held pages that are still needed."""
 
     worker: str
     hand_off: str
 
 
 class SendCancel(NamedTuple):
-    """A request that a domain is to drop."""
+    """Tells a domain to drop a request."""
 
     worker: str
     attempt: str
 
 
 class SendWithdraw(NamedTuple):
-    """A request that a domain may give back, if it waits there: another one has a free slot."""
+    """Lets a domain give back a request that still waits there: another has a free slot."""
 
     worker: str
     attempt: str
 
 
 class End(NamedTuple):
-    """A request that ends without a worker's last output."""
+    """Ends a request without a last output from a worker."""
 
     request: Routed
     reason: FinishReason
     error: str | None = None
     unavailable: bool = False
-    """Whether it might succeed later."""
+    """True if the request might succeed later."""
 
 
 Send = SendPrefill | SendSubmit | SendAdopt | SendRelease | SendRenew | SendCancel | SendWithdraw

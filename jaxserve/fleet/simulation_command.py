@@ -32,12 +32,12 @@ from jaxserve.planner.view import Part, Report, show
 
 
 def shared_tokens(text: str) -> int:
-    """Reads `0`, or a number of tokens."""
+    """Parses `0` or a number of tokens."""
     return 0 if text == "0" else tokens(text)
 
 
 def loss(text: str) -> Loss:
-    """Reads `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
+    """Parses `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
     worker, _, times = text.rpartition("@")
     at, _, back = times.partition("+")
     if not worker or not back:
@@ -46,7 +46,7 @@ def loss(text: str) -> Loss:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulates a fleet, or whatever else the deployment is, and shows."""
+    """Simulates the deployment, a fleet or any other, and shows the result."""
     deployment = read_deployment(options)
     if not deployment.prefill.workers:
         return simulate_command.run(options)
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Ready(NamedTuple):
-    """A simulation that has not run."""
+    """A prepared simulation that has not run."""
 
     simulation: FleetSimulation
     deployment: Deployment
@@ -69,10 +69,10 @@ class Ready(NamedTuple):
 
 
 def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Ready:
-    """The simulation that the options ask for.
+    """Prepares the simulation that the options describe.
 
     Raises:
-      ConfigError: one of them is wrong.
+      ConfigError: an option is wrong.
     """
     if not options.rate:
         raise ConfigError("--rate 0: a fleet needs a rate above 0")
@@ -114,7 +114,7 @@ def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Read
         domain=domain.rooflines(_loads(options, domain)),
         prefill=prefill.rooflines(_loads(options, prefill)),
     )
-    # What is shown goes without the lengths of thousands of sequences.
+    # The report leaves out the lengths of thousands of sequences.
     return Ready(simulation, deployment, msgspec.structs.replace(traffic, running=()), conditions)
 
 
@@ -124,8 +124,8 @@ def _loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
 
 
 def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
-    """What a prefill worker runs, on its own hardware if the file names it, or else on the
-    attention role's."""
+    """Returns the scenario of a prefill worker, on the hardware that the file names for it, or else
+    on the attention role's."""
     made = deployment_of(domain.deployment, "prefill")
     calculator = domain.attention
     named = domain.deployment.prefill.attention.get("hardware", "")
@@ -138,7 +138,7 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
 
 
 def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> PagesLink:
-    """The pages link, at the slower of its ends."""
+    """Returns the pages link, at the rate of its slower end."""
     size = domain.attention.handed_over
     ends = [
         made.roles.attention.network * made.deployment.attention.devices
@@ -149,7 +149,7 @@ def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> 
 
 
 def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
-    """A quantity a row."""
+    """Returns table rows, one for each quantity."""
     prefill = deployment.prefill.workers
     rows = [["", *TIMES]]
     rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]

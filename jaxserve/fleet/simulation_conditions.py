@@ -1,4 +1,4 @@
-"""What a simulated fleet is asked for, and what happens to it meanwhile. See `simulation.py`."""
+"""Traffic, losses and settings of a simulated fleet. See `simulation.py`."""
 
 import msgspec
 
@@ -6,10 +6,10 @@ from jaxserve.planner.noise import Jitter, Lengths
 
 
 class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV pages cross.
+    """Speed at which KV pages cross between workers.
 
     Attributes:
-      seconds_per_token: at either end; a hand-off at a time.
+      seconds_per_token: at either end, which handles one hand-off at a time.
       latency: seconds of a hand-off beside its bytes.
     """
 
@@ -18,20 +18,20 @@ class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of the fleet.
+    """Requests that arrive at the fleet.
 
     Attributes:
-      rate: requests a second, at random (Poisson); or evenly spaced.
-      requests: how many.
-      warm_up: the first so many do not count.
-      cool_down: neither do the last so many, which find an emptying fleet.
-      shared: tokens with which a prompt begins like others.
-      prefixes: how many such beginnings there are, each as frequent as any other.
-      hits: part of every prompt that is the beginning of a text that all have in common, beside
-        `shared`; every DP group of the prefill workers has it at the start.
+      rate: requests a second, at random (Poisson) or evenly spaced.
+      requests: number of requests.
+      warm_up: number of first requests that do not count.
+      cool_down: number of last requests that do not count, as they find an emptying fleet.
+      shared: tokens of a beginning that a prompt shares with others.
+      prefixes: number of such beginnings, all equally frequent.
+      hits: share of every prompt, beside `shared`, that is the beginning of a text common to all
+        prompts; every DP group of the prefill workers has it at the start.
       running: cache lengths, and tokens still to come, of sequences that decode at the start. With
-        them the simulation ends when the last request has its first token, as the fleet would go
-        on; without, it begins and ends empty.
+        them the simulation ends when the last request has its first token, since the fleet would go
+        on; without them it begins and ends empty.
     """
 
     lengths: Lengths
@@ -47,12 +47,12 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that is lost, with all that it has.
+    """Loss of a worker with all its state.
 
     Attributes:
       worker: "prefill 0", "domain 1", …
       at: seconds after the start.
-      seconds: until it is there again, with nothing in its caches.
+      seconds: until the worker returns, with empty caches.
     """
 
     worker: str
@@ -61,11 +61,11 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the fleet runs; fields as those of `planner.simulate`.
+    """Settings of the fleet; fields have the meaning of those in `planner.simulate`.
 
     Attributes:
       request_seconds: added to every TTFT: HTTP, the router and its messages.
-      prefilled: whether prompts come with their KV entries although no worker computes them.
+      prefilled: whether prompts arrive with their KV entries although no worker computes them.
     """
 
     pages: PagesLink = PagesLink()

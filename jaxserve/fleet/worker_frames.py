@@ -25,32 +25,32 @@ WORKER_FRAME_BYTES = 1 << 28
 
 PROTOCOL = 3
 """Raised whenever a frame changes its meaning. Routers and workers of different versions work
-together while it is the same, so that they can be replaced one by one."""
+together while they have the same number, so that they can be replaced one by one."""
 
 WorkerRole = Literal["prefill", "domain"]
 DrainMode = Literal["", "finish", "move"]
-"""What becomes of the requests of a worker that takes nothing new: they `finish` there, or those
-that others have room for `move`; empty: it does not drain."""
+"""Fate of the requests of a draining worker. `finish`: they finish there. `move`: those that other
+workers have room for move. Empty: the worker does not drain."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router has to know of a worker.
+    """Description of a worker, sent to routers.
 
     Attributes:
       name: for people.
-      role: what it does.
+      role: the worker's current role.
       model: digest of the model's config.json; a router takes workers of one model only.
-      slots: sequences that run at a time, of all lanes and DP groups.
+      slots: sequences that run at a time, in all lanes and DP groups.
       groups: DP groups.
-      pages: of each.
-      page_size: tokens.
-      max_length: tokens of prompt and output together.
+      pages: pages of each DP group.
+      page_size: tokens a page.
+      max_length: most tokens of prompt and output together.
       vocab: token ids are below it.
       eos_token_ids: the model's end ids.
-      info: what `model_info` of the engine says.
+      info: `model_info` of the engine.
       instance: different after every start of the worker.
       weights: digest of the checkpoint's weights; a request never goes from one to another.
-      version: of the software; for people.
+      version: version of the software, for people.
       can_stand_in: whether it can start again in another role; see `Become`.
       stands_in: whether it is a domain that was started as a prefill worker.
     """
@@ -74,7 +74,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """That its KV cache holds."""
+        """Tokens that the worker's KV cache holds."""
         return self.groups * self.pages * self.page_size
 
 
@@ -87,12 +87,12 @@ class Join(Frame):
 
 
 class Submit(Frame):
-    """A request for a domain; answered by `Outputs`, or by `Rejected`.
+    """Hands a request to a domain, which answers with `Outputs` or `Rejected`.
 
     Attributes:
       prompt, emitted: int32 as bytes: the prompt, and the tokens that other workers generated.
-      params: with a seed, without the grammar, which is beside them.
-      seconds: until its deadline.
+      params: parameters with a seed, without the grammar, which has a field of its own.
+      seconds: seconds until the request's deadline.
       source: where a prefill worker holds the pages of prompt and emitted tokens.
       keyed: whether its client may come back for it through another router.
     """
@@ -108,15 +108,15 @@ class Submit(Frame):
 
 
 class Adopt(Frame):
-    """A request whose router is gone, of `State.orphans`; answered by all of its `Outputs`, from
-    the first token on, or by `Rejected`. Its prompt is sent to be compared."""
+    """Takes over a request of `State.orphans`, whose router is gone. Answered by all of its
+    `Outputs`, from the first token on, or by `Rejected`. The prompt is sent for comparison."""
 
     request_id: str
     prompt: bytes
 
 
 class Prefill(Frame):
-    """A prompt for a prefill worker; answered by `Held`."""
+    """Hands a prompt to a prefill worker, which answers with `Held`."""
 
     request_id: str
     prompt: bytes
@@ -126,67 +126,67 @@ class Prefill(Frame):
 
 
 class Release(Frame):
-    """The pages of a request are not needed any more, or its prefill is not."""
+    """Gives up the pages of a request, or its prefill."""
 
     request_id: str
 
 
 class Renew(Frame):
-    """Pages that wait for room in a domain are still wanted."""
+    """Renews the lease of pages that wait for room in a domain."""
 
     hand_off: str
 
 
 class Withdraw(Frame):
-    """A request may go elsewhere: it comes back as `Rejected` if it still waits for a slot, and
-    goes on otherwise."""
+    """Lets a request go elsewhere: if it still waits for a slot, it is `Rejected`; otherwise it
+    runs on."""
 
     request_id: str
 
 
 class Drain(Frame):
-    """Takes nothing new from any router, or, with an empty mode, does again; all are told by
-    `State`."""
+    """Makes a worker accept no new requests from any router, or, with an empty mode, accept them
+    again. All routers learn of it from `State`."""
 
     mode: DrainMode = ""
 
 
 class Become(Frame):
-    """Has a worker that can do so drain and start its process again: as a domain in a lost one's
-    place, or as the prefill worker that it was started as."""
+    """Makes a worker that supports it drain and start again: as a domain in place of a lost one, or
+    as the prefill worker that it was started as."""
 
     domain: bool
     why: str = ""
 
 
 class AskPipeline(Frame):
-    """Asks for a view of the steps measured last; answered by `Pipeline`."""
+    """Asks for the timeline of the latest measured steps; answered by `Pipeline`."""
 
 
 class Reset(Frame):
-    """Has a worker forget what its prefix caches have; not answered."""
+    """Makes a worker empty its prefix caches; not answered."""
 
 
 class Echo(Frame):
-    """Comes back as it is: the process lives."""
+    """Sent back unchanged, as proof that the process lives."""
 
     number: int
 
 
 class Welcome(Frame):
-    """The worker takes the router in."""
+    """Accepts a router."""
 
     facts: WorkerFacts
 
 
 class Refused(Frame):
-    """It does not, and closes the connection."""
+    """Refuses a router; the worker then closes the connection."""
 
     reason: str
 
 
 class Held(Frame):
-    """The pages of a prompt are there, or why they are not."""
+    """Reports that the pages of a prompt are held, or why they are not."""
 
     request_id: str
     source: PagesSource | None = None
@@ -194,20 +194,20 @@ class Held(Frame):
 
 
 class Rejected(Frame):
-    """A request is not taken; nothing else comes of it."""
+    """Reports that a request is not accepted; no output of it will follow."""
 
     request_id: str
     refusal: Refusal
 
 
 class State(Frame):
-    """How the worker does; sent twice a second.
+    """State of a worker, sent twice a second.
 
     Attributes:
-      status: of the engine.
-      turn_age: seconds since its step loop last went round: a loop that is stuck grows old.
-      others: requests that it has of other routers.
-      drain: whether it takes nothing new, and what its requests are to do.
+      status: status of the engine.
+      turn_age: seconds since the step loop last went round; keeps growing if the loop is stuck.
+      others: requests that came from other routers.
+      drain: whether the worker drains, and what happens to its requests.
       orphans: requests with keys whose router is gone.
     """
 
@@ -221,7 +221,7 @@ class State(Frame):
 
 
 class Pipeline(Frame):
-    """The answer to `AskPipeline`."""
+    """Answers `AskPipeline`."""
 
     view: PipelineView
 
@@ -234,14 +234,14 @@ FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_router = msgspec.msgpack.Decoder(FromRouter).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-"""Decoders; they raise msgspec.DecodeError for anything but such a frame."""
+"""Decoders, which raise msgspec.DecodeError for any other bytes."""
 
 
 TOKEN_BYTES = 4
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """Token ids as they are sent."""
+    """Encodes token ids as int32 bytes."""
     return np.asarray(token_ids, "<i4").tobytes()
 
 

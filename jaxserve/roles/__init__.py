@@ -1,2 +1,1 @@
-"""Workers of the attention, ffn and colocated roles, their compiled programs and their
-schedules."""
+"""Workers of the attention, ffn and colocated roles, their programs and their schedules."""

@@ -63,8 +63,7 @@ class ReadPages(msgspec.Struct, frozen=True, tag=True):
 
 
 class WritePages(msgspec.Struct, frozen=True, tag=True):
-    """Writes a piece that has arrived at the leading process. All processes of the mesh take
-    part."""
+    """Writes a piece that has arrived at the leader. All processes of the mesh take part."""
 
     domain: int
     group: int

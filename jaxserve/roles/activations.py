@@ -34,8 +34,7 @@ class FFNWidths(NamedTuple):
     """Widths of one kind of FFN layer, and the way its rows are exchanged."""
 
     whole: int
-    """Hidden width of the dense FFN or the shared experts, which every row passes through; 0:
-    none."""
+    """Hidden width of the dense FFN or shared experts, which every row passes; 0: none."""
     routed: int
     """Hidden width of a routed expert; 0: the layer has none."""
     choices: int

@@ -100,8 +100,7 @@ class AttentionWorker:
         self.renew()
 
     def renew(self) -> None:
-        """Makes empty pages and forgets all sequences: before the first step and after a lost
-        one."""
+        """Makes empty pages and forgets all sequences: at the start and after a lost step."""
         programs = self._programs
         lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
@@ -299,13 +298,11 @@ class Cell:
 
     @property
     def slots(self) -> "ExpertSlots | None":
-        """Slots of the experts on this process's part of the ffn mesh; None without routed
-        experts."""
+        """Slots of this process's part of the ffn mesh; None without routed experts."""
         return next((worker.slots for worker in self._workers.ffn), None)
 
     def position(self) -> tuple[str, int, int, int] | None:
-        """Stage, lane, layer and step number of the stage enqueued last. May be called from any
-        thread."""
+        """Stage, lane, layer and step number of the stage enqueued last; for any thread."""
         if self.at is None:
             return None
         step = self._steps[self.at.lane]
@@ -317,8 +314,7 @@ class Cell:
         return bool(self._workers.attention)
 
     def held(self) -> list[HeldBlock]:
-        """Returns the blocks of the checkpoint that this process holds; all domains have the
-        same."""
+        """Returns the blocks that this process holds; all domains have the same."""
         blocks = [block for one in self._workers.attention[:1] for block in one.held()]
         return blocks + [block for one in self._workers.ffn for block in one.held()]
 

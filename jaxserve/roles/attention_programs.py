@@ -216,8 +216,7 @@ class AttentionPrograms(TokenPrograms):
     def _attend(
         self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Runs one layer on the attention mesh. The returned message is this device's piece of
-        it."""
+        """Runs one layer on the attention mesh; returns this device's piece of the message."""
         block = self.templates.attention[kind].merge(leaves)
         x, message, pages = block(x, pages, self.of_kind(batch, kind), self.sentinel)
         with jax.named_scope("pack"):

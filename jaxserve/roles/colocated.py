@@ -119,8 +119,7 @@ class ColocatedExecutables(NamedTuple):
 def colocated_executables(
     programs: ColocatedPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, ColocatedExecutables]:
-    """Collects the programs for the steps of each bucket: the step itself, sampling and
-    drafting."""
+    """Collects the programs of each bucket: the step itself, sampling and drafting."""
 
     def step(bucket: Bucket) -> ColocatedExecutables:
         predict = None

@@ -108,8 +108,7 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 
 def recall(programs: TokenPrograms) -> Program:
-    """(history, words) → history: writes tokens in the form of `recall_words`, `RECALLED` for each
-    DP group."""
+    """(history, words) → history: writes `RECALLED` tokens a DP group (`recall_words`)."""
     slots, width = programs.slots, history_width(programs)
 
     def body(history: Array, words: Array) -> Array:
@@ -304,8 +303,7 @@ class PromptLookup:
         self._said = [sharded_zeros(shape, np.dtype(np.int32), sharding) for _ in lanes]
 
     def take_in(self, executables: DraftingExecutables, plan: StepPlan) -> None:
-        """Adds the tokens that the plan reports of sequences, one call of the program for each full
-        run."""
+        """Adds the tokens that the plan reports of sequences, `RECALLED` in each call."""
         assert executables.recall is not None
         words = recall_words(plan.said, self._groups, self._slots)
         at_once = RECALLED

@@ -43,8 +43,7 @@ class Bank(NamedTuple):
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """Shape of the token counts, modulo 2^32: [layers, ranks, experts]. Each rank counts for
-        itself."""
+        """Shape of each rank's token counts, modulo 2^32: [layers, ranks, experts]."""
         shape = len(self.layers), self.sizes.all_ranks, self.sizes.experts
         return jax.ShapeDtypeStruct(shape, jnp.uint32)
 
@@ -228,8 +227,7 @@ class ExpertPrograms:
         return jax.ShapeDtypeStruct((self.sizes.all_ranks, 2), jnp.int32)
 
     def count(self, banks: Sequence[Bank]) -> Program:
-        """(counts of each bank…) → [layers, ranks, experts], a copy with the layers of all
-        banks."""
+        """(counts of each bank…) → [layers, ranks, experts], a copy for all banks."""
 
         def body(*counts: Array) -> Array:
             return jnp.concatenate(counts)

@@ -319,8 +319,7 @@ class ExpertSlots:
         return tuple(leaves[place] for place in self._places)
 
     def _moves(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Turns copies into the `moves` array of the programs: source slot and local target slot by
-        rank."""
+        """Makes the programs' `moves`: each rank's source slot and its own target slot."""
         moves = np.full((self.sizes.all_ranks, 2), (NOTHING, 0), np.int32)
         for source, target in copies:
             rank, slot = divmod(target, self.sizes.local)

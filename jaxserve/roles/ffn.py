@@ -249,8 +249,7 @@ class FFNWorker:
             ]
 
     def answer(self, layer: int, size: MessageSize, message: Arrays) -> Arrays:
-        """Enqueues one layer on a message, an array for each slot. The answer has the same
-        layout."""
+        """Enqueues one layer on a message, an array a slot; the answer has the same layout."""
         return self._run(layer, size)(message)
 
     def _run(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:

@@ -77,8 +77,7 @@ class HeldWeights:
         return held
 
     def warm_up(self) -> None:
-        """Compiles the programs that cut pieces out of experts' leaves, for requests of whole
-        rows."""
+        """Compiles the programs that cut experts' leaves, for requests of whole rows."""
         seen: set[tuple[tuple[int, ...], str]] = set()
         for (block, leaf), array in self._arrays.items():
             shape, dtype = array.held.shape, array.held.dtype

@@ -27,8 +27,7 @@ MAX_BIASES = 384
 """Most token ids of a slot whose logits a step shifts or bans."""
 
 SAMPLER_FIELDS = 5
-"""Words for each slot in the batch array's sampler block: temperature, top_k, top_p, min_p,
-seed."""
+"""Words for each slot in the batch array's sampler block: temperature to seed."""
 
 
 class Bucket(msgspec.Struct, frozen=True):

@@ -11,8 +11,7 @@ from jaxserve.link.dispatch.message import answer_format, message_formats
 
 
 class LinkLoad(NamedTuple):
-    """Load that a decode step puts on a link between runtimes, with every slot of every lane in
-    use."""
+    """Load of a decode step on a link between runtimes, with every slot in use."""
 
     there: int
     """Bytes of a domain's messages, all layers together."""

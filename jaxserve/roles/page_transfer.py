@@ -182,8 +182,7 @@ class PageTransfer:
         return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
 
     def _place(self, head: int) -> tuple[int, int]:
-        """Returns the tp rank of the first device that holds a KV head, and the head's index
-        there."""
+        """Returns the tp rank of the first device with a KV head, and the head's index there."""
         programs = self.programs
         return next(
             (rank, index)
@@ -193,8 +192,7 @@ class PageTransfer:
         )
 
     def _assembled(self, group: int, shards: Sequence[jax.Array]) -> jax.Array:
-        """Builds one argument of `scatter`: the group's shards, with arbitrary ones for other
-        groups."""
+        """Builds one argument of `scatter`: the group's shards, arbitrary ones for others."""
         shape, dtype = shards[0].shape, shards[0].dtype
         devices = self._devices
         whole = (devices.size * shape[0], *shape[1:])

@@ -51,8 +51,7 @@ def _predictions(config: ModelConfig) -> int:
 
 
 def _whole(config: ModelConfig) -> ModelTemplates:
-    """Returns the templates for one device in each role, where nothing is padded, and without
-    scales."""
+    """Returns the templates for one device in each role, without padding and scales."""
     plain = msgspec.structs.replace(config, stored="plain")
     one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
     return ModelTemplates(plain, one, AbstractSubmeshes(one))

@@ -125,8 +125,7 @@ class _PageTables:
         self._tables: list[_StepTable] = []
 
     def change(self, new_rows: list[int], new_pages: np.ndarray) -> None:
-        """Records new pages, int32 `[3, pages]`: row, index, page id. `new_rows` lose their earlier
-        pages."""
+        """Records new pages, int32 `[3, pages]`: row, index, page id. Clears `new_rows` first."""
         rows, places, page_ids = new_pages
         self._newest[new_rows] = 0
         self._newest[rows, places] = page_ids
@@ -188,8 +187,7 @@ def _write_rules(rules: SlotRules, fields: dict[str, np.ndarray]) -> None:
 
 
 def targets_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
-    """Returns the plan's targets as int32 `[groups, tokens]`, each at its token's place, 0
-    elsewhere."""
+    """Returns the plan's targets by token, int32 `[groups, tokens]`, 0 elsewhere."""
     targets = np.zeros((groups, plan.bucket.tokens), np.int32)
     starts = plan.token_starts(slots)
     for options in plan.options:

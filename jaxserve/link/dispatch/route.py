@@ -16,25 +16,25 @@ class Leg(NamedTuple):
     """Pieces that cross in one copy: device `attention[i]` is paired with device `ffn[i]`."""
 
     slot: int
-    """Which of the ffn devices' slots the pieces fill."""
+    """Slot of the ffn devices that the pieces fill."""
     answer: int
-    """Which of the arrays that make up an answer their results are of."""
+    """Index of the array, among those that make up an answer, that holds the pieces' results."""
     attention: tuple[int, ...]
-    """Places of attention devices in their mesh, ascending."""
+    """Indices of attention devices in their mesh, ascending."""
     ffn: tuple[int, ...]
-    """Places of ffn devices in theirs, with one instance ascending; no device twice."""
+    """Indices of ffn devices in their mesh, no device twice; ascending if there is one instance."""
 
 
 class Route(NamedTuple):
-    """The pieces' places, for messages and answers alike."""
+    """Paths of all pieces between the attention and ffn meshes, for messages and answers alike."""
 
     attention: int
-    """Attention devices, and so pieces."""
+    """Number of attention devices, and so of pieces."""
     ffn: int
-    """ffn devices."""
+    """Number of ffn devices."""
     instances: int = 1
-    """Equal parts of these. With several the attention devices are a multiple of the ffn devices,
-    so that every slot is filled."""
+    """Equal parts of the ffn devices. With several, the attention devices are a multiple of the ffn
+    devices, so that every slot is filled."""
 
     @classmethod
     def of(cls, contract: Contract, ffn_devices: int) -> "Route":
@@ -48,13 +48,13 @@ class Route(NamedTuple):
 
     @property
     def _own(self) -> int:
-        """Those of the pieces whose ingress it is."""
+        """Most pieces that have the same ffn device as their ingress."""
         return -(-self.attention // self.ffn)
 
     def ingress(self, piece: int) -> tuple[int, int]:
-        """The ffn device of a piece, and its slot there.
+        """Returns the ingress device of a piece, and its slot there.
 
-        With fewer pieces than devices they are spread evenly; with more, an ffn device holds
+        If pieces are fewer than devices, they are spread evenly; otherwise an ffn device holds
         consecutive pieces.
         """
         if self.attention <= self.ffn:
@@ -63,8 +63,8 @@ class Route(NamedTuple):
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        """One copy a slot. A piece reaches the devices after its ingress, an instance further each,
-        in later slots."""
+        """Copies that bring all pieces to the ffn mesh, one for each slot. Later slots hold the
+        pieces for further instances."""
         places = [(piece, *self.ingress(piece)) for piece in range(self.attention)]
         part, legs = self.ffn // self.instances, []
         for slot in range(self.slots):
@@ -79,7 +79,7 @@ class Route(NamedTuple):
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Where the pieces lie among all slots of an instance's devices, device by device."""
+        """Places of the pieces among all slots of an instance's devices, device by device."""
         if self.instances > 1:
             return tuple(range(self.slots * self.ffn // self.instances))
         places = map(self.ingress, range(self.attention))

@@ -1,7 +1,6 @@
-"""What passes between an engine and its end of a pages link: orders, pieces and counters.
+"""Data that passes between an engine and its end of a pages link: orders, pieces and counters.
 
-An engine is handed the end of a prefill worker (`server.py`) or of a domain
-(`client.py`).
+An engine is handed the end of a prefill worker (`server.py`) or of a domain (`client.py`).
 """
 
 import time
@@ -22,8 +21,8 @@ class ExportError(Exception):
     """Held pages cannot be handed out.
 
     Args:
-      text: why.
-      mismatch: whether the lease is of something else than what was asked for.
+      text: the reason.
+      mismatch: whether the lease holds other tokens than those asked for.
     """
 
     def __init__(self, text: str, *, mismatch: bool = False):
@@ -36,11 +35,11 @@ class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       transfers: pieces that were sent.
-      bytes: of them, padding included.
+      bytes: bytes of sent pieces, padding included.
       failures: pieces that were refused or lost.
-      queued: pieces that wait for the engine or for room, or are sent.
-      registered_bytes: of pieces that are read or sent.
-      connections: open now.
+      queued: pieces that wait for the engine or for room, or are being sent.
+      registered_bytes: bytes of pieces that are being read or sent.
+      connections: open connections.
     """
 
     transfers: int = 0
@@ -64,17 +63,17 @@ class FetchedPiece(NamedTuple):
 
 @dataclass(eq=False)
 class FetchJob:
-    """One fetch.
+    """A fetch of the pages of a token range.
 
     Attributes:
-      key: names it for `cancel`.
-      source: of the pages.
-      token_ids: all that the source says it holds, to be compared.
-      start, stop: the tokens that are wanted.
-      group: DP group for which they land.
-      on_piece: takes the first token of a piece, how many it has (without padding) and the piece.
-      on_failure: takes why the rest does not come, and whether that is because the source holds
-        something else. After the last piece, or after it, nothing is called any more.
+      key: names the fetch for `cancel`.
+      source: where the pages are.
+      token_ids: all tokens that the source claims to hold, for comparison.
+      start, stop: range of the wanted tokens.
+      group: DP group on whose devices the pages land.
+      on_piece: takes a piece's first token, its number of tokens (without padding) and the piece.
+      on_failure: takes the reason why the rest does not come, and whether the source holds other
+        tokens. No callback follows it or the last piece.
     """
 
     key: Hashable
@@ -95,12 +94,12 @@ class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       transfers: fetches that came whole.
-      bytes: that came, padding included.
-      failures: fetches that did not come whole, those cancelled not counted.
+      bytes: bytes that arrived, padding included.
+      failures: fetches that did not come whole, without cancelled ones.
       corrupt: pieces whose checksum was wrong.
       queued: fetches that have not ended.
       wait_seconds: from the order to the last piece, summed over `transfers`.
-      connections: open now.
+      connections: open connections.
       timed_out: Address of each prefill worker that is left alone for a while → the timeout.
     """
 

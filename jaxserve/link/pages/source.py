@@ -1,4 +1,4 @@
-"""The KV hand-off as its two ends name it: where the pages are, of which tokens, for how long.
+"""Names the held pages of a prompt for a KV hand-off: where they are, and of which tokens.
 
 A prefill worker keeps the pages of a prompt in its prefix cache, under a lease, and says so with a
 `PagesSource`, which goes through the router to a decode domain. The domain fetches the token range
@@ -13,14 +13,14 @@ class PagesSource(msgspec.Struct, frozen=True):
     """KV entries of a prompt's first tokens, held by a prefill worker.
 
     Attributes:
-      address: of the worker's pages server, host:port; empty where nothing is held.
+      address: address of the worker's pages server, host:port; empty if nothing is held.
       hand_off: names the lease there.
-      tokens: how many tokens' entries are held, whole pages of the prefill worker; 0: none, as of a
-        prompt shorter than a page.
-      digest: of the token ids, their number, the model and the cache's format, see `pages_digest`;
-        both ends compare it, and a difference fails the request.
-      epoch: number of the pages server's life: a lease does not survive its worker.
-      cached: tokens of those held that the prefill worker found in its prefix cache.
+      tokens: number of tokens held, in whole pages of the prefill worker; 0: none, because the
+        prompt is shorter than a page.
+      digest: digest of the token ids, their number, the model and the cache's format (see
+        `pages_digest`); both ends compare it, and a difference fails the request.
+      epoch: identifies a run of the pages server: a lease does not survive its worker.
+      cached: held tokens that the prefill worker found in its prefix cache.
     """
 
     address: str
@@ -32,4 +32,4 @@ class PagesSource(msgspec.Struct, frozen=True):
 
 
 NOTHING_HELD = PagesSource("", "", 0, "")
-"""Of a prompt that is too short to have a full page."""
+"""Source of a prompt that is too short to have a full page."""
