@@ -57,7 +57,7 @@ class DemoConfig:
 
 
 class Routing(NamedTuple):
-    """What one MoE layer chose, and what its balance term needs.
+    """Routing decisions of one MoE layer, with its balance term.
 
     balance: experts · Σ_e load_e · mean probability_e, 1 when perfectly even.
     load: [experts], the share of the token-choices that fell on each expert; sums to 1.

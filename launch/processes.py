@@ -1,4 +1,4 @@
-"""Child processes of the launchers: started so that none outlives them, their output side by side.
+"""Child processes of the launchers. No child outlives its launcher; outputs are printed together.
 
 Used by `local.py` and `supervisor.py`.
 """
@@ -18,7 +18,7 @@ from typing import IO
 from jaxserve.commands.children import ending_with_parent
 
 STOP_SECONDS = 5.0
-"""Between the polite and the forced end of a process that should be gone already."""
+"""Seconds between SIGTERM and SIGKILL for a process that should have ended already."""
 
 
 def start(
@@ -29,8 +29,8 @@ def start(
     log: Path | None = None,
     nicer: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this launcher; with `pin`, on the core of its number; `nicer`
-    than this launcher. What it prints comes through pipes, or goes to the end of a file."""
+    """Starts a process that ends with this launcher. `pin` binds it to the core with its number;
+    `nicer` is added to its niceness. Output goes to pipes, or is appended to the file `log`."""
     with contextlib.ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
@@ -39,15 +39,15 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=file or subprocess.PIPE,
             stderr=file or subprocess.PIPE,
-            # A Ctrl-C reaches the launcher alone, which decides who is told.
+            # A Ctrl-C reaches only the launcher, which decides which processes to signal.
             start_new_session=True,
-            # It makes system calls alone, so threads that print do no harm.
+            # `prepare` makes only system calls, so locks of printing threads do no harm.
             preexec_fn=_prepare(process, pin, nicer),  # noqa: PLW1509
         )
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of loopback that are free now."""
+    """Returns different free ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -56,7 +56,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
-    """What a process does before it becomes Python: be pinned, be nice, end with this launcher."""
+    """Returns a function for a child to run before `exec`: binds the process to a core, sets its
+    niceness, and lets it end with this launcher."""
     cores = sorted(os.sched_getaffinity(0)) if pin else []
     end_with_launcher = ending_with_parent(signal.SIGTERM)
 
@@ -65,7 +66,7 @@ def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
             os.sched_setaffinity(0, {cores[process % len(cores)]})
         if nicer:
             os.nice(nicer)
-            # Where sessions share the cores equally, whatever their processes' niceness (sched(7)).
+            # With autogrouping, sessions share cores regardless of niceness (sched(7)).
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(f"{nicer}")
         end_with_launcher()
@@ -77,7 +78,7 @@ _printing = threading.Lock()
 
 
 def print_output(processes: Mapping[int, subprocess.Popen[bytes]]) -> list[threading.Thread]:
-    """Copies the output of processes, line by line, with their numbers in front."""
+    """Starts threads that print the output of processes, line by line, with their numbers."""
 
     def copy(process: int, source: IO[bytes], target: IO[bytes]) -> None:
         with source:
@@ -99,7 +100,8 @@ def print_output(processes: Mapping[int, subprocess.Popen[bytes]]) -> list[threa
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends what is left: asks the followers, then the leader; forces whoever does not listen."""
+    """Ends the remaining processes: SIGTERM to the followers, then the leader; SIGKILL to processes
+    that do not end in time."""
     left = [child for child in reversed(processes) if child.poll() is None]
     for child in left:
         child.terminate()
@@ -113,10 +115,10 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def describe(code: int) -> str:
-    """How a process ended, in words."""
+    """Describes how a process ended: its exit code or signal."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def say(text: str) -> None:
-    """A line of the launcher itself."""
+    """Prints a line of the launcher itself."""
     print(f"[local] {text}", file=sys.stderr, flush=True)

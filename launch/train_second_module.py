@@ -36,7 +36,7 @@ from train_demo import (
 )
 
 SECOND = "predictions.1."
-"""Beginning of the names of what is trained."""
+"""Prefix of the names of the trained parameters."""
 
 RECIPE = replace(Recipe(), matrix_rate=0.008, other_rate=0.001, weight_decay=0.01)
 WINDOW = 256
@@ -57,8 +57,8 @@ def with_second_module(model: DemoModel) -> DemoModel:
 
 
 def loss_of(model: DemoModel, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of windows [batch, length]: what is minimised, and how often the second module's choice for
-    t_{i+3} is the main model's."""
+    """For windows [batch, length], returns the loss, and the share of positions at which the second
+    module's choice for t_{i+3} equals the main model's."""
     hidden, _ = model.hidden(tokens)
     target = model.lm_head(hidden)[:, 2:]
     ahead, _ = model.predict(tokens[:, 1:], hidden[:, :-1])

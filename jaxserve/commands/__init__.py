@@ -1,1 +1,1 @@
-"""What `serve` runs in a process, by the part that the process plays in its runtime."""
+"""Main programs of `serve`'s processes, by the part that a process plays in its runtime."""

@@ -1,4 +1,4 @@
-"""The cores of a process that shares its host with others of its deployment.
+"""Binds processes of one deployment that share a host to separate cores.
 
 Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm.
 Without it the threads of all processes wander over all sockets. Cores that the process may not use,
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LEAST_CORES = 4
-"""With fewer cores for each process all share all cores: process 0 needs more than the others."""
+"""With fewer cores per process, all processes share all cores: process 0 needs more than others."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -35,9 +35,9 @@ def bind_task(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def cores_of(number: int, count: int) -> list[int]:
-    """Returns the cores of one process: neighbours on one socket, with their hyper-threads.
+    """Returns the cores of one process: neighbours in order of socket and physical core.
 
-    Empty where there are fewer than `LEAST_CORES` for each process.
+    Empty if each process would get fewer than `LEAST_CORES`.
     """
     cores = sorted(os.sched_getaffinity(0), key=_place)
     each = len(cores) // count
@@ -45,7 +45,7 @@ def cores_of(number: int, count: int) -> list[int]:
 
 
 def _place(core: int) -> tuple[int, int]:
-    """Socket and physical core."""
+    """Returns the socket and the physical core of a logical core, for sorting."""
     topology = _TOPOLOGY / f"cpu{core}" / "topology"
     try:
         socket, physical = (topology / "physical_package_id", topology / "core_id")

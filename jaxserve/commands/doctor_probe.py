@@ -1,8 +1,8 @@
-"""What JAX can do on this host, found out by trying: `python -m jaxserve.commands.doctor_probe`.
+"""Probes what JAX can do on this host: `python -m jaxserve.commands.doctor_probe`.
 
 `doctor.py` runs it as a process of its own, with a deadline: a backend that hangs (a TPU which
 another process holds), aborts or floods the terminal then costs one line of the report. Prints one
-JSON object; what could not be done is an error's text in place of its result.
+JSON object; a failed probe has the text of its error in place of a result.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jaxserve.config.topology import BETWEEN, INSIDE
 from jaxserve.fleet.hardware import choose_platform
 
 SIMULATED = 2
-"""CPU devices, where nobody asked for a number: enough to try the links between devices."""
+"""Default number of simulated CPU devices: enough to try the links between devices."""
 _PULLED_BYTES = 1 << 14
 """Less than a connection buffers: one thread sends and receives."""
 

@@ -1,4 +1,4 @@
-"""Which programs of a deployment have no kernel on the hardware that it names, or on others.
+"""Finds the programs of a deployment that have no kernel on given hardware.
 
 Called by `serve --check`. Programs are traced for that hardware's kernels on meshes without
 devices; nothing is compiled, and no backend is started.
@@ -29,20 +29,21 @@ OPTIONS = ("choose", "logprobs", "score", "look_up", "resolve", "end")
 """Programs in which no op has a kernel on any platform."""
 
 PLATFORMS = ("NVIDIA H200", "TPU v5 lite", "TPU v6 lite", "TPU7x")
-"""Kinds of devices with kernels, one for all Hopper GPUs, which have the same."""
+"""Kinds of devices with kernels. H200 stands for all Hopper GPUs, which share their kernels."""
 
 
 def kernel_gaps(
     config: ModelConfig, deployment: Deployment, device_kinds: Mapping[Role, str], steps: int = 2
 ) -> tuple[list[str], list[str]]:
-    """What of a deployment's programs no kernel covers.
+    """Finds operations of a deployment's programs that no kernel covers.
 
     Args:
-      device_kinds: of the roles whose hardware is known, as JAX names them.
-      steps: 2: of its largest and its smallest step; 1: of the largest one, in half the time.
+      device_kinds: device kind, as JAX names it, of each role whose hardware is known.
+      steps: 2: check the largest and the smallest step; 1: only the largest, in half the time.
 
     Returns:
-      what runs in plain XLA instead and what that costs, each once; and what does not run at all.
+      Descriptions of what runs in plain XLA instead, and what that costs, without duplicates; and
+      descriptions of what does not run at all.
     """
     slow: list[str] = []
     impossible: list[str] = []
@@ -50,10 +51,10 @@ def kernel_gaps(
         platform = platform_of(kind)
         config = msgspec.structs.replace(config, platform=platform)
         target = target_of(platform, kind)
-        with use_target(target), collect_fallbacks() as found:  # what layers share is the kernels'
+        with use_target(target), collect_fallbacks() as found:
             try:
                 programs = list(_programs(config, deployment, role, steps))
-            except ConfigError as error:  # what only CPUs run
+            except ConfigError as error:  # the configuration runs on CPUs only
                 impossible.append(f"{role}: {error}")
                 continue
         slow += [f"{role}: {fallback}" for fallback in found]
@@ -70,7 +71,7 @@ def kernel_gaps(
 def _programs(
     config: ModelConfig, deployment: Deployment, role: Role, steps: int
 ) -> Iterator[Program]:
-    """What a role runs in its largest and its smallest step, or in the largest."""
+    """Yields a role's programs for its largest step and, with `steps` 2, its smallest step."""
     meshes = AbstractSubmeshes(deployment)
     templates = ModelTemplates(config, deployment, meshes)
     sizes = deployment_buckets(deployment)

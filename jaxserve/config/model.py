@@ -141,7 +141,7 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
 
 
 Attention = MFA | GQA | MLA
-"""What a layer's attention computes. Everything that depends on it asks the layer's kind."""
+"""Parameters of a layer's attention. Code that depends on the kind of attention asks this value."""
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> FFNKind:
-        """What the messages of the layer's tokens carry: `moe` has experts and gate weights."""
+        """Kind of the layer's messages: with `moe` they carry experts and gate weights, too."""
         return "moe" if self.router else "dense"
 
     @property

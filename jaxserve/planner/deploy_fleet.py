@@ -271,13 +271,13 @@ class Fleet(NamedTuple):
 
     @property
     def pace(self) -> float:
-        """Seconds between a sequence's tokens with so many of them."""
+        """Seconds between a sequence's tokens, with `taken` sequences per DP group and lane."""
         return self.unit.pace.seconds(max(1, round(self.taken)))
 
     @property
     def slots(self) -> int:
-        """Slots of a DP group and lane: what runs in all but a moment of a thousand, and one more,
-        as whole requests go to DP groups."""
+        """Slots per DP group and lane. They suffice 99.9 % of the time (mean plus 3.1 standard
+        deviations), plus one, because requests are not split between DP groups."""
         most = self.sequences + 3.1 * self.sequences**0.5
         return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
 

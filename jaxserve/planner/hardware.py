@@ -136,7 +136,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def paper_flops(self) -> float:
-        """FLOP/s as Step-3 counts them (§4.1): FP8, and BF16 where there is no FP8 (INT8 is used
+        """FLOP/s as Step-3 counts them (§4.1): FP8, or BF16 on hardware without FP8 (INT8 is used
         to store, not to compute)."""
         return self.flops("fp8")
 

@@ -2,10 +2,10 @@
 
 Called by `simulate.py` and `deploy.py`. `Disaggregated` follows the order of
 `roles/schedule.py`, in which the driver enqueues, so no event queue is needed: a stage starts when
-its input is there, its devices are free (they work in the order of enqueueing) and the host has
-enqueued it. A lane here is any lane of any domain; lane i belongs to domain i mod domains.
-`Colocated` runs one step, which is one program, after the other; `Overlapped` has two batches at
-once, which hide each other's messages.
+its input has arrived, its devices are free (they work in the order of enqueueing) and the host has
+enqueued it. Lanes of all domains are numbered together; lane i belongs to domain i mod domains.
+`Colocated` runs one step, which is one program, after the other. `Overlapped` runs two batches
+concurrently: one computes while the messages of the other are in flight.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LinkMode = Literal["duplex", "shared", "sender"]
 message keeps its sender busy until it has arrived."""
 
 Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
-"""Seconds of a stage on devices of their own → the same with noise."""
+"""Takes a stage and its seconds, one entry per device, and returns the seconds with noise."""
 
 Note = Callable[[Span], None]
 
@@ -44,7 +44,7 @@ class Busy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The duration of a collective as devices see it, waiting for the others included."""
+    """Duration of a collective in seconds, including the wait for slower devices."""
 
     mean: float
     least: float
@@ -52,7 +52,7 @@ class Seen(NamedTuple):
 
 
 class _Waited:
-    """Seconds that devices were in a kind of collective so far."""
+    """Statistics of the seconds that devices spent in one kind of collective so far."""
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -63,7 +63,7 @@ class _Pipeline:
     """Common parts of all pipelines.
 
     Args:
-      layers: of the model.
+      layers: number of layers of the model.
       disturb: adds noise to a stage.
       note: called with every stage as a span, from the first device's start to the last one's end.
     """
@@ -74,7 +74,7 @@ class _Pipeline:
 
     @property
     def busy(self) -> Busy:
-        """Busy seconds so far; of collectives the part without waiting."""
+        """Busy seconds so far; for collectives without the waiting."""
         return Busy(*map(float, self._busy))
 
     def _tell(
@@ -100,9 +100,9 @@ class _Lane:
         self.times: StepTimes
         self.number = 0
         self.ready = np.zeros(groups)
-        """When the attention devices have their input, or have sent their output."""
+        """Times at which the attention devices have their input, or have sent their output."""
         self.on_ffn = 0.0
-        """When the ffn role has its input, or its result."""
+        """Time at which the ffn role has its input, or its result."""
 
 
 class Disaggregated(_Pipeline):
@@ -145,17 +145,17 @@ class Disaggregated(_Pipeline):
         return [lane for lane in range(len(self._lanes)) if lane not in inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """A lane begins a step at `now`, the host's time."""
+        """Begins a step of a lane at `now`, the host's time."""
         self._rotation.begin(lane)
         state = self._lanes[lane]
         state.times, state.number = times, number
         state.ready = np.maximum(state.ready, now)
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs on until a lane leaves: (lane, when its last device had sampled).
+        """Runs stages until a lane leaves: (lane, time when its last device had sampled).
 
         Args:
-          now: the host's time, at which all of it is enqueued.
+          now: the host's time, at which all these stages are enqueued.
         """
         runs: dict[str, Callable[[int, int, float], float]] = {
             "attend": self._attend,
@@ -200,7 +200,7 @@ class Disaggregated(_Pipeline):
         self._taken(0, domain, end)
         if self._link == "sender":
             self._attention_free[domain] = end
-        # The ffn role takes one message at a time in; it arrives with its last device's part.
+        # The ffn role receives one message at a time; it has arrived when its last part has.
         side = self._side_free[0] + lane.times.dispatch[layer] if self._domains > 1 else 0.0
         arrived = max(float(end.max()), side)
         self._side_free[0] = arrived
@@ -271,7 +271,7 @@ class Colocated(_Pipeline):
 
     @property
     def active(self) -> bool:
-        """Whether a step waits."""
+        """Whether a step has begun and waits to run."""
         return bool(self._begun)
 
     @property
@@ -285,7 +285,7 @@ class Colocated(_Pipeline):
         self._begun.append((lane, number, times))
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs the step that waited longest: (lane, when its last device had sampled)."""
+        """Runs the step that waited longest: (lane, time when its last device had sampled)."""
         lane, number, times = self._begun.pop(0)
         first = np.maximum(self._free, now)
         attend, there, ffn, back = self._disturbed(times)
@@ -310,7 +310,7 @@ class Colocated(_Pipeline):
         return lane, self._leave(lane, number, np.full_like(first, combined[-1]), times.leave)
 
     def _disturbed(self, times: StepTimes) -> np.ndarray:
-        """[stages, layers, groups] seconds with noise, drawn in the order in which stages run."""
+        """Seconds with noise [stages, layers, groups], drawn in the order in which stages run."""
         attend = np.stack(times.attend)
         others = np.array([times.dispatch, times.ffn, times.combine])
         seconds = np.stack([attend, *np.broadcast_to(others[..., None], (3, *attend.shape))])
@@ -320,7 +320,7 @@ class Colocated(_Pipeline):
         return seconds
 
     def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
-        """Notes how long devices were in the layers' collectives, [layers, groups]."""
+        """Records how long devices were in the collectives; times [layers, groups]."""
         waited, seen = end - at, self._seen[stage]
         seen.total += float(waited.sum())
         seen.count += waited.size
@@ -328,7 +328,7 @@ class Colocated(_Pipeline):
         seen.most = max(seen.most, float(waited.max()))
 
     def _leave(self, lane: int, number: int, at: np.ndarray, seconds: float) -> float:
-        """Head and sampling; returns when the last device has sampled."""
+        """Runs head and sampling; returns the time when the last device has sampled."""
         self._free = at + seconds
         self._busy[0] += seconds
         self._tell("attend", lane, number, self._layers, at, self._free)
@@ -347,14 +347,14 @@ class _Batch:
         self.lane, self.number, self.times, self.begun = lane, number, times, begun
         self.layer = 0
         self.attended = False
-        """Whether its rows of this layer are to go to the FFN."""
+        """Whether attention of this layer is done, so that its rows go to the FFN next."""
 
 
 class Overlapped(Colocated):
     """A colocated deployment whose two lanes hide each other's messages, as in DeepSeek's decoding
-    (profile-data, "Decoding"): while one lane attends, in two parts, the rows of the other go to
-    the experts, are multiplied between the parts, and come back. A lane that is alone runs one
-    stage after the other."""
+    (profile-data, "Decoding"). One lane attends in two parts. Meanwhile the rows of the other lane
+    travel to the experts, are computed between the parts, and travel back. A single lane runs its
+    stages one after the other."""
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class Overlapped(Colocated):
         self._inside.append(_Batch(lane, number, times, now))
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs on until a lane leaves: (lane, when its last device had sampled)."""
+        """Runs stages until a lane leaves: (lane, time when its last device had sampled)."""
         while True:
             passing = next((batch for batch in self._inside if batch.attended), None)
             attending = next((batch for batch in self._inside if not batch.attended), None)
@@ -402,7 +402,7 @@ class Overlapped(Colocated):
                 return lane, self._leave(lane, number, self._free, passing.times.leave)
 
     def _phase(self, attending: _Batch | None, passing: _Batch | None) -> None:
-        """One lane attends a layer while the other one passes the experts."""
+        """Runs attention of one lane's layer while the other lane passes through the experts."""
         start = self._free
         attend, share = np.zeros_like(start), 1.0
         if attending is not None:

@@ -33,9 +33,9 @@ TPUS = {
     "v6e": TpuKind("tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", 2),
     "v7x": TpuKind("tpu7x", "", 2, "", 3),
 }
-"""By the name of `configs/hardware`. https://cloud.google.com/kubernetes-engine/docs/concepts/tpus
-and https://cloud.google.com/tpu/docs/runtimes, from memory of 2026; a cluster refuses wrong
-ones."""
+"""TPU kinds by their names in `configs/hardware`. From memory, as of 2026, of
+https://cloud.google.com/kubernetes-engine/docs/concepts/tpus and
+https://cloud.google.com/tpu/docs/runtimes; a cluster refuses wrong values."""
 
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _DEEP = {

@@ -1,9 +1,9 @@
 """Objects below a `gs://` or `s3://` URL, read in ranges by TensorStore.
 
 Called by `mirror.py`, the readers of `checkpoint/` and the compilation cache. Every request is
-tried again for half a minute and has a deadline; errors say what to do about them. Credentials are
-those of the machine or its environment, as for the vendors' own tools. A server of one's own is
-named by AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST.
+retried for half a minute and has a deadline; errors say what to do about them. Credentials come
+from the machine or its environment, as for the vendors' own tools. AWS_ENDPOINT_URL_S3,
+AWS_ENDPOINT_URL or STORAGE_EMULATOR_HOST name another server.
 """
 
 import functools
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 from jaxserve.errors import CheckpointError
 
 SCHEMES = {"gs": "gcs", "s3": "s3"}
-"""Of a URL → driver of TensorStore."""
+"""Scheme of a URL → TensorStore's driver."""
 
 ANSWER_SECONDS = 120.0
-"""Within which a request is answered, its repetitions included."""
+"""Deadline of a request, including its retries."""
 LEAST_BYTES_PER_SECOND = 1 << 20
-"""By which the deadline grows."""
+"""Slowest transfer rate: a request's deadline grows by its size over this."""
 
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
 _REQUESTS = {"limit": 64}
-"""At a time."""
+"""Concurrent requests per driver."""
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the service "
@@ -40,7 +40,7 @@ def is_url(folder: str | Path) -> bool:
 
 
 class Span(NamedTuple):
-    """Bytes of an object, the last one excluded; without an end, all from the start."""
+    """A range of bytes of an object, `stop` excluded; `stop` None: to the end."""
 
     name: str
     start: int = 0
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What was read, and of which version of the object."""
+    """Bytes that were read, and the version (generation) of their object."""
 
     data: bytes
     generation: str
@@ -81,10 +81,10 @@ class StorageBucket:
         return sorted(name.decode() for name in _answer(self._store.list(), self.url))
 
     def read(self, spans: Sequence[Span]) -> list[Part | None]:
-        """The spans, read at the same time; None where there is no such object.
+        """Reads the spans concurrently; None for objects that do not exist.
 
         Raises:
-          CheckpointError: one cannot be read, or its object ends before it.
+          CheckpointError: a span cannot be read, or its object ends before it.
         """
         asked = []
         for span in spans:
@@ -143,7 +143,7 @@ def kvstore(url: str) -> dict[str, Any]:
 
 @functools.cache
 def context() -> Any:
-    """Of all of TensorStore's requests to buckets: connections and retries."""
+    """TensorStore's context for all requests to buckets: shared connections, retries and limits."""
     import tensorstore
 
     both = {f"{driver}_request_retries": _RETRIES for driver in SCHEMES.values()}
@@ -152,10 +152,10 @@ def context() -> Any:
 
 
 def _answer(future: Any, what: str, size: int = 0) -> Any:
-    """The result of a request.
+    """Waits for the result of a request; the deadline grows with `size` in bytes.
 
     Raises:
-      CheckpointError: an error, or none within the deadline.
+      CheckpointError: the request fails or misses its deadline.
     """
     seconds = ANSWER_SECONDS + size / LEAST_BYTES_PER_SECOND
     try:
@@ -167,10 +167,10 @@ def _answer(future: Any, what: str, size: int = 0) -> Any:
 
 
 def problem(what: str, error: Exception) -> str:
-    """TensorStore's error in one line, with what to do about it.
+    """Describes TensorStore's error in one line, with advice.
 
     Args:
-      what: the URL that was asked for.
+      what: the URL that was requested.
     """
     text = " ".join(str(error).split("[http_response_body")[0].split())
     code = text.partition(":")[0]

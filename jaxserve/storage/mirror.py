@@ -1,8 +1,8 @@
 """Copies the small files of a model folder in a bucket to this host's disk, without the weights.
 
-Everything that reads a model's folder asks `local_folder` first. What it returns has configuration,
-tokenizer and manifest as files, and `origin.json`, which says where the weights are and which
-version of them was there: a file that is replaced meanwhile is an error, not a mixture.
+Everything that reads a model's folder calls `local_folder` first. The mirror holds configuration,
+tokenizer and manifest as files, and `origin.json` with the place and version of the weights. So a
+weight file that is replaced later is an error, and old and new weights never mix.
 """
 
 import fnmatch
@@ -20,12 +20,12 @@ from jaxserve.storage.bucket import Part, Span, StorageBucket, is_url
 
 ORIGIN = "origin.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*", "LICENSE*")
-"""Files that are copied; of these the ones that a model has directly in its folder."""
+"""Patterns of the files that are copied, if they lie directly in the model's folder."""
 WEIGHTS = "*.safetensors"
 MANIFEST = "manifest.json"
-"""Manifest of a converted checkpoint: names all its files but the next."""
+"""Manifest of a converted checkpoint; lists all its files except `INT8_PRODUCTS`."""
 INT8_PRODUCTS = "int8_products.json"
-"""Which layers bear attention in INT8: measured when the rest is there."""
+"""File that lists layers that tolerate attention in INT8; measured after the conversion."""
 
 _HEAD = 8
 """Bytes of a weight file that are read to learn its version."""
@@ -35,8 +35,8 @@ class Origin(msgspec.Struct, frozen=True):
     """Where a mirrored folder comes from.
 
     Attributes:
-      url: of the folder.
-      versions: name → generation, of the weight files, which were not copied, or of the manifest of
+      url: URL of the folder.
+      versions: name → generation: of the weight files, which were not copied, or of the manifest of
         a converted checkpoint.
     """
 
@@ -45,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def local_folder(folder: str | Path) -> Path:
-    """A model's folder on this host: itself, or a mirror of the one in a bucket.
+    """The folder on this host: `folder` itself, or a mirror of it if it is in a bucket.
 
     Raises:
       CheckpointError: the bucket cannot be read.
@@ -75,17 +75,17 @@ def _mirrored(url: str) -> Path:
 
 
 def _converted(bucket: StorageBucket) -> dict[str, Part] | None:
-    """The files of a converted checkpoint by its manifest; None: it is another folder. Its many
-    chunks need not be listed so."""
+    """The small files of a converted checkpoint, as its manifest lists them; None: the folder is
+    not converted. Uses no listing, which would return its many chunks."""
     try:
         (manifest,) = bucket.read([Span(MANIFEST)])
-    except CheckpointError:  # one who may not list is told so for files that are missing, too
+    except CheckpointError:  # without the right to list, a missing file reads as "no permission"
         return None
     if manifest is None:
         return None
     try:
         names = list(msgspec.json.decode(manifest.data)["files"])
-    except (msgspec.DecodeError, KeyError, TypeError):  # its reader reports it
+    except (msgspec.DecodeError, KeyError, TypeError):  # `read_manifest` reports it
         names = []
     plain = [name for name in names if "/" not in name and not name.startswith(".")]
     found = {MANIFEST: manifest} | _read(bucket, [Span(name) for name in plain])
@@ -102,7 +102,7 @@ def _read(bucket: StorageBucket, spans: list[Span]) -> dict[str, Part]:
 
 
 def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
-    """A folder with these files: that of an earlier start, unless something has changed."""
+    """Writes the files to a folder named by their digest; reuses it if it exists already."""
     digest = hashlib.sha256()
     for name, data in sorted(contents.items()):
         digest.update(f"{name} {len(data)} ".encode() + data)
@@ -125,17 +125,17 @@ def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
 
 
 def user_cache() -> Path:
-    """$XDG_CACHE_HOME, or ~/.cache. Its specification ignores paths that are not absolute; an empty
-    one would be the working directory."""
+    """$XDG_CACHE_HOME, or ~/.cache. The XDG specification ignores relative paths; an empty path
+    would be the working directory."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return given if given.is_absolute() else Path.home() / ".cache"
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this user's: in the cache, or below /tmp where that cannot be written to.
+    """A writable folder owned by this user: in the cache, or else below /tmp.
 
     Raises:
-      CheckpointError: neither can be.
+      CheckpointError: neither place is writable and ours.
     """
     home = user_cache()
     last = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
@@ -151,7 +151,7 @@ def cache_folder(name: str) -> Path:
 
 @functools.lru_cache(maxsize=256)
 def origin_of(folder: Path) -> Origin | None:
-    """Where a folder was mirrored from; None: its weights are in it."""
+    """The origin of a mirrored folder; None: the folder is no mirror and holds its weights."""
     try:
         return msgspec.json.decode((folder / ORIGIN).read_bytes(), type=Origin)
     except (OSError, msgspec.DecodeError):
@@ -159,7 +159,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; of a mirror, where they would be."""
+    """Paths of a folder's safetensors files; in a mirror, the files themselves do not exist."""
     origin = origin_of(folder)
     if origin is not None:
         return sorted(folder / name for name in origin.versions if name != MANIFEST)

@@ -1,9 +1,8 @@
-"""Conversations to prompts: the chat templates of a model folder.
+"""Turns conversations into prompts with the chat templates of a model folder.
 
 Called by `llm.py` and the network faces, which pass messages as their clients wrote them: JSON
-data in the format of OpenAI's API, which `messages.py` checks
-and brings into the form that the template reads.
-Knows nothing of engines, networks or token ids.
+data in the format of OpenAI's API. `messages.py` checks it and brings it into the form that the
+template reads. Knows nothing of engines, networks or token ids.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from jaxserve.text.messages import MessageForm, checked_tools, plain_field
 from jaxserve.text.template import Template, TemplateError, TemplateRefusal
 
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-"""Where templates are looked for; the first file that has one wins."""
+"""Files in which templates are looked for; the first file that has one wins."""
 
 SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
 """Template variables that clients send to any model; other templates ignore them."""
@@ -29,7 +28,7 @@ RESERVED = frozenset(
 
 
 class ChatTemplate:
-    """The chat templates of one model; usually one. Safe for many threads.
+    """The chat templates of one model, usually a single one. Safe for many threads.
 
     Attributes:
       special_tokens: `bos_token`, `eos_token`, ... → spelling.
@@ -47,7 +46,7 @@ class ChatTemplate:
         Args:
           sources: name → template; `default`, and perhaps `tool_use` for requests with tools.
           special_tokens: `bos_token`, `eos_token`, ... → spelling.
-          author: "model", or "request", for whose templates others do not wait.
+          author: "model" or "request": the origin of the templates; see `Template`.
 
         Raises:
           CheckpointError: templates cannot be parsed, or none is the default; lists all problems.
@@ -71,7 +70,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ChatTemplate | None":
-        """The templates of a model folder; None where there are none.
+        """Reads the templates of a model folder; None if it has no template.
 
         Raises:
           CheckpointError: a file is broken or a template cannot be parsed.
@@ -88,11 +87,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The default template."""
+        """Source text of the default template."""
         return self._sources["default"]
 
     def mentions(self, text: str) -> bool:
-        """Whether a template contains `text`, such as a marker that the model then knows."""
+        """Whether a template contains `text`. A marker in the template is known to the model."""
         return any(text in source for source in self._sources.values())
 
     def render(
@@ -108,15 +107,15 @@ class ChatTemplate:
         """The prompt of a conversation, with all of its special tokens, bos included.
 
         Args:
-          messages: a list, checked here: each with `role` and `content` (a text, or parts of type
-            "text"), and what the template reads beside: `tool_calls`, `reasoning_content`,
-            `tool_call_id`, `name`...
+          messages: a list, checked here. Each message has `role` and `content` (a text, or parts of
+            type "text"), and further fields that the template reads: `tool_calls`,
+            `reasoning_content`, `tool_call_id`, `name`...
           tools: a list of functions that the model may call, as JSON schemas, or None.
           add_generation_prompt: whether the prompt ends where the model's answer begins.
           chat_template_kwargs: switches of the template, such as `enable_thinking`.
           continue_final_message: whether the prompt ends with the last message's content, without
             what the template writes after it.
-          field: what errors call `messages`.
+          field: name of `messages` in errors.
 
         Raises:
           InvalidRequestError: names the field that is wrong or that the template refuses.
@@ -157,7 +156,7 @@ MARK = "where the answer goes on "
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with a mark at the end of its content."""
+    """The message with `MARK` appended to its content."""
     content = message["content"]
     if isinstance(content, list):
         *before, last = content
@@ -166,7 +165,7 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _before_mark(text: str, field: str) -> str:
-    """The text before the mark; a template that strips the content, strips it before the mark."""
+    """The text before the mark, stripped at its end if the template strips contents."""
     before, found, after = text.rpartition(MARK.strip())
     if not found:
         raise InvalidRequestError(
@@ -176,7 +175,7 @@ def _before_mark(text: str, field: str) -> str:
 
 
 def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:
-    """Name → template, from the first of FILES that has any."""
+    """Returns name → template, from the first of FILES that has a template."""
     path = folder / FILES[0]
     if path.is_file():
         try:
@@ -192,7 +191,8 @@ def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:
 
 
 def _named_sources(found: Any, file: str, problems: list[str]) -> dict[str, str]:
-    """One template, `[{"name": ..., "template": ...}]`, or `{name: template}`."""
+    """Normalises a field `chat_template` to name → template. It may be a single template,
+    `[{"name": ..., "template": ...}]`, or `{name: template}`."""
     if isinstance(found, str):
         return {"default": found}
     if isinstance(found, list):

@@ -2,8 +2,8 @@
 
 Clients send what OpenAI's API documents: `content` null beside `tool_calls`, a call's arguments as
 JSON text, contents in parts. Templates differ: some fail on null, others write calls only where
-content is null; some iterate over arguments, others copy them. `MessageForm.of` finds out by
-rendering small conversations. Called by `chat.py`.
+content is null; some iterate over arguments, others copy them. `MessageForm.of` determines a
+template's form by rendering small conversations. Called by `chat.py`.
 """
 
 import json
@@ -22,7 +22,7 @@ from jaxserve.text.template import (
 )
 
 MAX_PARTS = 4096
-"""Of one message's content."""
+"""Most parts in one message's content."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -48,11 +48,11 @@ class MessageForm(msgspec.Struct, frozen=True):
     """The form in which a template expects messages.
 
     Attributes:
-      part_roles: roles whose contents it reads as lists of parts; for other roles, parts are joined
-        by line ends.
-      empty_content: content of a message with calls and no content.
+      part_roles: roles whose contents the template reads as lists of parts; for other roles, parts
+        are joined by line ends.
+      empty_content: content of a message that has calls but no content.
       call_objects: whether a call's arguments are objects rather than JSON text.
-      developer: whether it knows the role `developer`; otherwise that is `system`.
+      developer: whether the template knows the role `developer`; if not, it becomes `system`.
     """
 
     part_roles: frozenset[str]
@@ -62,16 +62,16 @@ class MessageForm(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, template: Template, special_tokens: Mapping[str, str]) -> "MessageForm":
-        """The form that a template reads, found by rendering."""
+        """Determines the form that a template reads, by rendering small conversations."""
         roles = frozenset(role for role in ROLES if _reads_parts(template, special_tokens, role))
         empty, objects = _call_form(template, special_tokens)
         return cls(roles, empty, objects, "developer" in template.source)
 
     def written(self, messages: Any, field: str) -> list[dict[str, Any]]:
-        """Messages of a request, checked, in this form.
+        """Checks the messages of a request and returns them in this form.
 
         Raises:
-          InvalidRequestError: names what is wrong, in `field`.
+          InvalidRequestError: names the wrong part of `field`.
         """
         if not _list(messages, field):
             raise InvalidRequestError(field, "is empty")
@@ -130,7 +130,7 @@ def _render(
     messages: Sequence[Mapping[str, Any]],
     tools: Any = None,
 ) -> str:
-    """The text, or none if the template cannot render it; raises TemplateLimitError."""
+    """Renders messages; empty if the template cannot. Raises TemplateLimitError."""
     values = {**special_tokens, "messages": messages, "tools": tools, "documents": None}
     try:
         return template.render(values)
@@ -153,7 +153,7 @@ def _reads_parts(template: Template, special_tokens: Mapping[str, str], role: st
 
 
 def _call_form(template: Template, special_tokens: Mapping[str, str]) -> tuple[str | None, bool]:
-    """The content of a message that has only calls, and whether arguments are objects."""
+    """Returns `empty_content` and `call_objects` of a template's `MessageForm`."""
     if "tool_calls" not in template.source:
         return "", True
     as_text = json.dumps(_ARGUMENTS)
@@ -186,13 +186,13 @@ def _call_messages(content: str | None, arguments: Any) -> list[dict[str, Any]]:
 
 
 def _has_call(text: str) -> bool:
-    """Whether a text has the whole call, its arguments neither encoded twice nor in Python."""
+    """Whether a text has the whole call, with arguments in JSON: not encoded twice, not Python."""
     has = all(part in text for part in ("probed_function", "probed_key", "probed value"))
     return has and not any(wrong in text for wrong in ('\\"probed_key', "'probed_key'"))
 
 
 def plain_field(value: Any, name: str) -> Any:
-    """A copy for the template; errors name the part of `value`, which is called `name`."""
+    """Copies a value for the template. Errors name its wrong part; `name` is the value's name."""
     try:
         return plain(value, name=name)
     except ValueError as error:

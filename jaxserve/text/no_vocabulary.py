@@ -1,4 +1,4 @@
-"""What stands in for a tokenizer where a model folder has none: token ids in, token ids out.
+"""Stand-in for the vocabulary of a model folder without a tokenizer: token ids in, token ids out.
 
 Made by `tokenizer.py`.
 """
@@ -6,14 +6,14 @@ Made by `tokenizer.py`.
 from collections.abc import Sequence
 
 MISSING = "the model folder has no tokenizer (tokenizer.json or tiktoken.model): send token ids"
-"""What whoever asks for text is told."""
+"""Error message for callers that need text."""
 
 
 class NoVocabulary:
-    """A `Vocabulary` in which no token has a text, and no text tokens.
+    """A `Vocabulary` without texts: no token has a text, and texts cannot be encoded.
 
     Args:
-      size: of the model's vocabulary.
+      size: size of the model's vocabulary.
     """
 
     longest_token = 1 << 20
@@ -27,21 +27,21 @@ class NoVocabulary:
         raise ValueError(MISSING)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """Nothing."""
+        """Returns an empty text."""
         return ""
 
     def token_to_id(self, token: str) -> int | None:
-        """None."""
+        """Returns None: no token has a spelling."""
         return None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """None of them."""
+        """Returns empty bytes."""
         return b""
 
     def has_text(self, token_id: int) -> bool:
-        """False."""
+        """Returns False."""
         return False
 
     def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
-        """Nothing: prompts of token ids are taken as they are."""
+        """Returns an empty prefix: prompts of token ids are taken unchanged."""
         return []

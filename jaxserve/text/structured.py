@@ -3,12 +3,12 @@
 llguidance compiles a grammar into an automaton over the vocabulary. The engine asks a
 `TokenGrammar` before each token which tokens are allowed. Clients are not trusted. The size of a
 grammar, the work to compile it and the work per step are bounded, and exceeding a bound is an error
-of that request alone. llguidance's limits bound the work per step, but neither the time nor the
-stack nor the memory that compiling takes. So each grammar is compiled in a process that may die of
-it (`grammar_worker.py`), and compiled again here only when it survived there with less stack.
+of that request alone. llguidance's limits bound the work per step, but not the time, stack or
+memory of compiling. So each grammar is first compiled in a process that may crash
+(`grammar_worker.py`), with a smaller stack, and compiled here only if that succeeded.
 
 Compiling releases the GIL but takes long: never call it on an event loop. Called by `grammars.py`;
-knows no requests.
+does not know requests.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**16
-"""Of a schema, expression or grammar."""
+"""Most characters of a schema, expression or grammar."""
 MAX_RULES = 1000
-"""Rules and terminals of a grammar."""
+"""Most rules and terminals of a grammar."""
 MAX_DEPTH = 128
-"""Objects and arrays around a part of a schema; llguidance reads no more."""
+"""Deepest nesting of objects and arrays in a schema; llguidance refuses more."""
 RULE = re.compile(r"^[ \t!?]*[A-Za-z_][^:\n]*:", re.MULTILINE)
-"""Begins a rule or terminal in Lark's form."""
+"""Beginning of a rule or terminal in Lark's form."""
 KEPT = 64
-"""Compiled grammars that are cached."""
+"""Number of compiled grammars that are cached."""
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
@@ -49,14 +49,14 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""Of llguidance: some milliseconds of work per step, tens per compilation."""
+"""llguidance's limits: a few milliseconds of work per step, tens per compilation."""
 
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n]{0,20}"}
-"""White space between JSON tokens is bounded: a model could write it for ever."""
+"""Bounds the white space between JSON tokens: a model could write it forever."""
 
 
 RULED = "rules:"
-"""Begins what other processes get of a grammar with rules."""
+"""Prefix of a serialised grammar with rules (`TokenGrammar.serialised`)."""
 
 
 class GrammarError(ValueError):
@@ -64,14 +64,14 @@ class GrammarError(ValueError):
 
 
 class TokenRules(msgspec.Struct, frozen=True):
-    """What a request says of single tokens.
+    """A request's rules for single tokens.
 
     Attributes:
-      allowed: the only tokens that may come; empty: all.
-      banned: sequences that must not come whole.
-      budget: tokens of the reasoning, after which `ending` is written; -1: any number.
-      beginning: begins the reasoning; empty: the prompt has begun it.
-      ending: ends the reasoning.
+      allowed: the only tokens that may be generated; empty: all.
+      banned: token sequences that must not appear as a whole.
+      budget: most tokens of reasoning, after which `ending` is forced; -1: unlimited.
+      beginning: tokens that begin the reasoning; empty: the prompt has begun it.
+      ending: tokens that end the reasoning.
     """
 
     allowed: tuple[int, ...] = ()
@@ -84,9 +84,9 @@ class TokenRules(msgspec.Struct, frozen=True):
         """The mask without the tokens that the rules exclude.
 
         Args:
-          mask: uint32 words, as of `TokenGrammar.mask`.
-          tokens: that the text has so far.
-          thinking: whether its reasoning has not ended, if it has one.
+          mask: uint32 words, as from `TokenGrammar.mask`.
+          tokens: token ids generated so far.
+          thinking: True until the reasoning has ended.
         """
         place = len(tokens) - len(self.beginning) - self.budget
         begun = tuple(tokens[: len(self.beginning)]) == self.beginning
@@ -103,7 +103,7 @@ class TokenRules(msgspec.Struct, frozen=True):
 
 
 def _only(token_ids: Sequence[int], words: int) -> np.ndarray:
-    """A mask of some tokens."""
+    """A mask of `words` words that allows only these tokens."""
     mask = np.zeros(words, np.uint32)
     for token_id in token_ids:
         mask[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -114,7 +114,7 @@ NO_RULES = TokenRules()
 
 
 class _Serialised(msgspec.Struct):
-    """A grammar with rules, between processes."""
+    """A grammar with rules, as sent to other processes."""
 
     grammar: str
     rules: TokenRules = NO_RULES
@@ -122,17 +122,17 @@ class _Serialised(msgspec.Struct):
 
 @dataclasses.dataclass(eq=False)
 class TokenGrammar:
-    """The state of a grammar in one text; implements the engine's `Grammar`. Never shared.
+    """State of a grammar in one generated text; implements the engine's `Grammar`. Never shared.
 
     Attributes:
-      source: the grammar as llguidance's compiler takes it; empty: any text.
+      source: the grammar in llguidance's form; empty: any text.
       matcher: llguidance's automaton; None: any text.
-      words: uint32 words of a mask.
-      token_bytes: token id → its bytes; called until `begins_after` has appeared.
+      words: number of uint32 words in a mask.
+      token_bytes: maps a token id to its bytes; called until `begins_after` has appeared.
       begins_after: the text is free up to these bytes, such as the end of the reasoning.
-      rules: hold for the whole text.
-      tokens: of the text so far, where there are rules.
-      thinking: whether the reasoning has not ended.
+      rules: rules for single tokens, valid for the whole text.
+      tokens: token ids so far; recorded only if `rules` are set.
+      thinking: True until the reasoning has ended.
     """
 
     source: str
@@ -185,7 +185,7 @@ class TokenGrammar:
         """Takes the next token.
 
         Raises:
-          GrammarError: it is not allowed here.
+          GrammarError: the token is not allowed here.
         """
         if self.rules != NO_RULES:
             self.tokens.append(token_id)
@@ -205,7 +205,7 @@ class TokenGrammar:
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> str:
-    """Texts that are JSON and valid against a schema, as a grammar for `GrammarCompiler`.
+    """Returns the grammar of JSON texts that are valid against a schema, for `GrammarCompiler`.
 
     Raises:
       GrammarError: the schema is not JSON, or too large.
@@ -223,21 +223,21 @@ def json_schema(schema: Mapping[str, Any] | str) -> str:
 
 
 def regex(expression: str) -> str:
-    """Texts that a regular expression (Rust's) matches as a whole; raises GrammarError."""
+    """Returns the grammar of texts that a (Rust) regex matches as a whole; raises GrammarError."""
     _check_size(expression)
     return llguidance.LLMatcher.grammar_from_regex(expression)
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of some texts; raises GrammarError."""
+    """Returns the grammar that allows exactly these texts; raises GrammarError."""
     return lark("start: " + " | ".join(map(quoted, texts)))
 
 
 def lark(grammar: str) -> str:
-    """Texts of a grammar in Lark's form, as llguidance reads it.
+    """Converts a grammar in llguidance's Lark form for `GrammarCompiler`.
 
     Args:
-      grammar: whose start symbol is `start`.
+      grammar: a Lark grammar with the start symbol `start`.
 
     Raises:
       GrammarError: the grammar is too large.
@@ -250,7 +250,7 @@ def lark(grammar: str) -> str:
 
 
 def structural_tags(tags: Sequence[llguidance.StructTag]) -> str:
-    """Free text in which certain marks begin a part with a grammar; raises GrammarError."""
+    """Grammar of free text in which marks begin parts with own grammars; raises GrammarError."""
     try:
         compiled = llguidance.StructTag.to_grammar(list(tags), assume_special=False)
     except (ValueError, AssertionError, RecursionError) as error:
@@ -259,11 +259,11 @@ def structural_tags(tags: Sequence[llguidance.StructTag]) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Safe for threads.
+    """Compiles grammars for one model. Thread-safe.
 
     Args:
-      tokenizer: the model's.
-      vocab_size: of the model; may be larger than the tokenizer's.
+      tokenizer: the model's tokenizer.
+      vocab_size: vocabulary size of the model; may be larger than the tokenizer's.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
@@ -274,7 +274,7 @@ class GrammarCompiler:
         self._kept: dict[str, TokenGrammar] = {}
 
     def kept(self, compiled: str) -> TokenGrammar | None:
-        """The grammar in its first state, where it has been compiled lately; otherwise None."""
+        """The grammar in its first state if it is cached, else None."""
         with self._lock:
             grammar = self._kept.pop(compiled, None)
             if grammar is None:
@@ -283,7 +283,7 @@ class GrammarCompiler:
         return grammar.copy()
 
     def grammar(self, compiled: str) -> TokenGrammar:
-        """A grammar in its first state; slow where it is not kept.
+        """Returns a grammar in its first state; slow if it is not cached.
 
         Args:
           compiled: from `json_schema`, `regex`, `choice`, `lark` or `structural_tags`.
@@ -301,12 +301,12 @@ class GrammarCompiler:
         return grammar.copy()
 
     def ruled(self, grammar: TokenGrammar | None, rules: TokenRules) -> TokenGrammar:
-        """A grammar, or none, with rules for single tokens."""
+        """Adds rules for single tokens to a grammar; None: to any text."""
         free = TokenGrammar("", None, self._words, self._tokenizer.token_bytes)
         return dataclasses.replace(grammar or free, rules=rules)
 
     def restored(self, serialised: str, begins_after: bytes) -> TokenGrammar:
-        """The grammar, in its first state, of another process's `TokenGrammar`.
+        """Restores another process's `TokenGrammar` in its first state, from `serialised`.
 
         Raises:
           InvalidRequestError: compiling it exceeded a limit.
@@ -377,7 +377,7 @@ def _check_size(text: str) -> None:
 
 
 def _check_depth(text: str) -> None:
-    """Raises GrammarError where JSON is nested too deeply."""
+    """Raises GrammarError if JSON is nested too deeply."""
     depth = deepest = 0
     inside_text = False
     for mark in re.findall(r'\\.|[]["{}]', text):

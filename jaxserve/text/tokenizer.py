@@ -68,12 +68,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json or tiktoken.model, and the special ids from the files next to it; of
-        weights without either, a tokenizer that refuses texts.
+        """Reads tokenizer.json or tiktoken.model, and special ids from the files next to it. If a
+        model folder has neither, the tokenizer refuses texts.
 
         Raises:
-          CheckpointError: there is neither of them nor weights, a file is truncated or wrong, or
-            there are more ids than the model has; lists all.
+          CheckpointError: the folder has neither a tokenizer nor weights, a file is truncated or
+            wrong, or the tokenizer has more ids than the model; lists all problems.
         """
         folder = local_folder(folder)
         problems: list[str] = []

@@ -1,7 +1,7 @@
 """The vocabulary interface that `Tokenizer` uses, and its implementation for tokenizer.json.
 
-The other is `tiktoken_files.py`. Called by `tokenizer.py`.
-Knows nothing of which ids begin or end a text.
+`tiktoken_files.py` has another implementation. Called by `tokenizer.py`. Does not know which ids
+begin or end a text.
 """
 
 import json
@@ -28,30 +28,30 @@ class Vocabulary(Protocol):
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token at most; n tokens have at most n times as many."""
+        """Upper bound of a token's length in characters; n tokens have at most n times as many."""
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of tokens that have no text."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added; names of special tokens in it become these tokens."""
+        """The ids of a text, without added tokens. Names of special tokens become these tokens."""
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; unknown ids have none, special ones only with `special`. Invalid UTF-8
+        """The text of ids. Unknown ids have no text, special ids only with `special`. Invalid UTF-8
         becomes U+FFFD."""
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its spelling."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, for a special one those of its name; empty for an unknown id."""
+        """The bytes of a token (of a special token: of its name); empty for an unknown id."""
 
     def has_text(self, token_id: int) -> bool:
         """Whether the id is that of a token that is not special."""
 
     def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
-        """The ids in front of every prompt; `add_bos` None: as the vocabulary's own file says."""
+        """The ids to put before every prompt; `add_bos` None: as the vocabulary's file says."""
 
 
 class TokenizersVocabulary:
@@ -76,7 +76,7 @@ class TokenizersVocabulary:
         """Reads a tokenizer.json.
 
         Raises:
-          CheckpointError: it is truncated or no tokenizer.
+          CheckpointError: the file is truncated or no tokenizer.
         """
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
@@ -115,7 +115,8 @@ class TokenizersVocabulary:
         return self._tokenizer.id_to_token(token_id) is not None
 
     def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
-        """What the post-processor adds, unless `add_bos` differs."""
+        """The ids that the file's post-processor puts before a text; empty if `add_bos` is False.
+        With `add_bos`, bos is among them."""
         if add_bos is False:
             return []
         plain = self.encode("a")
@@ -129,8 +130,8 @@ class TokenizersVocabulary:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter → byte, as byte-level vocabularies spell them: printable Latin-1 is itself, and the
-    other bytes, in order, are the letters from U+0100 on (GPT-2)."""
+    """Maps letters to bytes as byte-level vocabularies spell them (GPT-2): printable Latin-1 stands
+    for itself; the other bytes, in order, are the letters from U+0100 on."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     others = (byte for byte in range(256) if chr(byte) not in alphabet)
     letters = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}

@@ -314,7 +314,7 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
         return self._popen.pid
 
     @property
