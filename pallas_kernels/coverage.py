@@ -1,7 +1,7 @@
-"""What runs where a device's kernels do not cover a call: said once, or refused; never silently.
+"""Decides what runs if a device's kernels do not cover a call; logs it once, or refuses it.
 
-Every op's `api.py` asks here. Plain XLA gives the same result on every platform, and on a TPU or a
-GPU far more slowly. On CPUs it is what runs, and nothing is said.
+Called by every op's `api.py`. Plain XLA gives the same result on every platform, but far more
+slowly on a TPU or a GPU. On CPUs plain XLA is the normal case, and nothing is logged.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ class Fallback(NamedTuple):
     op: str
     device_kind: str
     reason: str
-    """What of the call is not covered."""
+    """Property of the call that no kernel covers."""
     cost: str
-    """What runs instead, and what that costs."""
+    """Continues "plain XLA …" in the message: what it does instead, and the cost."""
 
     def __str__(self) -> str:
         return (
@@ -39,7 +39,7 @@ class Fallback(NamedTuple):
 
 
 class SlowKernel(NamedTuple):
-    """A call that a kernel covers, far more slowly than others."""
+    """A call that a kernel covers, but runs far more slowly than others."""
 
     op: str
     device_kind: str
@@ -59,16 +59,16 @@ _collected: ContextVar[list[Fallback | SlowKernel] | None] = ContextVar(
 
 
 def refuse_fallbacks(refuse: bool = True) -> None:
-    """From now on, in the whole process: calls that fall back raise NotImplementedError (True), or
-    log a warning, once each (False)."""
+    """Sets for the whole process whether a call that falls back raises NotImplementedError (True)
+    or logs a warning, once each (False)."""
     global _refused
     _refused = refuse
 
 
 @contextlib.contextmanager
 def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
-    """Context in which fallbacks of what is traced here are collected and neither logged nor
-    refused; each once."""
+    """Context that collects the fallbacks of code traced inside it, each once, instead of logging
+    or refusing them."""
     found: list[Fallback | SlowKernel] = []
     token = _collected.set(found)
     try:
@@ -78,12 +78,12 @@ def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
 
 
 def collects_fallbacks() -> bool:
-    """Whether what is traced here is traced for its fallbacks, and will not run."""
+    """Whether code is being traced only to collect its fallbacks, and will not run."""
     return _collected.get() is not None
 
 
 def check_implementation(implementation: Implementation) -> None:
-    """Raises ValueError where it is none."""
+    """Raises ValueError if the implementation is unknown."""
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
@@ -103,16 +103,16 @@ def kernel_target(
     """Returns the target whose kernel a call runs; None: plain XLA.
 
     Args:
-      gap: what of the call the kernels of a target do not cover; empty: nothing.
-      cost: as of `Fallback`.
-      tiles: given for the kernel.
-      fused_on_tpus: of an op without kernels for TPUs, what XLA fuses there, so that it falls back
-        to nothing worse.
+      gap: returns the property of the call that a target's kernels do not cover; empty: none.
+      cost: see `Fallback.cost`.
+      tiles: tile sizes that the caller gave for the kernel.
+      fused_on_tpus: for an op that XLA fuses well on TPUs and that has no kernel there: the reason
+        to give if a kernel is demanded. Plain XLA is then no fallback.
       backends: backends that have a kernel of the op.
 
     Raises:
-      ValueError: the implementation is unknown; or there are tiles and no kernel that they are for.
-      NotImplementedError: there is no kernel, and plain XLA is not allowed.
+      ValueError: the implementation is unknown; or tiles are given, but no kernel runs.
+      NotImplementedError: no kernel covers the call, and plain XLA is not allowed.
     """
     check_implementation(implementation)
     if implementation == "reference":
@@ -145,7 +145,7 @@ def kernel_target(
 
 
 def fall_back(fallback: Fallback | SlowKernel) -> None:
-    """Says that a call falls back, or that its kernel is slow.
+    """Reports that a call falls back, or that its kernel is slow: collects it, or logs it once.
 
     Raises:
       NotImplementedError: after `refuse_fallbacks`.

@@ -26,26 +26,26 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 OPS = ("attention", "grouped_matmul", "norm_quantize", "rotate_and_write")
-"""Those that have `gpu_cases.py`."""
+"""Ops that have a `gpu_cases.py`."""
 DESCRIPTIONS: dict[str, tuple[bytes, tuple[tuple[str, str], ...]]] = {
     "h200": (b"NVIDIA H200 141GB HBM3e", ()),
     "a100": (b"NVIDIA A100-SXM4-80GB", ()),
     # The plugin knows no GPU of compute capability 8.9.
     "l40": (b"NVIDIA RTX A6000", (("minor: 6", "minor: 9"), ("NVIDIA RTX A6000", "NVIDIA L40"))),
 }
-"""Names of devices in the descriptions that XLA's CUDA plugin carries along, and what to replace in
-those."""
+"""Names of devices in the descriptions that XLA's CUDA plugin contains, and text to replace in each
+description."""
 REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-"""Option with which XLA raises where registers spill."""
+"""Option with which XLA raises if registers spill."""
 
 
 class Case(NamedTuple):
-    """A call of an op at one size, as `op/gpu_cases.py` has them: `cases()`."""
+    """A call of an op at one size, as the op's `gpu_cases.cases()` lists them."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    """Trees of `jax.ShapeDtypeStruct`."""
+    """Pytrees of `jax.ShapeDtypeStruct`."""
 
 
 class Resources(NamedTuple):
@@ -54,17 +54,17 @@ class Resources(NamedTuple):
     case: str
     kernel: str
     registers: int
-    """Of a thread; 255 are the most."""
+    """Registers of a thread, 255 at most."""
     spilled_bytes: int
-    """Of a thread, written to local memory."""
+    """Bytes that a thread spills to local memory."""
     shared_memory: int
-    """Bytes of a block of threads; 232448 are the most."""
+    """Bytes of shared memory of a thread block, 232448 at most."""
     losses: list[str]
     """Performance warnings of ptxas, such as serialised tensor core instructions."""
 
 
 def plugin() -> Path | None:
-    """XLA's CUDA plugin, if it is installed."""
+    """Returns the path of XLA's CUDA plugin; None if it is not installed."""
     for package in ("xla_cuda13", "xla_cuda12"):
         try:
             found = importlib.util.find_spec(f"jax_plugins.{package}")
@@ -76,16 +76,17 @@ def plugin() -> Path | None:
 
 
 def cases(op: str, function: Literal["cases", "before_hopper"] = "cases") -> list[Case]:
-    """The cases that an op lists, for Hopper or for GPUs before it."""
+    """Returns the cases that an op lists, for Hopper or for older GPUs."""
     module = importlib.import_module(f"pallas_kernels.{op}.gpu_cases")
     found: list[Case] = getattr(module, function)()
     return found
 
 
 def prepare(folder: str | None = None) -> None:
-    """Have every kernel that this process compiles leave its report in the folder, if there is one.
+    """Prepares this process to compile for GPUs without one; with a folder, every kernel that it
+    compiles leaves its report there.
 
-    To be called before JAX has looked for devices.
+    Must be called before JAX looks for devices.
     """
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -123,7 +124,7 @@ def compile_function(
     name: str = "h200",
     options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles for one GPU, in a process that is prepared.
+    """Compiles for one GPU, in a process that `prepare` has set up.
 
     Raises:
       RuntimeError: as `devices`; or with `REFUSE_SPILLS`, registers spill.
@@ -138,7 +139,7 @@ def compile_function(
 
 
 def compile_case(case: Case, folder: str) -> list[Resources]:
-    """Compile for one H200, in a process that is prepared to leave reports in the folder.
+    """Compiles a case for one H200, in a process that `prepare` has set up with this folder.
 
     Raises:
       RuntimeError: as `compile_function`, or the case has no kernel.
@@ -166,9 +167,9 @@ def _description(library: Path, name: str) -> str:
 
 
 def _read(case: str, reports: list[Path]) -> Iterator[Resources]:
-    """The numbers in what ptxas and Mosaic say of every kernel.
+    """Yields the numbers that ptxas and Mosaic report for every kernel.
 
-    Code that this process has compiled before is not compiled again, and has no report of ptxas.
+    Code that this process has compiled before is not compiled again, and has no ptxas report.
     """
     assembler, memory = _by_kernel(reports, ".ptxas"), _by_kernel(reports, ".resources.txt")
     for kernel, texts in assembler.items():
@@ -184,7 +185,7 @@ def _read(case: str, reports: list[Path]) -> Iterator[Resources]:
 
 
 def _by_kernel(reports: list[Path], suffix: str) -> dict[str, list[str]]:
-    """The texts of these files, `KERNEL_NUMBER.suffix`, in the order of their numbers."""
+    """Returns the texts of the files `KERNEL_NUMBER.suffix`, by kernel and in order of numbers."""
     found: dict[str, list[tuple[int, str]]] = {}
     for path in reports:
         if path.name.endswith(suffix):
@@ -216,7 +217,7 @@ def _compile_before_hopper(name: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gpu_resources")
     parser.add_argument("--op", action="append", choices=OPS)
     parser.add_argument("--case", action="append", default=[])

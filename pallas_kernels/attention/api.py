@@ -306,8 +306,8 @@ def attention_places(
     v_width: int = 0,
     rope_pages: _Shaped | None = None,
 ) -> Places:
-    """What `paged_attention` computes of where the batch's tokens are, which is the same for all
-    layers of a window: once, for its `places`.
+    """Computes what `paged_attention` derives from the places of the batch's tokens alone. All
+    layers with the same window share the result: compute it once and pass it as `places`.
 
     Args:
       queries, k_pages, v_pages, rope_pages: shapes and dtypes of the arguments of the calls.

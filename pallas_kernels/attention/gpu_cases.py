@@ -11,17 +11,17 @@ from pallas_kernels.gpu_resources import Case
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 64
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-"""Of keys and values."""
+"""Number formats of the cached keys and values, by name."""
 WHOLE_MODELS = ("step3", "deepseek-v3", "qwen3-235b")
 
 DRAFT_TOKENS = (2, 4, 8)
-"""Of every sequence, in the batches that verify drafts."""
+"""Tokens per sequence in the batches that verify drafts."""
 CHUNK_SEQUENCES, CHUNK_TOKENS = 4, 512
-"""Of a batch of prefill chunks."""
+"""Sequences of a batch of prefill chunks, and tokens of each chunk."""
 
 
 def cases() -> list[Case]:
-    """Decode steps of the named shapes in all formats, and larger batches of whole models."""
+    """Returns decode steps of all named shapes, and draft and prefill batches of whole models."""
     decode = [(name, SEQUENCES, 1) for name in SHAPES]
     verify = [(name, SEQUENCES, tokens) for name in WHOLE_MODELS for tokens in DRAFT_TOKENS]
     prefill = [(name, CHUNK_SEQUENCES, CHUNK_TOKENS) for name in WHOLE_MODELS]

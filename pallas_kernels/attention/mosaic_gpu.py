@@ -24,7 +24,7 @@ from pallas_kernels.tuned import Fields, checked_fields, require
 
 LARGEST_FP8 = 448.0
 SMALLEST_QUERY = 1e-30
-"""A row without a larger magnitude is zeros."""
+"""Query rows whose largest magnitude is smaller get the scale 1 instead of their own."""
 MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
 
@@ -63,7 +63,8 @@ def paged_attention(
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """`api.paged_attention` for every call that has no `gap`. The log-sum-exps come anyway."""
+    """Runs `api.paged_attention` for a call in which `gap` finds nothing; always returns
+    log-sum-exps."""
     kv_heads = cache.k_pages.shape[1]
     plan, cut = _of_batch(queries, cache, page_table, scale, window, target, tiles)
     if places is None:
@@ -95,7 +96,8 @@ def places_of(
     window: int,
     target: Target,
 ) -> Places:
-    """What `paged_attention` takes as `places`. Of queries and pages it reads shapes alone."""
+    """Returns the `places` argument of `paged_attention`. Reads only the shapes of queries and
+    pages."""
     _, cut = _of_batch(queries, cache, page_table, 1.0, window, target, None)
     return cut_batch(cut, cache.k_pages.shape[1], page_table, sequence_of_token, position)
 
@@ -165,10 +167,10 @@ def _plan(
 def in_two_terms(
     rows: Float[Array, "*places head_dim"],
 ) -> tuple[Float[Array, "2 *places head_dim"], Float32[Array, "*places"]]:
-    """Returns two FP8 arrays whose sum, times a scale of every row, is the rows.
+    """Splits rows into two FP8 arrays, whose sum times a scale per row gives the rows back.
 
-    The second array has the rest that the first one leaves. Elements are exact to a 256th of
-    themselves, or to 2e-6 of their row's largest.
+    The second array holds what rounding to the first one lost. Elements are exact to a 256th of
+    themselves, or to 2e-6 of the largest magnitude in their row.
     """
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1)
@@ -180,7 +182,7 @@ def in_two_terms(
 
 
 def _cut_by(plan: Sizes, cache: Cache, target: Target, given: Fields) -> Sizes:
-    """The plan with the tiles that a caller gave.
+    """Returns the plan with the tile sizes that a caller gave.
 
     Raises:
       ValueError: they do not fit.

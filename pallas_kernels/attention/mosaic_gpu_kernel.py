@@ -48,7 +48,7 @@ UNSEEN = -1e30
 
 
 class _State(NamedTuple):
-    """From one step of a unit to the next."""
+    """State that one step of a unit passes to the next."""
 
     cursor: Cursor | None
     largest: Any  # of the scores so far, [64]
@@ -73,10 +73,10 @@ def attend(
       queries: one term, or with `fp8_keys` two, whose sum times `query_scales` is a query.
 
     Returns:
-      for units that lie in one range, the output [units, lanes, rows, v_width] and the log of the
-      sum of the exponentials [units, lanes, rows], anything for the others; for those the pieces of
-      both, [pieces, lanes, rows, ...], where `piece_of` says: outputs in the 16 bits that weights
-      and values are multiplied in, where the output itself has no more, and sums in FP32.
+      For units that lie in one range: outputs [units, lanes, rows, v_width] and logs of the sums of
+        exponentials [units, lanes, rows]; other units' entries are undefined. For the others:
+        pieces of both, [pieces, lanes, rows, ...], at the indices that `piece_of` gives. Pieces of
+        outputs have the 16-bit dtype of the products if `out_dtype` has 16 bits, else FP32.
     """
     units, lanes, rows, _ = queries.shape[1:]
     arrays = arrays_of(cache)
@@ -98,7 +98,7 @@ def attend(
         grid_names=("range", "lane"),
         num_threads=plan.warpgroups + plan.has_copier,
         thread_name="warpgroup",
-        # All sums and maxima are of what one warp has.
+        # Every sum and maximum is taken within one warp.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
@@ -108,7 +108,7 @@ def attend(
 def _body(
     queries: Any, page_table: Any, *refs: Any, plan: Sizes, names: tuple[str, ...], **scratch: Any
 ) -> None:
-    """What every warpgroup of every block does."""
+    """Kernel body, run by every warpgroup of every block: selects the warpgroup's own code."""
     sources, refs = refs[: len(names)], refs[len(names) :]
     after = refs[len(Work._fields) :]
     query_scales, outputs = (after[0], after[1:]) if plan.fp8_keys else (None, after)
@@ -130,7 +130,8 @@ def _body(
         )
         for walker in range(plan.walkers)
     ]
-    # Each has code of its own, in which all of its places are constants: that saves registers.
+    # Each warpgroup has its own code, in which all indices of buffers are constants. That saves
+    # registers.
     for index in range(plan.warpgroups + plan.has_copier):
         walk = walks[min(index, plan.walkers - 1)]
         warpgroup = _Warpgroup(index, plan, walk, (queries, query_scales), outputs, smem)
@@ -143,7 +144,7 @@ class _Warpgroup(Pages):
     def __init__(
         self, me: int, plan: Sizes, walk: Walk, queries: Any, outputs: Any, smem: SimpleNamespace
     ) -> None:
-        """Only where things are; `run` does it."""
+        """Stores references and this warpgroup's share of rows, columns and positions."""
         super().__init__(me, plan, walk, smem)
         (self.queries, self.query_scales), self.outputs = queries, outputs
         self.lane: Any = lax.axis_index("lane") if plan.lanes > 1 else jnp.int32(0)
@@ -157,13 +158,14 @@ class _Warpgroup(Pages):
 
     @property
     def looks_up_late(self) -> bool:
-        """Where the page of the next copy is looked up: once the scores are masked, after which
-        nothing branches until the values have been multiplied. Before values that are converted
-        beside the scores' products, its load would be waited for; elsewhere it is better there."""
+        """Whether the page of the next copy is looked up only after the scores are masked. From
+        there nothing branches until the values have been multiplied. Plans that convert values
+        beside the products of the scores need this: an earlier lookup would stall on its load. For
+        all other plans the earlier lookup is better."""
         return self.plan.own_ranges and not self.plan.one_buffer and not self.shared
 
     def run(self) -> None:
-        """Copy, or attend for every unit of the range, or both."""
+        """Copies, or attends for every unit of the range, or does both."""
         if not self.plan.has_copier:
             cursor = self.walk.first_cursor()
             # Of several that share a slot, the last one is filled in the first step.
@@ -193,7 +195,7 @@ class _Warpgroup(Pages):
         )
 
     def _wait_until_released(self, step: Any) -> None:
-        """The slot of this step can be overwritten."""
+        """Waits until the slot of this step can be overwritten."""
         plgpu.barrier_wait(self.smem.released.at[self.walk.slot(step)])
 
     def _attend_unit(self, carry: tuple[Any, Any, Cursor | None]) -> tuple[Any, Any, Cursor | None]:
@@ -267,7 +269,7 @@ class _Warpgroup(Pages):
         return _State(cursor, largest, total, mixed)
 
     def _copy_beside(self, step: Any, cursor: Cursor) -> None:
-        """Start the next copy, into the slot of the step before this one."""
+        """Starts the next copy, into the slot of the previous step."""
         after_one = self.leads & (step > self.walk.begin)
         pl.when(after_one)(lambda: self._wait_until_released(step - 1))
         self.walk.start(cursor, self.leads, tuple(self.walk.parts))
@@ -275,7 +277,8 @@ class _Warpgroup(Pages):
     def _scores(
         self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None
     ) -> tuple[Any, Cursor | None]:
-        """[64, positions]; afterwards the values can be read, too. And what is copied next."""
+        """Returns scores [64, positions] and the cursor of the next copy; values can be read
+        then."""
         smem, one_buffer = self.smem, self.plan.one_buffer
         if self.converts:
             self._convert_keys(slot, cursor)
@@ -311,9 +314,9 @@ class _Warpgroup(Pages):
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _scores_of_fp8(self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None) -> Any:
-        """As `_scores`, for keys that are multiplied where they were copied to.
+        """Like `_scores`, for FP8 keys, which are multiplied in the slot that they were copied to.
 
-        The next keys are copied there as soon as these have been multiplied.
+        Starts to copy the next keys into that slot as soon as these have been multiplied.
         """
         smem = self.smem
 
@@ -337,7 +340,7 @@ class _Warpgroup(Pages):
         return scores
 
     def _masked(self, scores: Any, unit: Unit, first: Any) -> Any:
-        """-inf where a row does not see a position; most steps lie where all see all."""
+        """Sets scores to -inf where a row does not see a position. Most steps need no mask."""
         full = first + BLOCK - 1 <= unit.place
         if self.plan.window:
             token = (unit.first_row + ROWS - 1) // self.plan.heads
@@ -349,7 +352,7 @@ class _Warpgroup(Pages):
         )
 
     def _seen(self, unit: Unit, first: Any) -> Any:
-        """[64, positions]: which rows see which positions."""
+        """Returns which rows see which positions, [64, positions]."""
         shape = (ROWS, self.plan.positions)
         own = unit.place + unit.stride * ((iota(shape, 0) + unit.first_row) // self.plan.heads)
         position = iota(shape, 1) + (first + self.position_start)
@@ -358,7 +361,7 @@ class _Warpgroup(Pages):
 
     # ------------------------------------------------------------------------- what is mixed
     def _of_other(self, vector: Any) -> Any:
-        """What the other warpgroup has in place of this vector, [64]."""
+        """Exchanges a vector [64] with the other warpgroup, and returns the vector received."""
         exchange = self.smem.exchange
         exchange[self.me] = vector
         self._meet()
@@ -366,7 +369,7 @@ class _Warpgroup(Pages):
         return plgpu.load(exchange.at[1 - self.me], layout=layout, optimized=False)
 
     def _mix(self, mixed: Any, weights: Any, slot: Any) -> Any:
-        """mixed + weights @ values."""
+        """Returns mixed + weights @ values."""
         values = self._values(slot).at[:, self.columns]
         p: Any = weights
         if self.plan.split_values or not self.plan.p_in_registers:
@@ -385,7 +388,7 @@ class _Warpgroup(Pages):
         return mixed + pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
 
     def _write(self, unit: Unit, state: _State) -> None:
-        """Write a unit, or a piece of it."""
+        """Writes the results of a unit, or of the piece of it that lies in this range."""
         walk, total = self.walk, state.total
         if self.plan.split_values:
             total = total + self._of_other(total)
@@ -413,7 +416,7 @@ class _Warpgroup(Pages):
             units=walk.units,
             ranges=self.plan.ranges,
         )
-        # Either or: one after the other, and what is converted for one would be kept for the next.
+        # A cond, not two writes in turn, which would keep converted values in registers for both.
         lax.cond(
             whole,
             lambda: write(out, lse, unit.index),

@@ -20,14 +20,14 @@ from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk
 from pallas_kernels.mosaic_gpu import store
 
 FLOAT16_FACTOR = 16
-"""Factor applied to keys and values when they are converted to float16. These
-may reach 65504 / 16 = 4094 (beyond is infinity), and queries 65504."""
+"""Factor applied to keys and values when they are converted to float16. Keys and values may reach
+65504 / 16 = 4094 (larger ones become infinity), queries 65504."""
 CONVERTED_COLUMNS = 64
-"""Columns that a warpgroup converts at one time."""
+"""Columns that a warpgroup converts at a time."""
 
 
 class Unit(NamedTuple):
-    """What a warpgroup computes until the next one; scalars."""
+    """Scalars of the unit (work item and KV head) that a warpgroup is working on."""
 
     index: Any
     place: Any
@@ -42,7 +42,7 @@ class Pages:
     """The keys and values of one range of steps, as one warpgroup sees them."""
 
     def __init__(self, me: int, plan: Sizes, walk: Walk, smem: SimpleNamespace) -> None:
-        """Only where things are."""
+        """Stores references; derives which buffers and dtype the products use."""
         self.me, self.plan, self.walk, self.smem = me, plan, walk, smem
         self.leads = jnp.bool_(True if plan.own_ranges else me == 0)
         self.walker = me if plan.own_ranges else 0
@@ -52,22 +52,23 @@ class Pages:
         self.factor = FLOAT16_FACTOR if self.converts and self.dtype == jnp.float16 else 1
 
     def _wait_until_loaded(self, slot: Any, name: str = "k") -> None:
-        """Wait until what of the step goes into this slot has arrived: all, or keys, or values."""
+        """Waits for a step's copies into this slot: all of them, or those of keys or values
+        alone."""
         plgpu.barrier_wait(self.walk.parts[name].loaded.at[slot])
 
     def _meet(self) -> None:
-        """Wait for all warps that work on the same unit."""
+        """Waits for all warps that work on the same unit."""
         met = self.smem.met.at[self.walker]
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 
     def _meet_others(self) -> None:
-        """As `_meet`, where the warps of one warpgroup need not wait for each other."""
+        """Waits like `_meet`, but only if several warpgroups share a unit."""
         if self.plan.warpgroups > self.plan.walkers:
             self._meet()
 
     def _meet_to_convert(self) -> None:
-        """Wait until what was converted before has been multiplied."""
+        """Waits until the keys or values converted before have been multiplied."""
         if self.plan.own_ranges and (self.plan.one_buffer or self.shared):
             self._meet()
         else:
@@ -99,9 +100,10 @@ class Pages:
         self._convert("v", slot, self._values(slot), cursor)
 
     def _convert(self, name: str, slot: Any, target: Any, cursor: Cursor | None) -> None:
-        """Convert [64, width] with scales [64], every warpgroup of a unit its share of the columns.
+        """Converts [64, width] with scales [64]; the warpgroups of a unit share the columns.
 
-        A warpgroup that copies for itself begins to do so: the slot has been read.
+        A warpgroup that issues its own copies starts the next one here, since the slot has been
+        read.
         """
         source = getattr(self.smem, name + "_smem").at[slot]
         scales = getattr(self.smem, name + "_scales_smem").at[slot]
@@ -120,7 +122,7 @@ class Pages:
             return plgpu.load(source.at[:, columns(index)], layout=layout, optimized=False)
 
         mine = (shares - me + warpgroups - 1) // warpgroups
-        # The next part is on its way while one is converted.
+        # The next part is being loaded while one is converted.
         part = load(0)
         for index in range(mine):
             later = load(index + 1) if index + 1 < mine else None
@@ -132,7 +134,8 @@ class Pages:
             self.walk.start(cursor, self.leads, (name, name + "_scales"))
 
     def _clear_unseen(self, unit: Unit, slot: Any, first: Any) -> None:
-        """Zero the positions that no row sees: they may hold NaN, and 0 * NaN is NaN."""
+        """Zeroes the values of positions that no row sees: they may hold NaN, and 0 * NaN is
+        NaN."""
         window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
         values = self._values(slot)
 
@@ -155,19 +158,19 @@ class Pages:
 
 
 def zero(slot: Any) -> Any:
-    """0, which the compiler does not know.
+    """Returns 0 in a form that the compiler cannot fold.
 
-    It keeps all that it can compute of a constant place in shared memory in registers: of queries
-    of 576 columns, the 36 descriptors that wgmma takes are 72 of them.
+    For a constant index into shared memory the compiler keeps all derived values in registers. For
+    queries of 576 columns, the 36 descriptors that wgmma takes occupy 72 registers.
     """
     return jnp.minimum(slot, 0)
 
 
 def iota(shape: tuple[int, int], dimension: int) -> Any:
-    """0, 1, … along a dimension, as a wgmma's sums lie in registers."""
+    """Returns 0, 1, … along a dimension, in the register layout of a wgmma's sums."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def along(vector: Any, matrix: Any, dimension: int) -> Any:
-    """A vector that runs along this dimension of a matrix, as large as that."""
+    """Broadcasts a vector, which runs along this dimension of a matrix, to the matrix's shape."""
     return lax.broadcast_in_dim(vector, matrix.shape, [dimension])

@@ -1,7 +1,7 @@
-"""What the Hopper kernel of paged attention is compiled for, and what shared memory it takes.
+"""Compile-time sizes of the Hopper kernel of paged attention, and the shared memory it takes.
 
-Called by `mosaic_gpu.py`, which makes the plans, and by the kernel. Knows nothing of what that
-computes.
+Called by `mosaic_gpu.py`, which makes the plans, and by the kernel. Knows nothing of the
+computation.
 """
 
 from typing import Any, NamedTuple
@@ -18,31 +18,31 @@ from pallas_kernels.mosaic_gpu import SHARED_MEMORY
 ROWS = 64
 """Query rows of a warpgroup: M of a wgmma."""
 TERMS = 2
-"""FP8 numbers that stand for a query: the second one is what the first one leaves of it."""
+"""FP8 numbers that represent a query element: the second holds what rounding to the first lost."""
 OTHER_SHARED_MEMORY = 512
-"""Bytes for barriers."""
+"""Bytes of shared memory for barriers."""
 ALIGNMENT = 1024
-"""Of what is in shared memory."""
+"""Alignment of arrays in shared memory, in bytes."""
 MOST_STAGES = 8
-"""Of a walker."""
+"""Most steps in the ring of one walker."""
 
 
 class Sizes(NamedTuple):
-    """What is compiled.
+    """Compile-time choices and sizes of one kernel.
 
     Attributes:
-      warpgroups: that compute.
-      split_values: they share their rows.
-      own_ranges: each walks a range of its own, and shares nothing with the other.
+      warpgroups: warpgroups that compute.
+      split_values: the warpgroups share their rows, and each computes half of the value columns.
+      own_ranges: each warpgroup walks a range of its own, and shares nothing with the other.
       fp8_keys: keys in FP8 are multiplied as they are, by queries in two FP8 terms each.
-      one_buffer: values are converted to where the keys were, which have been multiplied by then.
-      ranges, lanes: blocks of threads.
-      scale: of the scores.
+      one_buffer: values are converted into the keys' buffer, once the keys have been multiplied.
+      ranges, lanes: the grid has a thread block for every lane and `walkers` ranges.
+      scale: factor of the scores.
       window: positions that a row sees, its own included; 0: all.
-      v_width: of the values; without pages of values they are the first elements of the keys.
+      v_width: width of the values; without pages of values they are the first elements of the keys.
       heads: rows of a unit for each of its tokens.
       p_in_registers: False for interpret mode, which knows wgmma only on shared memory.
-      most_stages: of the ring.
+      most_stages: upper limit on the steps in the ring.
     """
 
     warpgroups: int
@@ -61,49 +61,51 @@ class Sizes(NamedTuple):
 
     @property
     def has_copier(self) -> bool:
-        """One more warpgroup does the copies; beside two, there are no registers for it."""
+        """Whether one more warpgroup issues the copies. Two that compute leave no registers for
+        it."""
         return self.warpgroups == 1
 
     @property
     def walkers(self) -> int:
-        """Ranges that a block of threads walks side by side."""
+        """Ranges that a thread block walks side by side."""
         return self.warpgroups if self.own_ranges else 1
 
     @property
     def row_groups(self) -> int:
-        """Of a unit, 64 rows each."""
+        """Groups of 64 rows that a thread block computes at a time."""
         return 1 if self.split_values or self.own_ranges else self.warpgroups
 
     @property
     def least_stages(self) -> int:
-        """A slot whose step is converted can be filled while the step is multiplied."""
+        """Fewest steps in the ring. With ranges of its own, a warpgroup needs only one: it refills
+        a slot while the converted step is multiplied."""
         return 1 if self.own_ranges else 2
 
     @property
     def terms(self) -> int:
-        """Numbers that a query is the sum of."""
+        """Numbers whose sum is one element of a query."""
         return TERMS if self.fp8_keys else 1
 
     @property
     def columns(self) -> int:
-        """Of the values, of one warpgroup."""
+        """Value columns that one warpgroup computes."""
         return self.v_width // self.warpgroups if self.split_values else self.v_width
 
     @property
     def positions(self) -> int:
-        """Of a step, of one warpgroup."""
+        """Positions of a step that one warpgroup scores."""
         return BLOCK // self.warpgroups if self.split_values else BLOCK
 
 
 def compute_dtype(pages_dtype: Any) -> Any:
-    """What is multiplied."""
+    """Returns the 16-bit dtype in which pages of this dtype are multiplied."""
     if pages_dtype.itemsize == 2:
         return pages_dtype
     return jnp.dtype(jnp.bfloat16 if pages_dtype == jnp.int8 else jnp.float16)
 
 
 def stages(cache: Cache, plan: Sizes) -> int:
-    """Steps of a walker that fit into shared memory, `most_stages` at the most."""
+    """Returns how many steps of a walker fit into shared memory, `most_stages` at most."""
     dtype, head_dim = cache.k_pages.dtype, cache.k_pages.shape[3]
     width = head_dim + (0 if cache.v_pages is None else plan.v_width)
     rows = plan.walkers * plan.row_groups * ROWS
@@ -126,7 +128,8 @@ def stages(cache: Cache, plan: Sizes) -> int:
 
 
 def arrays_of(cache: Cache) -> dict[str, jax.Array]:
-    """The arrays of pages and of scales that there are: "k", "v", "k_scales", "v_scales"."""
+    """Returns the cache's arrays by name ("k", "v", "k_scales", "v_scales"), without absent
+    ones."""
     return {
         name.removesuffix("_pages"): array
         for name, array in cache._asdict().items()
@@ -135,7 +138,7 @@ def arrays_of(cache: Cache) -> dict[str, jax.Array]:
 
 
 def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, Any]:
-    """The shared memory and the barriers of a block, by the names that the kernel has for them."""
+    """Returns the shared memory and barriers of a thread block, by the kernel's names for them."""
     dtype, page_size, head_dim = cache.k_pages.dtype, *cache.k_pages.shape[2:]
     arrays = arrays_of(cache)
     walkers, slots = plan.walkers, plan.walkers * stages(cache, plan)

@@ -19,27 +19,27 @@ BLOCK = 64
 
 
 class Cursor(NamedTuple):
-    """The next step to be copied, what it reads, and whose it is."""
+    """The next step to be copied, the pages that it reads, and the unit that it belongs to."""
 
     step: Any
     unit: Any
-    end: Any  # the first step that is another unit's
+    end: Any  # the first step of the following unit
     sequence: Any
     block_shift: Any  # block of positions - step
     pages: Any  # of the step; read ahead, so that no copy waits for them
 
 
 def copies(page_size: int) -> int:
-    """Pages, or parts of one, that a step reads."""
+    """Returns how many pages, or parts of one page, a step reads."""
     return max(1, BLOCK // page_size)
 
 
 class Part(NamedTuple):
-    """What of a step is copied together: refs.
+    """One array of pages and its ring in shared memory: refs.
 
     Attributes:
       source: an array of pages, [pages, kv_heads, page_size, ...].
-      target: where its steps go, [slots, 64, ...].
+      target: ring of steps in shared memory, [slots, 64, ...].
       loaded: a barrier for every slot, at which its copies arrive.
     """
 
@@ -69,7 +69,7 @@ class Walk:
 
         Args:
           page_table: [sequences, pages_per_sequence].
-          parts: by name; each walker has its own ones of the slots.
+          parts: arrays to copy, by name; each walker has its own share of the slots.
         """
         self.work, self.page_table, self.parts = work, page_table, parts
         first = next(iter(parts.values()))
@@ -85,22 +85,22 @@ class Walk:
         self.finish = range_begin(self.index + 1, total, ranges)
 
     def slot(self, step: Any) -> Any:
-        """Where in the targets a step is."""
-        # Of one slot the compiler would know the place, and keep what follows from it in registers.
+        """Returns the slot of the ring that holds a step."""
+        # The compiler would know the index of a single slot and keep derived values in registers.
         turn = lax.rem(step, self.stages) if self.stages > 1 else jnp.minimum(step, 0)
         return turn + self.first_slot if self.first_slot else turn
 
     def first_cursor(self) -> Cursor:
-        """At the beginning of the range."""
+        """Returns the cursor at the beginning of the range."""
         return self._cursor(self.begin, self._open(self.work.first_unit[self.index]))
 
     def copy(self, cursor: Cursor, here: Any) -> Cursor:
-        """Start to copy a step, if this warpgroup is the one to do so; go on to the next step."""
+        """Starts to copy a step, if `here` (this warpgroup copies), and returns the next cursor."""
         self.start(cursor, here, tuple(self.parts))
         return self.after(cursor)
 
     def start(self, cursor: Cursor, here: Any, names: tuple[str, ...]) -> None:
-        """Start to copy parts of a step."""
+        """Starts to copy the named parts of a step."""
 
         def start() -> None:
             slot, rows = self.slot(cursor.step), BLOCK // copies(self.page_size)
@@ -121,7 +121,7 @@ class Walk:
         pl.when(here & (cursor.step < self.finish))(start)
 
     def after(self, cursor: Cursor) -> Cursor:
-        """At the next step."""
+        """Returns the cursor of the next step."""
         step = cursor.step + 1
         unit_fields = lax.cond(
             (step >= cursor.end) & (step < self.finish),
@@ -131,7 +131,8 @@ class Walk:
         return self._cursor(step, unit_fields)
 
     def _open(self, unit: Any) -> tuple[Any, ...]:
-        """What a cursor says of a unit."""
+        """Returns a cursor's fields that depend on the unit alone: unit, end, sequence,
+        block_shift."""
         unit = jnp.minimum(unit, self.units - 1)
         item = unit // self.kv_heads
         sequence = jnp.clip(self.work.sequence[item], 0, self.page_table.shape[0] - 1)

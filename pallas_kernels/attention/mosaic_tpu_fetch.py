@@ -27,11 +27,11 @@ class Sizes(NamedTuple):
     group: int
     """Query heads per KV head, padded to the height of a register tile unless `compact`."""
     compact: bool
-    """Rows of a tile are ordered by heads, then by tokens (`mosaic_tpu_memory.py`)."""
+    """Whether rows of a tile are ordered by heads, then by tokens (`mosaic_tpu_memory.py`)."""
     head_dim: int
-    """Of a query: of all of a key."""
+    """Width of a query and of a whole key."""
     rope_dim: int
-    """Of its last columns, those that have an array of pages for themselves; 0: none."""
+    """Last columns of a key that lie in an array of pages of their own (`rope_pages`); 0: none."""
     v_width: int
     page_size: int
     pages_per_block: int
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     """Dtype of the products' operands."""
     query_dtype: Any
     int8_products: bool
-    """Of those, INT8 where the pages are."""
+    """Whether pages in INT8 are multiplied in INT8, and not in `dtype`."""
 
     @property
     def block(self) -> int:
@@ -75,7 +75,7 @@ class Items(NamedTuple):
     """The fields of every work item, in scalar memory."""
 
     first: Any
-    """Its first token; after the items, the padding tokens."""
+    """First token of the item; entries behind the last item are padding tokens."""
     count: Any
     length: Any
     """Number of positions that the last token sees."""
@@ -83,7 +83,7 @@ class Items(NamedTuple):
     row: Any
     """Index in the flat page table of the first page to read."""
     place: Any
-    """Position of that page's first token."""
+    """Position in the sequence of the first token of that page."""
     pages: Any
     """Pages to read, 1 or more."""
 
@@ -93,7 +93,7 @@ class Producer(NamedTuple):
 
     item: Array
     row: Array
-    """Of the page table."""
+    """Index in the flat page table of the block's first page."""
     left: Array
     """Pages of the item that are still to be fetched; all of them at the start of an item."""
     step: Array
@@ -119,7 +119,7 @@ class Fetcher:
         self.arrived, self.query_arrived = arrived, query_arrived
 
     def first(self) -> Producer:
-        """Before anything is fetched."""
+        """Returns the producer before anything is fetched."""
         zero = jnp.int32(0)
         return Producer(zero, self.items.row[0], self.items.pages[0], zero)
 
@@ -156,7 +156,7 @@ class Fetcher:
             copy.start()
 
     def advance(self, producer: Producer, there: Any) -> Producer:
-        """The block after this one, if this one is `there`."""
+        """Returns the block after this one; this one again if it does not exist (not `there`)."""
         item, row, left, step = producer
         following = jnp.minimum(item + 1, self.items.first.shape[0] - 1)
         done = there & (left <= self.plan.pages_per_block)
@@ -169,7 +169,7 @@ class Fetcher:
         )
 
     def page_copies(self, number: Any, slot: Any, index: Any) -> Iterator[Any]:
-        """The copies of page `number` to entry `index` of a buffer."""
+        """Yields the copies of page `number` to entry `index` of a buffer."""
         size = self.plan.page_size
         rows = pl.ds(pl.multiple_of(index * size, size), size)
         for pool in self.pools:
@@ -187,7 +187,8 @@ class Fetcher:
                 )
 
     def await_block(self, slot: Any) -> None:
-        """Waits for the copies of a whole block: semaphores count bytes, one wait is enough."""
+        """Waits for the copies of a whole block: semaphores count bytes, one wait a buffer is
+        enough."""
         for pool in self.pools:
             for buffer in (pool.buffer, pool.scale_buffer):
                 if buffer is not None:
@@ -195,7 +196,7 @@ class Fetcher:
                     pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
 
     def await_pages(self, slot: Any, pages: Any) -> None:
-        """Waits for the copies of this many pages of a block."""
+        """Waits for the copies of the first `pages` pages of a block."""
 
         def page(index: Any, carry: None) -> None:
             for copy in self.page_copies(0, slot, index):
@@ -221,5 +222,5 @@ class Fetcher:
 
 
 def each_token(items: Items, item: Any, do: Callable[[Any], None]) -> None:
-    """For each of an item's tokens."""
+    """Calls `do` with the number of each token of an item."""
     lax.fori_loop(0, items.count[item], lambda token, carry: do(token), None)

@@ -1,5 +1,4 @@
-"""Definition of the attention operations in plain `jax.numpy`; also runs where there is no kernel
-(CPU).
+"""Definition of the attention operations in plain `jax.numpy`; runs on devices without a kernel.
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -21,14 +20,15 @@ GATHERED_BYTES = 8 * 2**20
 """Most bytes of FP32 keys and values gathered from the pages at one time."""
 
 BLOCK_TOKENS = 128
-"""Positions that contexts are read in: as many blocks as the longest sequence there has."""
+"""Positions of a context that are read as one block; the longest context decides how many
+blocks."""
 
 FIRST_TOKENS = 32
-"""The same of the first `BLOCK_TOKENS` positions, where there is no window: short contexts are not
-filled up to a long block, and a long block takes a quarter less time a position."""
+"""Positions of a block among the first `BLOCK_TOKENS`, without a window. Short contexts are not
+padded to a long block, which takes a quarter less time a position."""
 
 PRODUCT_TOKENS = 512
-"""The same where products are in INT8: a row's probabilities of so many positions share a scale."""
+"""Positions of a block with products in INT8; a row's probabilities of a block share one scale."""
 
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
@@ -41,7 +41,7 @@ def write_rows(
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
 ) -> tuple[Num[Array, "pages kv_heads page_size ..."], ...]:
-    """Scatter to row `position % page_size` of page `position // page_size` of the sequence."""
+    """Writes a token's rows to row `position % page_size` of page `position // page_size`."""
     pool, kv_heads, page_size = pages[0].shape[:3]
     sequences, pages_per_sequence = page_table.shape
     page_of_sequence = position // page_size
@@ -73,15 +73,15 @@ class Cache(NamedTuple):
 
     k_pages: Num[Array, "pages kv_heads page_size head_dim"]
     v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | None
-    """None: the first `v_width` elements of the keys."""
+    """None: values are the first `v_width` elements of the keys."""
     k_scales: Float32[Array, "pages kv_heads page_size"] | None
     v_scales: Float32[Array, "pages kv_heads page_size"] | None
     v_width: int
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None
     """The last columns of the keys; None: they are in `k_pages`."""
     int8_products: bool = False
-    """Whether what is in INT8 is multiplied with queries and probabilities in INT8. The sums are
-    FP32 here and exact: those of 1,040 products of two numbers up to 127 are below 2^24."""
+    """Whether INT8 pages are multiplied by queries and probabilities rounded to INT8. The sums are
+    FP32 here and exact: sums of 1,040 products of two numbers up to 127 are below 2^24."""
 
 
 def pages_gap(cache: Cache) -> str:
@@ -165,9 +165,9 @@ def _attend_some(
     scale: float,
     window: int,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attend from some tokens, `count` pages of each at a time, or fewer at first."""
+    """Attends from some tokens, `count` pages of each at a time (fewer in the first blocks)."""
     highest, page_size = jax.lax.Precision.HIGHEST, cache.k_pages.shape[2]
-    # Blocks are cut alike for all tokens; with a window each token has a first one of its own.
+    # All tokens share the boundaries of blocks; with a window each token has its own first block.
     first = jnp.zeros_like(position)
     if window:
         first = jnp.maximum(position - window + 1, 0) // (count * page_size)
@@ -244,7 +244,7 @@ def _scores(
 ) -> tuple[
     Float32[Array, "*tokens kv_heads context _"], Float32[Array, "*tokens kv_heads group _"]
 ]:
-    """The keys without their scales, and the scores of queries against them."""
+    """Returns the keys without their scales, and the scores of queries against them."""
     keys = gather(cache.k_pages)
     width, product = keys.shape[-1], "...kgd,...kcd->...kgc"
     highest = jax.lax.Precision.HIGHEST
@@ -264,7 +264,7 @@ def _mix_int8(
     weights: Float32[Array, "*tokens kv_heads group context"],
     values: Float32[Array, "*tokens kv_heads context v_width"],
 ) -> Float32[Array, "*tokens kv_heads group v_width"]:
-    """Sums of values in INT8 by weights that are rounded to INT8, `PRODUCT_TOKENS` at a time."""
+    """Returns sums of INT8 values by weights rounded to INT8, `PRODUCT_TOKENS` at a time."""
     mixed = jnp.zeros((*weights.shape[:-1], values.shape[-1]), jnp.float32)
     for start in range(0, weights.shape[-1], PRODUCT_TOKENS):
         some = slice(start, start + PRODUCT_TOKENS)
@@ -278,7 +278,7 @@ def _mix_int8(
 def _rounded(
     rows: Float32[Array, "*rows width"],
 ) -> tuple[Float32[Array, "*rows width"], Float32[Array, "*rows 1"]]:
-    """Rows as whole numbers from -127 to 127, and what they are multiples of."""
+    """Returns rows rounded to whole numbers from -127 to 127, and the scale of each row."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     scales = jnp.where(largest == 0, 1.0, largest / 127)
     return jnp.round(rows / scales), scales
@@ -287,7 +287,7 @@ def _rounded(
 def _gather(
     array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, " pages_of_token"]
 ) -> Float32[Array, "kv_heads context ..."]:
-    """The rows of these pages, heads first and in FP32, which CPUs multiply fastest."""
+    """Returns the rows of these pages, heads first and in FP32, which CPUs multiply fastest."""
     rows = as_bits(array).at[pages].get(mode="clip", wrap_negative_indices=False)
     rows = jnp.swapaxes(rows, 0, 1)
     return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""Compiles kernels for devices that are not there, and counts what their loops cost.
+"""Compiles kernels for devices that this machine lacks, and counts the cost of their loops.
 
 Called by `python -m pallas_kernels.estimate --count`, which needs JAX's CUDA wheels for the H200
-and libtpu for TPUs. What it finds is `counts.json`.
+and libtpu for TPUs. Its results are stored in `counts.json`.
 """
 
 import math
@@ -42,7 +42,7 @@ GROUPED = (
     *(f"step3_half_shared fp8_block_rows {rows}" for rows in SHARED_ROWS),
 )
 SHARED = ("step3_half_shared",)
-"""Experts that all rows go to."""
+"""Shapes of shared experts, which all rows go to."""
 TPU = (
     *(f"step3 {form}" for form in FORMATS),
     *(f"step3_2a2f {form}" for form in FORMATS),
@@ -52,8 +52,8 @@ H200 = Target("mosaic_gpu", "NVIDIA H200")
 
 
 def loops_of(text: str, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
-    """Of every innermost loop of a kernel with products, one turn; what begins with one of
-    `through` is not passed by."""
+    """Returns the cost of one turn of every innermost loop that has products. The path round a loop
+    does not bypass instructions that begin with one of `through`."""
     program = sass.parse(text)
     found: list[tuple[int, int]] = []
     costs = []
@@ -70,7 +70,7 @@ def loops_of(text: str, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
 
 
 def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
-    """The loops of every kernel of a case, in a process that is prepared."""
+    """Compiles a case in a prepared process, and returns the loops of each of its kernels."""
     before = set(folder.iterdir())
     gpu_resources.compile_function(case.function, case.arguments)
     texts = sorted(set(folder.glob("*.sass_ctrl")) - before, key=lambda path: path.stat().st_mtime)
@@ -82,7 +82,7 @@ def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
 
 
 def prepare(folder: Path) -> None:
-    """As `gpu_resources.prepare`, with machine code; its tools come with JAX's CUDA wheels."""
+    """Like `gpu_resources.prepare`, and dumps machine code too, with tools of JAX's CUDA wheels."""
     gpu_resources.prepare(str(folder))
     os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
     library = gpu_resources.plugin()
@@ -93,7 +93,7 @@ def prepare(folder: Path) -> None:
 
 
 def count_hopper(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The cases of these names, for an H200."""
+    """Yields the counts of the cases with these names, for an H200."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -115,7 +115,8 @@ def count_hopper(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
-    """A turn is a step of one lane: 64 positions, or as many of each warpgroup."""
+    """Describes an attention kernel. A turn is a step of one lane: 64 positions, or 64 of each
+    warpgroup."""
     model, form, _ = case.name.split()
     shape, size = SHAPES[model], jnp.dtype(FORMATS[form]).itemsize
     heads = shape.q_heads // shape.kv_heads
@@ -133,7 +134,8 @@ def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict
 
 
 def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
-    """A turn is a step of a tile, of all consumers, which run the same code."""
+    """Describes one kernel of an expert layer. A turn is a step of a tile, for all consumers, which
+    run the same code."""
     rows, gate, *_ = case.arguments
     groups, d_ff, d_model = gate.shape
     weights = 2 if number == 0 else 1
@@ -171,8 +173,9 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
 
 
 def expected_tiles(mean: float, tile: int) -> float:
-    """Row tiles of a group of this many rows on average, when tokens choose by chance: the number
-    of rows is a Poisson's, and a row more than a tile takes another one."""
+    """Returns the expected row tiles of a group of `mean` rows on average, when tokens choose by
+    chance. The number of rows is then Poisson-distributed, and one row beyond a tile takes another
+    tile."""
     few = int(mean - 10 * mean**0.5)
     return sum(
         math.exp(rows * math.log(mean) - mean - math.lgamma(rows + 1)) * -(-rows // tile)
@@ -181,7 +184,7 @@ def expected_tiles(mean: float, tile: int) -> float:
 
 
 def _work(op: str, case: gpu_resources.Case) -> int:
-    """Cached positions of all sequences, or rows."""
+    """Returns the cached positions of all sequences, or the rows of an expert layer."""
     if op == "attention":
         return SEQUENCES * KV_LENGTH
     return int(case.arguments[0].shape[0])
@@ -209,7 +212,7 @@ def _kernel(
 
 
 def count_tpu(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The cases of these names, for cores of TPUs."""
+    """Yields the counts of the cases with these names, for a core of each TPU generation."""
     for platform in PLATFORMS:
         for op in bundles.OPS:
             for case in aot.cases(op, platform):
@@ -218,7 +221,7 @@ def count_tpu(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _count_tpu(op: str, case: aot.Case, loop: aot.Loop, platform: str) -> dict[str, Any]:
-    """Of the experts only gate and up, whose loop is the one that is looked into."""
+    """Describes the loop of a case; for experts, only the loop of gate and up is counted."""
     about = aot.GENERATIONS[platform]
     of_experts = op == "grouped_matmul"
     return {
@@ -236,12 +239,12 @@ def _count_tpu(op: str, case: aot.Case, loop: aot.Loop, platform: str) -> dict[s
 
 
 def _kv_tokens(case: aot.Case) -> int:
-    """Of the batch."""
+    """Returns the cached positions of the batch."""
     pages = max(jax.tree.leaves(case.arguments), key=lambda array: array.size)
     return int(pages.shape[0] * pages.shape[2])
 
 
 def _columns(case: aot.Case) -> int:
-    """Of all experts' gates, each with the column of up beside it."""
+    """Returns the gate columns of all experts; each counts together with its column of up."""
     groups, d_ff, _ = case.arguments[1].shape
     return int(groups * d_ff)

@@ -1,7 +1,7 @@
 """Reads the machine code of a Hopper kernel with its control codes, and counts the cycles of the
 way round a loop.
 
-Called by `hopper.py`. Knows the text that Mosaic dumps with `MOSAIC_GPU_DUMP_SASS_CTRL=1`
+Called by `count.py`. Knows the text that Mosaic dumps with `MOSAIC_GPU_DUMP_SASS_CTRL=1`
 (`wait:read:write:yield:stall  /*address*/  instruction`), and nothing of kernels.
 
 A warp issues in order. After an instruction it stalls for the cycles that its control code says,
@@ -24,20 +24,20 @@ _WGMMA = re.compile(r"[HIQ]GMMA\.64x(\d+)x(\d+)")
 
 
 class Instruction(NamedTuple):
-    """One instruction; its index in the program is where it stands."""
+    """One instruction of a program, which other fields refer to by its index."""
 
     op: str
     waits: tuple[int, ...]
-    """Scoreboards that have to be free."""
+    """Scoreboards that have to be free before it issues."""
     read: int | None
-    """Scoreboard that is taken until the operands are read."""
+    """Scoreboard that it holds until its operands are read."""
     write: int | None
-    """Scoreboard that is taken until the result is there."""
+    """Scoreboard that it holds until its result is ready."""
     stall: int
     """Cycles until the warp issues the next one."""
     conditional: bool
     target: int | None
-    """Where it branches."""
+    """Index of the instruction that it branches to."""
     columns: int
     """N of a wgmma; else 0."""
     depth: int
@@ -45,50 +45,51 @@ class Instruction(NamedTuple):
     from_registers: bool
     """Whether the left operand of a wgmma is in registers."""
     ends_group: bool
-    """Whether it is the last one of a group of wgmmas, for which a later instruction can wait."""
+    """Whether it is the last wgmma of a group, for which a later instruction can wait."""
     left: int
-    """Of an instruction that waits for wgmmas: how many groups may go on."""
+    """If it waits for wgmmas: the number of groups that may still be running."""
 
 
 class Cost(NamedTuple):
-    """Of one turn of a loop, for one warpgroup; in cycles."""
+    """Cost of one turn of a loop for one warpgroup, in cycles."""
 
     chain: float
-    """From one turn to the next, if nothing else runs."""
+    """Cycles from one turn to the next, if nothing else runs."""
     issued: int
-    """Instructions: a scheduler issues one a cycle, of all its warps."""
+    """Number of instructions; a scheduler issues one a cycle for all of its warps."""
     tensor: float
-    """Of the tensor cores."""
+    """Cycles of the tensor cores."""
     flops: int
-    """Of its wgmmas."""
+    """Floating-point operations of the wgmmas."""
     columns: int
-    """The largest N of them."""
+    """Largest N of the wgmmas."""
     pipes: Mapping[str, float]
-    """Of the units of a scheduler, by name."""
+    """Cycles that each unit of a scheduler is busy, by the unit's name."""
 
 
 class Latencies(NamedTuple):
-    """Cycles, as `assumptions.py` has them."""
+    """Latencies in cycles; `assumptions.py` has the values."""
 
     wgmma_columns: float
     """Cycles of a wgmma for each of its columns."""
     wgmma_left: float
-    """Cycles in which a left operand leaves shared memory, if it is there."""
+    """Cycles to read the left operand, if it lies in shared memory."""
     wgmma_right: float
-    """And of the right one, for each column."""
+    """Cycles to read the right operand, for each of its columns."""
     result: Mapping[str, float]
-    """Until a result is there, by the beginning of the instruction's name; the longest counts."""
+    """Cycles until a result is ready, by the beginning of an instruction's name; the longest
+    counts."""
     operands: float
-    """Until operands are read."""
+    """Cycles until operands are read."""
     pipes: Mapping[str, tuple[str, float]]
-    """Unit, and its cycles for a warp's instruction, by the beginning of the name."""
+    """Unit, and its busy cycles for a warp's instruction, by the beginning of the name."""
 
 
 def parse(text: str) -> list[Instruction]:
-    """The instructions of one kernel.
+    """Parses the instructions of one kernel.
 
     Raises:
-      ValueError: there is none, or a branch leads nowhere.
+      ValueError: the text has no instruction, or a branch leads nowhere.
     """
     labels: dict[str, int] = {}
     rows: list[tuple[re.Match[str], str | None]] = []
@@ -130,9 +131,10 @@ def _scoreboard(text: str) -> int | None:
 
 
 def loops(program: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """First and last instruction of every loop, the inner ones first.
+    """Returns the first and last instruction of every loop, the inner ones first.
 
-    They end with a condition; what leads back without one is a wait that was moved out of the way.
+    A loop ends with a conditional branch. An unconditional branch back belongs to a wait that the
+    compiler moved out of the way.
     """
     found = [
         (one.target, at)
@@ -144,11 +146,11 @@ def loops(program: Sequence[Instruction]) -> list[tuple[int, int]]:
 
 
 def way(program: Sequence[Instruction], first: int, last: int, over: Collection[int]) -> list[int]:
-    """The cheapest way once round a loop, from `first` to `last`, over those of `over` that it can
-    pass, one after the other.
+    """Returns the cheapest path once round a loop, from `first` to `last`, through those
+    instructions of `over` that it can reach, in their order.
 
     Raises:
-      ValueError: there is no way.
+      ValueError: no path leads from `first` to `last`.
     """
     found = [first]
     for stop in [*sorted(set(over) - {first, last}), last]:
@@ -160,7 +162,8 @@ def way(program: Sequence[Instruction], first: int, last: int, over: Collection[
 
 
 def _shortest(program: Sequence[Instruction], start: int, stop: int, last: int) -> list[int] | None:
-    """The way of fewest stalls, without its start; none leads on from `last`."""
+    """Returns the path with the fewest stalls, without its start; None if `stop` is out of reach.
+    Paths do not continue past `last`."""
     came: dict[int, int] = {}
     ready = [(0, start, start)]
     while ready:
@@ -190,7 +193,7 @@ def _shortest(program: Sequence[Instruction], start: int, stop: int, last: int) 
 
 
 def cost(program: Sequence[Instruction], found: Sequence[int], cycles: Latencies) -> Cost:
-    """Of a way that is taken again and again."""
+    """Returns the cost of a turn of a loop that always takes this path."""
     turns = [_clock(program, [*found] * count, cycles) for count in (2, 3)]
     pipes: dict[str, float] = {}
     tensor, flops = 0.0, 0
@@ -204,7 +207,7 @@ def cost(program: Sequence[Instruction], found: Sequence[int], cycles: Latencies
 
 
 def _clock(program: Sequence[Instruction], found: Sequence[int], cycles: Latencies) -> float:
-    """When the last instruction of a way has been issued."""
+    """Returns the cycle in which the last instruction of a path has been issued."""
     now = tensor = 0.0
     free: dict[int, float] = {}
     units: dict[str, float] = {}
@@ -234,7 +237,7 @@ def _clock(program: Sequence[Instruction], found: Sequence[int], cycles: Latenci
 
 
 def _product(one: Instruction, cycles: Latencies) -> float:
-    """Cycles of the tensor cores."""
+    """Returns the tensor core cycles of an instruction."""
     if not one.columns:
         return 0.0
     full = one.columns * cycles.wgmma_columns
@@ -244,6 +247,6 @@ def _product(one: Instruction, cycles: Latencies) -> float:
 
 
 def _longest[Value](table: Mapping[str, Value], op: str, otherwise: Value) -> Value:
-    """The value of the longest beginning of a name that the table has."""
+    """Returns the value of the table's longest key that the name begins with."""
     names = [name for name in table if op.startswith(name)]
     return table[max(names, key=len)] if names else otherwise
