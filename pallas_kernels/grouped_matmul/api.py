@@ -10,21 +10,21 @@ Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype,
 on CPUs also floats of any dtype that lie input by input (`InputMajor`).
 FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
 scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
-int32 and are multiplied by both scales (W8A8). INT4 weights: as FP8 ones, with a scale and maybe a
-zero point for every group of d_in (W4A16).
+int32 and are multiplied by both scales (W8A8). INT4 weights: like FP8 weights, with a scale and
+optionally a zero point for every group of d_in (W4A16).
 
 `row_format="float"`: rows are not quantised for INT8 weights either (W8A16); for FP8 weights it is
 the same as None.
 
-`row_format="fp8"` or `"int8"`, as the weights, and `"int8"` for INT4 ones (W4A8): rows are
-quantised in blocks, as in DeepSeek-V3, one scale per row and `ROW_BLOCK` = 128 columns of d_in.
+`row_format="fp8"` or `"int8"`, the format of the weights (`"int8"` for INT4 weights, W4A8): rows
+are quantised in blocks, as in DeepSeek-V3: a scale for every row and `ROW_BLOCK` = 128 columns.
 Sums over 128 columns (FP32 or int32) are multiplied by both scales and accumulated in FP32.
 `grouped_swiglu` quantises the hidden rows likewise, from FP32, in the epilogue of the product that
 makes them, where a kernel's tile holds 128 columns but not the whole row. Of TPUs, only v7x
 supports it in FP8.
 
 On Hopper GPUs the kernel has no support for INT4 weights, FP32 rows, widths that are not a multiple
-of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs there, slowly, which is said or
+of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs instead, slowly, which is logged or
 refused (`pallas_kernels/coverage.py`).
 """
 
@@ -130,8 +130,8 @@ def grouped_swiglu(
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
 
     Products are accumulated in FP32; silu and its product with the up projection are FP32 and
-    rounded once, to the dtype of `rows`, before the down projection. If that one is INT8 and
-    `row_format` None, it quantises the rounded rows. The three weights may have different formats.
+    rounded once, to the dtype of `rows`, before the down projection. If down is INT8 and
+    `row_format` None, the rounded rows are quantised. The three weights may differ in format.
 
     Args:
       row_format: "fp8" or "int8", the format of all three weights (INT4 takes "int8", too): rows
@@ -141,17 +141,16 @@ def grouped_swiglu(
       source: for each row of the groups, the index into `rows` (a token of several experts is
         several rows of the groups); None: `rows` in order. A row that is picked more than once is
         quantised once. Indices follow NumPy: negative ones count from the end, others are clamped.
-      narrow: `rows` in 8 bits, one scale a row, if they came so. A kernel multiplies these values,
-        and neither `rows` nor values rounded again, by weights of the same 8 bits: on TPUs without
-        a `row_format`, INT8, and on v7x FP8; on a Hopper GPU with one. Its values may be the first
-        columns of a wider array, which such a kernel then reads as it is.
-      zero_padding: False: results past the groups' rows may be anything, and cost no memory
-        traffic.
-      average: how many rows a group has on average, where that is not all rows over all groups:
-        rows that may exist, groups that surely have none. Only sizes of tiles on Hopper GPUs
-        depend on it, and of blocks of rows on CPUs.
-      limit: largest value of silu, and of the up projection's magnitude; 0: there is none. With a
-        limit kernels make the three products one by one, and round between them.
+      narrow: `rows` in 8 bits with one scale a row, if the caller received them so. A kernel
+        multiplies these values, without rounding again, by weights of the same 8-bit format: on
+        TPUs INT8, on v7x also FP8, without a `row_format`; on a Hopper GPU with one. Its values may
+        be the first columns of a wider array, which such a kernel reads in place.
+      zero_padding: False: results past the groups' rows are undefined and cost no memory traffic.
+      average: expected rows of a group, if that is not all rows over all groups: some rows may not
+        exist, some groups surely have none. Affects only sizes: of tiles on Hopper GPUs, of blocks
+        of rows on CPUs.
+      limit: largest value of silu, and of the up projection's magnitude; 0: no limit. With a limit
+        kernels compute the three products one by one, and round between them.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -222,7 +221,8 @@ def grouped_swiglu(
 def _in_format(
     narrow: QuantArray | None, *weights: Array | QuantArray | InputMajor
 ) -> QuantArray | None:
-    """Rows in 8 bits if these are those of the weights, too; FP8 of either may be its bits."""
+    """Returns the 8-bit rows if the weights have the same format, else None. FP8 may be given as
+    bits."""
     if narrow is None:
         return None
     narrow = dataclasses.replace(narrow, values=from_bits(narrow.values))
@@ -233,7 +233,7 @@ def _in_format(
 def _run(
     op: str, compute: Callable[..., Array], group_sizes: Array | np.ndarray, *arrays: Any
 ) -> Any:
-    """`compute(*arrays, group_sizes)`; sizes in NumPy stay constants."""
+    """Calls `compute(*arrays, group_sizes)`; group sizes in NumPy stay compile-time constants."""
     if isinstance(group_sizes, np.ndarray):
         return run_op(op, lambda *arrays: compute(*arrays, group_sizes), *arrays)
     return run_op(op, compute, *arrays, group_sizes)
@@ -242,7 +242,7 @@ def _run(
 def fastest_row_format(
     rows: Float[Array, "rows d_model"], weights: tuple[Array | QuantArray | InputMajor, ...]
 ) -> RowFormat | None:
-    """The `row_format` of a SwiGLU network (gate, up, down) where None would not be the fastest.
+    """Returns the fastest `row_format` for a SwiGLU network (gate, up, down).
 
     Hopper has no product of FP8 weights and wider rows: it converts the weights to FP16, in every
     tile, and multiplies at half the rate of rows in FP8 blocks, which move half the bytes.
@@ -268,7 +268,7 @@ def _target(
     row_format: RowFormat | None,
     tiles: Fields | None,
 ) -> Target | None:
-    """The target whose kernel runs; None: plain XLA."""
+    """Returns the target whose kernel runs; None: plain XLA."""
 
     def gap(target: Target) -> str:
         if target.backend == "mosaic_tpu":  # refuses formats by itself
@@ -298,7 +298,7 @@ def _check_weights(
     rows: Array,
     expected: tuple[int, int | None, int],
 ) -> None:
-    """Check shape (None: any size) and dtype of one weight array."""
+    """Checks shape (None: any size) and dtype of one weight array."""
     if isinstance(weights, QuantArray):
         check_quant_array(name, weights)
     if isinstance(weights, InputMajor) and current_target().device_kind != "cpu":
@@ -314,7 +314,7 @@ def _check_weights(
 
 
 def _check_row_format(row_format: str | None, **weights: Array | QuantArray | InputMajor) -> None:
-    """Check that all of the weights can be multiplied by rows in this format."""
+    """Checks that all weights can be multiplied by rows in this format."""
     if row_format is None:
         return
     if row_format not in get_args(RowFormat):

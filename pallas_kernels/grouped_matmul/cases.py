@@ -18,14 +18,14 @@ FORMATS = {
     "fp8_block": (jnp.uint8, (128, 128)),
     "int8": (jnp.int8, (1, 0)),
 }
-"""Of weights: dtype and block; FP8 as its bits. What a generation cannot multiply (FP8 before v7x)
-is converted on the way."""
+"""Dtype and block of the weights, by name; FP8 is given as bits. A generation that cannot multiply
+a format (FP8 before v7x) converts the weights in the kernel."""
 
 NAMES = ("step3_2a2f", "deepseek_v3_ep32", "qwen3_235b_ep8")
 
 
 def cases(generation: str) -> list[Case]:
-    """The sharded layers, at the sizes of decode and of prefill."""
+    """Returns the sharded layers, at the sizes of decode and of prefill."""
     return [
         _layer(name, format, generation, tokens)
         for name in NAMES
@@ -35,7 +35,7 @@ def cases(generation: str) -> list[Case]:
 
 
 def _layer(name: str, format: str, generation: str, tokens: int) -> Case:
-    """One step; the loop is that of gate and up, its smallest product, at a decode step's size."""
+    """Returns one step of a layer. At decode size its loop is that of gate and up, per column."""
     shape = SHAPES[name]
     up = _weight((shape.groups, shape.d_ff, shape.d_model), format)
     down = _weight((shape.groups, shape.d_model, shape.d_ff), format)

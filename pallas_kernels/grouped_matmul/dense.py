@@ -44,12 +44,12 @@ from pallas_kernels.target import EVERY_KERNEL, current_target
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 TILE = 64, 128
-"""Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may have them."""
+"""Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may choose them."""
 MOST_TILES = 124
-"""Of its first step: what a Hopper GPU's multiprocessors take at once, beside those left to
-collectives. By machine code Step-3's
-shared expert takes 29 µs for 128 rows (its weights 26), in 80 tiles, and half of its width 31 for
-256 rows (14), as many; in two turns, or in 40 tiles of twice the rows, some 50."""
+"""Most tiles of the first step of `swiglu_steps_of_fp8`: the multiprocessors of a Hopper GPU that
+are not left to collectives. By machine code, Step-3's shared expert takes 29 µs for 128 rows in 80
+tiles (reading its weights takes 26). Half of its width takes 31 µs for 256 rows, also in 80 tiles
+(weights 14); in two rounds, or in 40 tiles of twice the rows, some 50 µs."""
 
 _COST = "converts the weights, and multiplies one block of columns after the other"
 
@@ -65,7 +65,8 @@ def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
 
 
 def _on_tpu(rows: Array, weights: QuantArray) -> bool:
-    """TPUs keep matrices of other widths transposed, which a kernel would have copied first."""
+    """Whether a kernel multiplies on a TPU. TPUs store matrices whose width is no multiple of 128
+    transposed, so that a kernel would need a copy first."""
     from pallas_kernels.grouped_matmul import mosaic_tpu_plan
 
     fits = rows.dtype in (jnp.bfloat16, jnp.float32)
@@ -83,7 +84,7 @@ def _on_gpu(rows: Array, weights: QuantArray) -> bool:
 
 
 def _said(reason: str) -> str:
-    """Returns the reason why no kernel runs, and says it, if it is not empty."""
+    """Returns the reason why no kernel runs; reports it as a fallback unless it is empty."""
     if reason:
         fall_back(Fallback("dense_matmul", current_target().device_kind, reason, _COST))
     return reason
@@ -97,12 +98,12 @@ def matmul(
     x: Float[Array, "*batch tokens d_in"],
     w: Float[Array, "*batch d_out d_in"] | QuantArray | InputMajor,
 ) -> Float32[Array, "*batch tokens d_out"]:
-    """x · wᵀ in FP32, accumulated in FP32 (INT8: in int32), for the caller to round. Results of
-    kernels are rounded to x's dtype already.
+    """Returns x · wᵀ in FP32, accumulated in FP32 (INT8: in int32), for the caller to round.
+    Results of kernels are already rounded to x's dtype.
 
     Formats of w:
       a float array of x's dtype; FP32 inputs have FP32 products on every platform.
-      floats that lie input by input: of any dtype; products and sums are FP32.
+      floats that lie input by input (`InputMajor`), of any dtype; products and sums are FP32.
       FP8 (`quantize_weight`'s "fp8", "fp8_block", or any block): x is not quantised; its products
         with the e4m3 values are summed over each block's columns, scaled, and accumulated.
       INT8: every token of x is quantised to INT8 over this device's d_in; products are summed in
@@ -132,14 +133,14 @@ def dense_matmul(
     weights: Float[Array, "*batch d_out d_in"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float32[Array, "*batch rows d_out"]:
-    """Rows times one weight, by a kernel or by XLA; the caller has checked shapes and dtypes.
-    Leading axes are batch axes, equal in both operands, and always go to XLA.
+    """Multiplies rows by one weight, by a kernel or XLA; the caller has checked shapes and dtypes.
+    Leading axes are batch axes, equal in both operands; with these XLA always multiplies.
 
     Args:
       narrow: see `grouped_swiglu`; only kernels use it.
 
     Returns:
-      FP32; of kernels, rounded to the dtype of `rows`. FP32 rows have FP32 products. On a Hopper
+      FP32; kernels round results to the dtype of `rows`. FP32 rows have FP32 products. On a Hopper
       GPU rows of 16 bits are quantised for FP8 weights.
     """
     if isinstance(weights, InputMajor):
@@ -171,14 +172,14 @@ def dense_swiglu(
     narrow: QuantArray | None = None,
     limit: float = 0.0,
 ) -> Float[Array, "rows d_out"]:
-    """`(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are rounded to
-    the dtype of `rows`.
+    """Computes `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are
+    rounded to the dtype of `rows`.
 
     Args:
-      narrow: `rows` in 8 bits, one scale a row, if they came in it. For kernels see
-        `grouped_swiglu`. On a GPU XLA multiplies these values, and the sums by the scales: it reads
-        8 bits, and nobody writes 16. FP8 by FP8 it multiplies at twice the rate of 16 bits; the
-        products are the same.
+      narrow: `rows` in 8 bits with one scale a row, if the caller received them so. For kernels see
+        `grouped_swiglu`. On a GPU XLA multiplies these values, and then the sums by the scales: it
+        reads 8 bits, and 16-bit rows are never written. It multiplies FP8 by FP8 at twice the rate
+        of 16 bits; the products are the same.
       limit: see `grouped_swiglu`.
     """
     value: Any = rows, narrow
@@ -194,9 +195,9 @@ def swiglu_steps(
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
     limit: float = 0.0,
 ) -> tuple[Callable[[Any], Any], ...]:
-    """`dense_swiglu` of rows like these in parts, for who does something else beside each: the
-    first takes (rows, narrow), the others what the one before gave, a tree of arrays, and the last
-    gives the result. A kernel makes all of it at once."""
+    """Returns `dense_swiglu` of rows like these as steps, for a caller that does something else
+    beside each step. The first step takes (rows, narrow), each other one the previous result, a
+    tree of arrays; the last returns the output. A kernel computes everything in one step."""
     weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights) and not limit:
         stacks = gate, up, down = tuple(map(_stack, weights))
@@ -230,17 +231,17 @@ def swiglu_steps_of_fp8(
     up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
 ) -> tuple[Callable[[QuantArray], Any], Callable[[Any], Array]] | None:
-    """`swiglu_steps` in two launches of the kernel, as of a single group's experts: both products
-    multiply FP8 by FP8, and between them are hidden rows in FP8 blocks.
+    """Returns `swiglu_steps` as two launches of the kernel, for one network with FP8 weights. Both
+    products multiply FP8 by FP8; hidden rows between them are in FP8 blocks.
 
     Args:
-      rows: of the shape and dtype of the results.
-      narrow: like what the first step takes: `rows` as they came, one scale a row, maybe the first
-        columns of a wider array.
+      rows: an array of the shape and dtype of the results.
+      narrow: an argument of the first step: `rows` as received, with one scale a row; its values
+        may be the first columns of a wider array.
 
     Returns:
-      None: rows or weights are not in FP8, there is no such kernel for them, or they make more
-        than `MOST_TILES`.
+      None if rows or weights are not in FP8, no such kernel covers them, or they take more than
+        `MOST_TILES` tiles.
     """
     target, values = current_target(), from_bits(narrow.values)
     stacks = gate, up, down = tuple(map(_stack, (gate_weights, up_weights, down_weights)))
@@ -265,7 +266,7 @@ def _dense_product(
     weights: Float[Array, "d_out d_in"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
 ) -> Float32[Array, "rows d_out"]:
-    """`dense_matmul` of rows that may have come in 8 bits."""
+    """Returns `dense_matmul` of rows that may have been received in 8 bits."""
     if narrow is None or not _takes_narrow(rows, weights):
         return dense_matmul(rows, weights, narrow)
     if covers(rows, weights):
@@ -281,21 +282,21 @@ def _dense_product(
 
 
 def _takes_narrow(rows: Array, weights: Array | QuantArray | InputMajor) -> bool:
-    """Whether products of rows in 8 bits are those of their values in 16 (INT8 weights round
-    rows)."""
+    """Whether multiplying the 8-bit values gives the products of the 16-bit rows. INT8 weights are
+    excluded: they quantise rows themselves."""
     is_gpu, wide = current_target().backend == "mosaic_gpu", rows.dtype.itemsize == 2
     return is_gpu and wide and weights.dtype != jnp.int8
 
 
 def _multiplies_fp8(rows: Array, weights: QuantArray) -> bool:
-    """Whether a GPU multiplies these rows in FP8, each with one scale."""
+    """Whether a GPU multiplies these rows in FP8, with one scale for each."""
     fits = rows.ndim == 2 and rows.dtype.itemsize == 2 and from_bits(weights.values).dtype == FP8
     return fits and not _in_blocks(weights) and current_target().backend == "mosaic_gpu"
 
 
 def _two_rows(row: Array) -> Array:
-    """A row and one of zeros. XLA:CPU sums a single row in another order than any number of rows,
-    and what a token comes to must not depend on how many others there are."""
+    """Returns a row with a row of zeros below. XLA:CPU sums a single row in another order than
+    several rows, and a token's result must not depend on how many others are in its batch."""
     return jnp.pad(row, ((0, 0),) * (row.ndim - 2) + ((0, 1), (0, 0)))
 
 
@@ -304,5 +305,5 @@ def _one_group(rows: Array) -> np.ndarray:
 
 
 def _stack(weights: Any) -> Any:
-    """The weight as the weights of a single group."""
+    """Returns the weight as a stack of weights with a single group."""
     return jax.tree.map(lambda array: array[None], weights)

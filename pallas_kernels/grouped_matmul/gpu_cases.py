@@ -40,30 +40,31 @@ CALLS = [
     ("step3_2a2f_shared", "bf16", 2048),
     ("qwen3_235b", "fp8", 512),
 ]
-"""Expert layer, format of its weights, tokens of the step."""
+"""Expert layer, format of its weights, and tokens of the step."""
 
 
 SHARED_ROWS = (256, 384)
-"""Of a shared expert, in FP8: Step-3's at 2,048 and 3,072 tokens of 8 devices."""
+"""Rows of a shared expert in FP8: Step-3's at 2,048 and 3,072 tokens of 8 devices."""
 
 DENSE = {
     "step3 output": (7168, 16384),
     "deepseek_v3 down": (2112, 7168),
 }
-"""Projections of attention: d_out, d_in."""
+"""Projections of attention, (d_out, d_in) by name."""
 
 
 def cases() -> list[Case]:
-    """Both kernels of an expert layer, or of a shared expert: gate and up, then down; products of
-    one weight; and what is around experts."""
+    """Returns expert layers and shared experts (two kernels each: gate and up, then down), products
+    with one weight, and the kernels around experts."""
     dense = [_dense(name, "fp8_block", tokens) for name in DENSE for tokens in (128, 2048)]
     shared = [_shared("step3_half_shared", rows) for rows in SHARED_ROWS]
     return [*(_case(*call) for call in CALLS), *shared, *dense, *around()]
 
 
 def around() -> list[Case]:
-    """Step-3's choices in a decode step, sorted; their results added up, and packed in INT8; such
-    sums of other devices. Each a kernel, whose name the case's begins with."""
+    """Returns the kernels around Step-3's experts in a decode step: sorting choices, adding up
+    results and packing them in INT8, and adding up packed sums of other devices. Each case's name
+    begins with its kernel's."""
     d_model, words, tokens, top_k, groups = 7168, 7296, 2048, 3, 24
 
     def array(*shape: int, dtype: Any = jnp.int8) -> Any:
@@ -100,7 +101,7 @@ def _case(name: str, format: str, tokens: int) -> Case:
 
 
 def _shared(name: str, tokens: int) -> Case:
-    """As one group, whose rows came in FP8."""
+    """Returns a shared expert as a single group, whose rows are received in FP8."""
     shape = SHAPES[name]
     up = _weights("fp8_block_rows", 1, shape.d_ff, shape.d_model)
     down = _weights("fp8_block_rows", 1, shape.d_model, shape.d_ff)

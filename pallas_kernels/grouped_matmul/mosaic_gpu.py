@@ -2,14 +2,15 @@
 
 Called by `api.py`, which has checked the arguments. The kernel is in `mosaic_gpu_kernel.py`.
 
-What wgmma multiplies, by the format of the weights:
+Operands of wgmma, by the format of the weights (without a `row_format`):
   floats: BF16 or FP16 rows and weights, as they are.
-  INT8: rows quantised to INT8, one scale a row (`quantize_rows`), int32 sums. With the
-    `row_format` "float", values are converted to the dtype of the rows, BF16 or FP16.
-  FP8: Hopper converts e4m3 to FP16 at full rate and to BF16 not at all, so rows are FP16 as well.
-    BF16 rows are multiplied by a power of two each first, which makes all of them fit: what is
-    lost is below 2^-38 of the largest magnitude of its row.
-  With another `row_format`, both are 8 bits, and what was said of FP8 is not so.
+  INT8: rows quantised to INT8, one scale a row (`quantize_rows`), int32 sums. With the `row_format`
+    "float", values are converted to the dtype of the rows, BF16 or FP16.
+  FP8: Hopper converts e4m3 to FP16 at full rate and to BF16 not at all, so rows are FP16 too. Each
+    BF16 row is first multiplied by a power of two that makes its values fit. The loss is below
+    2^-38 of the row's largest magnitude.
+
+With the `row_format` "fp8" or "int8", rows and weights both have 8 bits, and nothing is converted.
 """
 
 import functools
@@ -51,7 +52,7 @@ OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 
 
 class RowsInBlocks(NamedTuple):
-    """Rows in 8 bits.
+    """Rows in 8 bits, with a scale for every block of columns.
 
     Attributes:
       values: [rows, d_in].
@@ -71,7 +72,7 @@ def grouped_matmul(
     narrow: QuantArray | None = None,
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """Multiplies every row by the weights of its group, where there is no `gap`."""
+    """Multiplies every row by the weights of its group, for a call in which `gap` finds nothing."""
     if rows.shape[0] == 0:
         return jnp.zeros((0, weights.shape[1]), rows.dtype)
     operand, _ = _whole_blocks(rows, row_format, narrow=narrow)
@@ -104,8 +105,8 @@ def grouped_swiglu(
     average: int | None = None,
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
-    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down;
-    for what `gap` leaves."""
+    """Runs every row through the SwiGLU network of its group: gate and up in one pass, then down.
+    For calls in which `gap` finds nothing."""
     count = (rows if source is None else source).shape[0]
     if 0 in (count, rows.shape[0]):
         return jnp.zeros((count, down_weights.shape[1]), rows.dtype)
@@ -139,11 +140,11 @@ def grouped_swiglu(
 def hidden_in_blocks(
     rows: QuantArray, gate_weights: WeightArray, up_weights: WeightArray, target: Target
 ) -> RowsInBlocks:
-    """The first of two steps of one SwiGLU network of FP8 weights: what its down projection takes,
-    in FP8 blocks.
+    """First of two steps of one SwiGLU network with FP8 weights: returns the hidden rows, the input
+    of `down_of_blocks`, in FP8 blocks.
 
     Args:
-      rows: FP8, one scale a row; as many as whole blocks have. Values may be the first columns of a
+      rows: FP8, one scale a row; a multiple of `BLOCK_ROWS`. Values may be the first columns of a
         wider array.
     """
     spread = jnp.broadcast_to(
@@ -158,7 +159,7 @@ def hidden_in_blocks(
 def down_of_blocks(
     hidden: RowsInBlocks, down_weights: WeightArray, out_dtype: DTypeLike, target: Target
 ) -> Float[Array, "rows d_out"]:
-    """The second step."""
+    """Second step after `hidden_in_blocks`: multiplies the hidden rows by the down weights."""
     return _of_one_group(hidden, (down_weights,), out_dtype, target)[0]
 
 
@@ -175,11 +176,11 @@ def _whole_blocks(
     picked: Picked | None = None,
     narrow: QuantArray | None = None,
 ) -> tuple[Array | RowsInBlocks, Picked | None]:
-    """Rows as they are multiplied, as many as whole blocks have; and which of them are still to be
-    picked.
+    """Returns rows in the format of the products, padded to whole blocks of `BLOCK_ROWS`, and the
+    picking that is still to be done (None: the rows are picked already).
 
     Args:
-      narrow: rows in the format, if they came in it; there may be more columns.
+      narrow: rows in this format, if they were received in it; maybe with more columns.
     """
     if picked is not None:
         missing = -picked.source.shape[0] % BLOCK_ROWS
@@ -213,8 +214,8 @@ def _format(weights: WeightArray) -> Any:
 
 
 def gap(row_dtype: DTypeLike, weights: Sequence[WeightArray], row_format: str | None = None) -> str:
-    """What of a product, or of a SwiGLU network (gate, up, down), the kernels do not cover; empty:
-    nothing."""
+    """Returns the property of a product, or of a SwiGLU network (gate, up, down), that the kernels
+    do not cover; empty: none."""
     if row_dtype not in (jnp.bfloat16, jnp.float16):
         return f"rows in {jnp.dtype(row_dtype)} (there are some for 16 bits)"
     if len(weights) > 1 and _format(weights[0]) != _format(weights[1]):
@@ -253,16 +254,16 @@ def _product(
     given: Fields | None = None,
     one_group: bool = False,
 ) -> tuple[Array, ...]:
-    """Run the kernel: `epilogue` of the products with all weights, which are of one format.
+    """Runs the kernel: `epilogue` of the products with all weights, which share one format.
 
     Args:
-      as_floats: floats stay floats, even for INT8 weights.
-      picked: which of the rows, which are no `RowsInBlocks` then; None: all.
-      zero_padding: rows of padding become zeros; else they are not written.
-      average, given, one_group: as of `pick_tiles`; rows that fill up a block are no group's.
+      as_floats: multiply in floats even with INT8 weights.
+      picked: which rows to take, if `rows` is no `RowsInBlocks`; None: all.
+      zero_padding: whether padding rows become zeros; otherwise they are not written.
+      average, given, one_group: see `pick_tiles`; rows that fill up a block belong to no group.
 
     Returns:
-      what `grouped_product` does.
+      the results of `grouped_product`.
     """
     all_rows = rows.values if isinstance(rows, RowsInBlocks) else rows
     count = (all_rows if picked is None else picked.source).shape[0]
@@ -290,7 +291,7 @@ def _product(
 
 
 def kind_of(weights: WeightArray, *, in_blocks: bool = False, as_floats: bool = False) -> Kind:
-    """What `tiles.py` calls the operands."""
+    """Returns the name that `tiles.py` has for the kind of operands."""
     if in_blocks:
         return "rows in blocks"
     if not isinstance(weights, QuantArray):
@@ -310,7 +311,8 @@ def _operands(
     picked: Picked | None = None,
     one_group: bool = False,
 ) -> Operands:
-    """What the kernel takes: rows and weights as wgmma multiplies them, and scales as it reads."""
+    """Returns the kernel's operands: rows and weights in the dtypes of wgmma, scales as it reads
+    them."""
     first = weights[0]
     if not isinstance(first, QuantArray):
         assert isinstance(rows, Array)
@@ -333,8 +335,8 @@ def _operands(
         row_scales = jnp.pad(row_scales, (0, 0 if whole else tiles.listed_rows))
     values = tuple(from_bits(array.values) for array in quantised)
     if is_per_channel(first):
-        # In parts, columns of a warpgroup that do not exist have others' scales; to fill up a tile
-        # takes a launch.
+        # With rows in parts, columns that do not exist may read scales of other columns: padding to
+        # a whole tile would take a launch.
         unit = OUT_MULTIPLE if tiles.in_parts else tiles.out
         scales = tuple(_channel_scales(array, unit) for array in quantised)
         return Operands(rows, values, row_scales, block_scales, channel_scales=scales)
@@ -345,7 +347,7 @@ def _operands(
 
 
 def _channel_scales(weights: QuantArray, tile_out: int) -> Float32[Array, "groups columns"]:
-    """One scale for every column of the output tiles, the unused ones of the last too."""
+    """Returns a scale for every column of the output tiles, unused columns of the last included."""
     d_out = weights.shape[1]
     scales = weights.scales[:, :, 0]
     block_out = weights.block[0] or d_out
@@ -357,7 +359,7 @@ def _channel_scales(weights: QuantArray, tile_out: int) -> Float32[Array, "group
 def _as_float16(
     rows: Float[Array, "rows d_in"],
 ) -> tuple[Float[Array, "rows d_in"], Float32[Array, " rows"]]:
-    """Rows in FP16 and powers of two that they are to be multiplied by."""
+    """Returns rows in FP16, and the power of two by which each must be multiplied afterwards."""
     wide = rows.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32)
     # The largest magnitude of a row is in [2^exponent, 2^(exponent + 1)); zeros and subnormal

@@ -1,9 +1,8 @@
-"""The Hopper kernel without a warpgroup that only loads: the first that multiplies does that, too.
+"""The Hopper kernel without a warpgroup that only loads: the first one that multiplies also loads.
 
 Called by `mosaic_gpu_kernel.py`, for both kinds of consumers. Two warpgroups have 255 registers a
-thread instead of 168, three have 168 instead of 128. Before a step the first of them starts to load
-the one for which the buffers of an earlier step are free, some steps and often a tile ahead
-(`Cursor`).
+thread instead of 168, three have 168 instead of 128. Before each step the first warpgroup starts to
+load a later step, for which buffers are free; that is some steps and often a tile ahead (`Cursor`).
 """
 
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
 )
 
 LATE = 2
-"""Steps that the other warpgroups may be behind before the one that loads waits for them."""
+"""Steps that other warpgroups may lag behind before the one that loads waits for them."""
 
 Carry = tuple[jax.Array, Cursor]
-"""The step of the ring that is multiplied next, and what is loaded next."""
+"""Step of the ring that is multiplied next, and the step that is loaded next."""
 
 ComputeTile = Callable[[Context, Epilogue, jax.Array, Carry, Tile, jax.Array], Carry]
 
@@ -35,7 +34,7 @@ ComputeTile = Callable[[Context, Epilogue, jax.Array, Carry, Tile, jax.Array], C
 def load_and_compute(
     context: Context, epilogue: Epilogue, warpgroup: jax.Array, compute_tile: ComputeTile
 ) -> None:
-    """What a warpgroup does: its part of all output tiles. All count the steps alike."""
+    """Runs one warpgroup: its part of all output tiles. All warpgroups count the steps alike."""
     stages = context.tiles.stages
     mine = warpgroup == 0
     cursor = first_step(context)
@@ -56,29 +55,29 @@ def load_and_compute(
 
 
 def refill(context: Context, warpgroup: jax.Array, step: jax.Array, cursor: Cursor) -> Cursor:
-    """Load the next step into the buffers of the one that was `LATE` steps ago."""
+    """Loads the next step into the buffers of the step `LATE` steps ago."""
     mine = warpgroup == 0
     stage = context.stage_of(step + (context.tiles.stages - LATE))
     pl.when(mine)(lambda: wait_until_free(context, stage))
     return load_next(context, cursor, stage, mine=mine)
 
 
-# Registers suffice for one set of sums beside the totals. The compiler has to be held to that.
+# Registers suffice for one set of sums beside the totals. These two hold the compiler to that.
 
 
 def now(step: jax.Array, compute: Callable[[], jax.Array], otherwise: jax.Array) -> Any:
-    """What `compute` gives, computed here.
+    """Returns `compute()`, evaluated at this point of the program.
 
-    Behind a branch of which the compiler does not know that it is always taken: else it adds the
-    last sums while the next ones are computed, and both are in registers.
+    It stands behind a branch that is always taken, which the compiler cannot know. Otherwise it
+    adds the last sums while the next ones are computed, and both occupy registers.
     """
     return jax.lax.cond(step >= 0, compute, lambda: otherwise)
 
 
 def zero() -> jax.Array:
-    """A zero that is used after sums began from zero.
+    """Returns a zero that stays in use after sums began from zero.
 
-    Without one, the last such use of the constant takes the register in which it lies since the
-    beginning of the step for the sums, and with it all of their registers.
+    Without it, the last use of the constant hands the register that has held it since the beginning
+    of the step to the sums, and with it all of their registers.
     """
     return jax.lax.optimization_barrier(jnp.float32(0))

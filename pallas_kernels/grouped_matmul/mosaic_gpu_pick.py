@@ -1,7 +1,7 @@
-"""Rows picked for the groups of a product on Hopper GPUs (Pallas, Mosaic GPU): no more than exist.
+"""Picks the rows of the groups of a product on Hopper GPUs (Pallas, Mosaic GPU).
 
-Called by `mosaic_gpu.py`. Only the device knows how many of the rows that there is room for belong
-to a group; XLA's gather copies all of them.
+Called by `mosaic_gpu.py`. Only the device knows how many of the rows in the buffer belong to a
+group. This kernel copies just these; XLA's gather would copy all.
 """
 
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from pallas_kernels.target import Target
 WARPGROUP = 128
 """Threads of a block."""
 BLOCKS = 8
-"""Of threads, a multiprocessor: each copies one row at a time, and waits for it."""
+"""Thread blocks of a multiprocessor: each copies one row at a time, and waits for it."""
 VECTORS = (16, 8, 4, 2, 1)
-"""Neighbouring values that a thread may have, to choose from: at most 16 bytes."""
+"""Choices for the neighbouring values that a thread copies, at most 16 bytes."""
 
 
 class Picked(NamedTuple):
-    """Which rows a product takes.
+    """Rows that a product takes.
 
     Attributes:
-      source: an index for every row there is room for; negative ones count from the end.
+      source: an index for every row of the result; negative ones count from the end.
       ends: where the groups' rows end; the rows after the last group do not exist.
     """
 
@@ -40,10 +40,10 @@ class Picked(NamedTuple):
 def pick_rows(
     rows: Shaped[Array, "rows columns"], picked: Picked, d: int | None = None
 ) -> Shaped[Array, "picked d"]:
-    """The rows at `picked.source`; those that do not exist may be anything.
+    """Returns the rows at `picked.source`; rows behind the last group are undefined.
 
     Args:
-      d: of their columns only so many, the first ones; None: all.
+      d: number of leading columns to copy; None: all.
     """
     (source, ends, target), d = picked, d or rows.shape[1]
     if d % WARPGROUP:
@@ -66,7 +66,7 @@ def _body(
     ends: Any,  # [groups]
     output: Any,  # [picked, d]
 ) -> None:
-    """Every so many rows, from this block's number on."""
+    """Copies every `blocks`-th row, starting at this block's number."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     d, most = output.shape[1], 16 // rows.dtype.itemsize
     sizes = (size for size in VECTORS if size <= most and d % (WARPGROUP * size) == 0)

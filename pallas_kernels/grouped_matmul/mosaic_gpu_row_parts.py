@@ -1,11 +1,12 @@
-"""The Hopper kernel with weights as wgmma's left operand and all rows of a group in one tile: some
-rows a group, in 8 bits by blocks.
+"""The Hopper kernel for medium-sized groups in 8 bits by blocks: weights are wgmma's left operand,
+and all rows of a group are in one tile.
 
-Called by `mosaic_gpu_kernel.py`. A group of some more rows than 128 would be two tiles with the
-rows on the left, and read its weights twice; with the weights there a tile may have any multiple of
-8 rows. Every sum over a block of d_in is scaled before it is added, so that a thread holds two sets
-of sums: rows of a tile are summed up in parts, one after the other, and no warpgroup only loads
-(`mosaic_gpu_ahead.py`). For quantising, too, there is room for a few rows at a time.
+Called by `mosaic_gpu_kernel.py`. With rows on the left, a group of slightly more than 128 rows
+would be two tiles and read its weights twice. With weights on the left, a tile may have any
+multiple of 8 rows. Every sum over a block of d_in is scaled before it is added, so a thread holds
+two sets of sums. Rows of a tile are therefore summed up in parts, one after the other, and no
+warpgroup only loads (`mosaic_gpu_ahead.py`). Quantising, too, has registers for a few rows at a
+time.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_walk import release, wait_until_lo
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 Sums = tuple[tuple[jax.Array, ...], ...]
-"""Of every weight and of every part of the rows: FP32 [consumer_out, store_rows]."""
+"""Sums for every weight and every part of the rows: FP32 [consumer_out, store_rows]."""
 
 
 def compute_tile(
@@ -39,7 +40,7 @@ def compute_tile(
     tile: Tile,
     out_tile: jax.Array,
 ) -> Carry:
-    """Compute and store this consumer's columns of one output tile."""
+    """Computes and stores this consumer's columns of one output tile."""
     tiles = context.tiles
     column = out_tile * tiles.out + consumer * tiles.consumer_out
     sums, carry = _sums(context, consumer, carry, tile, column)
@@ -61,7 +62,7 @@ def compute_tile(
 def _sums(
     context: Context, consumer: jax.Array, carry: Carry, tile: Tile, column: jax.Array
 ) -> tuple[Sums, Carry]:
-    """The products of one output tile but for scales of channels. Every step has fresh sums."""
+    """Returns an output tile's products before scales of channels. Every step has fresh sums."""
     tiles = context.tiles
     scratch: Any = context.scratch
     columns = pl.ds(consumer * tiles.consumer_out, tiles.consumer_out)
@@ -106,7 +107,7 @@ def _scaled(
     context: Context, products: tuple[jax.Array, ...], tile: Tile, column: jax.Array
 ) -> tuple[jax.Array, ...]:
     tiles, scales = context.tiles, context.operands.channel_scales
-    if scales:  # of columns that do not exist others', of which nothing is stored
+    if scales:  # columns that do not exist read other columns' scales, and are not stored
         column = jnp.minimum(column, scales[0].shape[1] - tiles.consumer_out)
     shape = tiles.consumer_out, tiles.store_rows
     return scaled_by_channel(context, products, tile, column, shape, axis=0)
@@ -115,7 +116,7 @@ def _scaled(
 def _store(
     context: Context, consumer: jax.Array, result: jax.Array, rows: Tile, column: jax.Array
 ) -> None:
-    """Store this consumer's columns of a part of the rows."""
+    """Stores this consumer's columns of a part of the rows."""
     output: Any = context.scratch.output
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result = result.astype(context.output.dtype)

@@ -1,11 +1,12 @@
-"""The Hopper kernel with rows as wgmma's left operand: many rows a group, in 8 bits by blocks.
+"""The Hopper kernel for large groups in 8 bits by blocks: rows are wgmma's left operand.
 
-Called by `mosaic_gpu_kernel.py`. Every sum over a block of d_in is scaled before it is added, so
-that a thread holds two sets of sums; how large a tile may be decides how fast its operands have to
-come from the L2 cache. With the rows on the left, a thread's results are of two rows: two scales,
-where with the weights there it has one for every other result. And a row of a tile lies in one
-warpgroup, which quantises it where it is. With no warpgroup that only loads (`mosaic_gpu_ahead.py`)
-the two that multiply, 64 rows each and all columns, have registers for that.
+Called by `mosaic_gpu_kernel.py`. Every sum over a block of d_in is scaled before it is added, so a
+thread holds two sets of sums, which limits the size of a tile. The smaller a tile, the faster its
+operands have to come from the L2 cache. With rows on the left, a thread's results belong to two
+rows and need two scales; with weights on the left every other result has its own. Each row of a
+tile lies in one warpgroup, which can quantise it in place. No warpgroup only loads
+(`mosaic_gpu_ahead.py`), so the two that multiply, 64 rows each and all columns, have enough
+registers.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_walk import release, wait_until_lo
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 Sums = tuple[tuple[jax.Array, ...], ...]
-"""Of every weight and of every part of its columns: FP32 [consumer_rows, PART_COLUMNS]."""
+"""Sums for every weight and every part of its columns: FP32 [consumer_rows, PART_COLUMNS]."""
 
 
 def compute_tile(
@@ -45,7 +46,7 @@ def compute_tile(
     tile: Tile,
     out_tile: jax.Array,
 ) -> Carry:
-    """Compute and store this warpgroup's rows of one output tile."""
+    """Computes and stores this warpgroup's rows of one output tile."""
     tiles = context.tiles
     first_block = warpgroup * (tiles.consumer_rows // BLOCK_ROWS)
     rows = tile.part(first_block, tiles.consumer_rows)
@@ -65,7 +66,7 @@ def compute_tile(
 def _sums(
     context: Context, warpgroup: jax.Array, carry: Carry, rows: Tile, out_tile: jax.Array
 ) -> tuple[Sums, Carry]:
-    """The products of one output tile but for scales of channels. Every step has fresh sums."""
+    """Returns an output tile's products before scales of channels. Every step has fresh sums."""
     operands, tiles = context.operands, context.tiles
     scratch: Any = context.scratch
     shape = tiles.consumer_rows, PART_COLUMNS
@@ -107,7 +108,7 @@ def _sums(
 def _store(
     context: Context, warpgroup: jax.Array, result: jax.Array, rows: Tile, column: jax.Array
 ) -> None:
-    """Store this warpgroup's rows of a part of an output tile, some columns at a time."""
+    """Stores this warpgroup's rows of a part of an output tile, some columns at a time."""
     width = context.tiles.store_columns
     output: Any = context.scratch.output
     result = result.astype(context.output.dtype)

@@ -1,7 +1,8 @@
-"""Choices sorted by group on Hopper GPUs (Pallas, Mosaic GPU): one kernel, where XLA takes six.
+"""Sorts choices by group on Hopper GPUs (Pallas, Mosaic GPU) in one kernel; XLA takes six.
 
-Called by `routed.py`. What few choices take is launches, not comparisons: a block of threads holds
-all of them in registers, and counts for some which of all come before.
+Called by `routed.py`. For few choices, launches take the time, not comparisons. Every block of
+threads holds all choices in registers, and ranks some of them: it counts the choices that come
+before.
 """
 
 import functools
@@ -21,13 +22,13 @@ from pallas_kernels.target import Target
 WARPGROUP = 128
 """Threads of a block."""
 BLOCKS = 4
-"""Of threads, a multiprocessor."""
+"""Thread blocks of a multiprocessor."""
 MOST_CHOICES = 8192
-"""That a block's registers hold, 64 a thread."""
+"""Most choices that the registers of a block hold, 64 a thread."""
 
 
 def covers(choices: int) -> bool:
-    """Whether the kernel sorts so many choices."""
+    """Whether the kernel sorts this number of choices."""
     return 0 < choices <= MOST_CHOICES
 
 
@@ -39,11 +40,11 @@ def sort(
     *,
     once: bool = False,
 ) -> tuple[Int32[Array, " choices"], Int32[Array, " choices"], Int32[Array, " groups"]]:
-    """The token of every row, the row of every choice, or -1, and the sizes of the groups.
+    """Returns the token of every row, the row of every choice (-1: none), and the groups' sizes.
 
     Args:
-      group: of every choice; `groups`: none, behind all others.
-      once: a token's choices of one group but the first are of none.
+      group: the group of every choice; `groups` for none, which sorts behind all others.
+      once: whether repeated choices of a group by one token count as none, all but the first.
     """
     count, before = group.shape[0], WARPGROUP if once else 0
     padded = jnp.pad(group, (before, -count % WARPGROUP), constant_values=groups + 1)
@@ -69,14 +70,15 @@ def _body(
     top_k: int,
     before: int,
 ) -> None:
-    """Every so many choices, and groups, from this block's number on.
+    """Ranks every `blocks`-th choice and measures every `blocks`-th group, from this block's number
+    on.
 
     Args:
-      before: what is before the first choice; 0: a token may have a group several times.
+      before: entries of `group` before the first choice, if a token counts once a group; else 0.
     """
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     count, nowhere = source.shape[0], sizes.shape[0]
-    # What is compared with its neighbours is read from where they are, which is no whole vector.
+    # To compare neighbours, choices are read at shifted places, which are not aligned to vectors.
     vectors = (1,) if before else (4, 2, 1)
     vector = next(size for size in vectors if count % (WARPGROUP * size) == 0)
     layout = plgpu.Layout.WG_STRIDED((count,), vec_size=vector)
@@ -86,7 +88,7 @@ def _body(
         return plgpu.load(group.at[pl.ds(first, count)], layout=layout, optimized=False)
 
     def first_ones(own: jax.Array, place: jax.Array, earlier: Callable[[int], jax.Array]) -> Any:
-        """`own`, and `nowhere` where one of the token's earlier choices is the same."""
+        """Returns `own`, replaced by `nowhere` where an earlier choice of the token is the same."""
         found = own
         for back in range(1, top_k if before else 1):
             again = (earlier(back) == own) & (lax.rem(place, top_k) >= back)

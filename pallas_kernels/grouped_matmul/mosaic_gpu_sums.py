@@ -1,7 +1,7 @@
 """Sums of rows, to and from packed INT8, on Hopper GPUs (Pallas, Mosaic GPU): a block a row.
 
-Called by `packed_sums.py`. A row stays in registers between the one time that its parts are read
-and the one time that it is written.
+Called by `packed_sums.py`. A row stays in registers from the one time its parts are read to the one
+time it is written.
 """
 
 import functools
@@ -20,18 +20,18 @@ from pallas_kernels.mosaic_gpu import quantise, store
 from pallas_kernels.target import Target
 
 WARPGROUP = 128
-"""Threads of a block; d is a multiple, and so many bytes are behind the values of a packed row."""
+"""Threads of a block. d is a multiple, and as many bytes follow the values of a packed row."""
 MOST_COLUMNS = 8192
-"""Of a row that the registers of a block hold."""
+"""Most columns of a row, which the registers of a block hold."""
 VECTORS = (8, 4, 2, 1)
-"""Neighbours that a thread may have, to choose from."""
+"""Choices for the neighbouring columns that a thread holds."""
 
 Addends = tuple[Array | None, Choices | None, int | None]
 """Fields of `packed_sums.Unsummed`."""
 
 
 def gap(d: int, words: int) -> str:
-    """What of a call the kernels do not cover; empty: nothing."""
+    """Returns the property of a call that the kernels do not cover; empty: none."""
     if d % WARPGROUP or d > MOST_COLUMNS or words != d + WARPGROUP:
         return f"rows of {d} (multiples of {WARPGROUP} up to {MOST_COLUMNS})"
     return ""
@@ -46,7 +46,8 @@ def pack(
     *,
     everywhere: bool = True,
 ) -> Int8[Array, "tokens words"]:
-    """Sums of shape [tokens, d], for calls in which `gap` finds none; see `Unsummed.packed`."""
+    """Packs sums of shape [tokens, d], if `gap` finds nothing in the call; see
+    `Unsummed.packed`."""
     return pack_pieces(sums, shape, words, major, target, everywhere=everywhere)[0]
 
 
@@ -60,7 +61,7 @@ def pack_pieces(
     *,
     everywhere: bool = True,
 ) -> tuple[Int8[Array, "part words"], ...]:
-    """The same in `count` equal parts of the rows."""
+    """Packs sums like `pack`, and returns them in `count` equal parts of the rows."""
     base, choices, packed = sums
     arguments: list[Array] = []
     if base is not None:
@@ -89,7 +90,7 @@ def pack_pieces(
 def add_up(
     arrived: Int8[Array, "parts rows words"], d: int, target: Target
 ) -> Float32[Array, "rows d"]:
-    """See `packed_sums.sum_packed`."""
+    """Implements `packed_sums.sum_packed`."""
     shape = arrived.shape[1], d
     found = _run("sum_packed", _add_up, shape, jnp.float32, target, arrived, _as_floats(arrived))
     return found[0]
@@ -98,14 +99,14 @@ def add_up(
 def add_up_and_pack(
     arrived: Int8[Array, "parts rows words"], d: int, target: Target, count: int = 1
 ) -> tuple[Int8[Array, "part words"], ...]:
-    """See `packed_sums.sum_and_pack`; in so many equal parts of the rows."""
+    """Implements `packed_sums.sum_and_pack`; returns `count` equal parts of the rows."""
     body = functools.partial(_add_up_and_pack, d=d)
     shape, floats = (arrived.shape[1], arrived.shape[2]), _as_floats(arrived)
     return _run("sum_and_pack", body, shape, jnp.int8, target, arrived, floats, count=count)
 
 
 def _as_floats(arrived: Array) -> Float32[Array, "all_rows numbers"]:
-    """The FP32 numbers that the bytes are, of which one of a row is its scale: the same memory."""
+    """Views packed rows as FP32 numbers, of which one in each row is its scale, without a copy."""
     parts, rows, words = arrived.shape
     return lax.bitcast_convert_type(arrived.reshape(parts * rows, words // 4, 4), jnp.float32)
 
@@ -145,9 +146,12 @@ def _pack(
     everywhere: bool,
     count: int,
 ) -> None:
-    """One row of: base [tokens, d] and rows [rows, d], index and gates [tokens * top_k], or
-    one of both; then the outputs [tokens / count, words]. There may be no gates. Behind rows that
-    are packed, [rows, words], and gates come the rows' scales."""
+    """Packs one row.
+
+    Refs, each if it exists: base [tokens, d]; rows [rows, d] or packed [rows, words], index [tokens
+    * top_k], gates [tokens * top_k], and packed rows' scales; then the outputs [tokens / count,
+    words]. At least base or rows exist.
+    """
     operands, outputs = list(refs[:-count]), refs[-count:]
     row, (outer, inner) = lax.axis_index("row"), major
     tokens = count * outputs[0].shape[0]
@@ -187,7 +191,7 @@ def _pack(
 
 
 def _in_its_part(outputs: Sequence[Any], row: jax.Array, make: Callable[[], jax.Array]) -> None:
-    """Stores what `make` gives for a row in that one of the outputs which has it."""
+    """Stores the row that `make` computes in the output that contains it."""
     if len(outputs) == 1:
         _store_packed(outputs[0], row, make())
         return
@@ -200,13 +204,14 @@ def _in_its_part(outputs: Sequence[Any], row: jax.Array, make: Callable[[], jax.
 
 
 def _add_up(arrived: Any, scales: Any, output: Any) -> None:
-    """One row of [parts, rows, words] and its scales, to [rows, d]."""
+    """Sums one row of the parts [parts, rows, words], with their scales, into [rows, d]."""
     row = lax.axis_index("row")
     store(output.at[row], _sum(arrived, scales, row, output.shape[1]))
 
 
 def _add_up_and_pack(arrived: Any, scales: Any, *outputs: Any, d: int) -> None:
-    """One row of [parts, rows, words] and its scales, to the outputs that make up [rows, words]."""
+    """Sums one row of the parts [parts, rows, words], with their scales, and packs it into the
+    outputs, which together are [rows, words]."""
     row = lax.axis_index("row")
     _in_its_part(outputs, row, lambda: _sum(arrived, scales, row, d))
 
