@@ -8,21 +8,21 @@ INSTRUCTION = re.compile(
     r"\s*(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)"
     r"\((?P<operands>.*?)\)"
 )
-"""A line of a computation."""
+"""Matches one instruction of a computation."""
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<layout>[^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**62
-"""XLA writes the largest integer where it gave up."""
+"""XLA writes the largest integer where it has no estimate."""
 
 
 def hbm_bytes(
     type_text: str, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
 ) -> int:
-    """Bytes of the arrays of a type that lie in HBM: a layout with a memory space, S(1), is on the
-    core, but for S(7), GPUs' memory that other devices write to.
+    """Returns the bytes of those arrays of a type that lie in HBM. A layout with a memory space,
+    S(1), is on the core, except S(7): GPU memory that other devices write to.
 
     Args:
-      type_text: as an instruction has it, of one array or a tuple of some.
+      type_text: type of an instruction: one array, or a tuple of arrays.
       apart: whether arrays of a shape do not count.
     """
     total = 0
@@ -36,11 +36,11 @@ def hbm_bytes(
 
 
 def parts_read(computations: str) -> dict[str, dict[int, float]]:
-    """Of fused computations, by name, what part of each parameter, by number, they read: a fusion
-    computes what its results need, and slices need no more than they keep.
+    """Returns for every fused computation, by name, the share of each parameter, by number, that it
+    reads. A fusion computes only what its results need, and a slice needs only what it keeps.
 
     Args:
-      computations: their text.
+      computations: text of the computations.
     """
     found = {}
     for text in computations.split("\n\n"):
@@ -73,8 +73,8 @@ _EACH_BY_EACH = frozenset(
 
 
 def _parts_read(text: str) -> dict[int, float]:
-    """Of one computation; what is not known to need as large a part of its operands as is needed of
-    itself needs all of them."""
+    """Returns the share of each parameter that one computation reads. Unless an operation is known
+    to be elementwise or a slice, it is assumed to read all of its operands."""
     lines = [match for line in text.splitlines() if (match := INSTRUCTION.match(line))]
     size = {match["name"]: _elements(match["type"]) for match in lines}
     needed: dict[str, float] = {}
@@ -94,7 +94,7 @@ def _parts_read(text: str) -> dict[int, float]:
 
 
 def _elements(type_text: str) -> int:
-    """Of the arrays of a type."""
+    """Returns the number of elements of the arrays of a type."""
     return sum(
         math.prod(int(size) for size in array["shape"].split(",") if size)
         for array in _ARRAY.finditer(type_text)
@@ -102,8 +102,8 @@ def _elements(type_text: str) -> int:
 
 
 def estimated_cycles(text: str) -> int:
-    """XLA's estimate for a TPU program, the sum over its instructions; loop bodies count once, and
-    what it has no estimate for not at all: kernels, gathers, scatters, sorts. No instruction has
+    """Returns XLA's estimate for a TPU program, the sum over its instructions. Loop bodies count
+    once. Kernels, gathers, scatters and sorts have no estimate and do not count. No instruction has
     less than some 2,300: for comparisons only."""
     found = map(int, _CYCLES.findall(text))
     return sum(cycles for cycles in found if cycles < _UNKNOWN)

@@ -1,17 +1,17 @@
-"""Float matrices that lie tile by tile and in a tile input by input, [tiles, d_in, width], and
+"""Float matrices stored tile by tile, and input by input within a tile, [tiles, d_in, width], and
 products with them on CPUs.
 
-XLA:CPU packs weights before it multiplies several rows by them, at every call, and multiplies a
-single row in another order. Here a loop over d_in adds an input's weights, times the rows' values,
-to the results of a tile's outputs, which stay in the L1 cache: weights are read once, and a row's
-sums have one order, whatever else is multiplied.
+XLA:CPU packs weights at every call before it multiplies several rows by them, and it sums a single
+row in another order. Here a loop over d_in adds an input's weights, times the rows' values, to the
+results of a tile's outputs, which stay in the L1 cache. Weights are read once, and a row's sums
+have one order, however many rows are multiplied.
 
-A core fetches ahead of a few lines of each place that it reads from, which is less than memory
-takes to answer. So a tile's memory is one piece, and it is read in `STREAMS` places at once.
-Milliseconds for 1, 8 and 32 rows times weights of [256, 512] in BF16 that are in no core's own
-caches, and for 32 rows times [16384, 512], by one core of an Intel Xeon with AVX-512 (medians of
-25; jax 0.12.0.1, 2026-11-23): 0.020, 0.026, 0.074 and 4.9; with all of an input's weights side by
-side, read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0.
+A core prefetches only a few lines of each place that it reads from, less than the latency of memory
+needs. So a tile's memory is one piece, read in `STREAMS` places at once. Milliseconds on one core
+of an Intel Xeon with AVX-512 for 1, 8 and 32 rows times BF16 weights of [256, 512] outside the
+core's own caches, and for 32 rows times [16384, 512]: 0.020, 0.026, 0.074 and 4.9. With all of an
+input's weights side by side, read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0
+(medians of 25; jax 0.12.0.1, 2026-11-23).
 """
 
 from dataclasses import dataclass
@@ -24,22 +24,23 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.varying import vary_like
 
 TILE = 128
-"""Most outputs whose sums are made together."""
+"""Most outputs whose sums are computed together."""
 STREAMS = 6
-"""Parts of d_in of which an input each is added at a time."""
+"""Equal parts of d_in; one input of each part is added at a time."""
 ROWS = 32
 """Rows that are multiplied together."""
 
 
 def width_of(d_out: int) -> int:
-    """Outputs of a tile of a matrix with so many: a divisor from half of `TILE` on; where there is
-    none, all of them."""
+    """Returns the tile width for a matrix with `d_out` outputs: the largest divisor of `d_out`
+    between half of `TILE` and `TILE`, or `d_out` if it has none."""
     least = min(d_out, TILE // 2)
     return next((size for size in range(TILE, least - 1, -1) if d_out % size == 0), d_out)
 
 
 def in_tiles(matrix: Array, width: int) -> Array:
-    """A matrix, or a stack of them, [*stack, d_out, d_in] as `InputMajor.values`."""
+    """Returns a matrix, or a stack of matrices, [*stack, d_out, d_in] in the layout of
+    `InputMajor.values`."""
     *stack, d_out, d_in = matrix.shape
     tiles = matrix.reshape(*stack, d_out // width, width, d_in)
     return jnp.swapaxes(tiles, -1, -2)
@@ -48,14 +49,14 @@ def in_tiles(matrix: Array, width: int) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputMajor:
-    """A matrix [d_out, d_in], or a stack of them, whose values lie tile by tile and input by input.
+    """A matrix [d_out, d_in], or a stack of matrices, stored tile by tile and input by input.
 
     A pytree of its arrays, as `QuantArray` is.
 
     Attributes:
       values: [*stack, tiles, d_in, width], floats; output o is in tile o // width.
-      entry: int32, which matrix of values [stack, tiles, d_in, width] it is; None: all that there
-        is. Nothing is cut out of the stack before it is multiplied.
+      entry: int32, index of the matrix in values [stack, tiles, d_in, width]; None: all of values.
+        The matrix is multiplied without being cut out of the stack first.
     """
 
     values: Any
@@ -63,7 +64,7 @@ class InputMajor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As if the values lay output by output: [*stack, d_out, d_in]."""
+        """Shape of the matrix or stack as if stored output by output: [*stack, d_out, d_in]."""
         *stack, tiles, d_in, width = self.values.shape
         return (*(stack if self.entry is None else ()), tiles * width, d_in)
 
@@ -79,11 +80,12 @@ class InputMajor:
 
 
 def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Array, "rows d_out"]:
-    """rows · weightsᵀ for one matrix: FP32 products; of each of `STREAMS` equal parts of d_in the
-    first inputs are added in the parts' order, then the second ones; at last what is left of d_in.
+    """Returns rows · weightsᵀ for one matrix, in FP32. d_in has `STREAMS` equal parts: the first
+    inputs of all parts are added in the parts' order, then the second inputs, and so on; the rest
+    of d_in comes last.
 
     Raises:
-      ValueError: the weights are a stack, or d_in is another one.
+      ValueError: the weights are a stack, or the two d_in differ.
     """
     if rows.ndim != 2 or weights.ndim != 2 or rows.shape[1] != weights.shape[1]:
         raise ValueError(f"rows {rows.shape} times {weights.shape}: needs one matrix of this d_in")
@@ -116,8 +118,8 @@ def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Arr
         return total
 
     def make_tile(index: Array, output: Array) -> Array:
-        # The last window and the last block end with the matrix: some sums are made twice. A tile's
-        # weights stay in the L2 cache for all blocks of rows.
+        # The last window and the last block end with the matrix: some sums are computed twice. A
+        # tile's weights stay in the L2 cache for all blocks of rows.
         tile, window = index // (windows * blocks), index // blocks % windows
         column = jnp.minimum(window * size, width - size)
         row = jnp.minimum(index % blocks * block, count - block)

@@ -9,24 +9,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.target import Target
 
 HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
-"""Multiprocessors, by the beginning of the device kind, where they are not 132."""
+"""Multiprocessors by the beginning of the device kind; other kinds have 132."""
 
 SHARED_MEMORY = 232_448
-"""Bytes of shared memory per thread block."""
+"""Bytes of shared memory of a thread block."""
 
 INTERPRETED_PROCESSORS = 2
 
 LEFT_BY_PRODUCTS = 8
-"""Multiprocessors that matrix products leave to collectives at the most. By count, gate and up of
-Step-3's three experts of 128 rows fill 120 tiles and now and then one more: on 124 multiprocessors
-they and down take 93 µs, on all 132 of them 89, and on 120, in two rounds, 120."""
+"""Most multiprocessors that matrix products leave to collectives. By count, gate and up of Step-3's
+three experts of 128 rows fill 120 tiles and now and then one more. With down they take 93 µs on 124
+multiprocessors, 89 on all 132, and 120 on 120 multiprocessors, in two rounds."""
 
 SMALLEST_SCALE = 2.0**-100
 """Smallest scale; rows that would need a smaller one become zeros with the scale 1."""
 
 
 def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """As `quantize_rows` does it: whole rows in FP32, [rows, d] or one of them, [d].
+    """Quantises rows in FP32, [rows, d], or a single row, [d], as `quantize_rows` does.
 
     Returns:
       values in `dtype`, FP8 or INT8, and scales, one a row.
@@ -36,13 +36,14 @@ def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def scales_of(magnitudes: jax.Array, dtype: Any) -> jax.Array:
-    """The scales of rows with these largest magnitudes in `dtype`, FP8 or INT8."""
+    """Returns the scales of rows with these largest magnitudes, for values in `dtype` (FP8,
+    INT8)."""
     scales = magnitudes * (1.0 / _largest(dtype))
     return jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
 
 
 def narrowed(rows: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    """Rows, or parts of them, over their scales, in `dtype`."""
+    """Divides rows, or parts of rows, by their scales, and rounds them to `dtype`."""
     largest, inverse = _largest(dtype), 1.0 / scales
     scaled = rows * jax.lax.broadcast_in_dim(inverse, rows.shape, tuple(range(inverse.ndim)))
     scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
@@ -54,7 +55,7 @@ def _largest(dtype: Any) -> float:
 
 
 def store(target: Any, value: Any) -> None:
-    """Write to a ref, in shared or global memory, whatever the layout of the value.
+    """Writes a value of any layout to a ref in shared or global memory.
 
     JAX requires an explicit opt-in where the layout prevents the fastest store.
     """
@@ -65,14 +66,14 @@ def store(target: Any, value: Any) -> None:
 
 
 def processors(target: Target) -> int:
-    """Returns the multiprocessors of the device that matrix products take."""
+    """Returns the number of multiprocessors of the device that matrix products use."""
     if target.interpret:
         return INTERPRETED_PROCESSORS
     return multiprocessors_of(target.device_kind) - min(target.left, LEFT_BY_PRODUCTS)
 
 
 def multiprocessors_of(device_kind: str) -> int:
-    """Returns all multiprocessors of a Hopper GPU."""
+    """Returns the number of multiprocessors of a Hopper GPU."""
     names = HOPPER_PROCESSORS.items()
     # A space, so that names that end can be told from longer ones.
     return next((count for name, count in names if f"{device_kind} ".startswith(name)), 132)

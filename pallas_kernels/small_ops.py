@@ -2,13 +2,13 @@
 with the least possible.
 
 `python -m pallas_kernels.small_ops [--generation v6e]` compiles, without a TPU, the ops between
-attention and experts at Step-3's and DeepSeek-V3's sizes, and reads from the program the bytes that
-its instructions read from and write to HBM; traffic within VMEM is nearly free. An op near the
-minimum needs no kernel, unless it runs row by row, as scatters do, which bytes do not show.
-`--generation h200` does the same for a GPU (it needs JAX's CUDA wheels); there the number of
-instructions counts, each of which launches a kernel.
+attention and experts at Step-3's and DeepSeek-V3's sizes. It reads from the program the bytes that
+instructions move from and to HBM; traffic within VMEM is nearly free. An op near the minimum needs
+no kernel, unless it runs row by row, as scatters do, which bytes do not show. `--generation h200`
+does the same for a GPU (it needs JAX's CUDA wheels). There the number of instructions counts, each
+of which launches a kernel.
 
-The ops between attention and the wire are compiled twice, as XLA fuses them and with
+The ops between attention and the wire are compiled twice: as XLA fuses them, and with
 `rms_norm_quantize`, which on TPUs is the same.
 """
 
@@ -50,20 +50,21 @@ class SmallOp(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Of a compiled program."""
+    """Instructions and bytes of a compiled program, or of a part."""
 
     instructions: int
-    """That compute or copy something."""
+    """Number of instructions that compute or copy something."""
     bytes: int
-    """From HBM and to it."""
+    """Bytes read from HBM and written to it."""
     exchanged: int = 0
-    """Of them those of collectives, which move while the links do."""
+    """Bytes that collectives move, at the pace of the links; included in `bytes`."""
     absent: int = 0
-    """Of the others those of rows there is room for, and which are not there: see `traffic`."""
+    """Bytes of rows that have room in a buffer but do not exist, in kernels: see `traffic`.
+    Included in `bytes`, not in `exchanged`."""
 
 
 def norm_and_quantize(x: Array, weight: Array) -> Any:
-    """RMSNorm, and its rows in INT8 with their scales."""
+    """Norms rows by RMSNorm, and quantises them to INT8 with scales."""
     return quantize_rows(rms_norm(x, weight, EPSILON), "int8")
 
 
@@ -76,10 +77,10 @@ def attention_to_wire(
     format: Format,
     norm_and_quantize: Callable[..., Any],
 ) -> Any:
-    """The end of a layer's attention: residual, norm, router, and a message in bytes.
+    """Computes the end of a layer's attention: residual, norm, router, and a message in bytes.
 
     Args:
-      norm_and_quantize: the op, which may have a kernel for it, or its reference.
+      norm_and_quantize: the op, which may have a kernel, or its reference.
     """
     x = x + mixed
     normed, values, scales = norm_and_quantize(x, weight, EPSILON, format)
@@ -92,7 +93,7 @@ def attention_to_wire(
 
 
 def route(x: Array, weight: Array, bias: Array) -> Any:
-    """DeepSeek-V3's choice: the best experts of the best groups, by scores with a bias."""
+    """Routes like DeepSeek-V3: the best experts of the best groups, by scores with a bias."""
     scores = jax.nn.sigmoid(jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32))
     grouped = (scores + bias).reshape(x.shape[0], GROUPS, -1)
     best_two, _ = jax.lax.top_k(grouped, 2)
@@ -105,20 +106,21 @@ def route(x: Array, weight: Array, bias: Array) -> Any:
 
 
 def route_step3(x: Array, weight: Array) -> Any:
-    """Step-3's: the best experts of all."""
+    """Routes like Step-3: the best of all experts."""
     scores = jax.nn.sigmoid(jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32))
     gates, experts = jax.lax.top_k(scores, STEP3_TOP_K)
     return experts, gates / jnp.sum(gates, axis=-1, keepdims=True)
 
 
 def permute(x: Array, experts: Array) -> Any:
-    """Rows sorted by expert, with their order."""
+    """Returns rows sorted by expert, and their order."""
     order = sort_choices(experts, EXPERTS)
     return x[order.source], order
 
 
 def small_ops(format: Format = "int8") -> list[SmallOp]:
-    """Of one decode step of `TOKENS` tokens, whose messages have rows in this format."""
+    """Returns the small ops of a decode step of `TOKENS` tokens, with message rows in this
+    format."""
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -174,30 +176,30 @@ _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "r
 
 
 class Instruction(NamedTuple):
-    """Of the entry computation of a compiled program, in the order of its schedule."""
+    """Instruction of the entry computation of a compiled program."""
 
     name: str
     op: str
     operands: list[str]
-    """Their names."""
+    """Names of the operands."""
     line: str
     moved: Traffic
-    """Of this one: nothing, where it ends what another one started."""
+    """Traffic of this instruction alone; zero if it only ends what another one started."""
 
 
 def instructions(
     program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
 ) -> Iterator[Instruction]:
-    """Those that compute, copy, start or end something.
+    """Yields the instructions that compute, copy, start or end something, in the schedule's order.
 
-    Arrays whose layout names a memory space, S(1), lie on the core. What is started counts where it
-    is started. An array that an instruction takes twice, also as other bits, is read once, and of
-    what a fusion cuts slices out of only these (`hlo.parts_read`). What only reserves memory is no
-    instruction.
+    Arrays whose layout names a memory space, S(1), lie on the core. Asynchronous work counts at its
+    start. An array that an instruction takes twice, also as other bits, is read once. If a fusion
+    cuts slices out of an operand, only the slices count (`hlo.parts_read`). Instructions that only
+    reserve memory are left out.
 
     Args:
-      program: its text.
-      in_place, there: as of `traffic`.
+      program: text of the program.
+      in_place, there: see `traffic`.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
@@ -253,24 +255,25 @@ def instructions(
 def traffic(
     program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
 ) -> Traffic:
-    """What the entry computation of a compiled program (its text) moves; see `instructions`.
+    """Returns the traffic of a compiled program's entry computation; see `instructions`.
 
     Args:
+      program: text of the program.
       in_place: lengths of the first axis of arrays that are left out, since instructions touch few
         of their rows: a pool of pages, a table of embeddings.
-      there: of matrices with so many rows the part of them that is there on average: kernels touch
-        no others (XLA's fusions do).
+      there: share of rows that exist on average, by the number of rows of a matrix: kernels touch
+        no other rows (XLA's fusions do).
     """
     return sum_up(one.moved for one in instructions(program, in_place, there))
 
 
 def sum_up(parts: Iterable[Traffic]) -> Traffic:
-    """Of all of them."""
+    """Returns the sum of the parts."""
     return Traffic(*(sum(numbers) for numbers in zip(Traffic(0, 0), *parts, strict=True)))
 
 
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:
-    """Compile all of them; the process must have been prepared as `main` does it."""
+    """Compiles all small ops and yields their traffic; `main` prepares the process for that."""
     for op in small_ops("fp8" if generation in (GPU, "v7x") else "int8"):
         if generation == GPU:
             compiled = gpu_resources.compile_function(op.function, op.arguments)
@@ -281,7 +284,7 @@ def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.small_ops")
     parser.add_argument("--generation", choices=GENERATIONS, default="v6e")
     generation = parser.parse_args().generation

@@ -1,7 +1,7 @@
-"""What `jax.grad` and `jax.vmap` do with an op that has a kernel: the same on every platform.
+"""Defines `jax.grad` and `jax.vmap` of an op that has a kernel, alike on every platform.
 
-Every such op's `api.py` runs its backends here. Serving differentiates nothing, and neither the
-kernels nor the loops of the references, whose lengths only the device knows, have a reverse.
+Every such op's `api.py` runs its backends here. Serving differentiates nothing. Neither the kernels
+nor the references' loops, whose lengths only the device knows, can be differentiated in reverse.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from jax.custom_batching import sequential_vmap
 
 
 def run_op(op: str, compute: Callable[..., Any], *arrays: Any) -> Any:
-    """Calls `compute(*arrays)`, pytrees of arrays to such.
+    """Calls `compute(*arrays)`, which takes and returns pytrees of arrays.
 
-    `jax.vmap` of it calls it for one element after the other, in a loop on the device. Array
-    arguments must be in `arrays`; what `compute` holds by itself is constant.
+    `jax.vmap` of this calls `compute` for one element after the other, in a loop on the device.
+    Array arguments must be in `arrays`; arrays that `compute` holds itself are constants.
 
     Raises:
-      NotImplementedError: it is differentiated, in whatever mode.
+      NotImplementedError: the call is differentiated, in whatever mode.
     """
 
     @jax.custom_jvp

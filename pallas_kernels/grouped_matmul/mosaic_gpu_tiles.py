@@ -1,4 +1,4 @@
-"""Which tiles a call of the Hopper kernel gets, and whether its blocks form clusters.
+"""Picks the tiles for a call of the Hopper kernel, and whether its blocks form clusters.
 
 Called by `mosaic_gpu.py`. Everything follows from sizes that are known when a call is traced.
 """
@@ -40,15 +40,15 @@ BYTES: tuple[Kind, ...] = (
 """Kinds of operands whose rows are in 8 bits."""
 
 SPLIT: tuple[Kind, ...] = ("int8 blocks", "converted blocks", "rows in blocks")
-"""Kinds of which a long d_in may be split: their sums are added up in FP32 anyway."""
+"""Kinds of operands for which a long d_in may be split: their sums are added up in FP32 anyway."""
 
-PRODUCTS = 32  # of a row and a column in a cycle, of 128 values of 8 bits each
-SCALED = 50  # of these, by a warpgroup that has nothing else to do
+PRODUCTS = 32  # products of a row and a column (128 values of 8 bits each) in a cycle
+SCALED = 50  # such products scaled in a cycle, by a warpgroup that has nothing else to do
 L2_BYTES = 27  # a cycle, for every multiprocessor, by `pallas_kernels/estimate/assumptions.py`
 MEMORY_BYTES = 18.6  # likewise
-FEW_COLUMNS = 33  # of tiles, a quarter of an H200's multiprocessors
-MOST_SPLITS = 4  # all of which are written, and read again
-LEAST_STEPS = 16  # worth it
+FEW_COLUMNS = 33  # columns of tiles: a quarter of an H200's multiprocessors
+MOST_SPLITS = 4  # each is written to memory and read again
+LEAST_STEPS = 16  # steps of d_in that make splitting worthwhile
 
 WeightArray = Array | QuantArray
 
@@ -65,18 +65,19 @@ def pick_tiles(
     average: int | None = None,
     one_group: bool = False,
 ) -> Tiles:
-    """The tiles for a call: its row tile holds a group of average size, if it may be that large.
+    """Returns the tiles for a call: a row tile holds a group of average size, if it may be that
+    large.
 
-    Two blocks form a cluster where an average group fills the largest row tile: half of such groups
-    have more rows, by chance. With fewer what takes time is weights, which come from memory, and
-    not that blocks read them again from the L2 cache; with more they would.
+    Two blocks form a cluster where an average group fills the largest row tile: by chance, half of
+    such groups have more rows. For smaller groups the time goes into weights from memory, not into
+    blocks that read them again from the L2 cache; sharing would not help.
 
-    Of rows in blocks, if they are more than a tile for few holds and at most what two blocks hold,
-    or one group, all tiles are tried that there are: see `_quickest`.
+    For rows in blocks, all tiles are tried (see `_quickest`) if an average group exceeds the
+    largest tile for few rows and fits into two blocks, and if all rows are one group.
 
     Args:
-      average: rows of a group, if not all rows over all groups.
-      one_group: there is one group, and all rows are known to be its.
+      average: expected rows of a group, if not all rows over all groups.
+      one_group: all rows are known to belong to a single group.
 
     Raises:
       ValueError: tiles that a caller gave do not fit.
@@ -112,7 +113,7 @@ def pick_tiles(
             entry = find(kind, given=given)
         _check_given(given, entry, find(kind), quantises)
         row_tile = next((size for size in entry.rows if size >= wanted), entry.rows[-1])
-        if groups == 1:  # whose rows are all there are: no larger a tile than as many of them need
+        if groups == 1:  # with all rows: the smallest tile that needs no more tiles
             count = -(-rows // row_tile)
             row_tile = next(size for size in entry.rows if -(-rows // size) == count)
         inner = inner_of(first)
@@ -123,7 +124,7 @@ def pick_tiles(
         elif entry.cluster > 1:
             of_weights = out * len(weights) * first.dtype.itemsize
             most: Shared = "rows" if row_tile * row_bytes >= of_weights else "weights"
-            fills = row_tile if groups > 1 else CLUSTER * row_tile  # one has as many as there are
+            fills = row_tile if groups > 1 else CLUSTER * row_tile  # one group: its size is known
             enough = "cluster" in given or average >= fills
             tiles = tiles._replace(shared=_shared(tiles, d_out, most) if enough else "")
     fixed, stage = shared_memory(
@@ -144,7 +145,7 @@ def pick_tiles(
 
 
 def _check_given(given: Fields, tiles: HopperTiles, default: HopperTiles, quantises: bool) -> None:
-    """Refuses tiles of a caller that are no multiples, or need more registers than there are.
+    """Refuses a caller's tiles that are no multiples, or need more registers than exist.
 
     Raises:
       ValueError: naming the field and its limits.
@@ -168,22 +169,24 @@ def _check_given(given: Fields, tiles: HopperTiles, default: HopperTiles, quanti
 
 
 def _has_whole_parts(weights: WeightArray) -> bool:
-    """Whether no part of columns that is summed up at once has scales of two blocks."""
+    """Whether each part of columns that is summed up at once lies in one block of scales."""
     assert isinstance(weights, QuantArray)
     return is_per_channel(weights) or weights.block[0] % PART_COLUMNS == 0
 
 
 def _splits(columns: int, steps: int) -> int:
-    """Parts of d_in that CTAs add up by themselves: more, where columns of tiles are too few for
-    the multiprocessors. Rows do not count, so that a row has the same sums among any number."""
+    """Returns the parts of d_in that CTAs add up separately: more than one if columns of tiles are
+    too few for the multiprocessors. Rows do not count, so that a row has the same sums among any
+    number of rows."""
     few = steps >= LEAST_STEPS and columns <= FEW_COLUMNS
     return next(part for part in (MOST_SPLITS, 2, 1) if part == 1 or (few and steps % part == 0))
 
 
 def _shared(tiles: Tiles, d_out: int, most: Shared) -> Shared:
-    """What the blocks of a cluster load together: that of which a tile has `most` bytes.
+    """Returns which operand the blocks of a cluster load together: `most`, the one with most bytes.
 
-    But the last columns would be nobody's if one of two blocks that share rows had none.
+    With an odd number of column tiles they share weights: if they shared rows, one of the last two
+    blocks would have no columns.
     """
     return "weights" if -(-d_out // tiles.out) % CLUSTER else most
 
@@ -196,8 +199,8 @@ def _forms(
     *,
     one_group: bool,
 ) -> Iterator[Tiles]:
-    """All tiles of rows in blocks, those for few if there is one group; alone, and in clusters of
-    all kinds."""
+    """Yields all tiles for rows in blocks, without clusters and with every kind of cluster; tiles
+    for few rows only if all rows are one group."""
     d_out = weights[0].shape[1]
     kinds: list[Kind] = ["some rows in blocks"]
     kinds += ["many rows in blocks"] if _has_whole_parts(weights[0]) else []
@@ -212,7 +215,7 @@ def _forms(
         )
         clusters: list[Shared] = ["rows"] if -(-d_out // out) % CLUSTER == 0 else []
         for rows in entry.rows:
-            # Of integers wgmma multiplies no odd multiples of 8 rows from 40 on.
+            # From 40 rows on, wgmma multiplies integers only by multiples of 16 rows.
             if of_kind.in_parts and weights[0].dtype == jnp.int8 and rows // ROW_PARTS % 16:
                 continue
             # The second block begins at most a tile after the last row.
@@ -230,18 +233,18 @@ def _quickest(
     groups: int,
     processors: int,
 ) -> Tiles:
-    """Of these tiles those that take the fewest cycles, by what `pallas_kernels/estimate` counts of
-    machine code: turns of the busiest multiprocessor, what all read from the L2 cache, or from
+    """Returns the tiles that take the fewest cycles, by what `pallas_kernels/estimate` counts in
+    machine code: turns of the busiest multiprocessor, reads from the L2 cache, or reads from
     memory.
 
     128 rows of each of Step-3's whole experts take 80 µs in tiles of 160, which read weights once,
-    and 118 in pairs of 128 that share them; 192 rows took 158 in tiles of 128 alone, 118 in such
-    pairs, and take 110, down in pairs of 112.
+    and 118 in pairs of 128 that share them. 192 rows took 158 in single tiles of 128 and 118 in
+    such pairs; they take 110 with pairs of 112 for down.
 
     Args:
-      rows: that most groups have no more of: where tokens choose by chance, two standard deviations
-        more than the average.
-      groups: that have rows.
+      rows: rows that most groups do not exceed: where tokens choose by chance, two standard
+        deviations more than the average.
+      groups: number of groups with rows.
     """
     d_out = weights[0].shape[1]
 
@@ -270,6 +273,7 @@ def is_per_channel(weights: QuantArray) -> bool:
 
 
 def inner_of(weights: WeightArray) -> int:
-    """Values of d_in a step: 128 bytes, what a row of a swizzled operand may span, or 64."""
+    """Returns the values of d_in in a step: 128 bytes, the most that a row of a swizzled operand
+    may span, or 64."""
     is_wide = isinstance(weights, QuantArray) and weights.shape[2] % 128 == 0
     return 128 if is_wide else 64

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
-MOST_STORED_ROWS = 128  # at once: a buffer for more would cost a stage
-ROW_PARTS = 2  # that registers suffice for
-NARROWED_ROWS = 16  # quantised at once, where rows are summed up in parts: likewise
-MOST_STORED_COLUMNS = 64  # at once, where rows are first: likewise
+MOST_STORED_ROWS = 128  # stored at once: a buffer for more would cost a stage
+ROW_PARTS = 2  # parts of a tile's rows whose sums fit into registers
+NARROWED_ROWS = 16  # quantised at once if rows are summed up in parts: more would cost a stage
+MOST_STORED_COLUMNS = 64  # stored at once if rows are first: more would cost a stage
 
 PART_COLUMNS = 128
-"""Output columns of one sum, where rows are first: those of a block of the weights, or fewer."""
+"""Output columns of one sum if rows are first: one block of the weights at most."""
 
 ROWS_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (4,))),
@@ -28,16 +28,16 @@ ROWS_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-"""How a warpgroup holds 8 rows: 2 of them a warp, 4 of 64 columns a thread."""
+"""Layout of 8 rows in a warpgroup's registers: 2 rows a warp, 4 of 64 columns a thread."""
 
 SPARE_SCALES = 256
-"""At the end of a row of scales: the last tile reads as many as it has rows."""
+"""Padding at the end of a row of scales: the last tile reads as many scales as it has rows."""
 
 CLUSTER = 2
-"""Blocks of a cluster, where there are clusters."""
+"""Thread blocks of a cluster, if a kernel uses clusters."""
 
 CLUSTER_AXIS = "block"
-"""Of them."""
+"""Name of the grid axis that counts the blocks of a cluster."""
 
 Shared = Literal["", "rows", "weights"]
 
@@ -49,18 +49,18 @@ class Tiles(NamedTuple):
     """Sizes of one call of the kernel.
 
     Attributes:
-      rows: of a row tile: a multiple of 8, at most 256; with rows first, of 64 for every consumer.
-      out: output columns of a tile, of each of the weights: a multiple of 64 for every consumer;
-        with rows first, of `PART_COLUMNS`.
-      inner: values of d_in a step; a row of them has at most 128 bytes, or a multiple.
+      rows: rows of a tile: a multiple of 8, at most 256; with rows first, of 64 for every consumer.
+      out: output columns of a tile for each weight: a multiple of 64 for every consumer; with rows
+        first, of `PART_COLUMNS`.
+      inner: values of d_in a step; a row of a step has at most 128 bytes, or a multiple.
       stages: steps that fit into the ring.
       consumers: warpgroups that multiply.
       band: row tiles that are worked on together.
       rows_first: whether rows are wgmma's left operand (its M), and not the weights.
-      shared: what the two blocks of a cluster load together; empty: there are no clusters.
-      splits: parts of d_in, each of which is summed up by itself, by a CTA of its own.
+      shared: operand that the two blocks of a cluster load together; empty: no clusters.
+      splits: parts of d_in, each of which a CTA of its own sums up separately.
       in_parts: whether a consumer sums up one part of the rows after the other; then no warpgroup
-        only loads, as where rows come first.
+        only loads, as with rows first.
     """
 
     rows: int
@@ -76,42 +76,42 @@ class Tiles(NamedTuple):
 
     @property
     def loader(self) -> bool:
-        """Whether there is a warpgroup that only loads."""
+        """Whether one warpgroup only loads."""
         return not (self.rows_first or self.in_parts)
 
     @property
     def narrowed_rows(self) -> int:
-        """Rows that are quantised at once."""
+        """Rows of a tile that are quantised at once."""
         return NARROWED_ROWS if self.in_parts else self.rows
 
     @property
     def listed_rows(self) -> int:
-        """Rows of a tile of the list: of both blocks, if they share weights."""
+        """Rows of one entry of the tile list: of both blocks, if they share weights."""
         return self.rows * (CLUSTER if self.shared == "weights" else 1)
 
     @property
     def listed_out(self) -> int:
-        """Output columns of a place of the order: of both blocks, if they share rows."""
+        """Output columns of one place in the order: of both blocks, if they share rows."""
         return self.out * (CLUSTER if self.shared == "rows" else 1)
 
     @property
     def scale_rows(self) -> int:
-        """Scales of rows that are copied at once: what TMA's barriers take, 128 bytes."""
+        """Scales of rows that are copied at once, in the unit of TMA's barriers, 128 bytes."""
         return -(-self.rows // 32) * 32
 
     @property
     def consumer_out(self) -> int:
-        """Output columns of one consumer, where weights are wgmma's M."""
+        """Output columns of one consumer, if weights are wgmma's M."""
         return self.out // self.consumers
 
     @property
     def consumer_rows(self) -> int:
-        """Rows of one consumer, where they are wgmma's M."""
+        """Rows of one consumer, if rows are wgmma's M."""
         return self.rows // self.consumers
 
     @property
     def store_rows(self) -> int:
-        """Rows of a consumer that are stored at once; of a part, if there are parts."""
+        """Rows that a consumer stores at once: with `in_parts`, those of a part."""
         if self.in_parts:
             return self.rows // ROW_PARTS
         return self.consumer_rows if self.rows_first else min(self.rows, MOST_STORED_ROWS)
@@ -130,7 +130,7 @@ def quantises(out_dtype: DTypeLike) -> bool:
 def shared_memory(
     tiles: Tiles, weights: int, weight_bytes: int, row_bytes: int, *, quantises: bool, scales: bool
 ) -> tuple[int, int]:
-    """Bytes of the buffers besides the ring, and of one stage of it, with or without scales."""
+    """Returns the bytes of the buffers besides the ring, and of one stage of the ring."""
     fixed = (tiles.store_rows + BLOCK_ROWS) * tiles.consumers * tiles.store_columns * 2
     if quantises:
         fixed = tiles.narrowed_rows * (tiles.out * (1 if tiles.rows_first else 5) + 4)
@@ -174,7 +174,7 @@ jax.tree_util.register_dataclass(
 
 
 class Tile(NamedTuple):
-    """One row tile: see `TileList`; and which part of d_in of it, where there are `splits`."""
+    """One row tile of the `TileList`, and the part of d_in to sum up if the call has `splits`."""
 
     group: jax.Array
     block: jax.Array
@@ -183,7 +183,8 @@ class Tile(NamedTuple):
     split: jax.Array
 
     def part(self, first_block: int | jax.Array, rows: int) -> "Tile":
-        """Its `rows` rows from this block of `BLOCK_ROWS` rows on."""
+        """Returns the `rows` rows of this tile from its `first_block`-th block of `BLOCK_ROWS` rows
+        on."""
         first = first_block * BLOCK_ROWS
         begin, end = (jnp.clip(edge - first, 0, rows) for edge in (self.begin, self.end))
         return self._replace(block=self.block + first_block, begin=begin, end=end)
@@ -191,13 +192,13 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Narrowing:
-    """Shared memory of a CTA that quantises what it stores; nothing of it is swizzled.
+    """Shared memory of a CTA that quantises its results; not swizzled.
 
     Attributes:
       values: [tiles.rows, tiles.out], 8 bits.
       scales: FP32 [tiles.rows].
-      wide: FP32 [tiles.rows, tiles.out]; not where rows are first.
-      met: a barrier: all consumers are here; likewise.
+      wide: FP32 [tiles.rows, tiles.out]; None if rows are first.
+      met: a barrier at which all consumers meet; None if rows are first.
     """
 
     values: Ref
@@ -219,7 +220,7 @@ class Scratch:
       scales: of rows, FP32 [stages, tiles.scale_rows], if they have one for every step.
       output: [consumers, tiles.store_rows, tiles.store_columns].
       edge: [consumers, BLOCK_ROWS, tiles.store_columns], not swizzled.
-      narrowing: instead of these two, if results are quantised.
+      narrowing: replaces `output` and `edge` if results are quantised.
       converted: [consumers, tiles.consumer_out, tiles.inner]; only if interpreted.
       full: barriers [stages]: a stage is loaded.
       empty: barriers [stages]: every consumer is done with a stage, of both blocks of a cluster.
@@ -258,8 +259,8 @@ class Context:
     """The static sizes and references that every part of the kernel uses.
 
     Attributes:
-      out_tiles: columns of places in the order, each of `tiles.listed_out` output columns; all of
-        them once for every split.
+      out_tiles: columns of the order of tiles, each of `tiles.listed_out` output columns; with
+        splits, one set of columns for every split.
       inner_steps: steps of one split.
     """
 
@@ -278,19 +279,19 @@ class Context:
         return jnp.where(tile.group < self.groups, self.inner_steps, 0)
 
     def inner_of(self, tile: Tile, index: jax.Array) -> jax.Array:
-        """Which step of d_in a tile's step is."""
+        """Returns the step of d_in that a tile's `index`-th step is."""
         return tile.split * self.inner_steps + index if self.tiles.splits > 1 else index
 
     @property
     def group_tiles(self) -> jax.Array:
-        """Row tiles of all groups."""
+        """Number of row tiles of all groups."""
         return self.tile_list.ends[self.groups - 1]
 
     @property
     def all_tiles(self) -> jax.Array:
-        """Those of padding, too."""
+        """Number of row tiles, those of padding included."""
         return self.tile_list.ends[self.tile_list.ends.shape[0] - 1]
 
     def stage_of(self, step: jax.Array) -> jax.Array:
-        """The buffers of a step."""
+        """Returns the stage of the ring whose buffers a step uses."""
         return jax.lax.rem(step, self.tiles.stages)

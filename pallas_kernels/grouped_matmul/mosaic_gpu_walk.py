@@ -1,9 +1,9 @@
 """The order in which the CTAs of the Hopper kernel process tiles, and how operands are loaded.
 
-Called by both kinds of consumers. At any time the CTAs work on neighbouring tiles. The blocks of a
-cluster have one place in the order, and each its half of the tile that is there. Row tiles vary
-fastest, within a band of `tiles.band`, then output tiles, then bands, so that a band's weights and
-rows are reused from the L2 cache. Padding rows come last.
+Called by both kinds of consumers. At any time the CTAs work on neighbouring tiles. The two blocks
+of a cluster share one place in the order, and each takes half of its tile. Row tiles vary fastest,
+within a band of `tiles.band`, then output tiles, then bands, so that a band's weights and rows are
+reused from the L2 cache. Padding rows come last.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 
 def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any:
-    """Run `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA.
+    """Runs `carry = body(carry, tile, output tile)`, from `start` on, for the tiles of this CTA.
 
-    The blocks of a cluster take the same number of steps for them.
+    The blocks of a cluster take the same number of steps.
     """
     total = context.all_tiles * context.out_tiles
     processor, processors = jax.lax.axis_index("processor"), jax.lax.axis_size("processor")
@@ -34,7 +34,8 @@ def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any
 
 
 def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
-    """The tile at a place of the order, and its output tile; past the end it is the last one's."""
+    """Returns the row tile and output tile at a place of the order; past the end, the last row
+    tile."""
     band, out_tiles = context.tiles.band, context.out_tiles
     of_groups, total = context.group_tiles, context.all_tiles
     band_index = jax.lax.div(place, band * out_tiles)
@@ -59,7 +60,7 @@ def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
 
 
 def _of_block(context: Context, tile: Tile, out_tile: jax.Array) -> tuple[Tile, jax.Array]:
-    """What this block of a cluster has of a tile for both: half of the rows, or of the columns."""
+    """Returns this block's half of a cluster's tile: half of the rows, or of the columns."""
     tiles = context.tiles
     if tiles.shared == "weights":
         first_block = jax.lax.axis_index(CLUSTER_AXIS) * (tiles.rows // BLOCK_ROWS)
@@ -73,11 +74,11 @@ class Cursor(NamedTuple):
     """The step that is loaded next, ahead of the one that is multiplied.
 
     Attributes:
-      place: of its tile, in the order of all.
+      place: place of its tile in the order of all tiles.
       inner: the step within the tile.
-      group, block: of the tile.
-      out_tile: its output tile.
-      exists: whether there is such a tile.
+      group, block: group and first block of rows of the tile.
+      out_tile: the output tile.
+      exists: False past the last tile with products.
     """
 
     place: jax.Array
@@ -89,7 +90,7 @@ class Cursor(NamedTuple):
 
 
 def first_step(context: Context) -> Cursor:
-    """The first step of this CTA."""
+    """Returns the cursor at the first step of this CTA."""
     return _begin_tile(context, jax.lax.axis_index("processor"))
 
 
@@ -100,7 +101,8 @@ def _begin_tile(context: Context, place: jax.Array) -> Cursor:
 
 
 def load_next(context: Context, cursor: Cursor, stage: Any, *, mine: Any) -> Cursor:
-    """Start to load the cursor's step, if there is one and it is `mine` to load; and go on."""
+    """Starts to load the cursor's step, if it exists and is `mine` to load; returns the next
+    one."""
 
     @pl.when(mine & cursor.exists)
     def _load() -> None:
@@ -121,8 +123,8 @@ def load_step(
     index: jax.Array,
     stage: Any,
 ) -> None:
-    """Start to load the operands of one step into the buffers of a stage: of what a cluster shares
-    one half, into those of both blocks."""
+    """Starts to load the operands of one step into the buffers of a stage. Each block of a cluster
+    loads half of the shared operand, into the buffers of both blocks."""
     tiles, scratch, operands = context.tiles, context.scratch, context.operands
     full = scratch.full.at[stage]
     inner = pl.ds(index * tiles.inner, tiles.inner)
@@ -142,17 +144,17 @@ def load_step(
 
 
 def wait_until_free(context: Context, stage: Any) -> None:
-    """Until all consumers are done with the buffers of a stage, those of both blocks."""
+    """Waits until all consumers, of both blocks of a cluster, are done with a stage's buffers."""
     plgpu.barrier_wait(context.scratch.empty.at[stage])
 
 
 def wait_until_loaded(context: Context, stage: Any) -> None:
-    """Until the copies into the buffers of a stage have arrived."""
+    """Waits until the copies into the buffers of a stage have arrived."""
     plgpu.barrier_wait(context.scratch.full.at[stage])
 
 
 def release(context: Context, stage: Any) -> None:
-    """Give the buffers of a stage back to whoever loads, in both blocks."""
+    """Gives the buffers of a stage back to the warpgroups that load, in both blocks."""
     if context.scratch.scales is not None:
         plgpu.commit_smem()  # every thread has loaded its scales, and TMA may know
     plgpu.barrier_arrive(context.scratch.empty.at[stage])

@@ -1,4 +1,5 @@
-"""The Hopper kernel with weights as wgmma's left operand: what its warpgroups do, load or multiply.
+"""The Hopper kernel with weights as wgmma's left operand: code of the warpgroups that load and
+multiply.
 
 Called by `mosaic_gpu_kernel.py`. Products are transposed: [consumer_out, rows] of a tile.
 """
@@ -33,7 +34,7 @@ Products = tuple[jax.Array, ...]
 
 
 def load(context: Context) -> None:
-    """The warpgroup that loads: the operands of all steps, as buffers become free."""
+    """Runs the warpgroup that loads: the operands of all steps, as buffers become free."""
 
     def load_tile(step: jax.Array, tile: Tile, out_tile: jax.Array) -> jax.Array:
         def run(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -51,7 +52,7 @@ def load(context: Context) -> None:
 
 
 def compute(context: Context, epilogue: Epilogue, consumer: jax.Array) -> None:
-    """A warpgroup that multiplies: its part of all output tiles. Both count the steps alike."""
+    """Runs a warpgroup that multiplies: its part of all output tiles."""
     for stage in range(context.tiles.stages):
         release(context, stage)
     for_each_tile(
@@ -69,7 +70,7 @@ def _compute_tile(
     tile: Tile,
     out_tile: jax.Array,
 ) -> jax.Array:
-    """Compute and store this consumer's part of one output tile; returns the next step."""
+    """Computes and stores this consumer's part of one output tile; returns the next step."""
     tiles, scratch = context.tiles, context.scratch
     column = out_tile * tiles.out + consumer * tiles.consumer_out
     operands = context.operands
@@ -101,11 +102,11 @@ def _compute_tile(
 def _products(
     context: Context, consumer: jax.Array, step: jax.Array, tile: Tile
 ) -> tuple[Products, jax.Array]:
-    """The FP32 products of one output tile, and the next step of the ring.
+    """Returns the FP32 products of one output tile, and the next step of the ring.
 
-    Operands in SMEM leave one step's products in flight while the next ones are issued, so that a
-    stage is given back a step late. Those from registers do not: the other consumer's products
-    run while these are converted.
+    With both operands in SMEM, products of one step stay in flight while the next ones are issued,
+    so a stage is given back a step late. With weights converted in registers they do not: the other
+    consumer's products run during the conversion.
     """
     late = 0 if _converts(context) else 1
     steps = context.steps_of(tile)
@@ -133,10 +134,10 @@ def _products(
 def _products_of_blocks(
     context: Context, consumer: jax.Array, step: jax.Array, tile: Tile, column: jax.Array
 ) -> tuple[Products, jax.Array]:
-    """As `_products`, with a scale for every block of the weights or of the rows, or for both.
+    """Like `_products`, with a scale for every block of the weights, of the rows, or of both.
 
-    Every step has fresh sums. For FP8 that is not only for the scales' sake: within wgmma, sums of
-    FP8 products have fewer bits than FP32.
+    Every step has fresh sums. For FP8 this also improves precision: within wgmma, sums of FP8
+    products have fewer bits than FP32.
     """
     operands, tiles = context.operands, context.tiles
     shape = (tiles.consumer_out, tiles.rows)
@@ -183,7 +184,7 @@ def _converts(context: Context) -> bool:
 def _multiply(
     context: Context, consumer: jax.Array, sums: Ref, number: int, stage: jax.Array
 ) -> None:
-    """Start to add this consumer's part of the weights of a stage times its rows."""
+    """Starts to add this consumer's part of the weights of a stage times its rows."""
     tiles, scratch = context.tiles, context.scratch
     part = pl.ds(consumer * tiles.consumer_out, tiles.consumer_out)
     left = scratch.weights[number].at[stage, part]
@@ -199,7 +200,7 @@ def _multiply(
 
 
 def _scale(context: Context, products: Products, tile: Tile, column: jax.Array) -> Products:
-    """The products times the scales of their channels and of their rows; zeros for padding rows."""
+    """Returns the products times the scales of channels and rows; zeros for padding rows."""
     tiles, operands = context.tiles, context.operands
     shape = (tiles.consumer_out, tiles.rows)
     products = scaled_by_channel(context, products, tile, column, shape, axis=0)

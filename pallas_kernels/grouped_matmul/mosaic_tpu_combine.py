@@ -1,12 +1,12 @@
-"""Sums every token's rows on TPU (Pallas, Mosaic): each row that is there is fetched by one copy.
+"""Sums every token's rows on TPU (Pallas, Mosaic); copies only rows that exist, one copy each.
 
-Called by `routed.py`. Tokens are cut into blocks, and one block's rows are on their way while those
-of the block before are multiplied by their gates and added up, in the order of a token's choices,
-so that a sum does not depend on what else is in the batch. The sum is rounded to what is sent, and
-on v7x what a token has beside its rows, of the shared expert, is added before: XLA would write and
-read sums in FP32 for that. v5e and v6e, with twice the VMEM, have room for these there. For the
-sums of rows XLA gathers a row for each choice of each token, here or not, and adds these up
-afterwards.
+Called by `routed.py`. Tokens are cut into blocks. While rows of one block are being copied, those
+of the previous block are multiplied by their gates and added up, in the order of a token's choices,
+so a sum does not depend on the rest of the batch. The sum is rounded to the dtype that is sent. On
+v7x the token's other addend, of the shared expert, is added before that: XLA would write and read
+sums in FP32 for it. On v5e and v6e, with twice the VMEM, such sums stay in VMEM. Without this
+kernel, XLA gathers a row for each choice of each token, also for choices of other devices, and adds
+these up afterwards.
 
 Rows of BF16 lie in pairs, which are copied together: a copy moves 32-bit words.
 """
@@ -34,17 +34,17 @@ BLOCK_TOKENS = 32
 """Tokens of a block; a multiple of `TILE_TOKENS`."""
 
 TILE_TOKENS = 8
-"""Tokens that are added up at a time: the rows of a register tile; of 16 bits it has twice as
-many."""
+"""Tokens that are added up at a time: the rows of a 32-bit register tile; one of 16 bits has twice
+as many."""
 
 CHUNK_COLUMNS = 1024
-"""Columns of these."""
+"""Columns that are added up at a time."""
 
 VMEM_BYTES = 40 * 2**20
-"""Of rows on their way, in two blocks."""
+"""Most VMEM for the rows being copied, in two blocks."""
 
 SMEM_BYTES = 512 * 2**10
-"""Of the rows' places."""
+"""Most SMEM for the places of rows."""
 
 
 def covers(shape: tuple[int, ...], dtype: DTypeLike, choices: tuple[int, ...]) -> bool:
@@ -70,9 +70,10 @@ def combine(
     target: Target,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "tokens d"]:
-    """For every token, `base`, if there is one, and the sum of the rows at `place` times their
-    gates, of choices that are `here`; added up in FP32 and rounded to `dtype`. For what `covers`.
-    XLA adds the base but on v7x, and rounds as well where tokens fill no whole tiles of 16 bits."""
+    """Returns for every token the sum of `base`, if given, and of the rows at `place` times their
+    gates, for choices that are `here`. Sums are FP32, rounded to `dtype`. Only for shapes that
+    `covers` accepts. XLA adds the base except on v7x, and rounds if tokens do not fill whole 16-bit
+    tiles."""
     tokens, top_k = place.shape
     bases = () if base is None else (base,)
     narrowest = min(jnp.dtype(of).itemsize for of in (dtype, *(array.dtype for array in bases)))
@@ -123,14 +124,14 @@ def _kernel(
     blocks: int,
     per_word: int,
     places: Any,  # [tokens * top_k], the row of a choice or -1
-    counts: Any,  # [blocks], how many of a block there are
+    counts: Any,  # [blocks], rows that a block copies
     rows: Any,  # [rows, d] in HBM; interpreted, its words
     shift: Any,  # [block, top_k]
     kept: Any,  # [block, top_k]
     gates: Any,  # [block, top_k]
     *others: Any,
 ) -> None:
-    """One block of tokens, `tile` at a time."""
+    """Adds up one block of tokens, `tile` tokens at a time."""
     *bases, out, buffer, arrived = others
     # bases: none, or one [block, d]; out: [block, d]; buffer: [2, top_k, block, d], words;
     # arrived: [2] semaphores
@@ -140,7 +141,7 @@ def _kernel(
     words = rows if rows.dtype == jnp.uint32 else rows.bitcast(jnp.uint32)
 
     def fetch(to: Any, first: Any, place: Any, there: Any, number: int) -> None:
-        """Start copy `number` of those of a tile of tokens into slot `to`."""
+        """Starts copy number `number` of a tile of tokens, into slot `to`."""
         token, choice = divmod(number, top_k)
         row = places[first * top_k + number]
         copy = pltpu.make_async_copy(

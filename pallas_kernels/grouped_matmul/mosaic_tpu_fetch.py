@@ -1,11 +1,11 @@
-"""Fetches the rows of a grouped product on TPU by their index, one copy each, while the products
-before them run.
+"""Fetches the rows of a grouped product on TPU by their index, one copy each, while earlier
+products run.
 
-Called by `mosaic_tpu.py`, for gate and up. Rows lie in HBM as they came, once each, however many
-groups have them. What is fetched at a time is a visit's rows, for the visit that follows, so that
-no array of sorted rows is written and read. A copy moves 32-bit words, and so with a row of 8 bits
-the three beside it, with one of BF16 another one (`mosaic_tpu_words.py`): of the words that have
-arrived, the kernel keeps each row's own bits and puts the rows beside each other again.
+Called by `mosaic_tpu.py`, for gate and up. Each row lies in HBM once, however many groups have it.
+The kernel fetches the rows of one visit ahead, so that no array of sorted rows is written and read.
+A copy moves 32-bit words: with a row of 8 bits come the three beside it, with one of BF16 another
+one (`mosaic_tpu_words.py`). Of the words that have arrived, the kernel keeps each row's own bits
+and puts the rows beside each other again.
 """
 
 from functools import reduce
@@ -27,21 +27,21 @@ TILE_WORDS = 8
 """Words of a column that are unpacked at a time: a register's."""
 
 CHUNK_COLUMNS = 1024
-"""Columns of these."""
+"""Columns that are unpacked at a time."""
 
 UNROLLED = 4
 """Rows whose copies are started between two branches: a multiple of the rows of a word."""
 
 SMEM_BYTES = 512 * 2**10
-"""Of the rows' indices and scales."""
+"""Most SMEM for the indices and scales of rows."""
 
 MOST_TIMES = {"TPU7x": 4}
-"""How often rows may be fetched, by device kind: once for each tile of columns. Otherwise once.
+"""How often rows may be fetched, by device kind: once for each tile of columns; other kinds: once.
 
-Counted for rows of 7168 columns in 8 bits that lie in HBM, in cycles of a core a row, of HBM or
-bundles: sorting them by XLA takes 65 on v5e, 34 on v6e (from VMEM) and 78 on v7x, before the
-product begins, and 13, 8 and 4 to write them and as much each time they are read; fetching one,
-with those beside it, 52, 31 and 17 each time, beside the copies of weights.
+Counts for rows of 7168 columns in 8 bits that lie in HBM, in cycles of a core a row, of HBM or
+bundles. Sorting them by XLA takes 65 on v5e, 34 on v6e (from VMEM) and 78 on v7x, before the
+product begins, then 13, 8 and 4 to write them and as much each time they are read. Fetching a row
+with those beside it takes 52, 31 and 17 each time, besides the copies of weights.
 """
 
 
@@ -54,12 +54,12 @@ def plan(
     sizes: tuple[tuple[int, int], int, int, int, int],
     given: Fields | None = None,
 ) -> Sizes | None:
-    """Sizes for a call whose rows are fetched; None: XLA is to gather them.
+    """Returns the sizes for a call that fetches its rows; None: XLA should gather them.
 
     Args:
-      rows: how many there are to pick from.
-      otherwise: the sizes if XLA gathers them.
-      tiles, steps, sizes, given: as of `plan_call`, sizes together.
+      rows: number of rows to pick from.
+      otherwise: the sizes if XLA gathers the rows.
+      tiles, steps, sizes, given: see `plan_call`; `sizes` holds several of its arguments.
     """
     (picked, d), itemsize, d_out, *_ = sizes
     if (
@@ -81,7 +81,8 @@ def plan(
 def tables(
     source: Int32[Array, " picked"], rows: Num[Array, "rows d"], row_scales: tuple[Array, ...]
 ) -> tuple["Tables", tuple[Array, ...]]:
-    """What the kernel fetches by, and the scales of rows that it does not: those in blocks."""
+    """Returns the tables by which the kernel fetches rows, and the scales that XLA gathers instead:
+    those in blocks."""
     last = rows.shape[0] - 1
     index = jnp.clip(jnp.where(source < 0, source + rows.shape[0], source), 0, last)
     if row_scales and row_scales[0].shape[1] == 1:
@@ -90,11 +91,11 @@ def tables(
 
 
 class Tables(NamedTuple):
-    """In SMEM.
+    """Tables in SMEM by which rows are fetched.
 
     Attributes:
-      source: [picked], of each row of the groups its index.
-      scales: [rows], of rows in 8 bits that have one each; else None.
+      source: [picked], the index of each row of the groups.
+      scales: [rows], for rows in 8 bits with one scale each; else None.
     """
 
     source: Any
@@ -102,12 +103,13 @@ class Tables(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """In VMEM; two slots of what arrives.
+    """Buffers in VMEM, with two slots for arriving rows.
 
     Attributes:
-      words: [2, rows of a word, tile_rows / rows of a word, d]; row r of the tile is at
-        (r % rows of a word, r / rows of a word).
-      shift: [2, rows of a word, tile_rows / rows of a word, LANES], where in its words a row is.
+      words: [2, rows of a word, tile_rows / rows of a word, d]; row r of the tile is at (r % rows
+        of a word, r / rows of a word).
+      shift: [2, rows of a word, tile_rows / rows of a word, LANES], the bit in its words at which a
+        row begins.
       scales: [2, tile_rows, LANES].
       packed: [tile_rows, d], the rows of a visit.
       arrived: [2] semaphores.
@@ -121,7 +123,7 @@ class Buffers(NamedTuple):
 
 
 def buffers(tile_rows: int, d: int, dtype: DTypeLike) -> Buffers:
-    """The kernel's scratch."""
+    """Returns the kernel's scratch buffers."""
     per_word = 4 // jnp.dtype(dtype).itemsize
     words = (2, per_word, tile_rows // per_word)
     return Buffers(
@@ -140,7 +142,7 @@ def start_next(
     visits: Visits,
     column_tiles: int,
 ) -> None:
-    """Start the copies of the rows of the visit that follows, and at first those of this one."""
+    """Starts the copies of the next visit's rows; in the first visit, also those of its own."""
     n, v, count = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     slot, tile_rows = _slot(), to.packed.shape[0]
 
@@ -159,8 +161,8 @@ def _slot() -> Any:
 
 
 def _start(of: Tables, rows: Any, to: Buffers, slot: Any, place: Any, first: Any, end: Any) -> None:
-    """Start the copies of rows `first` to `end` of a tile whose first row is row `place` of the
-    groups."""
+    """Starts the copies of rows `first` to `end` of a tile. The tile's first row is row `place` of
+    the groups."""
     per_word = to.words.shape[1]
     words = rows if rows.dtype == jnp.uint32 else rows.bitcast(jnp.uint32)
     bits, columns = per_word.bit_length() - 1, pl.ds(0, to.words.shape[3])
@@ -194,11 +196,11 @@ def _start(of: Tables, rows: Any, to: Buffers, slot: Any, place: Any, first: Any
 
 
 def finish(of: Tables, arriving: Buffers, first: Any, end: Any) -> tuple[Any, list[Any]]:
-    """Wait for the rows `first` to `end` of this visit's tile, and unpack them.
+    """Waits for the rows `first` to `end` of this visit's tile, and unpacks them.
 
     Returns:
       refs: the rows, [tile_rows, d], and their scales, if they were fetched, [tile_rows, LANES], a
-      row's in every lane. Rows beside are anything.
+      row's scale in every lane. Rows outside the range are undefined.
     """
     slot = _slot()
     _, per_word, held, d = arriving.words.shape

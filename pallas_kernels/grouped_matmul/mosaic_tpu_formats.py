@@ -1,4 +1,4 @@
-"""What the TPU kernel makes of the formats of rows and weights.
+"""Converts formats of rows and weights to the operands of the TPU kernel.
 
 Called by `mosaic_tpu.py`. Knows nothing of tiles and visits.
 """
@@ -20,11 +20,12 @@ WeightArray = Array | QuantArray
 def factor_of(
     rows: Array, row_format: RowFormat | None, target: Target, narrow: QuantArray | None = None
 ) -> Array | QuantArray:
-    """Rows in 8 bits, with a scale for every `ROW_BLOCK` columns, if the format asks for that.
+    """Returns the rows as the kernel multiplies them: in 8 bits, with a scale for every `ROW_BLOCK`
+    columns, if `row_format` asks for that.
 
     Args:
-      narrow: the rows in the format of the weights, with a scale each; used where the device
-        multiplies that and no other format is asked for.
+      narrow: the rows in the format of the weights, with a scale each; used if the device
+        multiplies that format and `row_format` is None.
 
     Raises:
       NotImplementedError: the device does not multiply such numbers.
@@ -43,7 +44,7 @@ def factor_of(
 
 
 def of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
-    """The arrays of INT4 weights that have numbers for groups: scales, zero points."""
+    """Returns the scales and zero points of INT4 weights, which have a number for every group."""
     return [
         array
         for w in weights
@@ -54,7 +55,7 @@ def of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
 
 
 def same_format(a: WeightArray, b: WeightArray) -> bool:
-    """Whether one pass can multiply by both."""
+    """Whether one pass can multiply by both weights."""
     if isinstance(a, QuantArray) and isinstance(b, QuantArray):
         same = a.dtype == b.dtype and a.block == b.block
         return same and (a.zeros is None) == (b.zeros is None)
@@ -62,9 +63,10 @@ def same_format(a: WeightArray, b: WeightArray) -> bool:
 
 
 def format_name(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
-    """Of weights, and of rows if those are in 8 bits in blocks, as tiles know it.
+    """Returns the name by which `tiles.py` knows the format of weights, and of rows in 8-bit
+    blocks.
 
-    INT8 weights that are converted are cut as FP8 ones, and so are INT4 ones.
+    INT4 weights, and INT8 weights that are converted, are cut like FP8 ones.
     """
     converted = dtype == jnp.int4 or (dtype == jnp.int8 and row_dtype != jnp.int8)
     fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)

@@ -1,4 +1,4 @@
-"""One product of the TPU kernel, with the scales of both factors, where there are some.
+"""One product of the TPU kernel, with the scales of both factors, if they have scales.
 
 Called by `mosaic_tpu.py`. Knows refs and nothing of visits.
 """
@@ -16,11 +16,11 @@ from pallas_kernels.quantize import from_bits
 
 
 class Blocks(NamedTuple):
-    """How scales lie.
+    """Layout of the scales.
 
     Attributes:
-      by_column, block_in: of the weights' scales, as `arrange_scales` gives them.
-      product_in: how many of d_in are summed up before scales are applied.
+      by_column, block_in: layout of the weights' scales, as `arrange_scales` returns it.
+      product_in: values of d_in that are summed up before scales are applied.
     """
 
     by_column: bool
@@ -38,10 +38,10 @@ def product(
     *,
     row_scales: list[Array],
 ) -> Array:
-    """Rows [step_rows, d_in] times one piece [step_columns, d_in]: [step_rows, step_columns].
+    """Multiplies rows [step_rows, d_in] by one piece of weights [step_columns, d_in].
 
-    Rows of 8 bits may be uint8, the bits of their dtype.
-    Zero points are multiplied by the sum of a row's block, and not taken from each weight.
+    Rows of 8 bits may be uint8, the bits of their dtype. Zero points are multiplied by the sum of a
+    row's block, instead of being subtracted from each weight. Returns [step_rows, step_columns].
     """
     if scales is None:
         return _dot(rows[...], weight[...])
@@ -55,7 +55,7 @@ def product(
     units = scales.shape[0]
 
     def spread(ref: Any, number: Any) -> Array:
-        """What the columns have for a block, [1, step_columns]."""
+        """Returns the columns' scales (or zero points) of a block, [1, step_columns]."""
         place = (number, slice(None)) if blocks.by_column else (0, slice(number, number + 1))
         of_units = [
             jnp.broadcast_to(ref[unit, *place].reshape(1, -1), (1, columns // units))
@@ -64,7 +64,8 @@ def product(
         return jnp.concatenate(of_units, axis=1)
 
     def scaled(x: Array, w: Array, index: Any, number: Any) -> Array:
-        """Sums over a block: of the rows' `index`-th block, with the weights' `number`-th scale."""
+        """Returns the scaled sums over the rows' block `index`, with the weights' scale
+        `number`."""
         scale = spread(scales, number)
         for scales_of_row in row_scales:
             scale = _column(scales_of_row, index) * scale
@@ -99,8 +100,8 @@ def product(
 
 
 def _column(scales_of_row: Array, index: Any) -> Array:
-    """The scales of a block of `LANES` columns of all rows, [step_rows, 1]; there may be only one
-    for all of d_in."""
+    """Returns all rows' scales of one block of `LANES` columns, [step_rows, 1]. A row may have only
+    one scale for all of d_in."""
     last = scales_of_row.shape[1] - 1
     if not last:
         return scales_of_row
@@ -111,7 +112,7 @@ def _column(scales_of_row: Array, index: Any) -> Array:
 
 
 def _dot(rows: Array, weights: Array) -> Array:
-    """[rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
+    """Returns [rows, d_in] · [columns, d_in]ᵀ, summed in FP32, or int32 for 8-bit integers."""
     return lax.dot_general(
         rows,
         _converted(weights, rows.dtype),
@@ -122,7 +123,7 @@ def _dot(rows: Array, weights: Array) -> Array:
 
 
 def _converted(weights: Array, dtype: DTypeLike) -> Array:
-    """Weights as rows of this dtype multiply them."""
+    """Returns weights in a dtype that rows of this dtype can be multiplied with."""
     # No MXU multiplies integers by floats; FP8 by BF16 is for the compiler to convert.
     integers = weights.dtype in (jnp.int8, jnp.int4) and weights.dtype != dtype
     return weights.astype(dtype) if integers or dtype == jnp.float32 else weights

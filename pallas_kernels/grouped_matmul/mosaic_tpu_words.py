@@ -1,4 +1,4 @@
-"""Rows as 32-bit words, which is what copies on TPUs move, and waiting for copies of some of them.
+"""Rows as 32-bit words, the unit of copies on TPUs, and waiting for a number of row copies.
 
 Called by the TPU kernels that fetch rows one by one. Narrow rows lie beside each other in a word:
 pairs of BF16, fours of 8 bits; the first one has the lowest bits.
@@ -15,7 +15,8 @@ from jaxtyping import Array, Num, UInt32
 
 
 def as_words(rows: Num[Array, "rows d"]) -> UInt32[Array, "words d"]:
-    """What `bitcast` of a ref gives, for the interpreter, which has no copies of such refs."""
+    """Does for the interpreter what `bitcast` of a ref does: the interpreter cannot copy such
+    refs."""
     per_word = 4 // rows.dtype.itemsize
     if per_word == 1:
         return lax.bitcast_convert_type(rows, jnp.uint32)
@@ -28,9 +29,9 @@ def wait_for_rows(
     count: Any,
     arrived: Any,
 ) -> None:
-    """Wait for the copies of `count` rows: semaphores count bytes.
+    """Waits for the copies of `count` rows: semaphores count bytes.
 
-    Tests replace it to see that this is noticed.
+    Tests replace this function to see that a missing wait is noticed.
     """
 
     def wait_for(rows: int) -> None:

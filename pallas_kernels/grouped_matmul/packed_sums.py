@@ -1,8 +1,8 @@
-"""Sums of experts' results, packed in INT8 for other devices, and sums of what such devices sent.
+"""Packs sums of experts' results in INT8 for other devices, and adds up packed sums from devices.
 
-Called by who sends and receives them. A packed row is its values, the four bytes of its FP32 scale,
-and zeros. Hopper GPUs have kernels (`mosaic_gpu_sums.py`): a row's scale is known when its sum is,
-and XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
+Called by the code that sends and receives such sums. A packed row is its values, the four bytes of
+its FP32 scale, and zeros. Hopper GPUs have kernels (`mosaic_gpu_sums.py`), which know a row's scale
+as soon as its sum; XLA computes the sums twice, or writes them in FP32. Elsewhere XLA runs.
 """
 
 import math
@@ -23,28 +23,28 @@ _COST = "computes sums twice, or writes them in FP32"
 
 
 class Sums(Protocol):
-    """Rows that are sums, which who needs them adds up."""
+    """Rows that are sums, which the receiver adds up when it needs them."""
 
     def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
-        """The sums, added up in FP32 and rounded to `dtype`."""
+        """Returns the sums, added up in FP32 and rounded to `dtype`."""
         ...
 
     def packed(self, words: int) -> Int8[Array, "tokens words"]:
-        """The sums in INT8, so many words a row."""
+        """Returns the sums packed in INT8, `words` bytes a row."""
         ...
 
     def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
-        """The same, in so many equal parts of the rows."""
+        """Returns the packed sums in `count` equal parts of the rows."""
         ...
 
 
 class Unsummed(NamedTuple):
-    """Rows that are sums: of one array's rows, of choices, or of both."""
+    """Rows that are sums of an array's rows, of choices, or of both."""
 
     base: Float[Array, "tokens d"] | None
     choices: Choices | None = None
     d: int | None = None
-    """Values of a row, if those of the choices are packed; None: they are not."""
+    """Values of a row if the rows of the choices are packed; None: they are not."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Unsummed(NamedTuple):
         return self.choices.order.place.shape[0], self.d or self.choices.rows.shape[1]
 
     def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
-        """The sums, added up in FP32 and rounded to `dtype`."""
+        """Returns the sums, added up in FP32 and rounded to `dtype`."""
         if self.choices is None:
             assert self.base is not None
             return self.base.astype(dtype)
@@ -67,15 +67,16 @@ class Unsummed(NamedTuple):
     def packed(
         self, words: int, major: tuple[int, int] = (1, 1), *, everywhere: bool = True
     ) -> Int8[Array, "tokens words"]:
-        """The sums in INT8.
+        """Returns the sums packed in INT8.
 
         Args:
-          words: of a packed row.
-          major: (a, b): rows, which are a x b blocks, as b x a blocks.
-          everywhere: False: sums of nothing may be anything, and cost no memory traffic.
+          words: bytes of a packed row.
+          major: (a, b): the rows are a x b blocks, and are returned as b x a blocks.
+          everywhere: False: rows of tokens without any addend are undefined, and cost no memory
+            traffic.
 
         Raises:
-          ValueError: the rows are no a x b blocks.
+          ValueError: the rows cannot be divided into a x b equal blocks.
         """
         tokens, d = self.shape
         if 1 in major:  # the same order
@@ -107,20 +108,20 @@ class Unsummed(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Rows that are sums of parts, which came packed, in their order."""
+    """Rows that are sums of parts, received packed, to be added up in their order."""
 
     arrived: Int8[Array, "parts tokens words"]
     d: int
 
     def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
-        """The sums, added up in FP32 and rounded to `dtype`."""
+        """Returns the sums, added up in FP32 and rounded to `dtype`."""
         return sum_packed(self.arrived, self.d).astype(dtype)
 
     def packed(self, words: int) -> Int8[Array, "tokens words"]:
-        """The sums in INT8.
+        """Returns the sums packed in INT8.
 
         Raises:
-          ValueError: the parts have other rows.
+          ValueError: the parts have rows of other than `words` bytes.
         """
         if words != self.arrived.shape[2]:
             raise ValueError(f"rows of {words} words, and parts have {self.arrived.shape[2]}")
@@ -137,7 +138,7 @@ class Parts(NamedTuple):
 
 
 def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Array, "rows d"]:
-    """The sums of parts, which came packed, in their order."""
+    """Returns the sums of packed parts, added up in their order."""
     parts, rows, words = arrived.shape
     target = _target(d, words)
     if target is not None and rows:
@@ -149,7 +150,7 @@ def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Arra
 
 
 def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array, "rows words"]:
-    """The same, packed again."""
+    """Returns the sums of packed parts, packed again."""
     words = arrived.shape[2]
     target = _target(d, words)
     if target is not None and arrived.shape[1]:
@@ -160,15 +161,16 @@ def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array
 
 
 def unpack(packed: Int8[Array, "rows words"], d: int) -> Float32[Array, "rows d"]:
-    """Packed rows, but for the rounding."""
+    """Returns the values of packed rows; only the rounding to INT8 is lost."""
     return unpack_all([packed], d)[0]
 
 
 def unpack_all(
     packed: Sequence[Int8[Array, "rows words"]], d: int
 ) -> list[Float32[Array, "rows d"]]:
-    """The same of several arrays of as many rows. Their scales are cut out together: XLA fuses no
-    bit-cast between widths with what takes its values, so on GPUs to cut is a launch."""
+    """Unpacks several arrays with equally many rows. Their scales are cut out together: XLA fuses
+    no bit-cast between widths with the code that reads its values, so on GPUs each cut is a
+    launch."""
     stored = jnp.concatenate([rows[:, d : d + 4] for rows in packed])
     scales = jnp.split(jax.lax.bitcast_convert_type(stored, jnp.float32), len(packed))
     return [
@@ -178,7 +180,7 @@ def unpack_all(
 
 
 def _target_of_pieces(rows: int, d: int, words: int, count: int) -> Target | None:
-    """Of a kernel whose outputs are so many equal parts of the rows."""
+    """Returns the target whose kernel writes `count` equal parts of the rows; None: XLA runs."""
     return _target(d, words) if count > 1 and rows and not rows % count else None
 
 

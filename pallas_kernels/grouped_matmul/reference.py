@@ -1,10 +1,10 @@
-"""Definition of grouped products in plain `jax.numpy`; also runs where there is no kernel (CPU).
+"""Definition of grouped products in plain `jax.numpy`; runs on devices without a kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
 
-What a row comes to must not depend on what else its group has, or tokens would depend on what else
-is in a batch; and XLA:CPU sums a single row, which it multiplies straight from the weights, in
+A row's result must not depend on other rows of its group, or tokens would depend on the rest of
+their batch. But XLA:CPU sums a single row, which it multiplies straight from the weights, in
 another order than several rows, for which it packs the weights first. So on CPU a loop runs over
 the groups that have rows, and float weights are multiplied by one row after the other: the weights
 stay in the caches for the next row. This takes 0.4 (1 row a group) to 0.6 (20 rows) of the time of
@@ -36,7 +36,7 @@ from pallas_kernels.varying import vary_like
 
 BLOCK_ROWS = 8
 _BLOCKS = ((2, 1), (4, 4), (BLOCK_ROWS, 2 * BLOCK_ROWS))
-"""Rows of a block, and the average of a group's rows below which it is that."""
+"""Rows of a block, and the average rows of a group below which blocks have that size."""
 
 WeightArray = Array | QuantArray | InputMajor
 
@@ -47,7 +47,7 @@ def grouped_matmul(
     group_sizes: Int32[Array | np.ndarray, " groups"],
     row_format: str | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """Multiply every row by the weights of its group."""
+    """Multiplies every row by the weights of its group."""
 
     def product(some: Array, weights: WeightArray) -> Array:
         return _matmul(some, weights, row_format).astype(rows.dtype)
@@ -66,11 +66,11 @@ def grouped_swiglu(
     average: int | None = None,
     limit: float = 0.0,
 ) -> Float[Array, "picked d_out"]:
-    """Run every row through the SwiGLU network of its group.
+    """Runs every row through the SwiGLU network of its group.
 
     Args:
       limit: see `gated`.
-      average: rows of a group, as the caller expects; for speed alone.
+      average: expected rows of a group; affects speed alone.
     """
 
     def swiglu(some: Array, gate: WeightArray, up: WeightArray, down: WeightArray) -> Array:
@@ -84,14 +84,15 @@ def grouped_swiglu(
 
 
 def gated(gate: Array, up: Array, limit: float = 0.0) -> Array:
-    """silu(gate) · up. A limit above 0 is the largest value of silu(gate), and of up's magnitude
-    (Step-3.5)."""
+    """Returns silu(gate) · up. A limit above 0 is the largest value of silu(gate), and of up's
+    magnitude (Step-3.5)."""
     opened = jax.nn.silu(gate)
     return opened * up if not limit else jnp.minimum(opened, limit) * jnp.clip(up, -limit, limit)
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
-    """Rows times a group's weights [d_out, d_in], FP32; for INT8 every row is quantised, too."""
+    """Multiplies rows by a group's weights [d_out, d_in], in FP32; for INT8 it quantises every
+    row."""
     if isinstance(right, InputMajor):
         return input_major_product(left, right)
     if not isinstance(right, QuantArray):
@@ -111,10 +112,10 @@ def _map_rows(
     average: int | None = None,
     source: Array | None = None,
 ) -> Array:
-    """Apply `function(some rows, *weights of their group)` to all rows that belong to a group.
+    """Applies `function(some rows, *weights of their group)` to all rows that belong to a group.
 
     Args:
-      source: which of the rows they are; None: all of them, as they are.
+      source: index into `rows` for every row of the groups; None: `rows` in order.
     """
     count = rows.shape[0] if source is None else source.shape[0]
     if any(isinstance(stack, InputMajor) for stack in weights):
@@ -127,7 +128,7 @@ def _map_rows(
     if source is not None:
         rows = rows[source]
     group_sizes = jnp.asarray(sizes)
-    if count == 1:  # whose products XLA would take out of the loop, and sum otherwise
+    if count == 1:  # XLA would move a single row's products out of the loop and sum differently
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
@@ -159,14 +160,14 @@ def _map_blocks(
     halves: bool = False,
     source: Array | None = None,
 ) -> Array:
-    """Apply `function(block of rows, *weights of its group)` to all rows that belong to a group.
+    """Applies `function(block of rows, *weights of its group)` to all rows that belong to a group.
 
     Args:
-      halves: whether half a block is multiplied where a group has no more rows left.
-      source: as `_map_rows`.
+      halves: whether only half a block is multiplied if a group has no more rows left.
+      source: see `_map_rows`.
     """
     count, group_sizes = rows.shape[0] if source is None else source.shape[0], jnp.asarray(sizes)
-    weights = jax.tree.map(as_bits, weights)  # of which one group's are sliced
+    weights = jax.tree.map(as_bits, weights)  # bits are cheaper to slice
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
     blocks_of_group = -(-group_sizes // block_rows)
@@ -203,14 +204,14 @@ def _map_blocks(
 
 
 def _of_group(stack: WeightArray, group: Array) -> WeightArray:
-    if isinstance(stack, InputMajor):  # whose products find it themselves
+    if isinstance(stack, InputMajor):  # its products find the group themselves
         return InputMajor(stack.values, group)
     return jax.tree.map(lambda array: array[group], stack)
 
 
 def _block_of(count: int, average: int | None) -> int:
-    """Rows of a block where a row's sums do not depend on that: few, and few are multiplied for
-    nothing; many, and weights are seldom read again."""
+    """Returns the rows of a block for weights whose sums do not depend on it. Small blocks waste
+    fewer products on missing rows; large blocks read the weights less often."""
     if average is None:
         return BLOCK_ROWS
     block = next((size for size, most in _BLOCKS if average < most), 4 * BLOCK_ROWS)

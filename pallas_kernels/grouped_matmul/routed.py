@@ -1,10 +1,10 @@
 """The experts of one device, from tokens to tokens: permute, grouped products, unpermute.
 
-Called by the expert layer of a model. Knows groups, not ranks. Around the products XLA does the
-work with gathers: a token for each row of an expert, and a row for each choice of a token; on TPUs
-the product fetches the former (`mosaic_tpu_fetch.py`), and a kernel fetches and sums the latter
-(`mosaic_tpu_combine.py`). A scatter-add gives the same sum,
-but TPUs execute it one row at a time, and GPUs in a different order each time. For Step-3's layer
+Called by the expert layer of a model. Knows groups, not ranks. Around the products XLA gathers a
+token for each row of an expert, and a row for each choice of a token. On TPUs the product fetches
+the tokens itself (`mosaic_tpu_fetch.py`), and a kernel fetches and sums the rows
+(`mosaic_tpu_combine.py`). A scatter-add would give the same sum, but TPUs execute it one row at a
+time, and GPUs in a different order each time. For Step-3's layer
 on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900 thousand bundles; the gathers of
 tokens take 150 thousand (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
 """
@@ -34,8 +34,8 @@ class Order(NamedTuple):
 
     Attributes:
       source: the token of each row.
-      place: the row of each choice of a token; -1 of those that are none of the groups.
-      here: whether that choice is one of the groups.
+      place: the row of each choice of a token; -1 for choices of other groups.
+      here: whether the choice is one of these groups.
       sizes: number of rows of each group.
     """
 
@@ -46,11 +46,11 @@ class Order(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Results of networks, of which a token's are still to be added up: see `combine`."""
+    """Results of the networks, which are still to be added up for each token: see `combine`."""
 
     rows: Num[Array, "rows d"]
     gates: Float[Array, "tokens top_k"] | None
-    """What they are multiplied by; None: by nothing."""
+    """Factors of the rows; None: all are 1."""
     order: Order
 
 
@@ -60,7 +60,7 @@ def sort_choices(
     """Sorts choices by group; a choice outside 0..groups-1 belongs to no group.
 
     Args:
-      once: nor does one of a group that an earlier choice of its token is of.
+      once: whether a repeated choice of a group by one token belongs to no group either.
     """
     top_k, target = choices.shape[1], current_target()
     sort = _sorting_kernel(choices.size, target)
@@ -94,7 +94,7 @@ def _sorting_kernel(choices: int, target: Target) -> Callable[..., Any] | None:
 def _first_of_each(
     choices: Int[Array, "tokens top_k"], nowhere: int
 ) -> Int32[Array, "tokens top_k"]:
-    """The choices, and `nowhere` for those that an earlier one of their token equals."""
+    """Returns the choices, with repeated choices of a token replaced by `nowhere`."""
     earlier = jnp.tril(jnp.ones((choices.shape[1],) * 2, bool), -1)
     again = jnp.any((choices[:, :, None] == choices[:, None, :]) & earlier, axis=2)
     return jnp.where(again, nowhere, choices).astype(jnp.int32)
@@ -103,7 +103,7 @@ def _first_of_each(
 def _by_sorting(
     group: Int32[Array, " choices"], groups: int, top_k: int
 ) -> tuple[Array, Array, Array]:
-    """The token of every row, the row of every choice, and the sizes of the groups.
+    """Returns the token of every row, the row of every choice, and the sizes of the groups.
 
     Inverts the permutation by a second sort: TPUs scatter one number at a time.
     """
@@ -116,7 +116,7 @@ def _by_sorting(
 def _by_counting(
     group: Int32[Array, " choices"], groups: int, top_k: int
 ) -> tuple[Array, Array, Array]:
-    """The same in few kernels, where a sort takes GPUs many."""
+    """Returns the same as `_by_sorting`, in few kernels; a sort takes GPUs many."""
     place, sizes = _places(group, groups)
     token = jnp.arange(group.shape[0], dtype=jnp.int32) // top_k
     return jnp.zeros_like(group).at[place].set(token, unique_indices=True), place, sizes
@@ -125,15 +125,16 @@ def _by_counting(
 def _places(
     group: Int32[Array, " choices"], groups: int
 ) -> tuple[Int32[Array, " choices"], Int32[Array, " groups"]]:
-    """The place of every choice among all, sorted by group and then by their order; and the sizes
-    of the groups. Two sums of comparisons: within blocks of choices, and of blocks with all."""
+    """Returns the place of every choice when sorted stably by group, and the sizes of the groups.
+    Two sums of comparisons compute it: within blocks of choices, and of each block with all
+    choices."""
     count = group.shape[0]
-    block = 1 << (math.isqrt(count * groups).bit_length() - 1)  # where both have equal work
+    block = 1 << (math.isqrt(count * groups).bit_length() - 1)  # both sums have equal work
     block = min(block, count)
-    # What fills the last block comes behind all others.
+    # The padding of the last block sorts behind all choices.
     blocks = jnp.pad(group, (0, -count % block), constant_values=groups).reshape(-1, block)
     index = jnp.arange(count, dtype=jnp.int32)
-    # The place of the first choice of a group in a block, or of the one that would be it.
+    # The place that the first choice of a group in a block has, or would have if it existed.
     number = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None, None]
     of_group = jnp.arange(groups, dtype=jnp.int32)[:, None]
     is_before = (group < of_group) | ((group == of_group) & (index < number * block))
@@ -155,12 +156,12 @@ def combine(
     base: Float[Array, "tokens d"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "tokens d"]:
-    """For every token, the sum of its choices' rows times their gates, if there are some, in the
-    order of choices, and of `base`; added up in FP32 and rounded to `dtype`. Rows and gates that
-    are no choice's may be anything.
+    """Returns for every token the sum of its choices' rows, times their gates if given, in the
+    order of choices, and of `base` if given. Sums are FP32, rounded to `dtype`. Rows and gates that
+    belong to no choice may hold anything.
 
     Args:
-      implementation: "reference": XLA's gathers, where there is a kernel, too (on TPUs).
+      implementation: "reference": XLA's gathers, even on devices with a kernel (TPUs).
     """
     if gates is None:
         gates = jnp.ones(order.place.shape, jnp.float32)
@@ -201,8 +202,8 @@ def routed_swiglu(
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
-    """Run every token through the SwiGLU networks that it chose and sum the results, weighted by
-    the gates: `routed_choices`, added up.
+    """Runs every token through the SwiGLU networks that it chose and sums the results, weighted by
+    the gates: `routed_choices`, then `combine`.
 
     Returns:
       the sums, and the number of tokens of each network of the window.
@@ -239,14 +240,14 @@ def routed_choices(
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
-    """Run every token through the SwiGLU networks that it chose.
+    """Runs every token through the SwiGLU networks that it chose.
 
     Args:
       choices: [tokens, top_k] networks, counted from the first of the window; choices outside the
         window contribute nothing.
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
-      among: how many networks there are to choose from, on all devices; None: those of the window.
+      among: number of networks to choose from, on all devices; None: those of the window.
       row_format, narrow, limit, implementation, tiles: see `grouped_swiglu`.
 
     Returns:

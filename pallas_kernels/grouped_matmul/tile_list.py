@@ -14,14 +14,14 @@ BLOCK_ROWS = 8
 
 
 class TileList(NamedTuple):
-    """Row tiles in the order of the rows; of the array's fixed length, the first `ends[-1]` exist.
+    """Row tiles in the order of the rows. The array has a fixed length; the first `ends[-1]` exist.
 
     Attributes:
-      tiles: [4, bound]: of every tile its group, its first row divided by `BLOCK_ROWS`, and the
-        range of its rows that belong to the group, counted from its first row. The group of tiles
-        of padding rows is the number of groups.
-      ends: the number of tiles of every group and those before it; padding, if it has tiles, is
-        one more group.
+      tiles: [4, bound]: for every tile its group, its first row divided by `BLOCK_ROWS`, and the
+        range of its rows that belong to the group, counted from its first row. Tiles of padding
+        rows have the number of groups as their group.
+      ends: for every group the number of tiles up to its end; padding, if it has tiles, is one more
+        group.
     """
 
     tiles: Int32[Array, "4 bound"]
@@ -31,8 +31,8 @@ class TileList(NamedTuple):
 def list_tiles(
     group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int, zero_padding: bool = True
 ) -> TileList:
-    """Cut the rows of every group into tiles of `tile_rows`, and, if they are to become zeros, the
-    padding rows after them."""
+    """Cuts the rows of every group into tiles of `tile_rows`; with `zero_padding` also the padding
+    rows after them, which are to become zeros."""
     # Step 1: the number of tiles of every group; padding is one more group.
     sizes = group_sizes
     if zero_padding:
@@ -58,6 +58,6 @@ def list_tiles(
 
 
 def running_sum(sizes: Int32[Array, " sizes"]) -> Int32[Array, " sizes"]:
-    """Of every size and those before it, in one pass; `jnp.cumsum` takes GPUs several."""
+    """Returns the cumulative sum of the sizes in one pass; `jnp.cumsum` takes GPUs several."""
     count = sizes.shape[0]
     return jnp.sum(jnp.where(jnp.tril(jnp.ones((count, count), bool)), sizes, 0), axis=1)

@@ -12,7 +12,7 @@ from pallas_kernels.tuned import Fields
 MIB = 2**20
 
 OP = "grouped products"
-"""What errors of given tiles call both ops."""
+"""Name of both ops in errors about given tiles."""
 
 
 class TpuTiles(NamedTuple):
@@ -52,7 +52,7 @@ TPU = {
 
 
 TPU_STEPS = {"blocks": "block_steps", "fp8": "fp8_steps"}
-"""The field for a format, if it is not `steps`."""
+"""Field with the steps for a format; other formats use `steps`."""
 
 TPU_CHOICES: dict[str, tuple[Any, ...]] = {
     "steps": ((64,), (128,), (256,), (512,), (256, 64), (256, 128), (512, 128)),
@@ -60,10 +60,10 @@ TPU_CHOICES: dict[str, tuple[Any, ...]] = {
     "tile_rows": (256, 512, 1024),
     "weights_bytes": (8 * MIB, 16 * MIB, 26 * MIB),
 }
-"""What a search tries."""
+"""Values of each field that a search tries on TPUs."""
 
 TPU_SETTABLE = ("tile_rows", "steps", *TPU_STEPS.values(), "step_columns", "weights_bytes")
-"""What callers of the ops may set; of the steps each product takes its format's."""
+"""Fields that callers of the ops may set; a product uses the steps of its own format."""
 
 
 def tpu_tiles(
@@ -73,13 +73,13 @@ def tpu_tiles(
     format: str,
     given: Fields | None = None,
 ) -> tuple[TpuTiles, tuple[int, ...]]:
-    """The tiles for a kind of device, as JAX names it, and for a call; and its steps.
+    """Returns the tiles for a call on a kind of device, as JAX names it, and the call's steps.
 
     Args:
-      products: 2: gate and up in one pass.
-      widths: of a row of the input and of the output.
-      format: of the weights: a dtype, "fp8" (which is also INT8 that is converted), or one of them
-        and "blocks".
+      products: number of weights in one pass; 2: gate and up.
+      widths: widths of a row of the input and of the output.
+      format: format of the weights: a dtype, "fp8" (also for INT8 that is converted), or one of
+        these and "blocks".
       given: fields that a caller of the op sets.
     """
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
@@ -102,13 +102,13 @@ class HopperTiles(NamedTuple):
     """How the Hopper kernel cuts the work of one kind of weights.
 
     Attributes:
-      rows: sizes of a row tile, ascending, to choose from by how many rows a group has on average;
-        the largest is what the registers of a consumer hold without spilling.
+      rows: sizes of a row tile, ascending, to choose from by the average rows of a group; the
+        largest is what the registers of a consumer hold without spilling.
       out: output columns of a tile, of each of the weights; 64 for each consumer, or a multiple.
       consumers: warpgroups that multiply, beside the one that loads.
       band: row tiles that are worked on together, so that their weights are read once from memory.
-      most_stages: buffers of the ring, if there is room.
-      cluster: blocks that load together what they share, 2 or 1, where groups have rows for that.
+      most_stages: most buffers of the ring, if shared memory has room for them.
+      cluster: blocks that load shared operands together, 2 or 1, if groups have enough rows.
     """
 
     rows: tuple[int, ...]
@@ -131,9 +131,10 @@ Kind = Literal[
     "some rows in blocks",
     "many rows in blocks",
 ]
-"""Of operands: weights in 8 bits with scales for channels or for blocks, of which FP8 is converted,
-and INT8 where rows are not in 8 bits; or rows in 8 bits, too, with scales for blocks: "some" if
-groups have more of them than the largest tile for few, and "many" if more than that for some."""
+"""Kinds of operands. "int8" and "converted" are weights in 8 bits with scales for channels or for
+blocks; "converted" are FP8 weights, and INT8 weights if rows are not in 8 bits. "rows in blocks"
+means that rows are in 8 bits too, with scales for blocks: "some" if groups have more rows than the
+largest tile for few, "many" if more than the largest tile for some."""
 
 HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     # (kind of operands, how many weights in one pass)
@@ -161,7 +162,7 @@ HOPPER: dict[str, dict[tuple[Kind, int], HopperTiles]] = {
     "NVIDIA H200": HOPPER_DEFAULT,
     "NVIDIA H800": HOPPER_DEFAULT,
 }
-"""By the beginning of the device kind."""
+"""Tiles by the beginning of the device kind."""
 
 HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": ((16, 32, 64), (16, 32, 64, 96), (16, 32, 64, 128), (16, 32, 64, 128, 256)),
@@ -170,7 +171,7 @@ HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
     "most_stages": (3, 4, 6, 8),
     "cluster": (1, 2),
 }
-"""What a search tries."""
+"""Values of each field that a search tries on Hopper GPUs."""
 
 
 def hopper_tiles(
@@ -180,12 +181,12 @@ def hopper_tiles(
     widths: tuple[int, int],
     given: Fields | None = None,
 ) -> HopperTiles:
-    """The tiles for a kind of device, as JAX names it, and for a call.
+    """Returns the tiles for a call on a kind of device, as JAX names it.
 
     Args:
-      kind: of operands.
-      products: 2: gate and up in one pass.
-      widths: of a row of the input and of the output.
+      kind: kind of the operands.
+      products: number of weights in one pass; 2: gate and up.
+      widths: widths of a row of the input and of the output.
       given: fields that a caller of the op sets.
     """
     tables = (table for name, table in HOPPER.items() if device_kind.startswith(name))

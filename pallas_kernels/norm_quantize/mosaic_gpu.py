@@ -1,9 +1,9 @@
 """RMSNorm with quantisation on Hopper GPUs (Pallas, Mosaic GPU): a block of threads a row.
 
-Called by `api.py`, which has checked the arguments. A row stays in registers between the one time
-that it is read and the one time that each result is written. A decode step has about as many rows
-as the GPU has processors, and what takes time then is that kernels start one after the other; with
-more rows, a processor has several blocks at a time, which hide each other's waits.
+Called by `api.py`, which has checked the arguments. A row stays in registers from the one time it
+is read to the one time each result is written. A decode step has about as many rows as the GPU has
+multiprocessors, so launches in sequence take the time. With more rows, a multiprocessor runs
+several blocks at a time, which hide each other's waits.
 """
 
 import functools
@@ -23,15 +23,15 @@ from pallas_kernels.tuned import Fields, checked_fields, require
 WARPGROUP = 128
 """Threads of a block; d is a multiple."""
 MOST_COLUMNS = 8192
-"""Of a row that the registers of a block hold."""
+"""Most columns of a row, which the registers of a block hold."""
 VECTORS = (8, 4, 2, 1)
-"""Neighbours that a thread may have, to choose from: 8 in 16 bits are one access."""
+"""Choices for the neighbouring columns that a thread holds: 8 of 16 bits are one access."""
 TYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-"""Of values."""
+"""Dtypes of quantised values, by format."""
 
 
 def gap(x: Array) -> str:
-    """What of a call the kernel does not cover; empty: nothing."""
+    """Returns the property of a call that the kernel does not cover; empty: none."""
     d = x.shape[1]
     if d % WARPGROUP or d > MOST_COLUMNS:
         return f"rows of {d} (multiples of {WARPGROUP} up to {MOST_COLUMNS})"
@@ -46,8 +46,8 @@ def rms_norm_quantize(
     target: Target,
     tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """One pass over x; for what `gap` leaves. `tiles` has one field, `vector`: the neighbours that
-    a thread has.
+    """Norms and quantises in one pass over x, if `gap` finds nothing in the call. `tiles` has one
+    field, `vector`: neighbouring columns that a thread holds.
 
     Raises:
       ValueError: the tiles do not fit.
@@ -87,7 +87,7 @@ def _body(
     epsilon: float,
     vector: int,
 ) -> None:
-    """One row."""
+    """Norms and quantises one row."""
     row, d = lax.axis_index("row"), x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
     wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Definition of the op in plain `jax.numpy`; also runs where there is no kernel.
+"""Definition of the op in plain `jax.numpy`; runs on devices without a kernel.
 
 `rms_norm` is also used for all other norms of a model. Shares no code with the kernel.
 """
@@ -27,7 +27,7 @@ def rms_norm_quantize(
     epsilon: float,
     format: Literal["fp8", "int8"],
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """`rms_norm`, then `quantize_rows` of its result."""
+    """Applies `rms_norm`, then `quantize_rows` to its result."""
     normed = rms_norm(x, weight, epsilon)
     values, scales = quantize_rows(normed, format)
     return normed, values, scales

@@ -1,6 +1,6 @@
 """float8_e4m3fn as its bits, uint8, for operations that only move numbers.
 
-Called by whatever slices, gathers or scatters 8-bit arrays. XLA's CPU backend lacks 8-bit floats:
+Called by code that slices, gathers or scatters 8-bit arrays. XLA's CPU backend lacks 8-bit floats:
 to move a few elements it converts the whole array to FP16 and back. Writing eight rows to a cache
 of 16 MB takes 25 ms, as bits 0.01 ms. Since a bit cast is a copy there, long-lived arrays (weights,
 pages) are best kept as bits.
@@ -18,28 +18,30 @@ from pallas_kernels.target import EVERY_KERNEL, current_target
 
 
 def as_bits(x: Num[Array, "..."]) -> Num[Array, "..."]:
-    """The bits, uint8, of a float8_e4m3fn array; any other array as it is."""
+    """Returns the bits, uint8, of a float8_e4m3fn array; any other array as it is."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
 
 
 def sliceable(x: Num[Array, "..."]) -> Num[Array, "..."]:
-    """As bits for plain XLA, which slices them more cheaply; as it is for a target with kernels.
+    """Returns an array in the form that is cheapest to slice: as bits for plain XLA, unchanged for
+    a target with kernels.
 
-    There 8-bit floats are sliced as they are, and a bit cast of an argument is a copy: in a step of
-    Qwen3-30B-A3B on two v7x devices 15.4 GB of weights, read and written, and as much memory.
+    Such targets slice 8-bit floats as they are, and a bit cast of an argument is a copy. In a step
+    of Qwen3-30B-A3B on two v7x devices it would be 15.4 GB of weights, read and written, and as
+    much memory.
     """
     return x if current_target().backend in EVERY_KERNEL else as_bits(x)
 
 
 def array_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
-    """Bytes of an array on a device, where two int4 numbers are one."""
+    """Returns the bytes of an array on a device, where two int4 numbers take one byte."""
     size = math.prod(shape)
     return -(-size // 2) if dtype == jnp.int4 else size * jnp.dtype(dtype).itemsize
 
 
 def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
-    """Two int4 numbers a byte, uint8, the first one low, padded with a zero; any other array as
-    `as_bits`. Neither collectives nor files take int4."""
+    """Packs two int4 numbers in a byte, uint8, the first one low, padded with a zero; returns any
+    other array like `as_bits`. Neither collectives nor files take int4."""
     if x.dtype != jnp.int4:
         return as_bits(x)
     if x.shape[-1] % 2:
@@ -48,7 +50,7 @@ def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
 
 
 def from_bytes(x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"]) -> Num[Array, "..."]:
-    """What `in_bytes` made these of: an array of the dtype and the shape of another one."""
+    """Undoes `in_bytes`: returns an array with the dtype and shape of `like`."""
     if like.dtype != jnp.int4:
         return jax.lax.bitcast_convert_type(x, like.dtype).reshape(like.shape)
     numbers = jax.lax.bitcast_convert_type(x, jnp.int4).reshape(*like.shape[:-1], -1)
@@ -56,5 +58,5 @@ def from_bytes(x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"]) -> N
 
 
 def from_bits(x: Num[Array, "..."]) -> Num[Array, "..."]:
-    """The float8_e4m3fn array that has these bits, if they are uint8; any other array as it is."""
+    """Returns the float8_e4m3fn array that has these bits, if uint8; any other array as it is."""
     return jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) if x.dtype == jnp.uint8 else x

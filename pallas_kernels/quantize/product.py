@@ -14,7 +14,7 @@ from pallas_kernels.quantize.quant_array import QuantArray
 from pallas_kernels.quantize.reference import quantize_rows, quantize_weight, spread_scales
 
 ROW_BLOCK = 128
-"""Columns of a row that share a scale, where both factors are quantised block by block."""
+"""Columns of a row that share a scale, if both factors are quantised block by block."""
 
 
 def product_of_rows(
@@ -24,18 +24,17 @@ def product_of_rows(
     precision: jax.lax.Precision | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Num[Array, "*batch rows d_out"]:
-    """x · wᵀ, summed in `dtype`: every row of x with every row of w."""
+    """Returns x · wᵀ, summed in `dtype`: every row of x with every row of w."""
     return jnp.einsum("...ti,...oi->...to", x, w, precision=precision, preferred_element_type=dtype)
 
 
 def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ for one weight [d_out, d_in]; the caller has checked shapes and dtypes.
+    """Returns x · wᵀ for one weight [d_out, d_in]; the caller has checked shapes and dtypes.
 
     FP8 weights: x is not quantised; its products with the e4m3 values are accumulated in FP32 over
     the columns of one block, scaled, and added up in FP32, in order. INT4 weights: the same, with
-    the differences between values and zero points. INT8 weights: every row of x
-    is quantised to INT8 over the whole of d_in; the sums are exact (int32) and are multiplied by
-    `x_scale * w_scale`.
+    the differences between values and zero points. INT8 weights: every row of x is quantised to
+    INT8 over the whole of d_in; the sums are exact (int32) and multiplied by `x_scale * w_scale`.
     """
     if w.dtype == jnp.int8:
         values, x_scales = quantize_rows(x, "int8")
@@ -46,10 +45,10 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
 def quant_product_of_floats(
     x: Float[Array, "rows d_in"], w: QuantArray
 ) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ without quantising x, for w in any format; the caller has checked shapes and dtypes.
+    """Returns x · wᵀ without quantising x, for w in any format; the caller has checked w and x.
 
     INT8 and INT4 values are treated as `quant_product` treats FP8 ones: BF16 and FP16 represent
-    them, and INT4 ones without their zero points, exactly.
+    them exactly, also INT4 values minus their zero points.
     """
     return _sum_of_blocks(x, w, None)
 
@@ -57,14 +56,14 @@ def quant_product_of_floats(
 def quant_product_of_blocks(
     x: Float[Array, "rows d_in"], w: QuantArray
 ) -> Float32[Array, "rows d_out"]:
-    """x · wᵀ with both operands in 8 bits, or w in 4; the caller has checked shapes, dtypes and
-    blocks.
+    """Returns x · wᵀ with both operands in 8 bits, or w in 4; the caller has checked shapes, dtypes
+    and blocks.
 
     Every row of x is quantised to the format of w (INT8 for INT4), with a scale for every
     `ROW_BLOCK` columns. The sums over these columns, or over an INT4 group where that is smaller
-    (int32 or FP32), times the scales of both are added up in FP32, in order. The blocks of w are
-    columns of one `ROW_BLOCK`, or a multiple, or all; of INT4 also a part of one. Of INT4 values
-    their zero points are taken, if there are some: the differences are 8-bit integers.
+    (int32 or FP32), times the scales of both are added up in FP32, in order. A block of w has
+    `ROW_BLOCK` columns, a multiple, or all; in INT4 also a part of one. If INT4 values have zero
+    points, these are subtracted: the differences are 8-bit integers.
     """
     d_out, d_in = w.shape
     integers = w.dtype in (jnp.int8, jnp.int4)
@@ -103,7 +102,7 @@ def _sum_of_blocks(
 ) -> Float32[Array, "rows d_out"]:
     d_out, d_in = w.shape
     block = min(w.block[1] or d_in, d_in)
-    # What is not sliced need not be cast, which on CPU is a copy.
+    # Values that are not sliced need no cast, which on CPU is a copy.
     bits = w.values if block == d_in else as_bits(w.values)
 
     def partial_sum(index: Array | int, size: int) -> Array:
@@ -130,9 +129,9 @@ def _sum_of_blocks(
 
 
 def _dot(x: Array, values: Array) -> Array:
-    """Products with quantised values: for INT8 x summed in int32, else in x's dtype and FP32.
+    """Multiplies by quantised values: for INT8 x summed in int32, otherwise in x's dtype and FP32.
 
-    Every e4m3 number and every 8-bit integer is one of BF16 too.
+    BF16 represents every e4m3 number and every 8-bit integer exactly.
     """
     if x.dtype == jnp.int8:
         return product_of_rows(x, values.astype(jnp.int8), dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Definition of quantisation in plain `jax.numpy`; also runs where there is no kernel (CPU).
+"""Definition of quantisation in plain `jax.numpy`; runs on devices without a kernel (CPU).
 
 Called by `api.py`, which has checked the arguments, and by the tests of the kernels. Shares no code
 with any kernel.
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0**-100
 def quantize_rows(
     x: Float[Array, "tokens d"], format: Literal["fp8", "int8"]
 ) -> tuple[Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """Divide every row by its scale, the largest magnitude over the format's largest value.
+    """Divides every row by its scale, the largest magnitude over the format's largest value.
 
     Both divisions are written as products with a reciprocal. XLA rewrites divisions that way in
     some programs but not in others, and a row must give the same values in all of them.
@@ -34,7 +34,7 @@ def quantize_rows(
 def dequantize_rows(
     values: Num[Array, "tokens d"], scales: Float32[Array, " tokens"], dtype: DTypeLike
 ) -> Float[Array, "tokens d"]:
-    """Multiply every row by its scale."""
+    """Multiplies every row by its scale."""
     largest = jnp.finfo(dtype).max.astype(jnp.float32)
     return jnp.clip(values.astype(jnp.float32) * scales[:, None], -largest, largest).astype(dtype)
 
@@ -44,7 +44,7 @@ def quantize_weight(
     format: Literal["fp8", "int8", "int4"],
     block: tuple[int, int],
 ) -> QuantArray:
-    """Divide every block by its scale, as `quantize_rows` does with a row."""
+    """Divides every block by its scale, as `quantize_rows` does with a row."""
     w = w.astype(jnp.float32)
     largest = jnp.abs(w)
     for axis, size in zip((-2, -1), block, strict=True):
@@ -55,7 +55,7 @@ def quantize_weight(
 
 
 def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:
-    """Multiply every block by its scale, without its zero point where it has one."""
+    """Multiplies every block by its scale, after subtracting its zero point if it has one."""
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     values = from_bits(w.values).astype(jnp.float32)
     if w.zeros is not None:
@@ -67,7 +67,7 @@ def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d
 def spread_scales(
     scales: Num[Array, "..."], shape: tuple[int, ...], block: tuple[int, int]
 ) -> Num[Array, "..."]:
-    """Repeat every scale (or zero point) over its block, so that the result broadcasts with values
+    """Repeats every scale (or zero point) over its block, so that the result broadcasts with values
     of `shape`."""
     for axis, size in zip((-2, -1), block, strict=True):
         if size > 1:
@@ -77,7 +77,8 @@ def spread_scales(
 
 
 def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
-    """The maximum of every `size` neighbours along the (negative) axis; 0: of all of them."""
+    """Returns the maximum of every `size` neighbours along the (negative) axis; 0: of the whole
+    axis."""
     if size == 0:
         return jnp.max(magnitudes, axis=axis, keepdims=True)
     if size == 1:
@@ -91,14 +92,14 @@ def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
 
 
 def _scales(largest: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
-    """The scales of groups of numbers whose largest magnitudes these are."""
+    """Returns the scales of groups of numbers with these largest magnitudes."""
     scales = largest * jnp.float32(1.0 / LARGEST[format])
     # Some hardware flushes subnormal numbers to zero. With this limit they become zero everywhere.
     return jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
 
 
 def _values(x: Array, inverse: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
-    """FP32 numbers times the inverse of their scales, rounded to the format."""
+    """Returns FP32 numbers times the inverse of their scales, rounded to the format."""
     # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
     # would become NaN.
     scaled = jnp.clip(x * inverse, -LARGEST[format], LARGEST[format])

@@ -12,15 +12,16 @@ from pallas_kernels.rotate_and_write.latents import norm_and_write
 
 TOKENS, PAGES, PAGE_SIZE, PAGES_PER_SEQUENCE = 128, 8192, 64, 64
 MODELS = {"step3": False, "qwen3-235b": True}
-"""And whether it norms its heads."""
+"""Models, and whether each norms its heads."""
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
-"""Of keys and values."""
+"""Number formats of the cached keys and values, by name."""
 Q_LATENT, LATENT, ROPE = 1536, 512, 64
-"""Of DeepSeek-V3 and Kimi K2."""
+"""Widths of the query latent, cached latent and rotated key of DeepSeek-V3 and Kimi K2."""
 
 
 def cases() -> list[Case]:
-    """All formats of every model, and of latents; keys beside these in BF16, too."""
+    """Returns all formats of every model and of latents, with 8-bit latents also beside BF16
+    keys."""
     latents = [_latents(form, split=False) for form in FORMATS]
     latents += [_latents(form, split=True) for form in ("int8", "fp8")]
     return [*(_case(model, form) for model in MODELS for form in FORMATS), *latents]
@@ -64,7 +65,7 @@ def _latents(form: str, *, split: bool) -> Case:
 
 
 def _where() -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Page table, sequences and positions."""
+    """Returns page table, sequences and positions."""
     return tuple(
         jax.ShapeDtypeStruct(size, jnp.int32)
         for size in ((TOKENS, PAGES_PER_SEQUENCE), (TOKENS,), (TOKENS,))

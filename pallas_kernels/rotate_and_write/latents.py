@@ -1,7 +1,6 @@
-"""Norms of latents, RoPE of the key beside them, and their writing: checks the call, runs the
-backend.
+"""Norms latents, rotates the key beside them, and writes both: checks the call, runs the backend.
 
-Called by latent attention (MLA) between its down maps and its other products. As of
+Called by latent attention (MLA) between its down maps and its other products. As with
 `rotate_and_write`, only Hopper GPUs have a kernel (`mosaic_gpu_latents.py`).
 """
 
@@ -21,12 +20,13 @@ _COST = "does the same in about four more launches"
 
 
 class Latents(NamedTuple):
-    """What `norm_and_write` returns."""
+    """Results of `norm_and_write`."""
 
     query: Float[Array, "tokens q_latent"]
-    """The queries' latents, normed; without columns if there are none."""
+    """The queries' latents, normed; without columns if the call has no `query_norm`."""
     row: Float[Array, "tokens kv_latent_and_rope"] | None
-    """The cached rows as the pages keep them, in the dtype of `down`; None: not asked for."""
+    """The cached rows as read back from the pages, in the dtype of `down`; None without
+    `stored`."""
     pages: tuple[Num[Array, "..."], ...]
 
 
@@ -46,23 +46,23 @@ def norm_and_write(
     stored: bool = False,
     implementation: Implementation = "auto",
 ) -> Latents:
-    """Norm the queries' and the cached latents, rotate the key that all heads share, quantise what
-    is cached to the cache's format, and write it.
+    """Norms the queries' and the cached latents and rotates the key that all heads share. Writes
+    the cached latents and keys to the pages, quantised to the cache's format.
 
     A token's columns of `down` are its query latent, its cached latent and its key. Norms and
     rotation are computed in FP32 and rounded to the dtype of `down`; values and scales are those of
-    `quantize_rows`. Which tokens are written, and where to, is as in `attention.write_rows`; in
-    place if the caller donates the pages.
+    `quantize_rows`. Rows go to the same places as in `attention.write_rows`; in place if the caller
+    donates the pages.
 
     Args:
       pages: one array [pages, 1, page_size, kv_latent + rope_dim], floats, INT8, or the bits of FP8
         (uint8), in 8 bits with FP32 scales [pages, 1, page_size]; or three, the latents in 8 bits,
         the keys in floats, and the scales of the former.
-      cosine, sine: of every token's angles; half is rope_dim/2.
+      cosine, sine: cosines and sines of every token's angles; half is rope_dim/2.
       latent_norm, query_norm: the weights of the RMSNorms; without `query_norm` the columns of
         `down` begin with the cached latent.
       interleaved: pairs of the key are neighbours, and become two halves, as `rotate` says.
-      stored: whether the rows are returned, too.
+      stored: whether the cached rows are returned too.
       implementation: see `coverage.Implementation`.
 
     Raises:

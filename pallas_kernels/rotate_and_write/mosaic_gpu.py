@@ -1,9 +1,9 @@
 """Rotation and writing on Hopper GPUs (Pallas, Mosaic GPU), in one launch.
 
 Called by `api.py`, which has checked the arguments. A block of threads has either one token's key
-and value of one head, whose scales it finds and which it writes to their page, or 64 rows of
-queries, a row being a head of a token. What takes time is the start of a kernel and its way to
-memory and back; the two kinds of blocks run side by side.
+and value of one head, which it quantises and writes to their page, or 64 rows of queries, a row
+being a head of a token. The time goes into launching a kernel and into the way to memory and back;
+the two kinds of blocks run side by side.
 """
 
 import functools
@@ -26,15 +26,15 @@ from pallas_kernels.target import Target
 WARPGROUP = 128
 """Threads of a block; widths are multiples."""
 MOST_COLUMNS = 256
-"""Of a row, which is copied at one time."""
+"""Most columns of a row, which is copied in one piece."""
 ROWS = 64
-"""Of queries, of a block."""
+"""Rows of queries that a block has."""
 COLUMNS = 64
-"""Of queries, that are multiplied at one time."""
+"""Columns of queries that are rotated at a time."""
 
 
 def gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
-    """What of a call the kernel does not cover; empty: nothing."""
+    """Returns the property of a call that the kernel does not cover; empty: none."""
     tokens, heads, width = query.shape
     if pages[0].dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
         return f"a cache in {pages[0].dtype} (there are some for 16 and 8 bits)"
@@ -60,7 +60,7 @@ def rotate_and_write(
     epsilon: float,
     target: Target,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """As `api.rotate_and_write` says, for what `gap` leaves."""
+    """Runs `api.rotate_and_write` for a call in which `gap` finds nothing."""
     query, key, value = heads
     tokens, q_heads, width = query.shape
     kv_heads = key.shape[1]
@@ -116,7 +116,7 @@ def _body(
     epsilon: float,
     **scratch: Any,
 ) -> None:
-    """One block."""
+    """Runs one block: writes a token's key and value of one head, or rotates 64 rows of queries."""
     where, refs = refs[:3], refs[3:]
     norms, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     cache, rotated = refs[:-1], refs[-1]
@@ -138,7 +138,7 @@ def _body(
 
 
 def _loaded(row: Any) -> Any:
-    """A row in the registers, a number or two of each thread."""
+    """Loads a row into registers, one or two numbers in each thread."""
     layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=1)
     return plgpu.load(row, layout=layout, optimized=False)
 
@@ -146,8 +146,11 @@ def _loaded(row: Any) -> Any:
 def _rotated_key(
     key: Any, cosine: Any, sine: Any, norms: dict[str, Any], smem: SimpleNamespace, epsilon: float
 ) -> Any:
-    """[width]. Of a row that lies in shared memory twice, what begins in the middle of the first
-    has at every place the number that is turned with the one there."""
+    """Returns a key [width], normed if it has a norm, and rotated.
+
+    Each row is copied to shared memory twice, one copy behind the other. Read from the middle of
+    the first copy on, it has at every place the number that is rotated with the one at this place.
+    """
     width, half = key.shape[0], key.shape[0] // 2
     copies = [(key, smem.key_smem, width), (cosine, smem.cosine_smem, half)]
     copies += [(sine, smem.sine_smem, half)]
@@ -178,7 +181,8 @@ def _rotated_key(
 def place_of(
     token: Any, where: tuple[Any, ...], pages: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A token's page and its row there, and whether it has one, in pages of such a shape."""
+    """Returns a token's page, its row in the page, and whether it has one, for pages of this
+    shape."""
     page_table, sequence_of_token, position = where
     (sequences, columns), (pool, _, page_size, _) = page_table.shape, pages
     sequence, place = sequence_of_token[token], position[token]
@@ -192,7 +196,7 @@ def place_of(
 def _store_rows(
     rows: tuple[Any, Any], cache: tuple[Any, ...], where: tuple[Any, ...], token: Any, head: Any
 ) -> None:
-    """To the page, if the token has one."""
+    """Writes a token's key and value, quantised if need be, to its page, if it has one."""
     page, row, exists = place_of(token, where, cache[0].shape)
     kept: list[Any] = [x.astype(array.dtype) for x, array in zip(rows, cache[:2], strict=True)]
     scales: list[Any] = []
@@ -218,7 +222,7 @@ def _rotate_queries(
     q_heads: int,
     epsilon: float,
 ) -> None:
-    """Rows of queries, from the first one on; those of one token have the same angles."""
+    """Rotates `ROWS` rows of queries from `first` on; rows of one token share their angles."""
     layout, width = plgpu.Layout.WGMMA, query.shape[1]
     half, rows = width // 2, pl.ds(first, ROWS)
     tokens = range(max(1, ROWS // q_heads))

@@ -1,10 +1,10 @@
-"""Norms of latents, rotation of the key beside them, and writing on Hopper GPUs (Pallas, Mosaic
-GPU), in one launch.
+"""Norms of latents, rotation of the key beside them, and writing, on Hopper GPUs in one launch
+(Pallas, Mosaic GPU).
 
-Called by `latents.py`, which has checked the arguments. A block of threads has one token, and all
-of it in its registers. The key has fewer columns than there are threads, and its pairs may be
-neighbours: every number of it, and of its angles, is picked from a matrix of copies by a sum of one
-number and zeros.
+Called by `latents.py`, which has checked the arguments. A block of threads holds one whole token in
+its registers. The key has fewer columns than the block has threads, and its pairs may be
+neighbours. So every number of the key and of its angles is picked from a matrix of copies, by a sum
+of one number and zeros.
 """
 
 import functools
@@ -27,13 +27,13 @@ from pallas_kernels.target import Target
 WARPGROUP = 128
 """Threads of a block; widths of latents are multiples."""
 KEYS = (64, 128)
-"""Widths of the key: rows of such a matrix, which registers hold."""
+"""Widths of the key: rows of the matrix of copies, which registers hold."""
 MATRIX = plgpu.Layout.WGMMA
-"""Of the copies; the key itself is a column."""
+"""Layout of the matrix of copies; the key itself is a column."""
 
 
 class Sizes(NamedTuple):
-    """What is known of a call when it is traced."""
+    """Properties of a call that are known when it is traced."""
 
     q_latent: int
     latent: int
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 def gap(pages: tuple[Array, ...], down: Array, latent_norm: Array, query_norm: Array | None) -> str:
-    """What of a call the kernel does not cover; empty: nothing."""
+    """Returns the property of a call that the kernel does not cover; empty: none."""
     q_latent = 0 if query_norm is None else query_norm.size
     rope = down.shape[1] - q_latent - latent_norm.size
     if pages[0].dtype not in (jnp.bfloat16, jnp.float16, *EIGHT_BITS):
@@ -70,7 +70,7 @@ def norm_and_write(
     stored: bool,
     target: Target,
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
-    """As `latents.norm_and_write` says, for what `gap` leaves."""
+    """Runs `latents.norm_and_write` for a call in which `gap` finds nothing."""
     latent_norm, query_norm = norms
     tokens, columns = down.shape
     latent, q_latent = latent_norm.size, 0 if query_norm is None else query_norm.size
@@ -113,7 +113,7 @@ def _body(
     sizes: Sizes,
     results: int,
 ) -> None:
-    """One token."""
+    """Norms, rotates and writes one token."""
     where, latent_norm, refs = refs[:3], refs[3], refs[4:]
     query_norm, refs = (refs[0], refs[1:]) if sizes.q_latent else (None, refs)
     cache, found = refs[: len(refs) - results], refs[len(refs) - results :]
@@ -150,7 +150,7 @@ def _body(
 
 
 def _normed(row: Any, norm: Any, epsilon: float) -> Any:
-    """[width], a few numbers of each thread."""
+    """Returns a row [width] normed, a few numbers in each thread."""
     (width,) = row.shape
     vector = next(size for size in (4, 2, 1) if width % (size * WARPGROUP) == 0)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
@@ -161,7 +161,8 @@ def _normed(row: Any, norm: Any, epsilon: float) -> Any:
 
 
 def _rotated(key: Any, cosine: Any, sine: Any, sizes: Sizes) -> Any:
-    """[rope], a column of `MATRIX`: the pairs' first numbers, then the second ones."""
+    """Returns the rotated key [rope], a column of `MATRIX`: first numbers of pairs, then second
+    ones."""
     half = sizes.rope // 2
 
     def pair(place: Any) -> Any:
@@ -184,7 +185,7 @@ def _rotated(key: Any, cosine: Any, sine: Any, sizes: Sizes) -> Any:
 
 
 def _picked(source: Any, column: Callable[[Any], Any], *, rows: int) -> Any:
-    """[rows] in FP32: of every row the number in its column of the source."""
+    """Returns [rows] in FP32: for every row the number of `source` at index `column(row)`."""
     shape = (rows, source.shape[0])
     copies = plgpu.load(source, layout=MATRIX.reduce(0), optimized=False).astype(jnp.float32)
     row, place = (
@@ -195,7 +196,8 @@ def _picked(source: Any, column: Callable[[Any], Any], *, rows: int) -> Any:
 
 
 def _kept(parts: tuple[Any, Any], cache: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """Latent and key as the pages keep them, and the scale of each, or None."""
+    """Returns latent and key as the pages keep them, and the scale of each (None: not
+    quantised)."""
     if len(cache) == 1:
         return [part.astype(cache[0].dtype) for part in parts], [None, None]
     narrow = parts[: 1 if len(cache) == 3 else 2]

@@ -1,6 +1,6 @@
-"""Definition of the ops in plain `jax.numpy`; also runs where there is no kernel.
+"""Definition of the ops in plain `jax.numpy`; runs on devices without a kernel.
 
-`rotate` is also used for what is rotated elsewhere. Shares no code with the kernel.
+All other rotations of a model use `rotate` too. Shares no code with the kernel.
 """
 
 import jax.numpy as jnp
@@ -36,14 +36,15 @@ def rotated(
     cosine: Float32[Array, "tokens half"],
     sine: Float32[Array, "tokens half"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Every head normed, if there is a norm, then rotated."""
+    """Norms every head, if a norm is given, then rotates it."""
     return rotate(x if norm is None else rms_norm(x, norm, epsilon), cosine, sine)
 
 
 def kept(
     rows: Float[Array, "tokens heads width"], pages: Num[Array, "..."]
 ) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"] | None]:
-    """Rows as such pages keep them, and their scales if these have 8 bits; FP8 may be its bits."""
+    """Returns rows as these pages keep them, and scales if the pages have 8 bits; FP8 may be its
+    bits."""
     if pages.dtype.itemsize > 1:
         return rows.astype(pages.dtype), None
     format: Format = "int8" if pages.dtype == jnp.int8 else "fp8"
@@ -62,7 +63,7 @@ def norm_and_write(
     interleaved: bool,
     stored: bool,
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
-    """As `latents.norm_and_write` says."""
+    """Defines `latents.norm_and_write`."""
     latent_norm, query_norm = norms
     q_latent = 0 if query_norm is None else query_norm.size
     query, latent, key = jnp.split(down, [q_latent, q_latent + latent_norm.size], axis=-1)
@@ -85,7 +86,7 @@ def read_back(
     scales: Float32[Array, "tokens heads"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens heads width"]:
-    """Rows from what `kept` made of them."""
+    """Restores rows from values and scales that `kept` returned."""
     if scales is None:
         return values.astype(dtype)
     return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)

@@ -1,7 +1,7 @@
 """RoPE in the form that XLA fuses into one pass on TPUs. Called by `api.py`.
 
-XLA joins two halves of heads in a pass of its own. Where halves are whole tiles of memory, a view
-of the tiles has them on an axis of its own, and exchanging them there moves nothing.
+XLA joins the two halves of heads in a separate pass. If halves are whole tiles of memory, a view of
+the tiles has the halves on an axis of their own, where exchanging them moves no data.
 """
 
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 ROWS, COLUMNS = 8, 128
-"""Of a tile."""
+"""Rows and columns of a tile of memory."""
 
 
 def covers(x: Float[Array, "tokens heads head_dim"]) -> bool:
-    """Whether tokens, and halves of heads, are whole tiles."""
+    """Whether heads, and halves of a head's columns, fill whole tiles."""
     return x.shape[1] % ROWS == 0 and x.shape[2] % (2 * COLUMNS) == 0
 
 
@@ -22,7 +22,7 @@ def rotate(
     cosine: Float32[Array, "tokens half"],
     sine: Float32[Array, "tokens half"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """`reference.rotate` of pairs that are not interleaved."""
+    """Returns `reference.rotate` of pairs that are not interleaved."""
     tokens, heads, width = x.shape
     tiles = x.astype(jnp.float32).reshape(tokens, heads // ROWS, ROWS, 2, width // 2)
     tiles = tiles.swapaxes(2, 3)  # [tokens, _, halves, rows, half]
