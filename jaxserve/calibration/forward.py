@@ -17,10 +17,28 @@ from jaxtyping import Array, Float
 from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, Attention, ModelConfig
 from jaxserve.config.model import Router as Rule
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention.rope import paired, rotation
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Template, rms_norm
 from pallas_kernels.rotate_and_write import rotate
+
+
+def refuse_unsupported(config: ModelConfig) -> None:
+    """Refuses a model whose layers compute something that this module leaves out.
+
+    Raises:
+      ConfigError: names all of it.
+    """
+    kinds = config.decoder + config.predictors
+    found = {
+        "gates of heads": any(getattr(kind.attention, "gate", "none") != "none" for kind in kinds),
+        "limits of SwiGLU": any(kind.ffn.limit or kind.ffn.expert_limit for kind in kinds),
+        "heads of prediction modules": config.own_heads,
+    }
+    if missing := [name for name, used in found.items() if used]:
+        raise ConfigError(f"calibration does not compute {', '.join(missing)}, which the model has")
+
 
 Leaves = Mapping[str, np.ndarray]
 """Float leaves of a block by name."""

@@ -26,6 +26,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxserve.calibration.forward import refuse_unsupported
 from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
 from jaxserve.checkpoint.fingerprint import Revision, file_hash
@@ -131,6 +132,7 @@ def convert(
       CheckpointError: the source is not a model folder, or the target holds something else or the
         conversion of another source, to other weights or with another calibration; or the source
         is in INT4 groups of another size.
+      ConfigError: calibration does not compute all that the model's layers do.
       ValueError: there is a calibration for other weights or groups.
     """
     if calibration is not None and calibration.target != rounded_to(weights, group):
@@ -138,6 +140,8 @@ def convert(
     source, target = local_folder(source), Path(target)
     revision = Revision(source)
     config, names = _read(source, ignored, 0, weights, group)
+    if calibration is not None:
+        refuse_unsupported(config)
     if read_manifest(source) is not None:
         raise CheckpointError(f"{source} is converted already")
     checkpoint = HFCheckpoint(source, names)

@@ -131,6 +131,7 @@ class _Model:
 
     def __init__(self, folder: str | Path, sequences: np.ndarray, ignored: Collection[str]):
         self.config, names = read_config(folder, ignored)
+        forward.refuse_unsupported(self.config)
         self._sequences = sequences
         tokens = sequences.shape[1]
         self._deployment = _deployment(folder, tokens)

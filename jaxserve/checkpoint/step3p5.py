@@ -38,15 +38,14 @@ def step3p5_config(entries: Entries) -> ModelConfig:
         ffn = FFN(d_ff=d_ff, limit=shared)
         if n in moe_layers:
             ffn = msgspec.structs.replace(moe, limit=shared, expert_limit=routed)
-        entries.problems += own.problems
+        entries.problems += [said for said in own.problems if said not in entries.problems]
         return LayerKind(GQA(**attention, rope=rope, qk_norm="heads"), ffn)
 
     kinds = tuple(map(kind, range(count)))
     if len(set(kinds[layers:])) > 1:
         entries.problems.append("layers of prediction modules differ")
-    used = "use_moe", "use_moe_router_bias", "use_qk_norm", "need_fp32_gate", "zero_centered"
-    for name in used:
-        entries.only(name, True)
+    for key in ("use_moe", "use_moe_router_bias", "use_qk_norm", "need_fp32_gate", "zero_centered"):
+        entries.only(key, True)
     entries.only("att_impl_type", "GQA")
     entries.only("moe_router_activation", "sigmoid")
     # moe_layers_enum replaces the first two.
@@ -77,12 +76,14 @@ def _attention(entries: Entries, d_model: int) -> tuple[dict[str, Any], dict[str
 def _by_layer(entries: Entries, count: int) -> list[Entries]:
     """Returns the entries of each layer. Frequencies of some types of layers are scaled."""
     scaling, scaled = entries.any("rope_scaling"), entries.any("yarn_only_types")
+    if scaled is not None and not isinstance(scaled, list):
+        entries.problems.append(f"yarn_only_types = {scaled!r} is not a list of types of layers")
     lists = {name: entries.any(name) for name in PER_LAYER}
     for name, given in lists.items():
         values = given if isinstance(given, list) else [given] * count
         if len(values) < count:
             entries.problems.append(f"{name} has {len(values)} entries for {count} layers")
-        lists[name] = values + [None] * count
+        lists[name] = values + values[-1:] * count
     slowed = [not isinstance(scaled, list) or kind in scaled for kind in lists["layer_types"]]
     lists["rope_scaling"] = [scaling if here else None for here in slowed]
     return [

@@ -25,6 +25,8 @@ from tests.jaxserve.checkpoint.packed_folders import FORMATS as PACKED
 from tests.jaxserve.checkpoint.packed_folders import write as write_packed
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.catalogue import CATALOGUE
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import TinyStep3p5
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -157,6 +159,18 @@ def test_calibrates_on_a_text(tmp_path, capsys):
     text.write_text("2")
     assert convert.main([str(folder), str(tmp_path / "other"), *options]) == 2
     assert f"{text}: 1 tokens, calibration needs at least 2" in capsys.readouterr().err
+
+
+def test_calibration_refuses_what_it_does_not_compute(tmp_path, capsys):
+    folder, text = TinyModel("step3p5", TinyStep3p5()).write(tmp_path / "source"), tmp_path / "text"
+    text.write_text("7 2 9 4")
+    said = "does not compute gates of heads, limits of SwiGLU, heads of prediction modules"
+    made = [str(folder), str(tmp_path / "target"), "--weights", "int8"]
+    for options in (made, ["--int8-products", str(folder)]):
+        assert convert.main([*options, "--calibrate", str(text)]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+    assert not (folder / INT8_PRODUCTS).exists()
 
 
 def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
