@@ -11,10 +11,10 @@ The policy:
 2. A prompt of less than a page, or with all its full pages in a domain's prefix cache, goes to a
    domain at once; so does every prompt if the fleet has no prefill workers.
 3. Once its pages are held, a request goes to the domain whose KV cache has the most room for it and
-   its output (xDeepServe §4.3). Counted are the tokens that the domain's requests will take, and
-   twice the prompt tokens that it lacks. The domain's scheduler picks the DP group. If no domain
-   has room, the pages stay held; if all prefill workers are full, new requests are refused. A
-   request that waits for a slot at a domain moves to another domain that has a slot first.
+   its output (xDeepServe §4.3). Counted are the tokens that the domain's requests and this one will
+   take, plus the prompt tokens that the domain lacks. The domain's scheduler picks the DP group. If
+   no domain has room, the pages stay held; if all prefill workers are full, new requests are
+   refused. A request that waits for a slot moves to another domain that has a free slot earlier.
 4. Generated tokens are logged. If a domain is lost, prompt and log are prefilled and continued
    elsewhere with the same seed, so that the tokens are those of the lost domain.
 """
@@ -49,17 +49,18 @@ from jaxserve.link.pages.source import PagesSource
 FULL_SECONDS = 0.5
 """Pause before a worker that refused a request for want of room is asked again."""
 LENGTH_CLASS = 2048
-"""Prompts of this cost are due one step of priority later; of twice that, two; and so on."""
+"""Prompts of this cost are due as late as those one step lower in priority; at twice the cost two
+steps, and so on."""
 LOOK_AHEAD = 32
-"""Requests of each queue, the first due, that are looked at whenever something changes."""
+"""Requests of each queue, in order of deadline, that are tried whenever something changes."""
 
 
 class Coordinator:
-    """The requests and workers of one router.
+    """Assigns the requests of one router to its workers.
 
     Args:
       deployment: sections `prefill`, `pages`, `fleet` and `cluster`.
-      name: of the router; begins every attempt's id.
+      name: name of the router, with which the id of every attempt begins.
       clock: seconds, monotonic.
     """
 
@@ -72,22 +73,22 @@ class Coordinator:
         self.requests: dict[str, Routed] = {}
         """Request id → request."""
         self._attempts: dict[str, Routed] = {}
-        # By place and weights: those that wait for weights that no worker has hold nothing up.
+        # By place and weights, so that requests for weights that no worker has block no others.
         self._queues: defaultdict[tuple[str, str], list[Routed]] = defaultdict(list)
         self._estimates = self.placement.estimates
         self.replays = 0
-        """Requests that were begun again elsewhere because a worker was lost."""
+        """Requests that began again elsewhere because a worker was lost."""
         self.moves = 0
-        """Likewise, because one drains."""
+        """Requests that began again elsewhere because a worker drains."""
         self.refusals = 0
 
     @property
     def waiting(self) -> int:
-        """Requests that no worker has, or whose pages are held for want of a domain."""
+        """Requests that no worker has, or whose pages are held until a domain has room."""
         return sum(map(len, self._queues.values()))
 
     def _competing(self) -> int:
-        """Requests that wait for a worker which a new request could have instead."""
+        """Counts the waiting requests that compete with a new one for the same workers."""
         return sum(
             len(queue)
             for (place, weights), queue in self._queues.items()
@@ -97,12 +98,12 @@ class Coordinator:
     # ------------------------------------------------------------------------------- workers
 
     def joined(self, name: str, facts: WorkerFacts, reserved: bool = False) -> list[Action]:
-        """Takes a worker in, and sends it what it has room for."""
+        """Adds a worker and sends it the waiting requests that it has room for."""
         self.placement.join(Worker(name, facts, reserved))
         return self._go_on()
 
     def left(self, name: str) -> list[Action]:
-        """Forgets a worker that is lost: its requests go elsewhere."""
+        """Forgets a lost worker; its requests go elsewhere."""
         worker = self.placement.leave(name)
         if worker is None:
             return []
@@ -110,7 +111,7 @@ class Coordinator:
         for request in list(worker.requests.values()):
             if request.worker is worker or request.place in ("prefill", "held"):
                 actions += self._lost(request, f"{worker.facts.role} worker {name} is gone")
-            else:  # it only held pages, which a domain is about to have, or not
+            else:  # the worker only held pages, and a domain has the request already
                 self._attempts.pop(request.prefill_attempt, None)
                 request.prefill = None
         return actions + self._go_on()
@@ -122,7 +123,7 @@ class Coordinator:
         return [request.job.request_id for request in found]
 
     def state(self, name: str, state: State) -> list[Action]:
-        """Takes a worker's state into account, and sends what it has room for."""
+        """Records a worker's state and sends it the waiting requests that it has room for."""
         worker = self.placement.workers.get(name)
         if worker is None:
             return []
@@ -139,7 +140,7 @@ class Coordinator:
         return (self._drain(worker) if worker.drain else []) + self._go_on()
 
     def silent(self, name: str, seconds: float) -> None:
-        """A worker has said nothing for so long; until it does, it gets nothing new."""
+        """Notes a worker's seconds of silence; it gets no new requests until it sends something."""
         if (worker := self.placement.workers.get(name)) is not None:
             worker.why = f"it has been silent for {seconds:.1f} s"
             self.placement.changed(worker)
@@ -147,12 +148,12 @@ class Coordinator:
     # ------------------------------------------------------------------------------ requests
 
     def submit(self, job: Job) -> list[Action]:
-        """Takes a request.
+        """Accepts a request.
 
         Raises:
-          InvalidRequestError: its id is in use, or its key, for other parameters.
+          InvalidRequestError: its id is in use, or its key, with other parameters.
           OverloadedError: no worker has room for it, or its targets cannot be met
-            (`fleet.late: refuse`); says the numbers.
+            (`fleet.late: refuse`); the message shows the numbers.
         """
         orphans = [worker.orphans for worker in self.placement.of("domain")]
         check_unused(job.request_id, self.requests, itertools.chain(*orphans))
@@ -175,7 +176,7 @@ class Coordinator:
         return [send(request, worker)]
 
     def held(self, attempt: str, source: PagesSource) -> list[Action]:
-        """A prefill worker has computed a prompt."""
+        """Notes that a prefill worker has computed a prompt and holds its pages."""
         request = self._attempts.get(attempt)
         if request is None or request.place != "prefill" or attempt != request.prefill_attempt:
             return []
@@ -194,7 +195,7 @@ class Coordinator:
         return actions + self._go_on()
 
     def rejected(self, attempt: str, error: Exception) -> list[Action]:
-        """A worker does not take a request, or gave its prompt up."""
+        """Notes that a worker refused a request or gave up its prompt."""
         request = self._attempts.get(attempt)
         if request is None:
             return []
@@ -215,7 +216,7 @@ class Coordinator:
         return actions + self._go_on()
 
     def output(self, attempt: str, output: TokenOutput) -> tuple[Routed | None, list[Action]]:
-        """A domain's news of a request; whose they are, None where they are not to be passed on."""
+        """Handles a domain's output. Returns the request to pass it on to, or None, and actions."""
         request = self._attempts.get(attempt)
         if request is None or attempt != request.attempt:
             return None, []
@@ -233,7 +234,7 @@ class Coordinator:
         deadline = request.job.deadline
         late = deadline is not None and self._clock() >= deadline
         if output.pages_lost or output.engine_failed or (reason == "cancelled" and not late):
-            # Nobody here has cancelled it: the worker fails, ends, or had no pages.
+            # This router has not cancelled it: the worker fails, ends, or had no pages.
             self._log(request, output)
             return None, self._lost(request, output.error or "its worker ended it") + self._go_on()
         actions = self._begun(request, output)
@@ -245,12 +246,11 @@ class Coordinator:
         return request, actions + self._forget(request) + self._go_on()
 
     def log(self, runs: Iterator[tuple[int, tuple[str, list[int] | None]]]) -> int | None:
-        """`output` of a step's runs of tokens, as long as there is nothing to do but to log them:
-        the number of the first, which is yet to be put in, of which that is not so; None: there is
-        none.
+        """Logs a step's runs of tokens while they need no other action. Returns the number of the
+        first run that does, and that is not logged; None if all are logged.
 
         Args:
-          runs: number, and attempt with tokens; None: not of tokens alone.
+          runs: number, and attempt with tokens (None if the output holds more than tokens).
         """
         now, last = self._clock(), None
         for number, (attempt, tokens) in runs:
@@ -269,12 +269,12 @@ class Coordinator:
         return None
 
     def cancel(self, request_id: str) -> list[Action]:
-        """Ends a request wherever it is."""
+        """Ends a request in whatever place it is."""
         request = self.requests.get(request_id)
         return [] if request is None else self._end(request, "cancelled") + self._go_on()
 
     def tick(self) -> list[Action]:
-        """Ends requests that are late and renews leases; to be called several times a second."""
+        """Ends late requests and renews leases. Called several times a second."""
         now = self._clock()
         actions: list[Action] = []
         for request in list(self.requests.values()):
@@ -307,7 +307,7 @@ class Coordinator:
     # ----------------------------------------------------------------------------- movements
 
     def _move(self) -> list[Action]:
-        """Asks for requests that wait at a domain while another has free slots."""
+        """Asks domains to give back waiting requests while another has free slots."""
         actions: list[Action] = []
         for request in self.placement.stranded():
             assert request.worker is not None
@@ -316,7 +316,7 @@ class Coordinator:
         return actions
 
     def _drain(self, worker: Worker) -> list[Action]:
-        """Has requests leave a worker that takes nothing new."""
+        """Makes requests leave a draining worker."""
         actions: list[Action] = []
         moving = sum(bool(r.emitted) and r.place != "domain" for r in self.requests.values())
         for request in self.placement.leaving(worker, moving):
@@ -331,7 +331,7 @@ class Coordinator:
         return actions
 
     def _orphan(self, request_id: str) -> tuple[Worker, str] | None:
-        """The domain that has kept a request whose router is gone, and its attempt there."""
+        """Finds the domain that kept a request whose router is gone, and its attempt there."""
         for worker in self.placement.of("domain"):
             if attempt := worker.orphans.pop(request_id, ""):
                 return worker, attempt
@@ -343,7 +343,7 @@ class Coordinator:
         return SendAdopt(worker.name, attempt, request)
 
     def _place(self, request: Routed) -> Action | None:
-        """Sends a request to a worker; None where none has room for it."""
+        """Sends a request to a worker; None if no worker has room for it."""
         if self.placement.prefills(request):
             worker = self.placement.choose_prefill(request)
             return None if worker is None else self._to_prefill(request, worker)
@@ -370,7 +370,7 @@ class Coordinator:
         return SendSubmit(worker.name, attempt, request)
 
     def _to(self, request: Routed, worker: Worker, attempt: str) -> None:
-        """A domain has a request from now on."""
+        """Records that a domain has a request."""
         request.place, request.worker, request.attempt = "domain", worker, attempt
         request.weights = worker.facts.weights
         request.last_at, request.asked, request.placed_at = None, False, self._clock()
@@ -381,7 +381,7 @@ class Coordinator:
         self.placement.index.add(worker.name, request.blocks)
 
     def _attempt(self, request: Routed) -> str:
-        """The id of the next attempt; counts how long the request has waited for it."""
+        """Returns an id for the next attempt, and counts how long the request waited for it."""
         if request.place in ("waiting", "held"):
             request.waited += self._clock() - request.placed_at
         attempt = f"{request.job.request_id}@{self._name}.{next(self._numbers)}"
@@ -389,7 +389,7 @@ class Coordinator:
         return attempt
 
     def _begun(self, request: Routed, output: TokenOutput) -> list[Action]:
-        """The first news of a request at its domain, which has its pages then."""
+        """Handles the first output of a request at its domain, which then has the pages."""
         self._log(request, output)
         if request.source is not None and request.prefill is not None:
             request.prefill.handed += request.source.tokens
@@ -407,7 +407,7 @@ class Coordinator:
         request.emitted += output.token_ids
 
     def _release(self, request: Routed) -> list[Action]:
-        """Gives a prefill worker its prompt, or its pages, back."""
+        """Gives up a request's prompt or pages at its prefill worker."""
         worker, attempt = request.prefill, request.prefill_attempt
         if worker is None:
             return []
@@ -437,9 +437,9 @@ class Coordinator:
         bisect.insort(queue, request, key=lambda other: other.rank)
 
     def _go_on(self) -> list[Action]:
-        """Sends what waits to whoever has room, the first due first.
+        """Sends waiting requests to workers with room, in order of deadline.
 
-        One that finds no room holds back those that need the same, and no others.
+        A request without room holds back the requests with the same needs, and no others.
         """
         actions: list[Action] = []
         blocked: set[str] = set()
@@ -458,7 +458,7 @@ class Coordinator:
         return actions
 
     def _lost(self, request: Routed, why: str) -> list[Action]:
-        """A worker has lost a request."""
+        """Restarts a request whose worker was lost, or ends it after too many losses."""
         request.lost += 1
         self.replays += 1
         actions = self._again(request)
@@ -473,7 +473,7 @@ class Coordinator:
         return actions
 
     def _again(self, request: Routed) -> list[Action]:
-        """A request begins again from its token log, somewhere else."""
+        """Begins a request again from its token log, on any worker."""
         self._unqueue(request)
         self._take_from_domain(request)
         actions = self._release(request)
@@ -494,7 +494,7 @@ class Coordinator:
         return [*actions, End(request, reason, error, unavailable)]
 
     def _forget(self, request: Routed) -> list[Action]:
-        """Ends a request here; whoever has it is told."""
+        """Ends a request here and tells the workers that have it."""
         self.requests.pop(request.job.request_id, None)
         self._unqueue(request)
         actions = self._release(request)

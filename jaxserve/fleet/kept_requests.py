@@ -1,9 +1,8 @@
-"""Requests that outlive their router: a domain keeps what they have generated, for another one.
+"""Keeps requests and their outputs in a domain when their router is gone, for another router.
 
 A client that sends a key with a request (`Idempotency-Key`) may send both again, to any router,
-when its own is gone. The domain that has the request goes on with it meanwhile, for
-`fleet.resume_seconds`, and the router that adopts it gets everything from the first token. Called
-by `worker_port.py`; any thread.
+when its own is gone. Meanwhile the domain continues the request for `fleet.resume_seconds`. The
+router that adopts it gets everything from the first token. Called by `worker_port.py`; any thread.
 """
 
 import threading
@@ -24,10 +23,10 @@ class Kept(msgspec.Struct, eq=False):
     """A request with a key.
 
     Attributes:
-      frame: as it came.
-      outputs: what it has generated, what other domains had among it.
-      receiver: of its outputs; None: its router is gone.
-      since: seconds of `time.monotonic` at which that was, or at which it ended.
+      frame: the frame in which it came.
+      outputs: all outputs so far, including those of other domains before.
+      receiver: receiver of its outputs; None: its router is gone.
+      since: seconds of `time.monotonic` at which its router left or the request ended.
     """
 
     frame: Submit
@@ -41,7 +40,7 @@ class KeptRequests:
     """Requests with keys that one worker keeps.
 
     Args:
-      seconds: for which one is kept that has no router, or has ended; 0: none is kept.
+      seconds: time for which a request without a router, or an ended one, is kept; 0: never.
       cancel: ends a request of the engine.
     """
 
@@ -52,12 +51,12 @@ class KeptRequests:
 
     @property
     def orphans(self) -> list[str]:
-        """Attempts whose router is gone."""
+        """Attempts of requests whose router is gone."""
         with self._lock:
             return [one for one, kept in self._kept.items() if kept.receiver is None]
 
     def keep(self, frame: Submit, receiver: OnOutput) -> OnOutput:
-        """Keeps a request, if it has a key; returns what its outputs are to be given to."""
+        """Keeps a request, if it has a key. Returns the receiver to give its outputs to."""
         params = frame.params
         whole = params.logprobs is None and params.prompt_logprobs is None
         if not (self._seconds and frame.keyed) or (frame.emitted and not whole):
@@ -83,7 +82,7 @@ class KeptRequests:
         return take
 
     def drop(self, attempt: str) -> None:
-        """Forgets a request that its router does not want any more, or that was refused."""
+        """Forgets a request that its router gave up, or that was refused."""
         with self._lock:
             self._kept.pop(attempt, None)
 
@@ -96,18 +95,19 @@ class KeptRequests:
             return kept is not None
 
     def left(self, receiver: OnOutput) -> None:
-        """The same of all that ended with this receiver: what they gave may not have arrived."""
+        """Notes that a receiver is gone, for all its requests, ended ones included: their outputs
+        may not have arrived."""
         with self._lock:
             for kept in self._kept.values():
                 if kept.receiver == receiver:
                     kept.receiver, kept.since = None, time.monotonic()
 
     def adopt(self, attempt: str, prompt: bytes, receiver: OnOutput) -> None:
-        """Gives a request whose router is gone to another one, from its first token.
+        """Hands a request whose router is gone to another receiver, from its first token.
 
         Raises:
-          OverloadedError: it is not there any more: begin it anew.
-          InvalidRequestError: its prompt is another one.
+          OverloadedError: the request is no longer kept and has to begin again.
+          InvalidRequestError: it has another prompt.
         """
         with self._lock:
             kept = self._kept.get(attempt)

@@ -1,7 +1,7 @@
-"""Which worker is the best one for a request: the choices of the coordinator, and the refusals.
+"""Chooses the best worker for a request, or refuses it, for the coordinator.
 
-Pure, with the coordinator's clock. A router knows of its workers what they said last, and what it
-has sent them since.
+Pure, with the coordinator's clock. A router knows the last state that each worker sent, and the
+requests that it has sent since.
 """
 
 import heapq
@@ -18,12 +18,12 @@ from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.fleet.worker_table import WorkerTable
 
 STRANDED_SECONDS = 0.5
-"""Time that a request waits at a domain before it may go to another one. A domain's last state is
-as old."""
+"""Seconds that a request waits at a domain before it may go to another one. The domain's last state
+can be as old."""
 
 
 class Placement:
-    """The workers of one router.
+    """Keeps the workers of one router and chooses among them.
 
     Args:
       deployment: sections `prefill`, `pages` and `fleet`.
@@ -49,7 +49,7 @@ class Placement:
         }
 
     def join(self, worker: Worker) -> None:
-        """A worker is there."""
+        """Adds a connected worker."""
         self.leave(worker.name)
         self._weights.setdefault(worker.facts.weights, len(self._weights))
         self.workers[worker.name] = self._roles[worker.facts.role][worker.name] = worker
@@ -69,32 +69,32 @@ class Placement:
         return worker
 
     def drains(self, worker: Worker, mode: DrainMode) -> None:
-        """Notes that a worker takes nothing new, or does again."""
+        """Notes that a worker drains, or accepts requests again."""
         worker.drain = mode
         self.changed(worker)
         self._note_absence(worker.facts.role)
 
     def changed(self, worker: Worker) -> None:
-        """Something of a worker is different, but for its name and facts."""
+        """Notes a change of a worker in anything but its name and facts."""
         self._tables[worker.facts.role].changed(worker)
 
     def of(self, role: WorkerRole) -> list[Worker]:
-        """The workers of a role."""
+        """Returns the workers of a role."""
         return list(self._roles[role].values())
 
     def absent(self, role: WorkerRole) -> float:
-        """For how many seconds no worker of a role has taken requests; 0 while one does."""
+        """Seconds for which no worker of a role has accepted requests; 0 while one does."""
         since = self._absent[role]
         return 0.0 if since is None else self._clock() - since
 
     def takes(self, weights: str) -> bool:
-        """Whether a domain with these weights takes requests; with any, where they are empty."""
+        """Returns whether a domain with these weights (empty: any) accepts requests."""
         domains = self._roles["domain"].values()
         return any(not d.drain and weights in ("", d.facts.weights) for d in domains)
 
     def misfit(self, worker: Worker) -> str:
-        """Says why no domain could use what a prefill worker computes: all connected domains have
-        other weights. Empty where one has the same, or none is connected."""
+        """Says why no domain could use the results of a prefill worker: all connected domains have
+        other weights. Empty if one has the same, or none is connected."""
         if worker.facts.role != "prefill" or len(self._weights) < 2:
             return ""
         others = {d.facts.weights: d.facts.version for d in self._roles["domain"].values()}
@@ -107,7 +107,7 @@ class Placement:
         )
 
     def prefills(self, request: Routed) -> bool:
-        """Whether a prefill worker is to compute the prompt, rather than a domain."""
+        """Returns whether a prefill worker, rather than a domain, should compute the prompt."""
         if not self.wants_prefill or request.source is not None:
             return False
         if request.direct or request.job.whole:
@@ -125,8 +125,8 @@ class Placement:
         return length - known > page
 
     def prefilled_alike(self, request: Routed) -> bool:
-        """Whether a prefill worker has the weights of a request, or, where it may run on any, those
-        of some domain that takes requests, and so could compute for it."""
+        """Returns whether a prefill worker could compute for a request: it has the request's
+        weights or, if the request may run on any, those of some domain that accepts requests."""
         if len(self._weights) < 2:
             return True
         prefills = {w.facts.weights for w in self._roles["prefill"].values() if not w.drain}
@@ -136,21 +136,21 @@ class Placement:
         return not domains or not prefills.isdisjoint(domains)
 
     def needs(self, request: Routed) -> str:
-        """Names what a request needs room in, and the weights that it may run on: where one request
-        finds no room, another with the same needs finds none."""
+        """Names the kind of room and the weights that a request needs. If one request finds no
+        room, no other with the same needs does."""
         role = "domain"
         if self.prefills(request):
             role = "long prefill" if self._is_long(request) else "prefill"
         return f"{role} {request.weights}"
 
     def cost(self, request: Routed, worker: Worker) -> float:
-        """Cost of a request's prompt for a prefill worker, in tokens."""
+        """Returns the cost of a request's prompt for a prefill worker, in tokens."""
         length = len(request.job.prompt) + len(request.emitted)
         hits = self.index.hits(request.blocks).get(worker.name, 0)
         return self.estimates.cost(length, min(hits, length - 1))
 
     def choose_prefill(self, request: Routed) -> Worker | None:
-        """The one that will have computed the prompt first; None where none has room."""
+        """Returns the worker expected to finish the prompt first; None if none has room."""
         table = self._tables["prefill"]
         usable = table.usable(self._clock())
         usable &= self._fits(request, table)
@@ -169,10 +169,10 @@ class Placement:
         return table.workers[int(np.where(usable, seconds, np.inf).argmin())]
 
     def choose_domain(self, request: Routed) -> Worker | None:
-        """The one with the most room for the request; None where none has any.
+        """Returns the domain with the most room for the request; None if none has any.
 
-        One that keeps to the target for the time per output token goes before one that does not,
-        and one with a free slot before both.
+        Domains with a free slot are preferred, then those that meet the target time per output
+        token.
         """
         table = self._tables["domain"]
         usable = table.usable(self._clock())
@@ -199,8 +199,8 @@ class Placement:
         return table.workers[int(np.where(alike, taken / table["tokens"], np.inf).argmin())]
 
     def stranded(self) -> list[Routed]:
-        """Requests that wait for a slot at a domain while others have free ones, the first due
-        first and no more than those."""
+        """Returns requests that wait at a domain while others have free slots: in order of
+        deadline, and at most as many as there are free slots."""
         domains, now = self._roles["domain"].values(), self._clock()
         free = sum(
             max(0, worker.facts.slots - worker.count)
@@ -221,11 +221,11 @@ class Placement:
         return heapq.nsmallest(max(0, free), found, key=lambda request: request.rank)
 
     def leaving(self, worker: Worker, moving: int) -> list[Routed]:
-        """Returns the requests that are to leave a worker that drains: those without a token there,
+        """Returns the requests that should leave a draining worker: those without a token there
         and, if all are to move, as many others as other workers have room for.
 
         Args:
-          moving: requests with tokens that are on their way already.
+          moving: requests with tokens that are already on their way.
         """
         requests = sorted(worker.requests.values(), key=lambda request: request.rank)
         if worker.facts.role == "prefill":
@@ -245,10 +245,10 @@ class Placement:
         return found + begun[: max(0, free.get(worker.facts.weights, 0) - moving)]
 
     def room_for(self, request: Routed, waiting: int) -> Worker | None:
-        """The worker for a new request, where so many wait for one already; None: it waits, too.
+        """Returns the worker for a new request; None: it waits, like `waiting` others.
 
         Raises:
-          OverloadedError: no; says the numbers.
+          OverloadedError: too many wait; the message shows the numbers.
         """
         fleet = self._fleet
         role: WorkerRole = "prefill" if self.prefills(request) else "domain"
@@ -281,8 +281,8 @@ class Placement:
             self._absent[role] = self._clock()
 
     def _fits(self, request: Routed, table: WorkerTable) -> np.ndarray | bool:
-        """[workers] of a table that is up to date: which have the weights that a request may run
-        on; for one that may run on any, those that some domain has that takes requests."""
+        """Returns [workers], true for workers of an up-to-date table whose weights the request may
+        run on: its own, or, if it may run on any, those of a domain that accepts requests."""
         if len(self._weights) < 2:
             return True
         if request.weights:

@@ -1,7 +1,7 @@
-"""State of a router: its requests that have not ended, and its workers.
+"""State of a router: its workers, and its requests that have not ended.
 
-Made and changed by `coordinator.py` alone. Nothing is on disk: a router that is lost loses its own
-requests, and no other router's.
+Changed only by `coordinator.py`. Nothing is on disk: a lost router loses its own requests, and no
+other router's.
 """
 
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ class Job(NamedTuple):
     request_id: str
     prompt: list[int]
     max_tokens: int
-    """The most that it will generate."""
+    """Most tokens that the request generates."""
     cache_salt: str = ""
     priority: int = 0
     deadline: float | None = None
-    """In the coordinator's clock."""
+    """Time of the coordinator's clock at which the request is given up."""
     whole: bool = False
-    """Whether the domain has to compute the whole prompt itself, as for its log-probabilities."""
+    """True if the domain must compute the whole prompt itself, as for its log-probabilities."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class Routed:
 
     | place | means |
     |---|---|
-    | waiting | no worker has it: none is there, or none has room |
+    | waiting | no worker has it: none is connected, or none has room |
     | prefill | a prefill worker computes its prompt |
     | held | a prefill worker has its pages, and no domain has room |
     | domain | a domain has it |
@@ -43,91 +43,90 @@ class Routed:
     job: Job
     arrival: float
     rank: tuple[float, int]
-    """The order in which requests that wait are served."""
+    """Position in the order in which waiting requests are served."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prompt, as in `prefix_index.py`."""
     emitted: list[int] = field(default_factory=list)
-    """The token log: what it has generated."""
+    """Token log: all tokens generated so far."""
     place: Literal["waiting", "prefill", "held", "domain"] = "waiting"
     attempt: str = ""
     """Id of the request at the worker that has it."""
     worker: "Worker | None" = None
     prefill: "Worker | None" = None
-    """Who computes or holds its pages, from `prefill` until its first token."""
+    """Worker that computes or holds the request's pages, from `prefill` until the first token."""
     prefill_attempt: str = ""
     source: PagesSource | None = None
     asked: bool = False
-    """Whether its domain was asked to give it back, as another has a free slot."""
+    """True if its domain was asked to give it back, because another has a free slot."""
     direct: bool = False
-    """Whether its prompt has no page to hold, as a prefill worker found."""
+    """True if a prefill worker found that the prompt has no full page to hold."""
     cost: float = 0.0
     """Cost of the prompt for the prefill worker, in tokens."""
     promised: int = 0
-    """Tokens that it will take of its domain's cache, by estimate."""
+    """Estimated tokens that the request will take of its domain's cache."""
     renew_at: float = 0.0
     weights: str = ""
     """Digest of the weights that the request began with; empty: any worker may run it."""
     lost: int = 0
-    """Workers that it has lost."""
+    """Number of workers that were lost while they had the request."""
     placed_at: float = 0.0
     computed_at: float | None = None
-    """When a prefill worker had its prompt computed."""
+    """Time at which a prefill worker had computed the prompt."""
     found: int | None = None
-    """Tokens that the prefill worker which computed its prompt had in its prefix cache; None: the
-    domain computes the prompt."""
+    """Prompt tokens in the prefill worker's prefix cache; None: a domain computes the prompt."""
     waited: float = 0.0
-    """Seconds in which no worker had it, or its pages were held."""
+    """Seconds in which no worker had the request, or its pages were held."""
     last_at: float | None = None
-    """When its last tokens came."""
+    """Time at which its last tokens came."""
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and token log."""
+        """Prompt and token log, joined."""
         return self.job.prompt + self.emitted
 
     def cached(self, output: TokenOutput) -> int:
-        """Tokens of its prompt that nobody had to compute, by the domain's first output.
+        """Returns the prompt tokens that no worker had to compute, given the domain's first output.
 
-        What a prefill worker has computed for it is in the domain's prefix cache, too, so there
-        the prefill worker's count is the one.
+        Entries from a prefill worker are in the domain's prefix cache, too, so if one computed the
+        prompt, its count is the right one.
         """
         cached = output.cached_tokens if self.found is None else self.found
         return min(cached, len(self.job.prompt))
 
     def queued(self, output: TokenOutput) -> float:
-        """Seconds that it waited for workers, by the domain's first output."""
+        """Seconds that the request waited for workers, given the domain's first output."""
         return self.waited + output.queue_seconds
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker that is connected."""
+    """State of a connected worker."""
 
     name: str
     facts: WorkerFacts
     reserved: bool = False
-    """Whether it takes long prompts only."""
+    """True if it takes long prompts only."""
     requests: dict[str, Routed] = field(default_factory=dict)
-    """Attempt → this router's requests that it has: of a prefill worker those it holds, too."""
+    """Attempt → this router's request there; at a prefill worker also the held ones."""
     load: EngineLoad = field(default_factory=EngineLoad)
     others: int = 0
-    """Requests of other routers, by its last state."""
+    """Requests of other routers, according to its last state."""
     why: str = ""
-    """Why the worker gets nothing new: silent, its step loop stands still, not ready; or empty."""
+    """Why the worker gets no new requests: silent, step loop stuck, not ready. Empty otherwise."""
     drain: DrainMode = ""
-    """Whether it takes nothing new, and what its requests are to do."""
+    """Whether it drains, and what happens to its requests."""
     orphans: dict[str, str] = field(default_factory=dict)
-    """Requests whose router is gone: id → attempt."""
+    """Requests there whose router is gone: id → attempt."""
     full_until: float = 0.0
-    """Time until which the worker is not asked again: it had no room."""
+    """Time until which the worker is not asked again, because it had no room."""
     work: float = 0.0
-    """Prefill worker: cost of the prompts that it has not computed yet."""
+    """Prefill worker: cost of the prompts still to compute."""
     promised: int = 0
-    """Domain: tokens of the cache that its requests will take."""
+    """Domain: tokens of the cache that its requests are expected to take."""
     speed: float = 0.0
-    """Prefill worker: cost a second; 0: not known yet."""
+    """Prefill worker: cost computed in a second; 0: not known yet."""
     busy_since: float = 0.0
-    """Prefill worker: when it finished a prompt last, or began after it had none."""
+    """Prefill worker: when it last finished a prompt, or began one after being idle."""
     pace: float = 0.0
     """Domain: seconds between the tokens of a request; 0: not known yet."""
     handed: int = 0
@@ -135,7 +134,7 @@ class Worker:
 
     @property
     def suspect(self) -> bool:
-        """Whether it gets nothing new."""
+        """True if it gets no new requests."""
         return bool(self.why)
 
     def reaches(self, address: str) -> bool:
@@ -145,5 +144,5 @@ class Worker:
 
     @property
     def count(self) -> int:
-        """Requests that it has, of all routers."""
+        """Requests that it has, from all routers."""
         return self.others + len(self.requests)

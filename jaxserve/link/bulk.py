@@ -1,8 +1,8 @@
-"""Arrays as bytes behind a frame: from devices to the connection, from there to devices.
+"""Sends arrays as bytes behind a frame, from the devices of one process to those of another.
 
-The arrays follow each other, each padded to `ALIGNMENT`, so that one call reads them into one
-buffer, which XLA adopts on CPUs where it lies, without a copy. The frame that announces them
-carries their size and checksum. Used by hand-offs of pages and by messages between runtimes.
+The arrays follow each other, each padded to `ALIGNMENT`. One call reads them into one buffer, which
+XLA adopts on CPUs without a copy. The frame that announces them carries their size and checksum.
+Used by hand-offs of pages and by messages between runtimes.
 """
 
 import math
@@ -19,16 +19,16 @@ from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.messages import Bulk
 
 ALIGNMENT = 64
-"""Bytes; what XLA asks of memory that it is to use as it is."""
+"""Alignment in bytes that XLA requires of memory that it adopts."""
 KEPT_BUFFERS = 16
 """Unused buffers of a size kept for later arrays; new memory has to be faulted in."""
 CHECKED_WORDS = 509
-"""Words of 64 bits in a row of the sums that a checksum takes: prime, so that bytes which lie some
-pages of memory from where they belong add to other columns."""
+"""Words of 64 bits in a row of the checksum's sums. Prime, so that bytes that land some memory
+pages away from their place are added to other columns."""
 
 
 class CorruptBulk(OSError):
-    """Other bytes arrived than were sent; the connection is not to be used any more."""
+    """The received bytes differ from those sent; the connection must not be used any more."""
 
 
 def send_arrays(
@@ -65,7 +65,7 @@ def send_arrays(
 
 
 class HostBuffers:
-    """Memory for arrays that arrive. It returns by itself once no array lies in it any more."""
+    """Buffers for arriving arrays. A buffer is reused once no array lies in it any more."""
 
     def __init__(self) -> None:
         self._unused: dict[int, deque[mmap.mmap]] = {}
@@ -117,12 +117,13 @@ def received_arrays(
 
 
 def checksum(views: Sequence[np.ndarray]) -> int:
-    """Returns 32 bits of these bytes.
+    """Returns a checksum of 32 bits.
 
-    The CRC-32 of the columns' sums, modulo 2**64, of rows of `CHECKED_WORDS`, and of what is left.
-    The sums notice whatever changes one word, words that are lost, and words that stand in another
-    column, at the speed of memory: 46 to 53 GB/s of a piece in a core's cache, where CRC-32 of all
-    bytes makes 4.3 (one core of an AMD EPYC, 2026-11-22). It is no protection against people.
+    The bytes are cut into rows of `CHECKED_WORDS` words, which are summed by column, modulo 2**64.
+    The checksum is the CRC-32 of the sums and of the rest. It detects a changed word, lost words,
+    and words in another column, at the speed of memory: 46 to 53 GB/s for a piece in a core's
+    cache, where CRC-32 of all bytes reaches 4.3 (one core of an AMD EPYC, 2026-11-22). It does not
+    protect against deliberate changes.
     """
     found = 0
     for view in views:

@@ -1,8 +1,8 @@
-"""In which dtype the matrices lie that are not quantised: that of the activations, or on CPUs BF16.
+"""Chooses the dtype of matrices that are not quantised: that of the activations, or BF16 on CPUs.
 
-CPUs convert a matrix while they multiply by it, which is exact, and read half the bytes
-(`pallas_kernels/input_major.py`): beside FP32 activations a BF16 checkpoint's matrices stay as they
-are, and the tokens are the same. Called by `blocks.py` and by whoever knows the devices.
+CPUs convert a matrix while they multiply by it, which is exact, and so read half the bytes
+(`pallas_kernels/input_major.py`). Beside FP32 activations the matrices of a BF16 checkpoint stay in
+BF16, and the tokens are the same. Called by `blocks.py` and by code that knows the devices.
 """
 
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from jaxserve.config.topology import Role
 
 
 def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """The model as these devices run it."""
+    """Returns the model with the platform of these devices."""
     return msgspec.structs.replace(config, platform=platform_of(mesh.devices.flat[0].platform))
 
 
 def float_dtype(config: ModelConfig, deployment: Deployment, role: Role) -> jnp.dtype:
-    """Of a role's matrices that are not quantised; see `held_floats`."""
+    """Returns the dtype of a role's matrices that are not quantised; see `held_floats`."""
     weights, on_cpus = getattr(deployment, role).weights, config.platform == "cpu"
     return jnp.dtype(held_floats(role, weights, deployment.dtype, config.floats, on_cpus=on_cpus))

@@ -29,8 +29,7 @@ class SamplerState(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Penalties, biases and masks applied to the logits before a draw, one row per slot; see
-    `adjust`."""
+    """Penalties, biases and masks for the logits of a draw, one row per slot; see `adjust`."""
 
     repetition: Float[Array, " slots"]
     """1: off."""
@@ -94,11 +93,11 @@ def count(
 def adjust(
     logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: Rules
 ) -> Float[Array, "slots vocab"]:
-    """Logits after penalties, then biases, then the mask; FP32.
+    """Returns the FP32 logits after penalties, then biases, then the mask.
 
     Repetition divides the positive logits of all tokens seen, in the prompt or generated, and
-    multiplies the negative ones (Keskar et al., 2019, §4.1). Presence is subtracted once from a
-    token that was generated, frequency for every time that it was.
+    multiplies the negative ones (Keskar et al., 2019, §4.1). Presence is subtracted once from the
+    logit of a generated token, frequency for every time that it was generated.
     """
     logits, vocab = logits.astype(jnp.float32), logits.shape[1]
 
@@ -114,7 +113,7 @@ def adjust(
         slot = jnp.arange(logits.shape[0])[:, None]
         padding = vocab + jnp.arange(rules.token_ids.shape[1])
         ids = jnp.where(rules.token_ids < vocab, rules.token_ids, padding)
-        # Without the promise that indices differ, TPUs sort them: most of the time to compile.
+        # Unless told that indices differ, TPUs sort them, which takes most of the compile time.
         return logits.at[slot, ids].add(rules.biases, mode="drop", unique_indices=True)
 
     def mask() -> Array:
@@ -155,8 +154,8 @@ def sample_and_largest(
     windows of `_MANY` slots, of which empty ones are skipped.
 
     Args:
-      logits: all, or this device's columns of those divided over `tp`, -inf beyond the vocabulary:
-        greedy slots do without the others'.
+      logits: all columns, or this device's share of columns divided over `tp`; -inf beyond the
+        vocabulary. Greedy slots do not need the columns of other devices.
     """
     (slots, columns), logits = logits.shape, logits.astype(jnp.float32)
     greedy, largest = _greedy(in_blocks(logits), columns)
@@ -203,12 +202,12 @@ def sample_and_largest(
 
 
 def draw_keys(seed: UInt[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
-    """The randomness of a request's draw of the token at `position`."""
+    """Derives the random keys of the draw at `position` from the request's seed."""
     return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
 
 
 def in_blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128"]:
-    """FP32, a row cut into blocks; -inf fills the last one.
+    """Converts logits to FP32 and cuts each row into blocks; -inf fills the last one.
 
     Sums along the blocks add whole vectors, on every platform, in an order that depends on the
     vocabulary alone.
@@ -223,7 +222,7 @@ def in_blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 1
 def _greedy(
     blocks: Float[Array, "rows blocks 128"], vocab: int
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """The first of the largest, vocab - 1 where there is a NaN; and how large it is."""
+    """Returns the first token with the largest logit (vocab - 1 if one is NaN), and that logit."""
     at_once = functools.partial(_greedy_at_once, vocab=vocab)
     by_blocks = functools.partial(_greedy_by_blocks, vocab=vocab)
     found: tuple[Array, Array] = jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
@@ -233,7 +232,7 @@ def _greedy(
 def _greedy_of_all(
     own: Int[Array, " rows"], largest: Float[Array, " rows"], columns: int
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """`_greedy` of all devices' columns from that of each device's own."""
+    """Combines each device's `_greedy` of its own columns into that of all columns."""
     first = jax.lax.axis_index("tp") * columns
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     ids, found = jnp.moveaxis(jax.lax.all_gather(jnp.stack([own + first, bits]), "tp"), 1, 0)
@@ -245,7 +244,7 @@ def _greedy_of_all(
 def _greedy_at_once(
     blocks: Float[Array, "rows blocks 128"], vocab: int
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """A maximum and a minimum vectorise where argmax does not."""
+    """Finds it as a maximum and a minimum, which vectorise where argmax does not."""
     ids = jnp.arange(blocks.shape[1] * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK)
     largest = _largest(blocks)
     equal = blocks == largest[:, None, None]
@@ -255,8 +254,8 @@ def _greedy_at_once(
 def _greedy_by_blocks(
     blocks: Float[Array, "rows blocks 128"], vocab: int
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """The same in one pass: a third of the time on CPUs (32 rows of 32,768 take a core of an Intel
-    Xeon 0.36 ms, and 1.11 at once; 2026-11-23)."""
+    """Finds it in one pass. On CPUs that takes a third of the time (32 rows of 32,768 on a core of
+    an Intel Xeon: 0.36 ms, against 1.11 at once; 2026-11-23)."""
 
     def compare(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         largest, place = found
@@ -280,7 +279,7 @@ def _total(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
 
 
 def _noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows numbers"]:
-    """What `_draw` needs."""
+    """Gumbel noise for `_draw`: 128 numbers for columns and one for each block."""
     numbers = _BLOCK + -(-vocab // _BLOCK)
     return jax.vmap(lambda key: jax.random.gumbel(key, (numbers,), jnp.float32))(keys)
 
@@ -288,9 +287,9 @@ def _noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows numbers"
 def _draw(
     weights: Float[Array, "rows blocks 128"], noise: Float[Array, "rows numbers"]
 ) -> Int[Array, " rows"]:
-    """Gumbel-max, twice: argmax(logarithm of weights + Gumbel noise) is a draw. First among the 128
-    columns by the sum of their weights, then in the column; so the noise is 128 + blocks numbers a
-    row, not one a token."""
+    """Draws by the Gumbel-max method: argmax(log(weights) + Gumbel noise) is a draw. It first draws
+    one of the 128 columns by its sum of weights, then a block in the column. A row thus needs 128 +
+    blocks numbers of noise, not one for each token."""
     sums = jnp.log(jnp.sum(jnp.exp(weights), axis=1))
     column = jnp.argmax(sums + noise[:, :_BLOCK], axis=1)
     inside = jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0]
@@ -301,9 +300,9 @@ def _draw(
 def process(
     blocks: Float[Array, "rows blocks 128"], state: SamplerState
 ) -> Float[Array, "rows blocks 128"]:
-    """Logarithms of the weights that draws go by: a row's distribution is their softmax.
+    """Returns the logarithms of the weights for draws: a row's distribution is their softmax.
 
-    The likeliest token has 0; tokens that may not come, and the padding, have -inf.
+    The likeliest token has 0; excluded tokens and padding have -inf.
     """
     # Subtracting the largest logit first keeps the division finite for any temperature.
     temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
@@ -315,7 +314,7 @@ def process(
 def _threshold(
     scaled: Float[Array, "rows blocks 128"], state: SamplerState
 ) -> Float[Array, " rows"]:
-    """The smallest scaled logit that may be drawn; expects rows whose largest logit is 0."""
+    """Returns the smallest scaled logit that may be drawn; each row's largest logit must be 0."""
     off = scaled.shape[1] * _BLOCK
     top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, off), off)
     by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
@@ -341,15 +340,15 @@ def _smallest_kept(
     weights: Float[Array, "rows blocks 128"],
     enough: Float[Array, " rows"],
 ) -> Float[Array, " rows"]:
-    """The largest of the values, all <= 0, such that the weights of those that are no smaller sum
-    to at least `enough`; -inf where all together do not.
+    """Returns the largest value (all are <= 0) such that the weights of all entries at least as
+    large sum to at least `enough`; -inf if the sum of all does not.
 
     Binary search over the magnitudes' bits: 31 passes over the row instead of a sort, which is
     several times slower on every platform.
     """
     magnitudes = jax.lax.bitcast_convert_type(values, jnp.int32) & MAX
 
-    # From the highest bit down: the largest magnitude below which there is not enough.
+    # From the highest bit down: finds the largest magnitude whose smaller ones sum to too little.
     def try_bit(step: Array, found: Array) -> Array:
         candidate = found | (jnp.int32(1 << 30) >> step)
         mass = _total(jnp.where(magnitudes < candidate[:, None, None], weights, 0.0))

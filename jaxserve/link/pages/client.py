@@ -1,12 +1,11 @@
 """The decode worker's end of a pages link: fetches held pages from prefill workers.
 
-The engine's thread hands fetches in and gets their pieces back on threads of this module; nothing
-that it calls waits. Each prefill worker has a few streams: threads with a connection of their own
-(`connection.py`), which they keep from fetch to fetch. While a request waits for a slot, any
-stream renews its lease. A fetch whose connection is lost, or gave
-a piece with a wrong checksum, goes on once over a new one; after that its request is told. A
-prefill worker that let a fetch time out is left alone for a while (`Breaker`).
-`server.py` is the other end. This module knows nothing of requests and pages.
+The engine's thread hands fetches in, without waiting, and threads of this module hand their pieces
+back. Each prefill worker has a few streams: threads with a connection of their own
+(`connection.py`), kept from fetch to fetch. While a request waits for a slot, any stream renews its
+lease. If a fetch loses its connection, or gets a piece with a wrong checksum, it continues once
+over a new connection; after that it fails. A prefill worker that let a fetch time out is left alone
+for a while (`Breaker`). `server.py` is the other end. Knows nothing of requests and pages.
 """
 
 import logging
@@ -38,8 +37,8 @@ OPEN_SECONDS = 10.0
 
 class Breaker:
     """Circuit breaker of one prefill worker: closed while it works, open after a timeout, half-open
-    once the pause is over. Without it every request whose pages are there would wait for the same
-    deadline again.
+    once the pause is over. Without it every request with pages at that worker would wait for the
+    same deadline again.
 
     Args:
       clock: Seconds, monotonic.
@@ -54,7 +53,7 @@ class Breaker:
     def blocked(self) -> str:
         """Returns why the path must not be tried now, empty if the caller may try it.
 
-        After the pause one caller may, and the others have to wait for another pause.
+        After each pause one caller may; all others wait for the end of another pause.
         """
         now = self._clock()
         if self.why and now < self._until:
@@ -74,15 +73,15 @@ class Breaker:
 
 
 class PagesClient:
-    """Fetches from any number of prefill workers.
+    """Fetches pages from any number of prefill workers.
 
     Args:
-      hello: what this worker is; prefill workers that differ are refused.
+      hello: this worker's facts; prefill workers with other facts are refused.
       token: the secret of the deployment.
       landing: where pieces are to arrive.
-      lease_seconds: of the prefill workers; leases are renewed every third of it.
-      streams: fetches from one prefill worker at a time, a connection each.
-      deadlines: of every wait.
+      lease_seconds: lease of the prefill workers, renewed every third of it.
+      streams: concurrent fetches from one prefill worker, each with a connection.
+      deadlines: deadlines of all waits.
     """
 
     def __init__(
@@ -112,20 +111,20 @@ class PagesClient:
                 self._peer(source.address).keep(source.hand_off)
 
     def release(self, source: PagesSource) -> None:
-        """The lease is not wanted any more."""
+        """Gives up the lease."""
         with self._lock:
             if not self._closed:
                 self._peer(source.address).release(source.hand_off)
 
     def leave(self, source: PagesSource) -> None:
-        """The lease is somebody else's to renew or release from now on."""
+        """Leaves it to others to renew or release the lease."""
         with self._lock:
             peer = self._peers.get(source.address)
         if peer is not None:
             peer.leave(source.hand_off)
 
     def fetch(self, job: FetchJob) -> None:
-        """Queues a fetch; one of its callbacks says how it went on."""
+        """Queues a fetch; its callbacks report the pieces or a failure."""
         with self._lock:
             self._jobs[job.key] = job
             blocked = "the pages link was closed"
@@ -145,7 +144,7 @@ class PagesClient:
 
     @property
     def counters(self) -> FetchCounters:
-        """What it has done so far; from any thread."""
+        """Counters since the client was opened. May be read from any thread."""
         with self._lock:
             return FetchCounters(
                 transfers=self._transfers,
@@ -174,7 +173,7 @@ class PagesClient:
             peer.join(max(0.0, end - time.monotonic()))
 
     def connect(self, address: str, peer: "_Peer") -> PagesConnection:
-        """A connection that is up; for streams. Raises as `PagesConnection.open`."""
+        """Opens a connection for a stream. Raises as `PagesConnection.open`."""
         return PagesConnection.open(
             address,
             self._hello,
@@ -196,7 +195,7 @@ class PagesClient:
         logger.warning("pages of %s: %s", address, error)
 
     def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
-        """Counts the end of a fetch and tells of a failure."""
+        """Counts the end of a fetch and reports a failure."""
         with self._lock:
             wanted = self._jobs.pop(job.key, None) is job
             if wanted and failure is None:
@@ -227,7 +226,7 @@ class _Peer:
         self._changed = threading.Condition()
         self._queue: deque[FetchJob] = deque()
         self._kept: set[str] = set()
-        self._released: dict[str, None] = {}  # in order, until it has been said
+        self._released: dict[str, None] = {}  # in order, until sent
         self._streams: list[threading.Thread] = []
         self._connections: set[PagesConnection] = set()
         self._idle = 0
@@ -237,14 +236,14 @@ class _Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether it is in use; otherwise nothing of it is left."""
+        """True while it is in use; otherwise it can be dropped."""
         with self._changed:
             used = self._queue or self._kept or self._streams
             return bool(used) or time.monotonic() - self._last < IDLE_SECONDS
 
     @property
     def connections(self) -> int:
-        """Open now."""
+        """Number of open connections."""
         return len(self._connections)
 
     def keep(self, hand_off: str) -> None:
@@ -254,14 +253,14 @@ class _Peer:
             self._used()
 
     def release(self, hand_off: str) -> None:
-        """Says as soon as possible that a lease is over."""
+        """Tells the prefill worker as soon as possible that a lease is over."""
         with self._changed:
             self._kept.discard(hand_off)
             self._released[hand_off] = None
             self._used()
 
     def leave(self, hand_off: str) -> None:
-        """Does not renew a lease any more."""
+        """Stops renewing a lease."""
         with self._changed:
             self._kept.discard(hand_off)
 
@@ -294,7 +293,7 @@ class _Peer:
             if due:
                 self._renewed = time.monotonic()
         for hand_off in released:
-            connection.send(Release(hand_off))  # or raises, and the next connection says it
+            connection.send(Release(hand_off))  # if this raises, the next connection sends it
             with self._changed:
                 self._released.pop(hand_off, None)
         if kept:
@@ -323,7 +322,7 @@ class _Peer:
                 self._streams.remove(threading.current_thread())
 
     def _wait(self) -> bool:
-        """Until there is something to do; False at the end."""
+        """Waits until there is something to do; returns False at the end."""
         with self._changed:
             self._idle += 1
             try:
@@ -339,7 +338,7 @@ class _Peer:
                 self._idle -= 1
 
     def _live(self, connection: PagesConnection | None) -> PagesConnection | None:
-        """Serves the next fetch, if there is one; the connection to go on with."""
+        """Serves the next fetch, if any; returns the connection to use next."""
         with self._changed:
             job = self._queue.popleft() if self._queue else None
             self._last = began = time.monotonic()
@@ -369,13 +368,13 @@ class _Peer:
             if time.monotonic() - began > self._client.deadlines.suspect:
                 self.breaker.timed_out(text)
             self._lost(job, f"{self._address}: {text}", connection is not None)
-        except Exception as error:  # A defect; but without this thread nobody would notice.
+        except Exception as error:  # A defect, which would go unnoticed if it ended this thread.
             logger.exception("pages of %s", self._address)
             self._failed(job, f"{type(error).__name__}: {error}", False)
         return connection
 
     def _serve(self, connection: PagesConnection, job: FetchJob) -> None:
-        """Fetches what is missing of a job, piece by piece."""
+        """Fetches the missing pieces of a job one by one."""
         job.attempts += 1
         landing = self._client.landing
         pieces = connection.fetch(
@@ -390,7 +389,7 @@ class _Peer:
                 job.on_piece(first, tokens, piece)
 
     def _lost(self, job: FetchJob | None, text: str, connected: bool) -> None:
-        """The connection of a fetch was lost; it goes on over another one, once."""
+        """Continues a fetch that lost its connection over another one, once."""
         if job is not None and connected and job.attempts < ATTEMPTS and not self._closing:
             with self._changed:
                 self._queue.appendleft(job)
@@ -400,7 +399,7 @@ class _Peer:
     def _failed(self, job: FetchJob | None, text: str, mismatch: bool) -> None:
         if job is not None:
             self._client.ended(job, (text, mismatch))
-        else:  # It was only to connect: whoever fetches will be told.
+        else:  # Only connecting failed: later fetches will report it.
             with self._changed:
                 self._kept.clear()
                 self._released.clear()

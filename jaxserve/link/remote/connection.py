@@ -92,7 +92,7 @@ class MessageConnection(Session):
         self._transfers = opens(transport)(channel)
         self._allowed = limit
         self._posted: dict[int, Unanswered] = {}
-        """By number."""
+        """Message number → message."""
         self._to_send: queue.SimpleQueue[tuple[int, Unanswered] | None] = queue.SimpleQueue()
         self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()

@@ -27,7 +27,7 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.link.session.hello import Refusal
 
 AHEAD = 1
-"""Messages in the devices' queues beside the one that runs: enough to keep them busy."""
+"""Messages in the devices' queues beside the running one: enough to keep the devices busy."""
 
 
 class Enqueued(Protocol):
@@ -39,11 +39,10 @@ class Enqueued(Protocol):
 class Turns:
     """Rotation among the domains whose messages wait (xDeepServe §5.2); called from any thread.
 
-    Every domain has a thread that waits for its messages and takes a turn for each. Where several
-    wait, the one that had its last turn longest ago is next, so a domain of many lanes does not
-    keep another waiting for more than one of its messages. That holds only while the devices'
-    queues are short, for they are in order: with several domains, no more than `AHEAD` messages
-    wait behind the one that runs.
+    Every domain has a thread that waits for its messages and takes a turn for each. If several
+    domains wait, the one whose last turn was longest ago is next. So even a domain of many lanes
+    delays another by only one message. That requires short device queues, because devices work in
+    order: with several domains, at most `AHEAD` messages wait behind the running one.
 
     Args:
       shared: whether several domains are connected.
@@ -102,8 +101,7 @@ class Turns:
 logger = logging.getLogger(__name__)
 
 MOST_SIZES = 128
-"""Sizes of messages that all domains together may have: each has a program for every kind of
-layer."""
+"""Most message sizes of all domains together. Each needs a program for every kind of layer."""
 
 
 class Work(Protocol):
@@ -207,7 +205,7 @@ class MessageLanding:
             [pieces.get((device, slot)) for device in range(mesh.size)]
             for slot in range(route.slots)
         ]
-        """By slot and device, the piece that lands there."""
+        """Piece that lands in each slot of each device, or None: [slot][device]."""
         self._padding = functools.cache(self._make_padding)
         self._put = functools.cache(self._make_put)
 

@@ -1,4 +1,4 @@
-"""What attention needs to know of a flat, ragged batch, the same for every layer.
+"""Flat, ragged batch of a step, in the form that attention of every layer takes.
 
 Built once a step from its int32 arrays (`roles/step_plan.py`), in the first program, and passed to
 every layer.
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32, Int
 
 
 class Shared(NamedTuple):
-    """What attention layers with the same spec would compute of positions alone."""
+    """Values computed from positions alone, which attention layers with the same spec share."""
 
     turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
     """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
@@ -36,12 +36,12 @@ class RaggedBatch(NamedTuple):
     """The entry of the layer that the batch is passed to."""
 
     def of_layer(self, spec: int) -> "RaggedBatch":
-        """The batch for a layer with the attention spec of this number."""
+        """Returns the batch for a layer with the attention spec of this number."""
         return self._replace(shared=(), own=self.shared[spec]) if self.shared else self
 
     @property
     def where(self) -> tuple[Array, Array, Array]:
-        """Page table, and each token's sequence and position, as kernels of the cache take them."""
+        """Page table, sequence and position of each token, as the cache kernels take them."""
         return self.page_table, self.sequence_of_token, self.position
 
 

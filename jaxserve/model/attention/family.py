@@ -1,5 +1,5 @@
-"""Which module computes a model's attention, and what its layers share. Called by `blocks.py` and
-by a step's first program; each family has its own file."""
+"""Chooses the module that computes a model's attention, and the values that its layers share.
+Called by `blocks.py` and by a step's first program; each family has its own file."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from pallas_kernels.attention.api import attention_places
 
 Module = mfa.MFA | gqa.GQA | mla.MLA
 MODULES: dict[type, type[Module]] = {MFA: mfa.MFA, GQA: gqa.GQA, MLA: mla.MLA}
-"""The module that computes an attention spec."""
+"""Attention spec → the module that computes it."""
 
 
 def attention_module(
     config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
 ) -> Module:
-    """The attention module of a layer: normed tokens, pages and batch in; this device's share of
-    the output, and the pages, out.
+    """Makes the attention module of a layer. It maps normed tokens, pages and batch to this
+    device's share of the output, and the pages.
 
     Args:
       kind: kind of the layer.
@@ -38,13 +38,13 @@ def with_shared(
     dtype: jnp.dtype,
     caches: Mapping[Attention, tuple[Array, Sequence[jax.ShapeDtypeStruct]]],
 ) -> RaggedBatch:
-    """The batch with everything that several layers would compute of positions alone: for each of
-    the model's attention specs the angles and the walk of the attention kernels over the pages.
+    """Adds the values that several layers would compute from positions alone: for each of the
+    model's attention specs the angles, and the attention kernels' walk over the pages.
 
     Args:
       dtype: dtype of the queries.
-      caches: of each attention spec, in the model's order, the page table, and a layer's arrays as
-        on a device of the surrounding `shard_map`.
+      caches: for each attention spec, in the model's order, the page table and the arrays of one
+        layer's cache on a device of the surrounding `shard_map`.
     """
     shared = (_shared(batch, sizes, dtype, *cache) for sizes, cache in caches.items())
     return batch._replace(shared=tuple(shared))
@@ -57,14 +57,14 @@ def _shared(
     table: Array,
     pages: Sequence[jax.ShapeDtypeStruct],
 ) -> Shared:
-    """What layers with one attention spec share."""
+    """Computes the values that layers with one attention spec share."""
     tokens = batch.position.shape[0]
     latent, rotated = 0, sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
     turn = rotation(batch.position, rotated, sizes.rope)
     keys, values, rope_pages = pages[0], pages[1] if len(pages) > 1 else None, None
     if isinstance(sizes, MLA):
         if tokens > batch.page_table.shape[0]:
-            return Shared(turn)  # It attends to the cache from other positions (`mla.py`).
+            return Shared(turn)  # Its attention to the cache uses other positions (`mla.py`).
         latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, latent + rotated), dtype)

@@ -41,15 +41,15 @@ class Entry(NamedTuple):
     heads: int
     width: int
     plain: bool = False
-    """Whether rows are BF16 without scales in every format of the cache."""
+    """True if rows are BF16 without scales in every format of the cache."""
 
 
 def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, ...]:
-    """Declares what a layer keeps of every token: keys and values, or MLA's latent. With
+    """Declares the rows that a layer keeps for every token: keys and values, or MLA's latent. With
     `cache.rope` the rotated part of latents is an array of its own.
 
     Raises:
-      ConfigError: `cache.rope` of a model without latent attention; layers keep different rows.
+      ConfigError: `cache.rope` without latent attention, or layers with different rows.
     """
     kinds = {_entries(attention, deployment.cache.rope) for attention in config.attentions()}
     if len(kinds) > 1:
@@ -91,7 +91,7 @@ class Pool(NamedTuple):
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     """Pages of one layer."""
     ring: bool
-    """Whether sequences keep pages of their last tokens only, which page tables name second."""
+    """True if sequences keep only the pages of their last tokens; page tables list these second."""
 
 
 def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[Pool, ...]:
@@ -123,17 +123,17 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
 
 
 def largest_window(config: ModelConfig) -> int:
-    """Tokens that layers with a window see at most; 0: no layer has one."""
+    """Returns the most tokens that a layer with a window sees; 0 without such layers."""
     return max(attention.window for attention in config.attentions())
 
 
 def page_arrays(
     config: ModelConfig, deployment: Deployment, pages: int = 0
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Global shapes and dtypes of one layer's cache with this number of pages; 0: `cache.pages`.
+    """Returns the global shapes and dtypes of one layer's cache with this number of pages; 0:
+    `cache.pages`.
 
-    Heads are divided over tp; where there are fewer heads than devices, several devices hold a copy
-    of the same head.
+    Heads are divided over tp. With fewer heads than devices, several devices hold copies of a head.
     """
     cache, declared = deployment.cache, layer_entries(config, deployment)
     heads = max(declared[0].heads, deployment.attention.tp)

@@ -41,18 +41,19 @@ from pallas_kernels.rotate_and_write import rotate
 
 
 class MLA(nnx.Module):
-    """The attributes' names are those of the paper's matrices: W^DQ, W^UQ, W^DKV, W^UK, W^UV.
+    """Multi-head latent attention. Attributes hold the paper's matrices W^DQ, W^UQ, W^DKV, W^UK,
+    W^UV.
 
     Attributes:
-      down: [q_latent + kv_latent + rope_dim, d_model], side by side the queries' latent, the cached
-        one and the shared rotated key. Without the first, `query_up` starts from d_model.
-      query_norm: [q_latent], or None, if there is none.
+      down: [q_latent + kv_latent + rope_dim, d_model]: the queries' latent, the cached latent and
+        the shared rotated key, side by side. Without the first, `query_up` starts from d_model.
+      query_norm: [q_latent]; None if the model has no such norm.
       query_up: [q_heads·(nope_dim + rope_dim), q_latent].
       latent_norm: [kv_latent].
       key_up: [q_heads, nope_dim, kv_latent].
       value_up: [q_heads, v_dim, kv_latent].
       out: [d_model, q_heads·v_dim].
-      down_bias, out_bias: of `down` and `out`; None where there are none.
+      down_bias, out_bias: biases of `down` and `out`, or None.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
@@ -74,7 +75,7 @@ class MLA(nnx.Module):
             rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
         )
         self.latent_norm = scale(formats.norms, latent=latent)
-        # Small for each head, and absorption multiplies them in full precision: not quantised.
+        # Not quantised: they are small for each head, and absorption needs full precision.
         self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
@@ -83,7 +84,8 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
-        """As `MFA.__call__`."""
+        """Attention of normed tokens, after their latents are written to the pages. Returns this
+        device's share of the output projection (the caller sums over `tp`) and the pages."""
         tokens = x.shape[0]
         chunks = tokens > batch.page_table.shape[0]
         turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
@@ -115,7 +117,7 @@ class MLA(nnx.Module):
     def _query(
         self, x: Array, turn: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
-        """The queries' two parts, of what `query_up` starts from; the second one rotated."""
+        """Computes the queries' two parts from the input of `query_up`; rotates the second."""
         sizes = self.sizes
         query = linear(x, self.query_up)
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
@@ -127,19 +129,18 @@ class MLA(nnx.Module):
         return LatentNorms(query, self.latent_norm[...], self.sizes.latent_epsilon)
 
     def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
-        """Absorbed queries: W^UK is applied to the queries instead of the keys."""
+        """Absorbs W^UK into the queries instead of applying it to the keys."""
         query = _einsum("thn,hnc->thc", nope, self.key_up[...])
         return jnp.concatenate([query, rope], axis=-1)
 
     def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
-        """Weighted sums of latents to weighted sums of values: W^UV is applied after the
-        softmax."""
+        """Turns weighted sums of latents into those of values: W^UV after the softmax."""
         return _einsum("thc,hvc->thv", mixed, self.value_up[...])
 
     def _naive(
         self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
     ) -> tuple[Array, Array]:
-        """Attention of the batch's tokens to each other, and its log-sum-exp for every head."""
+        """Attends among the batch's own tokens; also returns the log-sum-exp of every head."""
         latent, key = row[:, : self.sizes.kv_latent], row[:, None, self.sizes.kv_latent :]
         keys = _einsum("tc,hnc->thn", latent, self.key_up[...])
         shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))

@@ -1,9 +1,8 @@
-"""Work that a device does for its own rows while others travel: the shared expert, where it is
-whole.
+"""Work that a device does for its own rows while other rows travel: the unsplit shared expert.
 
-Called by `exchange.py` and `collectives.py`, inside their `shard_map`. XLA puts work that nothing
-waits for beside the last collective, all of it; here each collective has a step of it beside it.
-Knows nothing of meshes.
+Called by `exchange.py` and `collectives.py`, inside their `shard_map`. XLA would put all work that
+nothing waits for beside the last collective; here each collective has one step beside it. Knows
+nothing of meshes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ Step = Callable[[Any], Any]
 
 
 class Beside:
-    """A chain of steps, each from what the one before it gave.
+    """Chain of steps, each of which takes the result of the one before it.
 
     Args:
-      value: what the first step takes: a tree of arrays, as between all steps.
+      value: input of the first step: a tree of arrays, as between all steps.
     """
 
     def __init__(self, value: Any, steps: Sequence[Step]):
@@ -40,8 +39,8 @@ class Beside:
         moves its rows; neither begins before both can.
 
         Args:
-          last: no other collective follows: all remaining steps run.
-          spared: this many steps stay for later collectives, which take longer.
+          last: True runs all remaining steps, because no other collective follows.
+          spared: number of steps to leave for later collectives, which take longer.
         """
         left = len(self._steps)
         steps = left if last else min(1, max(0, left - spared))
@@ -54,7 +53,7 @@ class Beside:
         return arrived
 
     def result(self) -> Any:
-        """Returns the last step's result; steps that had no collective beside them run now."""
+        """Returns the last step's result, after running the steps left over from collectives."""
         self._run(len(self._steps))
         return self._value
 

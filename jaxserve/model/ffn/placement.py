@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 EMPTY = -1
-"""In place of an expert: the slot holds none."""
+"""Stands for an expert in slots that hold none."""
 
 MOST_REPLICAS = 64
-"""Widest table: so many slots may hold one expert."""
+"""Most slots that may hold one expert, and so the widest table."""
 
 Floats = Sequence[float] | np.ndarray
 """Numbers of items, in order."""
@@ -26,18 +26,18 @@ Placement = tuple[int, ...]
 
 
 class SlotSizes(NamedTuple):
-    """How many slots there are for the experts of a layer."""
+    """Number and division of the slots for the experts of a layer."""
 
     experts: int
     ranks: int
-    """Over which the slots are divided."""
+    """Ranks over which the slots are divided."""
     redundant: int = 0
     """Slots a rank beyond those that the experts need (`ffn.redundant_slots`)."""
     shared_ranks: int = 0
     """Further ranks, each of which holds the whole shared expert and no routed ones
     (`ffn.shared_ranks`)."""
     shared_parts: int = 0
-    """Slots that the shared expert takes there: parts of it, as wide as a routed expert."""
+    """Slots for the shared expert on each of those ranks: its parts, as wide as a routed expert."""
 
     @property
     def local(self) -> int:
@@ -51,7 +51,7 @@ class SlotSizes(NamedTuple):
 
     @property
     def all_ranks(self) -> int:
-        """Those of routed experts and, behind them, those of the shared one."""
+        """Ranks of routed experts, followed by those of the shared expert."""
         return self.ranks + self.shared_ranks
 
     @property
@@ -61,7 +61,7 @@ class SlotSizes(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """Slots that replicas may take; also where the ranks do not divide the experts."""
+        """Slots for replicas, also those that are left over by an uneven division."""
         return self.total - self.experts
 
     @property
@@ -71,8 +71,8 @@ class SlotSizes(NamedTuple):
 
 
 def home_slots(sizes: SlotSizes) -> Placement:
-    """The placement that a worker starts with: every expert once, in order, spread evenly over the
-    ranks; the other slots are empty."""
+    """Returns the placement that a worker starts with: every expert once, in order, spread evenly
+    over the ranks; the other slots are empty."""
     slots = [EMPTY] * sizes.total
     taken = [0] * sizes.ranks
     for expert in range(sizes.experts):
@@ -83,15 +83,15 @@ def home_slots(sizes: SlotSizes) -> Placement:
 
 
 def first_entries(sizes: SlotSizes) -> tuple[int, ...]:
-    """What every slot of all ranks holds at first: experts at home, and behind their numbers those
-    of the shared expert's parts."""
+    """Returns the initial entry of every slot of all ranks: the experts of `home_slots`, then the
+    shared expert's parts, numbered after the routed experts."""
     parts = tuple(range(sizes.experts, sizes.experts + sizes.shared_parts))
     empty = (EMPTY,) * (sizes.local - sizes.shared_parts)
     return home_slots(sizes) + sizes.shared_ranks * (parts + empty)
 
 
 def check_placement(placement: Sequence[int], sizes: SlotSizes) -> None:
-    """Raises ValueError unless there is a slot for every expert."""
+    """Raises ValueError unless every expert has a slot."""
     if len(placement) != sizes.total:
         raise ValueError(f"a placement of {len(placement)} slots, not {sizes.total}")
     if wrong := [expert for expert in placement if not EMPTY <= expert < sizes.experts]:
@@ -102,7 +102,7 @@ def check_placement(placement: Sequence[int], sizes: SlotSizes) -> None:
 
 
 def replica_counts(placement: Sequence[int], experts: int) -> list[int]:
-    """How many slots hold each expert."""
+    """Returns the number of slots that hold each expert."""
     counts = [0] * experts
     for expert in placement:
         if expert != EMPTY:
@@ -111,11 +111,11 @@ def replica_counts(placement: Sequence[int], experts: int) -> list[int]:
 
 
 def replica_table(placement: Sequence[int], sizes: SlotSizes) -> np.ndarray:
-    """int32 [experts, 1 + width]: the number of an expert's replicas, then their slots, ascending;
-    what is left repeats the first. Replicas beyond the width are not used.
+    """Returns int32 [experts, 1 + width]: the number of an expert's replicas, then their slots,
+    ascending. Unused entries repeat the first slot. Replicas beyond the width are not used.
 
     Raises:
-      ValueError: as `check_placement`.
+      ValueError: see `check_placement`.
     """
     check_placement(placement, sizes)
     slots: list[list[int]] = [[] for _ in range(sizes.experts)]
@@ -128,7 +128,7 @@ def replica_table(placement: Sequence[int], sizes: SlotSizes) -> np.ndarray:
 
 
 def rank_loads(placement: Sequence[int], counts: Floats, ranks: int) -> np.ndarray:
-    """Tokens of each rank, where an expert's tokens are divided evenly over its replicas.
+    """Returns the tokens of each rank if an expert's tokens are divided evenly over its replicas.
 
     Args:
       counts: tokens of each expert.
@@ -143,29 +143,29 @@ def rank_loads(placement: Sequence[int], counts: Floats, ranks: int) -> np.ndarr
 
 
 def balance_of(loads: Floats) -> float:
-    """Mean ÷ max: 1 where all ranks are equally busy; 1 without tokens."""
+    """Returns mean ÷ max: 1 if all ranks are equally busy, or without tokens."""
     most = float(np.max(loads))
     return float(np.mean(loads)) / most if most > 0 else 1.0
 
 
 class Copy(NamedTuple):
-    """One expert's weights, from slot to slot."""
+    """Copy of one expert's weights from slot to slot."""
 
     source: int
     target: int
 
 
 class Round(NamedTuple):
-    """Copies that are made at once, at most one to a rank, and the placement that then holds. All
-    sources are read before any target is written."""
+    """Copies made at once, at most one to each rank, and the placement afterwards. All sources are
+    read before any target is written."""
 
     copies: tuple[Copy, ...]
     placement: Placement
 
 
 def aligned(current: Placement, target: Sequence[int], ranks: int) -> Placement:
-    """The target with ranks renamed and slots of a rank reordered, so that many experts stay where
-    they are: the ranks that have most in common first."""
+    """Renames ranks and reorders the slots of a rank in the target, so that many experts stay where
+    they are. The ranks with most experts in common are matched first."""
     local = len(current) // ranks
     held = [current[r * local : (r + 1) * local] for r in range(ranks)]
     wanted = [target[r * local : (r + 1) * local] for r in range(ranks)]
@@ -183,7 +183,7 @@ def aligned(current: Placement, target: Sequence[int], ranks: int) -> Placement:
 
 
 def _in_place(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """A rank's wanted experts, those that it holds where they are."""
+    """Orders a rank's wanted experts; those that the rank holds already stay in their slots."""
     left = list(wanted)
     slots: list[int | None] = [None] * len(held)
     for place, expert in enumerate(held):
@@ -195,9 +195,9 @@ def _in_place(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
 
 
 def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[Round]:
-    """The rounds that turn one placement into another, but for the order of a rank's slots. Every
-    expert has a slot after each of them, so any can be the last. A slot that becomes empty is only
-    no longer used: the last round may have no copies.
+    """Plans the rounds that turn one placement into another, up to the order of a rank's slots.
+    After each round every expert has a slot, so any round can be the last. A slot that becomes
+    empty is merely no longer used, so the last round may have no copies.
 
     Args:
       target: aligned to `current`.
@@ -225,7 +225,7 @@ def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[Round
 def _overwrites(
     now: Sequence[int], target: Sequence[int], pending: Sequence[int], local: int
 ) -> list[Copy]:
-    """Copies into slots that are empty, or whose expert is elsewhere, too."""
+    """Returns copies into slots that are empty or whose expert also has another slot."""
     counts = replica_counts(now, max(now) + 1)
     taken, copies = set(), []
     for slot in pending:
@@ -240,8 +240,8 @@ def _overwrites(
 
 
 def _swap(now: Sequence[int], target: Sequence[int], pending: Sequence[int]) -> list[Copy]:
-    """Two experts change places, where every pending slot has an expert's only replica: one of them
-    gets to where it belongs, which is on another rank, or its own would have kept it."""
+    """Swaps two experts, for the case that every pending slot has an expert's only replica. One of
+    them reaches its place, on another rank, since otherwise its own rank would have kept it."""
     slot = pending[0]
     other = next(place for place in pending if target[place] == now[slot])
     return [Copy(slot, other), Copy(other, slot)]
