@@ -1,7 +1,7 @@
 """A clock for deadlines that leaves out the time in which this process could not run.
 
-Used by whatever gives up on something after a time: the leader and its followers on each other
-(`fleet/`), the engine on a step's results. Plain Python; knows nothing of what is waited for.
+Used by code that gives up after a deadline: the leader and its followers, which wait for each other
+(`fleet/`), and the engine, which waits for a step's results. Plain Python.
 """
 
 import time
@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 
 class AwakeClock:
-    """Seconds in which this process was able to run.
+    """Counts the seconds in which this process was able to run.
 
     A waiter that was itself paused (SIGSTOP, a frozen container or virtual machine) or starved
-    would find its deadline over when it wakes, although nobody else was late. So whoever waits
-    calls `tick` regularly, and a gap between two ticks counts as at most `longest`. Not safe for
-    ticks of several threads; any thread may read `now`.
+    would find its deadline over when it wakes, although its peer was not late. So the waiter calls
+    `tick` regularly, and a gap between two ticks counts as at most `longest`. Only one thread may
+    call `tick`; any thread may read `now`.
 
     Args:
       longest: seconds that one gap may count; more than what the caller sleeps between ticks.

@@ -52,8 +52,8 @@ class EngineFailedError(JaxserveError):
 
 
 def exit_code(error: ConfigError | CheckpointError) -> int:
-    """Of a process that could not start: 75 (EX_TEMPFAIL of sysexits.h) where it is worth another
-    try as it is, 2 where it would end alike."""
+    """Exit code of a process that could not start: 75 (EX_TEMPFAIL of sysexits.h) if an unchanged
+    retry may succeed, 2 if it would fail again."""
     return 75 if isinstance(error, MemoryTakenError) else 2
 
 

@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 
 
 def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
-    """Starts all, says who is who, and returns the router's exit code."""
+    """Starts all processes, prints their roles, and returns the router's exit code."""
     try:
         members = fleet_of(
             _deployment(forwarded), options.processes, options.apart, options.standbys
@@ -44,16 +44,16 @@ def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
 def fleet_of(
     deployment: Deployment, processes: int = 1, apart: bool = False, standbys: int = 0
 ) -> list[Member]:
-    """The processes of a deployment, the router first, on addresses that are free now; so many of
-    each prefill worker and, but for `link.transport: pull`, of each domain.
+    """The processes of a deployment on free addresses, the router first. Each prefill worker and,
+    except with `link.transport: pull`, each domain has `processes` processes.
 
     Args:
-      apart: every worker listens on another address than the one that is dialled, and so does the
-        pages server of every prefill worker; something else has to connect the two.
-      standbys: further ffn workers, which take over where the one in use ends.
+      apart: let every worker, and the pages server of every prefill worker, listen on another
+        address than the dialled one; something else has to connect the two.
+      standbys: further ffn workers, which take over when the active one ends.
 
     Raises:
-      ConfigError: it is not one that this launcher can start.
+      ConfigError: this launcher cannot start the deployment.
     """
     prefill, pull = deployment.prefill, deployment.topology.crosses_runtimes
     domains = deployment.domains if deployment.topology.separates_domains else 1

@@ -22,33 +22,33 @@ from jaxserve.commands import priority
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
-"""For the other processes of a runtime to say what they know, after one of them has died."""
+"""Seconds for the other processes of a runtime to report, after one of them has died."""
 LOOK_SECONDS = 0.02
 RETRY_SECONDS = 1.0
-"""Before a process is started again that could not be made."""
+"""Seconds before another try if a process could not be created."""
 START_NICENESS = 5
-"""Added while a process starts again whose work others do: a third of the share of those beside it
-that serve."""
+"""Niceness added during a restart of a process whose work other processes do meanwhile: it gets a
+third of the CPU share of a serving process."""
 AWAITED_NICENESS = 1
-"""Added while a process starts again for which requests wait. Little, but not nothing: whether a
-process serves is told by the niceness that it has taken back."""
+"""Niceness added during a restart for which requests wait. Small, but not 0: a process that serves
+is recognised by having taken this niceness back."""
 PATIENCE_SECONDS = 10.0
-"""After which a start counts as awaited in any case: beside busy streams it could take minutes."""
+"""Seconds after which any start counts as awaited: next to busy streams it could take minutes."""
 CAP_SYS_NICE = 23
 """Number of the capability that lowers a niceness (capabilities(7))."""
 
 
 class Member(NamedTuple):
-    """A process.
+    """A process that the supervisor runs.
 
     Attributes:
-      name: what it is, for people.
-      arguments: of its own.
-      runtime: processes with the same number are one runtime.
-      listens: where it listens, if somebody stands in front of the address that others dial.
-      dialled: that address.
-      pages: both, of a prefill worker's pages server.
-      role: of a worker.
+      name: name for human readers.
+      arguments: its own arguments, after the common command.
+      runtime: number of its runtime; processes of one runtime share it.
+      listens: address on which it listens, if that differs from the dialled address.
+      dialled: address that other processes dial.
+      pages: both addresses of a prefill worker's pages server.
+      role: role of a worker.
       spared_by: role of the workers that do its work while it is gone; empty: requests wait for it.
     """
 
@@ -63,7 +63,7 @@ class Member(NamedTuple):
 
 
 def with_peers(workers: Sequence[Member]) -> list[Member]:
-    """The same, each of which serves its weights and takes those of the others when it starts."""
+    """Adds arguments so that each worker serves its weights, and loads from the others on start."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(len(workers))]
     given = []
     for worker, address in zip(workers, addresses, strict=True):
@@ -74,12 +74,12 @@ def with_peers(workers: Sequence[Member]) -> list[Member]:
 
 
 class Restarts(NamedTuple):
-    """Processes that are started again.
+    """Rules for restarting processes.
 
     Attributes:
-      members: their numbers.
-      seconds: from a death to the new start.
-      hopeless: exit codes after which a start would bring the same.
+      members: numbers of the processes that are restarted.
+      seconds: delay between a death and the restart.
+      hopeless: exit codes after which a restart would fail in the same way.
     """
 
     members: Collection[int]
@@ -88,14 +88,14 @@ class Restarts(NamedTuple):
 
 
 class Supervisor:
-    """Runs processes until the first one, which the others are for, has ended.
+    """Runs processes until the first one, which the others serve, has ended.
 
     Args:
-      command: of every process, before its own arguments.
+      command: common command line, before each process's own arguments.
       members: the processes.
-      restarts: which of them are started again.
-      pin: process i on the i-th core allowed.
-      logs: a folder for what they print, a file each (`0.log`); None: it is printed here.
+      restarts: rules for restarting them.
+      pin: bind process i to the i-th allowed core.
+      logs: folder for their output, one file each (`0.log`); None: output is printed here.
     """
 
     def __init__(

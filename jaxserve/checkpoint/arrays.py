@@ -105,7 +105,7 @@ def wanted_leaves(
     """The leaves to be made for a template, by name.
 
     Args:
-      shardings: of the template's leaves, in its order.
+      shardings: shardings of the template's leaves, in its order.
       layers: number of stacked blocks; None: one block without a stacking axis.
     """
     leaves = {}

@@ -203,10 +203,10 @@ def rounded_to(weights: TargetFormat | None, group: int) -> Target | None:
 def _read(
     source: Path, ignored: Collection[str], modules: int, weights: TargetFormat | None, group: int
 ) -> tuple[ModelConfig, CheckpointNames]:
-    """The configuration of what is made, and the source's names.
+    """Returns the configuration of the converted model, and the names of the source's tensors.
 
     Raises:
-      CheckpointError: as `read_config`; or INT4 groups would have to be made of others.
+      CheckpointError: as `read_config`; or the source has INT4 groups of another size.
     """
     config, names = read_config(source, ignored, modules)
     if weights is None or sharing(weights) != "group":
@@ -472,9 +472,9 @@ def _digest(path: Path) -> str:
 def verify(
     folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
 ) -> list[str]:
-    """Reads a whole folder and returns the problems found: arrays of a converted checkpoint that do
-    not have their checksums, or other weight files that do not have the SHA-256 that the Hub's
-    cache names them by, or that this host saw first while nobody wrote to them.
+    """Reads a whole folder and returns the problems found. Arrays of a converted checkpoint must
+    have their checksums. Other weight files must have the SHA-256 that the Hub's cache names them
+    by, or else the SHA-256 that this host recorded first.
 
     Raises:
       CheckpointError: the folder has no weights.

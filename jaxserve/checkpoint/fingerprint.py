@@ -1,4 +1,4 @@
-"""Which weights a model folder has: a digest of every byte, and of the moment when it was taken.
+"""Identifies the weights of a model folder: a digest of every byte, taken at one moment.
 
 Two runtimes that compute together, or one after the other for the same request, must have the same
 weights, and equal configurations do not say so. Called where workers introduce themselves, and by a
@@ -25,7 +25,7 @@ from jaxserve.storage.files import LocalFile, open_file, replaced, stamp
 from jaxserve.storage.mirror import MANIFEST, cache_folder, local_folder, weight_files
 
 _AT_ONCE = threading.Semaphore(4)
-"""Pieces of work of `begin` that run at a time."""
+"""Tasks started by `begin` that run concurrently."""
 _PIECE = 1 << 24
 """Bytes that are hashed between two signs of progress."""
 _SETTLED_NS = 2_000_000_000
@@ -116,10 +116,10 @@ def forget_revisions() -> None:
 
 
 def begin[T](work: Callable[[Path], T], path: Path) -> Future[T]:
-    """Starts work on a file or folder beside the caller.
+    """Starts work on a file or folder in the background.
 
-    A process that ends waits for the piece under way: the interpreter may abort around a daemon
-    thread that is inside native code. Pieces that wait are not begun any more.
+    A process that ends waits for running tasks: the interpreter may abort around a daemon thread
+    that is inside native code. Waiting tasks are dropped.
     """
     future: Future[T] = Future()
 
@@ -136,15 +136,15 @@ def begin[T](work: Callable[[Path], T], path: Path) -> Future[T]:
 
 
 def file_hash(path: Path, *, anew: bool = False) -> str:
-    """The SHA-256 of a file, which is computed once for each version of it; of a file in a bucket
+    """The SHA-256 of a file, computed once for each version of the file. For a file in a bucket,
     its generation.
 
     Args:
       anew: read the file even if its hash is known.
 
     Raises:
-      CheckpointError: it cannot be read, is written to meanwhile, or does not have the hash that it
-        had, or that the Hub's cache names it by.
+      CheckpointError: the file cannot be read, is written to while it is read, or has another hash
+        than before, or than the Hub's cache names it by.
     """
     known, note = "", None
     with open_file(path) as file:

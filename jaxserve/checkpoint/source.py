@@ -32,9 +32,9 @@ class Source(NamedTuple):
     stacked: bool = False
     """Whether each tensor is one entry of the leaf's first axis (an expert)."""
     view: View | None = None
-    """Which part of each tensor it is; None: all of it."""
+    """The part of each tensor that is used; None: the whole tensor."""
     more: tuple["Source", ...] = ()
-    """Sources of further entries of the leaf's first axis, one each, behind the tensors'."""
+    """Sources of further entries of the leaf's first axis, one each, after the tensors' entries."""
     plus: float = 0.0
     """Number that is added to the tensors' elements, in the leaf's dtype."""
 
@@ -51,7 +51,7 @@ class Source(NamedTuple):
 
     @property
     def reshapes(self) -> bool:
-        """Whether it sees tensors in another shape than they have in the file."""
+        """Whether any tensor is viewed in another shape than it has in the file."""
         own = self.view is not None and any(self.view.shape != shape for shape in self.shapes)
         return own or any(source.reshapes for source in self.more)
 
@@ -75,11 +75,11 @@ class CheckpointNames(NamedTuple):
     """One entry per layer, those of loaded multi-token-prediction modules included, as in `ffn`."""
     ffn: list[Sources]
     predictions: list[Sources]
-    """Leaves of each loaded module beside its layer."""
+    """Leaves of each loaded module outside of its layer."""
     unloaded: dict[str, Shape]
     """Tensors of the modules that are not loaded."""
     unloaded_layers: range
-    """Numbers of their layers."""
+    """Layer numbers of the modules that are not loaded."""
     optional: dict[str, Shape]
     """Tensors that duplicate others and may be missing."""
     ignored: tuple[str, ...]
@@ -102,7 +102,7 @@ def matrix(name: str, d_out: int, d_in: int) -> Source:
 
 
 def matrices(prefix: str, rows: Mapping[str, int], d_in: int) -> Source:
-    """Several linear maps side by side: the names behind the prefix, and the rows of each."""
+    """Several linear maps concatenated along d_out. `rows` maps names after the prefix to d_out."""
     names = tuple(f"{prefix}{name}.weight" for name in rows)
     return Source(names, tuple((size, d_in) for size in rows.values()))
 
@@ -182,7 +182,7 @@ def with_parts(source: Source, matrix: Source, pieces: int, axis: int) -> Source
 
 
 def prediction(config: ModelConfig, layer: str, head: str) -> Sources:
-    """The leaves of `model.blocks.Prediction`; `head` is the prefix of those behind the layer."""
+    """The leaves of `model.blocks.Prediction`; `head` is the prefix of tensors after the layer."""
     d = config.d_model
     sources = {
         "token_norm": norm(config, f"{layer}enorm", d),
@@ -213,7 +213,7 @@ def decoder_names(
         attention's tensors.
       ffn: makes the sources of a layer's FFN from the prefix of the layer's tensors and its spec.
       gate, bias: names of a layer's router matrix, and of its bias where the model has one.
-      shared_head: name of what prediction modules have behind their layers.
+      shared_head: prefix of the tensors that prediction modules have after their layers.
       outer: prefix of all tensors of a decoder that is a part of a larger model.
       ignored: as in `CheckpointNames`.
     """

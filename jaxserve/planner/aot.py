@@ -62,10 +62,10 @@ class Topology(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How many rows of what there is room for there are, in programs of the ffn role."""
+    """Filled shares of row buffers in programs of the ffn role."""
 
     there: Mapping[int, float] = {}
-    """Part of the rows that exist, by the number of rows that a matrix has room for."""
+    """Share of existing rows, by the number of rows that a matrix has room for."""
     chosen: float = 0
     """Rows that a device's experts multiply, a token once for each expert."""
     ragged: float = 0
@@ -129,7 +129,7 @@ class RoleMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all kinds of memory."""
         kinds = self.weights, self.cache, self.padding, self.messages, self.temporaries, self.code
         return sum(kinds)
 
@@ -256,8 +256,8 @@ def _layers(config: ModelConfig, name: str, kind: object) -> int:
 
 
 def ffn_rows(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> Rows:
-    """Returns the rows of an ffn device in a lane's step, which has room for all choices of tokens.
-    An all-to-all brings some of them, most to the busiest rank that chance makes."""
+    """Returns the filled rows of an ffn device in a lane's step. Buffers have room for all choices
+    of all tokens; an all-to-all fills a part, largest at the rank that is busiest by chance."""
     if deployment.topology.has("colocated") or not config.experts:
         return Rows()
     mesh, tokens = exchange_mesh(deployment), bucket.tokens * deployment.attention.dp

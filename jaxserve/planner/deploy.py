@@ -353,7 +353,7 @@ class Sizer:
         return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
     def _decoding(self, fleet: Fleet, demand: Demand) -> Fleet | None:
-        """The fleet with the fewest units within the TPOT; None: no number of them is."""
+        """The fleet with the fewest units that meets the TPOT; None: no number of units does."""
 
         def meets(units: int) -> bool:
             found = self.simulated("decode", self._with_units(fleet, units, demand), demand)
@@ -365,7 +365,7 @@ class Sizer:
     # ------------------------------------------------------------------------ prefill workers
 
     def _workers(self) -> Iterator[PrefillWorker]:
-        """Prefill workers that hold the weights and pages beside them, and could meet the TTFT."""
+        """Prefill workers whose memory holds weights and pages, and that could meet the TTFT."""
         asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
         requests = self.requests(asked.demand)
         modes: tuple[PlannedMode, ...] = ("ep", "tp")

@@ -230,11 +230,11 @@ def _beyond(calculator: Calculator) -> list[str]:
 def largest_written(
     file: PlanFile, write: Callable[[int], None], most: int, part: float = 0.0
 ) -> int:
-    """Writes with the largest number from 1 to `most` that is taken, or one less than this part
-    below it; returns it, and says where it is not the most.
+    """Writes with the largest accepted number from 1 to `most`, found by bisection, perhaps less by
+    the share `part`. Returns the number, and prints a note if it is below `most`.
 
     Args:
-      write: raises ConfigError where `serve` would refuse what it writes.
+      write: writes with a number; raises ConfigError if `serve` would refuse the result.
 
     Raises:
       ConfigError: even 1 is refused.

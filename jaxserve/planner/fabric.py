@@ -50,8 +50,8 @@ def gather_bandwidth(hardware: Hardware, devices: int) -> float:
 
 
 def alltoall_bandwidth(hardware: Hardware, devices: int) -> float:
-    """Bytes/s that every device receives while each sends something else to each: half of it
-    crosses the middle of the slice."""
+    """Bytes/s that every device receives in an all-to-all; half of the bytes cross the middle of
+    the slice."""
     if not hardware.torus or devices <= hardware.jax_devices:
         return hardware.link
     across = 4 * middle_bandwidth(hardware, devices) / devices

@@ -23,7 +23,7 @@ MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "netw
 """The fields that are measured or published figures; a file must give a source for each."""
 
 MONTH = 730.0
-"""Hours of a month, for what is paid by the hour."""
+"""Hours of a month, for prices by the hour."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +31,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str
     price: Positive
-    """USD a device and hour."""
+    """USD per device and hour."""
     teraflops: dict[str, Positive]
     """10^12 dense multiply-add FLOP/s, by number format; `bfloat16` always."""
     memory_gb: Positive
@@ -41,24 +41,24 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     link_gb_s: Positive
     """GB/s of a device, one way, to devices that the fast link reaches (NVLink, ICI, PCIe)."""
     link_devices: Count
-    """How many devices the fast link joins."""
+    """Number of devices that the fast link joins."""
     network_gb_s: Positive
     """GB/s of a host, one way, over all its network cards."""
     torus: Annotated[int, Meta(ge=0, le=3)] = 0
-    """Dimensions of the torus that the fast link forms; `link_gb_s` is of its two links a dimension
-    together. 0: a switch."""
+    """Dimensions of the torus that the fast link forms; `link_gb_s` is the sum of the two links of
+    a dimension. 0: a switch."""
     ring: Count = 4
-    """A dimension of a multiple of so many chips is a ring; others have two ends."""
+    """A dimension whose length is a multiple of this number of chips is a ring; others are open."""
     tile_rows: Count = 1
     """Rows to which attention kernels pad the query heads of a KV head: the products' smallest
     tile."""
     int8_attention: Positive = 1.0
-    """Attention's time with products in BF16 over that with `attention.int8_products`, where the
-    products decide, INT8 pages both; 1: there is no kernel."""
+    """Speed-up of attention by `attention.int8_products` over BF16 products, both on INT8 pages, if
+    the products set the time; 1: no kernel."""
     sources: dict[str, str]
-    """Where each figure is from."""
+    """Source of each figure, by field."""
     device_kinds: list[str] = []
-    """JAX's names of such devices."""
+    """JAX's names of these devices."""
     jax_devices: Count = 1
     """JAX devices per accelerator; 2 for TPU v7x, whose chips have two cores. The files describe
     accelerators, as they are sold; `load_hardware` returns their JAX devices, which are what a

@@ -99,8 +99,7 @@ class ExpertLoads:
 
     @property
     def balance(self) -> float:
-        """Mean ÷ max tokens of a device with so many tokens that chance evens out, mean over the
-        layers."""
+        """Mean ÷ max tokens of a device in the limit of many tokens, averaged over the layers."""
         loads = [row @ share for row, share in zip(self._popularity, self._shares, strict=True)]
         return float(np.mean([each.mean() / each.max() for each in loads]))
 
@@ -236,8 +235,8 @@ def rank_shares(placement: Placement, sizes: SlotSizes) -> np.ndarray:
 
 @functools.lru_cache(maxsize=512)
 def mean_busiest(skew: Skew, sizes: SlotSizes, *, placed: bool = True) -> float:
-    """Tokens of the busiest rank over the mean, with so many tokens that chance evens out; the mean
-    of a few layers."""
+    """Tokens of the busiest rank over the mean, in the limit of many tokens; averaged over a few
+    layers."""
     popularity = skew.popularity(np.random.default_rng(0), SAMPLED, sizes.experts)
     found = [
         1 / balance_of(rank_loads(placement_of(row, sizes, placed=placed), row, sizes.ranks))

@@ -1,10 +1,10 @@
-"""Collectives of a compiled program in its HLO text: how many, over which axes, and the kernels
-scheduled beside them; and the weights that it copies.
+"""Finds collectives in a compiled program's HLO text: their number, axes, and the kernels scheduled
+concurrently; and the weights that the program copies.
 
-Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out anew before it is
-used is read and written in every step, and takes its size in memory once more. A collective that
-has a "-start" and a "-done" moves while the kernels between them run; XLA takes the two for one,
-without, where it has put nothing between them. Knows text.
+Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out anew before use is
+read and written in every step, and takes its size in memory once more. A collective with "-start"
+and "-done" moves data while the kernels between these two run. If XLA schedules nothing between
+them, it merges the two into one instruction without these suffixes.
 """
 
 import math
@@ -25,7 +25,7 @@ _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
 _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
-"""Other instructions of a fusion that moves."""
+"""Instructions that a fusion may also have if it only moves data."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
@@ -34,19 +34,19 @@ _CALLED = re.compile(r"calls=%?([\w.-]+)")
 
 
 class Window(NamedTuple):
-    """A collective, and what is between its start and its end."""
+    """A collective with the kernels scheduled between its start and its end."""
 
     collective: str
     """Name, as in `exchanged_bytes`."""
     size: int
     """Bytes, as in `exchanged_bytes`, of this collective."""
     exchanging: int
-    """Bytes that it reads from memory and writes to it, of rows that are there."""
+    """Bytes that the collective reads from and writes to memory, for existing rows only."""
     instructions: int
-    """The kernels. What lies in two collectives' windows is in that of the first to start: they
-    move one after the other."""
+    """Number of kernels. A kernel within two windows counts for the collective that starts first:
+    the collectives move one after the other."""
     bytes: int
-    """Theirs, without those of rows of experts that are elsewhere."""
+    """Bytes of these kernels, without rows of experts on other devices."""
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -55,13 +55,13 @@ def count_collectives(text: str) -> dict[str, int]:
 
 
 def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int]:
-    """Bytes of collectives in an executable's HLO text, by name and the mesh axes that they go over
-    ("all-to-all over tp", and of a second one "2. all-to-all over tp"), or how many devices next to
-    each other ("all-to-all over 8 neighbours"): of all that one device has gathered, or of what it
-    has before it is summed and scattered. Without either they go over all of so many devices.
+    """Bytes of collectives in an executable's HLO text, by name and mesh axes ("all-to-all over tp"
+    and "2. all-to-all over tp"), or by the number of neighbouring devices ("all-to-all over 8
+    neighbours"). Bytes are per device: after a gather, or before a reduce-scatter.
 
     Args:
-      ragged: rows that come to a device by a ragged all-to-all, or go from it.
+      devices: devices of a collective whose text names neither axes nor groups.
+      ragged: rows that a device receives, or sends, in a ragged all-to-all.
     """
     found: dict[str, int] = {}
     for line in text.splitlines():

@@ -26,16 +26,16 @@ STAGES = ("attend", "dispatch", "ffn", "combine")
 
 
 class Acceptance(msgspec.Struct, frozen=True):
-    """How often the drafts of a step are accepted.
+    """Acceptance rates of the drafts of a step.
 
     Attributes:
-      shares: of the first draft, of the second where the first was accepted, and so on.
+      shares: rate of the first draft, of the second if the first was accepted, and so on.
     """
 
     shares: tuple[float, ...]
 
     def tokens(self, drafts: int) -> float:
-        """Tokens that a sequence gets of a step with so many drafts."""
+        """Mean tokens that a sequence gains in a step with `drafts` drafts."""
         return 1 + sum(itertools.accumulate(self.shares[:drafts], lambda a, b: a * b))
 
 
@@ -331,7 +331,7 @@ class Searcher:
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:
-    """Seconds a layer of one lane when `lanes` of them share the roles.
+    """Seconds per layer of one lane when `lanes` lanes share the roles.
 
     A lane takes at least the sum of its stages (attend, dispatch, ffn, combine), and at least as
     long as the slowest role needs for all lanes; both directions of the link are one stage, as in
@@ -344,10 +344,10 @@ def layer_seconds(stages: Sequence[float], lanes: int) -> float:
 
 
 def overlapped_seconds(stages: Sequence[float]) -> float:
-    """Seconds a layer of two batches of a colocated deployment, as DeepSeek's decoding interleaves
-    them: while one attends, the other's rows are on their way, both ways; while a batch is in the
-    FFN nothing moves, since its rows have come and its results have not left (profile-data,
-    "Decoding"). `lanes.Overlapped` runs it device by device."""
+    """Seconds per layer of two batches of a colocated deployment, interleaved as in DeepSeek's
+    decoding (profile-data, "Decoding"). While one batch attends, the rows of the other travel, both
+    ways. While a batch is in the FFN nothing travels: its rows have arrived, and its results have
+    not left. `lanes.Overlapped` computes the same device by device."""
     attend, dispatch, ffn, combine = stages
     return 2 * (ffn + max(attend, dispatch + combine))
 

@@ -41,18 +41,18 @@ class Rows(NamedTuple):
     padded: int
     """Tokens of every DP group's message."""
     reach: int = 0
-    """Tokens that the bucket's pages of a sequence hold; 0: as many as there are. Matters where
-    there are no kernels (`Hardware.pads`)."""
+    """Tokens that the bucket's pages of a sequence can hold; 0: its actual tokens. Matters only on
+    hardware without kernels (`Hardware.pads`)."""
     sampled: int = 0
-    """Rows of a DP group that head and sampler see; 0: one a sequence. Matters likewise."""
+    """Rows of a DP group that head and sampler process; 0: one per sequence. Matters likewise."""
     pairs: np.ndarray | None = None
     """Pairs of a token of the step with a token that it attends to, without a window; None: as
     tokens and lengths imply."""
 
 
 def rows_of_load(load: StepLoad, groups: int, page_size: int, slots: int) -> Rows:
-    """A measured step, as if its sequences were all alike and spread evenly over the DP groups, of
-    so many slots each."""
+    """Rows of a measured step, as if its sequences were equal and spread evenly over the DP groups
+    of `slots` slots each."""
     count = max(1, load.sequences)
 
     def each(total: int) -> np.ndarray:
@@ -71,18 +71,18 @@ def rows_of_load(load: StepLoad, groups: int, page_size: int, slots: int) -> Row
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one lane's step. Arrays have an entry a DP group."""
+    """Seconds of one lane's step. Arrays have one entry per DP group."""
 
     attend: list[np.ndarray]
-    """A layer each, as of the next three; the first embeds, too."""
+    """One entry per layer, as in the next three fields; the first includes the embedding."""
     dispatch: list[float]
     ffn: list[float]
-    """In a colocated deployment the work alone."""
+    """In a colocated deployment only the work, without exchanges."""
     combine: list[float]
     leave: float
     """Head and sampling."""
     host: float = 0.0
-    """Host time, which enqueues other steps meanwhile; 0: lanes do not wait for it."""
+    """Host time of the step; the host serves lanes in turn. 0: lanes do not wait for it."""
 
 
 class StageTimes(Protocol):
@@ -90,7 +90,7 @@ class StageTimes(Protocol):
 
     layers: int
     overlapped: bool
-    """Whether two lanes of a colocated deployment hide each other's messages."""
+    """Whether two lanes of a colocated deployment each compute during the other lane's messages."""
 
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""

@@ -59,16 +59,16 @@ class StageTime(NamedTuple):
 
 
 class FFNStage(NamedTuple):
-    """An ffn stage in its parts."""
+    """The parts of an ffn stage."""
 
     spread: float
-    """Seconds in which rows get to all ffn devices that need them."""
+    """Seconds to bring rows to all ffn devices that need them."""
     work: StageTime
     gather: float
-    """Seconds in which partial results are summed."""
+    """Seconds to sum partial results."""
 
     def stage(self, overlap: float) -> StageTime:
-        """All of it, with this share of the moving hidden by the work, as far as it can be."""
+        """The whole stage, in which work hides up to the share `overlap` of itself or of moving."""
         moving = self.spread + self.gather
         hidden = overlap * min(moving, self.work.seconds)
         bound = "network" if moving > self.work.seconds else self.work.bound
@@ -227,7 +227,7 @@ class Calculator(NamedTuple):
         return self.latency(hardware, tp) + self._over(rows, gather_bandwidth(hardware, tp))
 
     def latency(self, hardware: Hardware, devices: int) -> float:
-        """Seconds of a collective of so many devices that moves nothing."""
+        """Seconds of a collective over `devices` devices that moves no bytes."""
         assumed = self.assumed
         return assumed.collective_seconds + assumed.hop_seconds * hops(hardware, devices)
 
@@ -238,7 +238,7 @@ class Calculator(NamedTuple):
         return float(self.measured.seconds("host", hardware.name, form, 0, terms, 0.0))
 
     def host(self, hardware: Hardware, devices: int) -> float:
-        """Seconds of a process for a layer and lane of a role with so many devices."""
+        """Host seconds of a process per layer and lane, for a role of `devices` devices."""
         local = min(devices, hardware.process_devices)
         return self.assumed.host_seconds + local * self.assumed.host_device_seconds
 

@@ -99,7 +99,7 @@ class Compared(NamedTuple):
 
     @property
     def unexplained(self) -> bool:
-        """Whether it is far off and nobody says why."""
+        """Whether the prediction is far off without a stated reason."""
         return abs(self.error) > LARGE and not self.measurement.why
 
 

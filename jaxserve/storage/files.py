@@ -1,7 +1,7 @@
-"""Weight files by their paths: on disk, or behind a mirror's in a bucket.
+"""Opens weight files by path, whether they lie on disk or in the bucket of a mirrored folder.
 
-Called by the readers of `checkpoint/`, which do not know where a file is. A reader that comes back
-to a file says which version it saw before: bytes of another version are never returned.
+Called by the readers of `checkpoint/`, which do not know where a file is. A reader that reopens a
+file passes the version that it saw before: bytes of another version are never returned.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jaxserve.storage.mirror import origin_of
 
 
 class Version(NamedTuple):
-    """Tells a file on disk from its successor, or from itself once somebody has written to it."""
+    """Version of a file on disk; differs once the file was replaced or written to."""
 
     inode: int
     size: int
@@ -39,8 +39,8 @@ class LocalFile:
     """A file on disk; `descriptor` may be read at any place by several threads.
 
     Attributes:
-      name: what errors call it.
-      version: of the file that was opened; None: the mirror knows it.
+      name: name of the file in errors.
+      version: version of the opened file; None: the mirror knows it.
     """
 
     def __init__(self, path: Path):
@@ -105,18 +105,18 @@ class RemoteFile:
         return parts
 
     def check_end(self, end: int) -> None:
-        """See `LocalFile`. Sizes are not told, so its last byte is asked for; what may be behind it
-        is not looked at."""
+        """See `LocalFile`. The size is not known, so the last expected byte is read; bytes after it
+        are not detected."""
         self.read([(end - 1, end)])
 
 
 @contextlib.contextmanager
 def open_file(path: Path, version: Version | None = None) -> Iterator[LocalFile | RemoteFile]:
-    """The file for the time of the block.
+    """Opens a file for the duration of a `with` block.
 
     Args:
-      version: that a file on disk must have; None: any, as long as it stays the same meanwhile.
-        Those of files in buckets are known to their mirror.
+      version: required version of a file on disk; None: any, if it stays the same during the block.
+        Versions of files in buckets come from their mirror.
 
     Raises:
       CheckpointError: it cannot be opened, or was replaced or written to before the block ended.
@@ -138,8 +138,8 @@ def open_file(path: Path, version: Version | None = None) -> Iterator[LocalFile 
 
 
 def stamp(*paths: Path) -> str:
-    """A digest of the versions of these files, and of all files below these folders, on this host.
-    A file that is missing is left out."""
+    """A digest of the versions of these files and of all files below these folders, on this host.
+    Missing files are left out."""
     digest = hashlib.blake2s()
     for path in paths:
         below = [f"{root}/{file}" for root, _, files in os.walk(path) for file in files]

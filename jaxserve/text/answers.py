@@ -17,12 +17,12 @@ from jaxserve.text.chat import ChatTemplate
 
 THINK, END_THINK = "<think>", "</think>"
 MAX_CALLS = 128
-"""Tool calls of one answer; any further ones are left out."""
+"""Most tool calls of one answer; further calls are dropped."""
 MAX_HEAD_CHARACTERS = 256
-"""No call has more in front of its arguments; less text at the end of an answer that was cut off
-between the markers of calls is taken for the beginning of one, and is left out."""
+"""Most characters of a call before its arguments. If an answer is cut off between the markers of
+calls, a shorter text at its end is taken for the beginning of a call and dropped."""
 MAX_SECTION_CHARACTERS = 2**16
-"""More text between the markers of calls without the beginning of one is taken for text."""
+"""Longer text between the markers of calls that does not begin a call is treated as content."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -77,8 +77,8 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
         Args:
           prompt: the text that the answer continues; its end may have begun the reasoning.
-          tools: that may be called; None: whatever looks like a call is text.
-          max_calls: any further ones are left out.
+          tools: functions that may be called; None: calls are treated as text.
+          max_calls: most calls of the answer; further calls are dropped.
           continued: the beginning of the answer, with which the prompt ends.
         """
         calls = None if tools is None else self.calls
@@ -128,7 +128,7 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether there was a tool call."""
+        """Whether a tool call was found."""
         return self._called > 0
 
     @property
@@ -237,7 +237,7 @@ class AnswerParser:
         return text
 
     def _until(self, mark: str, text: str, last: bool) -> tuple[str, str | None]:
-        """The text before a marker, and the text after it, or None if there is none yet."""
+        """The text before a marker, and the text after it; None if the marker has not appeared."""
         text, self.held = self.held + text, ""
         before, found, after = text.partition(mark)
         if found:

@@ -25,7 +25,7 @@ class CallPart(msgspec.Struct, frozen=True):
 
     Attributes:
       number: place of the call in the answer.
-      name, id: of the call; set in its first part alone.
+      name, id: name and id of the call; set in its first part only.
       arguments: further text of the arguments, usually JSON.
     """
 
@@ -94,11 +94,11 @@ class CallReader:
         return after
 
     def _begin(self) -> CallPart | None:
-        """The beginning of the next call, if it is all there."""
+        """The beginning of the next call; None if it is not complete yet."""
         raise NotImplementedError
 
     def _inner(self) -> CallPart | None:
-        """Something of the arguments, if there is any."""
+        """The next part of the arguments; None if no further part is certain yet."""
         raise NotImplementedError
 
     def _end(self, cut: bool) -> list[CallPart]:
@@ -134,10 +134,10 @@ class CallReader:
 
 
 class MarkedReader(CallReader):
-    """Calls whose arguments are what stands before a mark.
+    """Reads calls whose arguments end before a mark.
 
     Args:
-      head: of a call; has the groups `name` and perhaps `id`.
+      head: pattern of a call's beginning, with the group `name` and optionally `id`.
       tail: the mark.
     """
 
@@ -168,12 +168,12 @@ class MarkedReader(CallReader):
 
 
 class JsonReader(CallReader):
-    """Calls whose arguments are an object, which says itself where it ends.
+    """Reads calls whose arguments are a JSON object; the object ends the arguments.
 
     Args:
-      head: of a call, up to the object; has the group `name`.
+      head: pattern of a call's beginning, up to the object, with the group `name`.
       quoted_name: whether the name is a JSON string.
-      whole: reads the whole text, where there was no head.
+      whole: reads the whole text if no head was found.
     """
 
     def __init__(
@@ -214,11 +214,11 @@ class JsonReader(CallReader):
 
 
 class XmlReader(CallReader):
-    """Calls with an element for each parameter; the arguments become JSON.
+    """Reads calls with an XML element for each parameter; the arguments become JSON.
 
     Args:
-      tags: of the family.
-      types: decide which values are texts.
+      tags: the family's elements.
+      types: schemas of the functions' parameters, which decide which values are texts.
     """
 
     def __init__(self, tags: "Tags", types: Types):
@@ -289,8 +289,8 @@ class CallFormat(msgspec.Struct, frozen=True):
 
     Attributes:
       begin, end: the markers around calls.
-      reader: of the text between the markers, given the functions' parameters.
-      known_by: texts that the chat template of such a model has.
+      reader: makes a reader of the text between the markers from the functions' parameters.
+      known_by: texts in the chat template by which such a model is recognised.
       around: the text before and after the arguments of a call, between the markers; a format of
         the function's `name`, the name `quoted`, and the `number` of calls before.
       parameter: the text around a parameter's value, where each has an element of its own; a format
@@ -313,9 +313,9 @@ class CallFormat(msgspec.Struct, frozen=True):
         """Rules of a Lark grammar for a call; the first is the call, `call{index}`.
 
         Args:
-          name: of the function.
-          number: calls that the conversation already has.
-          schema: of the parameters.
+          name: name of the function.
+          number: number of calls that the conversation already has.
+          schema: JSON schema of the parameters.
           index: makes the names of the rules unique.
 
         Raises:

@@ -33,7 +33,7 @@ CLOSE_SECONDS = 5.0
 SHORT_PROMPT = 512
 """Characters, or ids, of a prompt that is tokenised faster than it is handed to another thread."""
 MAX_BATCH = 4096
-"""Outputs that the generator's thread takes at a time."""
+"""Most outputs that the generator's thread takes in one batch."""
 
 Observer = Callable[[], Callable[[GenerationOutput], None]]
 """Called when a request is submitted; the function it returns gets every output of the request."""
@@ -88,10 +88,10 @@ class TextGenerator:
             return list(self._live)
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
-        """Ends a live request by its id, if it is the owner's (None: anybody's).
+        """Ends a live request by its id, if it belongs to `owner` (None: any owner).
 
         Returns:
-          whether there was one.
+          Whether such a request was found.
         """
         with self._lock:
             generation = self._live.get(request_id)
@@ -119,14 +119,14 @@ class TextGenerator:
         keep: int | None = None,
         keep_first: bool = False,
     ) -> list[int]:
-        """The prompt's token ids, checked. Takes long for long texts: not for an event loop.
+        """Tokenises and checks a prompt. Slow for long texts: do not call it on an event loop.
 
         Args:
           prompt: text, or token ids.
           add_bos: False for the text of a chat template, which writes bos itself if it wants it.
-          field: what errors call the prompt.
-          keep: so many of the last tokens; -1: as many as leave room for one more; None: all.
-          keep_first: so many of the first instead.
+          field: name of the prompt in errors.
+          keep: keep only this many last tokens; -1: as many as leave room for one more; None: all.
+          keep_first: keep this many first tokens instead.
 
         Raises:
           InvalidRequestError: the prompt is empty, or has an id out of range.
@@ -187,7 +187,7 @@ class TextGenerator:
           request_id: at most 256 printable ASCII characters, unique among the live requests; None:
             a random one.
           deadline: seconds of `time.monotonic` at which the engine cancels the request.
-          max_pending_tokens: end the request ("cancelled") when so many tokens were generated and
+          max_pending_tokens: end the request ("cancelled") when this many tokens were generated and
             not yet `consumed()`. None: no limit.
           owner: the tenant whose request it is.
 

@@ -24,8 +24,8 @@ class Grammars:
     """The grammar compiler of one model, on a thread that starts with the first grammar.
 
     Args:
-      tokenizer: the model's.
-      vocab_size: of the model; may be larger than the tokenizer's.
+      tokenizer: the model's tokenizer.
+      vocab_size: vocabulary size of the model; may be larger than the tokenizer's.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):

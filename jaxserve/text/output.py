@@ -12,24 +12,24 @@ from jaxserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New text and tokens of one request; those of all outputs, joined, are the completion.
+    """New text and tokens of one request. The outputs of a request join to its completion.
 
     Attributes:
-      request_id: of the request.
+      request_id: id of the request.
       text: the new text; may lag behind the tokens, and never includes the stop string.
       token_ids: the new tokens, including the one that completed a stop string, without EOS.
       finish_reason: set in the last output, which comes exactly once.
-      stop_string, stop_token_id: what ended it, where `finish_reason` is "stop".
-      error: what went wrong, where `finish_reason` is "error" or "cancelled".
+      stop_string, stop_token_id: the cause, if `finish_reason` is "stop".
+      error: message, if `finish_reason` is "error" or "cancelled".
       prompt_token_count: tokens of the prompt, bos included.
       completion_token_count: all tokens generated so far.
-      logprobs: of `token_ids`, where the request asked for them.
-      prompt_logprobs: of the prompt's tokens (None for the first), in one output, if asked for.
+      logprobs: log-probabilities of `token_ids`, if requested.
+      prompt_logprobs: the same for the prompt's tokens (None for the first), in a single output.
       cached_token_count: tokens of the prompt that were found in the prefix cache.
       queue_seconds: how long the request waited before the engine admitted it.
       drafted_token_count: drafts that were verified so far.
       accepted_token_count: verified drafts that held.
-      unavailable: of an error: it may succeed later.
+      unavailable: whether a request that ended in an error may succeed later.
     """
 
     request_id: str

@@ -28,12 +28,12 @@ class Template:
     """A template, checked once. Safe for many threads.
 
     Args:
-      text: of the template.
+      text: source text of the template.
       author: "model" or "request".
 
     Attributes:
       source: as given.
-      variables: the names that it reads and does not set, other than functions.
+      variables: names that the template reads and does not set, functions excluded.
 
     Raises:
       TemplateError: it cannot be parsed.

@@ -95,14 +95,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """The prompt's token ids, with one bos in front where the checkpoint asks for it.
+        """Tokenises a prompt, with one bos in front if the checkpoint asks for it.
 
         Args:
           text: may spell special tokens.
           add_bos: False for a chat prompt, whose template writes its own special tokens.
 
         Raises:
-          ValueError: `text` has lone surrogates, so it is not valid Unicode; or there is no
+          ValueError: `text` has lone surrogates, so it is not valid Unicode; or the model has no
             tokenizer.
         """
         try:
