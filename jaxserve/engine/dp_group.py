@@ -1,4 +1,4 @@
-"""The page pool and the slots of one DP group, over all lanes, and the checks of their books.
+"""Page pool and slots of one DP group, over all lanes, and checks that their counts add up.
 
 Used by the scheduler alone. Decides nothing: the policy is in `scheduler.py`.
 """
@@ -18,15 +18,15 @@ from jaxserve.engine.sequence import Home, Sequence
 
 
 class HeldPages(NamedTuple):
-    """The pages of a prompt that another worker is to fetch, in order."""
+    """Pages of a prompt that another worker will fetch, in order."""
 
     prefix: list[PageNode]
-    """The first ones, which the prefix cache owns; the hold is one of their users."""
+    """First pages, owned by the prefix cache, of which the hold is a user."""
     own: list[int]
-    """The rest, which the hold owns: the prefix cache has other pages with the same tokens, or
+    """Further pages, owned by the hold: the prefix cache has other pages with the same tokens, or
     was reset while the prompt ran."""
     ring: dict[int, int]
-    """Pages that the token behind the prompt reads in layers with a window, see `Sequence.ring`."""
+    """Pages that the next token reads in layers with a window, see `Sequence.ring`."""
 
     @property
     def page_ids(self) -> list[int]:
@@ -63,15 +63,15 @@ class DPGroup:
         self.rings = rings
         self.cache = PrefixCache(self.pool, page_size, rings) if prefix_cache else None
         self.changed = False
-        """Whether pages or slots changed hands since the last check of integrity."""
+        """True if pages or slots changed hands since the last check of integrity."""
         self.residents_count = 0
-        """Number of sequences with a slot; counted, because every admission asks every group."""
+        """Number of sequences with a slot. Kept up to date because every admission reads it."""
         self.promised = 0
-        """Pages that residents will still take if all reach their full length; counted, too."""
+        """Pages that residents will still take if all reach full length. Kept up to date, too."""
         self.held: dict[str, HeldPages] = {}
-        """Pages that are held for another worker to fetch, by request id."""
+        """Pages held for another worker to fetch, by request id."""
         self.stalled: set[Sequence] = set()
-        """Residents that missed their last step for want of a page: pages go to them before those
+        """Residents that missed their last step for lack of a page. They get pages before residents
         that are due later."""
         self._lanes = lanes
         self._slots = lanes[0].slots
@@ -214,8 +214,8 @@ class DPGroup:
             self._slide(sequence, self.rings.first_read(cached))
 
     def open_ring(self, sequence: Sequence, end: int, start: int = 0) -> None:
-        """Gives a resident ring pages up to a place among its pages; places before `start` get
-        none. The pool (`kv_cache.ring_pages`) is so large that a resident never lacks one."""
+        """Gives a resident ring pages up to a place among its pages, from place `start` on. The
+        pool (`kv_cache.ring_pages`) is large enough that a resident never lacks one."""
         assert self.rings is not None
         places = range(max(sequence.ring_end, start), end)
         evict = self.cache.evict_rings if self.cache else None
@@ -226,7 +226,7 @@ class DPGroup:
     def with_rings(
         self, page_ids: list[int], ring: dict[int, int], start: int = 0, missing: int = NO_PAGE
     ) -> list[int]:
-        """Puts beside every page id that of the ring, as `PageRun` has them.
+        """Joins every page id with the ring's id for the same page, in the layout of `PageRun`.
 
         Args:
           page_ids: a sequence's pages, from place `start` on.
@@ -266,8 +266,8 @@ class DPGroup:
                 self.rings.free([page_id])
 
     def suspect(self, sequence: Sequence) -> None:
-        """Marks a resident whose logits were not numbers: no sequence reuses its cache entries,
-        the shared ones included."""
+        """Marks a resident whose logits were not finite. No sequence reuses its cache entries,
+        shared ones included."""
         sequence.suspect = self.changed = True
         if self.cache is not None and sequence.prefix:
             self.cache.condemn(sequence.prefix)
@@ -290,7 +290,7 @@ class DPGroup:
         self.changed = True
 
     def let_go(self, request_id: str) -> None:
-        """Gives the pages back that `hold` kept."""
+        """Gives back the pages that `hold` kept."""
         assert self.cache is not None
         held = self.held.pop(request_id)
         self._close(held.ring, held.prefix, list(held.ring))
@@ -299,7 +299,7 @@ class DPGroup:
         self.changed = True
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slot and the pages back. Entries outside the prefix cache are lost."""
+        """Takes back the slot and the pages. Entries outside the prefix cache are lost."""
         lane, row = self._row(sequence)
         assert lane.in_flight[row] == 0
         self.changed = True
@@ -372,7 +372,7 @@ class DPGroup:
 
 
 def _own_pages(sequence: Sequence) -> list[int]:
-    """Pages of a sequence that the prefix cache does not own."""
+    """Returns the pages of a sequence that the prefix cache does not own."""
     return sequence.page_ids[len(sequence.prefix) :]
 
 
@@ -413,8 +413,8 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
 
 
 def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable[Sequence]) -> None:
-    """Raises RuntimeError if a live sequence is neither queued nor resident, or the queue is out
-    of order."""
+    """Raises RuntimeError if a live sequence is in no queue and no slot, or the queue is
+    unsorted."""
     for sequence in live:
         home, page_size = sequence.home, lanes[0].page_size
         slots = None if home is None else lanes[home.lane]

@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 OnOutput = Callable[[TokenOutput], None]
 
 IDLE_SECONDS = 0.5
-"""How long the idle loop sleeps before it looks around again; a submit wakes it."""
+"""Seconds that the idle loop sleeps before it checks again; a submit wakes it."""
 FAILED_SECONDS = 1.0
-"""How long `close` waits for a device read after a failure."""
+"""Seconds that `close` waits for a device read after a failure."""
 RESET_SECONDS = 30.0
-"""How long a reset of the prefix caches waits for the loop's thread."""
+"""Seconds that a reset of the prefix caches waits for the loop's thread."""
 EXIT_SECONDS = 10.0
-"""How long the end of the interpreter waits for the step loop of an engine that was not closed."""
+"""Seconds that the interpreter's exit waits for the step loop of an engine that was not closed."""
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         self._info = info or {}
         self._watch = watch
         self.experts = experts
-        """Moves experts, or asks the runtime that has them to; None: the model has none."""
+        """Moves experts, or asks the runtime that has them to; None: the model has no experts."""
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
@@ -108,7 +108,7 @@ class Engine:
         self._on_failure: list[Callable[[EngineFailedError], None]] = []
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
         self.hand_offs = HandOffs()
-        """Links to prefill workers or decode domains, if it has some (`hand_off_with`)."""
+        """Links to prefill workers or decode domains, if any (`hand_off_with`)."""
         self._results = ResultReader()
         self._stepper = Stepper(
             self._loop,
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def compilations_after_ready(self) -> int:
-        """Programs that the step loop had to wait for since `start`: more than 0 is a flaw."""
+        """Number of compilations that the step loop waited for since `start`; should stay 0."""
         return self._compilations.count if self._compilations else 0
 
     @property
@@ -138,7 +138,7 @@ class Engine:
         )
 
     def load(self) -> EngineLoad:
-        """How much there is to do; from any thread."""
+        """Load of the engine; may be read from any thread."""
         cache = self.deployment.cache
         return EngineLoad.of(
             queued=self._queued,
@@ -167,7 +167,7 @@ class Engine:
         )
 
     def pipeline(self) -> PipelineView:
-        """Returns a view of the steps measured last; calling it has more steps measured."""
+        """Returns a view of the steps measured last, and makes further steps be measured."""
         view = PipelineView() if self._watch is None else self._watch.look()
         if self.experts is None:
             return view
@@ -203,10 +203,10 @@ class Engine:
         self._thread.start()
 
     def hand_off_with[Links: HandOffs](self, make: Callable[[Loop, Post], Links]) -> Links:
-        """Gives it the ends of links that `make` makes, in place of none; before the start.
+        """Replaces the hand-offs by the ends of links that `make` makes. Called before the start.
 
         Args:
-          make: of the loop, used on the engine's thread alone, and what posts to that thread.
+          make: takes the loop, for the engine's thread alone, and a function that posts to it.
         """
         made = make(self._loop, self._post)
         self.hand_offs = self._stepper.hand_offs = made
@@ -232,8 +232,8 @@ class Engine:
           request_id: unique among open requests; drawn if None.
           deadline: `time.monotonic` seconds at which the request is given up.
           source: where a prefill worker holds the prompt's KV entries; None: nowhere.
-          emitted: what another engine has generated of it already; this one goes on from there, as
-            that one would have. A source is then of the prompt and these tokens.
+          emitted: tokens that another engine has generated; this one continues with the tokens that
+            the other would have generated. A source then holds the prompt and these tokens.
 
         Raises:
           InvalidRequestError: a field is out of range, or this engine has no link to prefill
@@ -275,40 +275,40 @@ class Engine:
         params = msgspec.structs.replace(PREFILL_PARAMS, cache_salt=cache_salt, priority=priority)
         request = self._checks.request(prompt, params, request_id or uuid.uuid4().hex, deadline)
         size = self.deployment.cache.page_size
-        # Of whole pages: the last token is always fed elsewhere.
+        # Whole pages only: the domain that continues always feeds the last token itself.
         held = list(request.prompt[: (len(request.prompt) - 1) // size * size])
         request = msgspec.structs.replace(request, prompt=held, hold=True)
         return self._take_in(request, self.hand_offs.told(request, on_held))
 
     def release(self, request_id: str) -> None:
-        """Gives the pages back that `prefill` holds for a request; unknown ones are fine."""
+        """Gives back the pages that `prefill` holds for a request; ignores unknown requests."""
         self.cancel(request_id)
 
     def renew(self, hand_off: str) -> None:
-        """Begins the lease of held pages anew; an unknown one is fine."""
+        """Begins the lease of held pages anew; ignores unknown ones."""
         self.hand_offs.renew([hand_off])
 
     def check(self, prompt: Sequence[SupportsIndex], params: SamplingParams) -> None:
-        """Raises InvalidRequestError where `submit` would for this prompt and these parameters."""
+        """Raises InvalidRequestError if `submit` would for this prompt and these parameters."""
         self._checks.request(prompt, params, "", None)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request; unknown and ended ones are fine."""
+        """Ends a request; ignores unknown and ended ones."""
         self._post(lambda: self._loop.cancel(request_id))
 
     def withdraw(self, request_id: str) -> None:
-        """Ends a request, as cancelled, if it still waits for its first slot; pages that are held
-        for it stay held, for another domain. One that runs, or is unknown, goes on."""
+        """Ends a request, as cancelled, if it still waits for its first slot. Pages held for it
+        stay held, for another domain. A running or unknown request is left alone."""
         self._post(lambda: self._withdraw(request_id))
 
     def reset_prefix_cache(self) -> int:
-        """Has the domains forget what their prefix caches have, and waits for it.
+        """Empties the prefix caches of the domains, and waits for it.
 
         Returns:
-          pages that are free by it; those in use are given back by their sequences.
+          number of pages that this freed; pages in use are given back by their sequences later.
 
         Raises:
-          EngineFailedError: the engine does not run, or did not come to it in time.
+          EngineFailedError: the engine does not run, or did not get to it in time.
         """
         freed: Future[int] = Future()
 
@@ -324,7 +324,7 @@ class Engine:
             raise EngineFailedError(f"no step ended within {RESET_SECONDS:g} s") from None
 
     def drain(self, timeout: float) -> bool:
-        """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
+        """Accepts no more requests and waits for the open ones; False if `timeout` came first."""
         end = time.monotonic() + timeout
         with self._wake:
             if self.status == "ready":

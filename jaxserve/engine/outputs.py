@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     """Results of a step, on the host. A row is `group * slots + slot`, as in the plan."""
 
     sampled: np.ndarray
-    """int32 `[groups, slots]`; read only where the plan samples. After a step with drafts `[groups,
+    """int32 `[groups, slots]`, valid where the plan samples. After a step with drafts `[groups,
     slots, 1 + drafts]`: tokens, and `REJECTED` behind the accepted ones."""
     logprobs: dict[int, list[TokenLogprobs]]
     """Row → log-probabilities at the sampled tokens, where the plan asks for them."""
@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """Tokens of every slot, `[groups, slots]`, of a step with drafts."""
+        """Number of tokens in every slot of a step with drafts, `[groups, slots]`."""
         counts: np.ndarray = (self.sampled != REJECTED).sum(axis=-1, dtype=np.int32)
         return counts
 
@@ -94,13 +94,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepOutputs(Items[TokenOutput]):
-    """One output for every request that got a token it may keep, in the order of slots.
+    """Outputs of the requests that got a token they may keep, in the order of slots.
 
     Args:
-      sequences: whose tokens these are.
-      token_ids: one each, or of a step with drafts the run of each.
+      sequences: the requests' sequences.
+      token_ids: one for each sequence; in a step with drafts a run of tokens for each.
       special: index → the output of a request that ended, or that asked for more than tokens.
-      drafts: of a step with drafts, how many each sequence had.
+      drafts: number of drafts of each sequence, in a step with drafts.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StepOutputs(Items[TokenOutput]):
 
     @property
     def ended(self) -> list[Sequence]:
-        """The sequences whose last output this is."""
+        """Sequences that ended with this output."""
         return [
             self._sequences[index]
             for index, output in self._special.items()
@@ -124,8 +124,7 @@ class StepOutputs(Items[TokenOutput]):
 
     @property
     def poisoned(self) -> list[Sequence]:
-        """The sequences whose logits were not finite for the first time: they are to be computed
-        anew."""
+        """Sequences whose logits were not finite for the first time: computed anew."""
         return [
             self._sequences[index]
             for index, output in self._special.items()
@@ -134,7 +133,7 @@ class StepOutputs(Items[TokenOutput]):
 
     @property
     def invalid(self) -> int:
-        """How many requests ended because their logits were not finite."""
+        """Number of requests that ended because their logits were not finite."""
         return sum(output.error == NOT_FINITE for output in self._special.values())
 
     def __len__(self) -> int:
@@ -182,14 +181,15 @@ def append_tokens(
     end_ids: Collection[int],
     drafts: np.ndarray | None = None,
 ) -> StepOutputs:
-    """Adds a sampled token, or a run of them, to the sequence in each row; it may end in there.
+    """Adds a sampled token, or a run of tokens, to the sequence in each row, which may end within
+    it.
 
     Args:
-      slots: of the lane; the step is counted as complete already.
-      rows: those that got a token.
-      result: what the step gave.
+      slots: the lane, which already counts the step as complete.
+      rows: rows that got a token.
+      result: results of the step.
       end_ids: every id that would end one of the lane's sequences.
-      drafts: how many each of the rows had; None: it was a step without.
+      drafts: number of drafts in each row; None: the step had none.
     """
     groups, lane_slots, *drafted = result.sampled.shape
     token_ids = result.sampled.reshape(groups * lane_slots, *drafted)[rows]

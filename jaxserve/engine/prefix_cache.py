@@ -2,8 +2,8 @@
 
 A radix tree with one edge a page, and one root a tenant. Called by the scheduler through `DPGroup`.
 Pages are ints; the KV entries they name live on the attention mesh. A page in the tree is full and
-is never written again: a sequence that continues it writes to a page of its own. What leads to it
-are the very tokens, so whatever is found is what was looked for.
+is never written again: a sequence that continues it writes to a page of its own. Edges are the
+tokens themselves, not hashes, so a match is always exact.
 
 Layers with a window read only the last pages of a prefix, which lie in a pool of rings. A node
 keeps its page there while a sequence reads it, and after that until the pool needs it. A prefix is
@@ -23,13 +23,13 @@ from jaxserve.engine.pages import PageAllocator, RingPool
 
 
 class PageKeys:
-    """The keys of a sequence's full pages, made once for the caches of all DP groups.
+    """Keys of a sequence's full pages, made once for the caches of all DP groups.
 
     A page's key is the bytes of its token ids, which keep their hash.
 
     Args:
-      salt: tenants with different ones share nothing.
-      tokens: of the sequence; more may join them at the end.
+      salt: sequences with different salts (tenants) share nothing.
+      tokens: tokens of the sequence; more may be appended.
       page_size: tokens a page.
     """
 
@@ -41,13 +41,13 @@ class PageKeys:
         self._made: list[bytes] = []
 
     def first(self, pages: int) -> list[bytes]:
-        """The keys of so many pages, all full."""
+        """Returns the keys of this number of first pages, all of which must be full."""
         if pages > len(self._made):
             self[pages - 1]
         return self._made[:pages]
 
     def __getitem__(self, page: int) -> bytes:
-        """The key of a page, which has to be full."""
+        """Returns the key of a page, which must be full."""
         made, size = self._made, self._page_size
         for start in range(len(made) * size, (page + 1) * size, size):
             made.append(self._tokens[start : start + size].tobytes())
@@ -79,18 +79,18 @@ class PageNode:
 
 
 class PrefixCache:
-    """The tree of one DP group.
+    """Radix tree of one DP group.
 
     Args:
-      pool: where evicted pages go back to.
+      pool: takes evicted pages back.
       page_size: tokens a page.
-      rings: where ring pages go back to; None: no layer has a window.
+      rings: takes ring pages back; None: no layer has a window.
     """
 
     def __init__(self, pool: PageAllocator, page_size: int, rings: RingPool | None = None):
         self._pool, self._rings = pool, rings
         self._kept: OrderedDict[PageNode, None] = OrderedDict()
-        """Nodes whose ring page no sequence reads; the first one loses it first."""
+        """Nodes with a ring page that no sequence reads, the next to lose it first."""
         self._page_size = page_size
         self._roots: dict[str, PageNode] = {}
         self._forgotten: set[PageNode] = set()
@@ -106,7 +106,8 @@ class PrefixCache:
         return len(self._idle)
 
     def match(self, keys: PageKeys, longest: int) -> list[PageNode]:
-        """The path of a sequence's longest cached prefix, of at most `longest` of its tokens.
+        """Returns the path of a sequence's longest cached prefix, of at most `longest` of its
+        tokens.
 
         The caller does not hold it yet: see `acquire`.
         """
@@ -127,7 +128,7 @@ class PrefixCache:
         return path[:usable]
 
     def read(self, node: PageNode) -> int:
-        """Counts one more reader of a node's ring page, which is kept; returns the page's id."""
+        """Adds a reader to a node's ring page; returns the page's id."""
         if not node.readers:
             del self._kept[node]
         node.readers += 1
@@ -137,7 +138,7 @@ class PrefixCache:
         """Ends a reader's use of a node's ring page.
 
         Args:
-          keep: whether a prefix is likely to be found that ends with it; other pages go first.
+          keep: whether later prefixes are likely to end with this page; others are dropped first.
         """
         node.readers -= 1
         if not node.readers:
@@ -145,7 +146,7 @@ class PrefixCache:
             self._kept.move_to_end(node, last=keep)
 
     def evict_rings(self, count: int) -> None:
-        """Gives up to `count` ring pages back that no sequence reads."""
+        """Gives back up to `count` ring pages that no sequence reads."""
         for _ in range(min(count, len(self._kept))):
             self._drop_ring(next(iter(self._kept)))
 
@@ -170,7 +171,7 @@ class PrefixCache:
                 self._idle[node] = None
 
     def condemn(self, path: Sequence[PageNode]) -> None:
-        """Has nothing match a held path any more, nor what continues it."""
+        """Makes a held path, and all that continues it, match no more."""
         top = path[0]
         assert top.parent is not None
         if top.parent in self._forgotten:
@@ -181,18 +182,19 @@ class PrefixCache:
         self._forgotten.add(top.parent)
 
     def extend(self, path: list[PageNode], keys: PageKeys, page_id: int, ring: int = -1) -> bool:
-        """Adds the page that follows a held path; the tree owns it, and the path holds it, too.
+        """Adds the page that follows a held path. The tree then owns it, and the path holds it,
+        too.
 
-        If the tree has a page with the same text, the new one replaces it where that is unused.
-        Otherwise nothing happens.
+        If the tree already has a page with the same tokens, the new one replaces it if that is
+        unused, and otherwise nothing happens.
 
         Args:
           path: extended in place.
-          keys: of the sequence whose page it is.
+          keys: keys of the sequence that has the page.
           ring: the page's id in the ring pool, if the sequence still reads it.
 
         Returns:
-          whether the page was added.
+          True if the page was added.
         """
         if path:
             parent = path[-1]
@@ -216,7 +218,7 @@ class PrefixCache:
         return True
 
     def evict(self, count: int) -> None:
-        """Gives the `count` least recently used pages back to the pool, or as many as there are."""
+        """Gives the `count` least recently used pages, or all, back to the pool."""
         for _ in range(min(count, len(self._idle))):
             node, _ = self._idle.popitem(last=False)
             assert not node.children
@@ -225,10 +227,10 @@ class PrefixCache:
             self._drop_ring(node)
 
     def reset(self) -> int:
-        """Forgets all that is cached; pages in use stay with their sequences, and none is matched.
+        """Empties the cache. Pages in use stay with their sequences and are not matched any more.
 
         Returns:
-          pages that went back to the pool.
+          number of pages that went back to the pool.
         """
         unused = self.idle
         self.evict(unused)

@@ -44,20 +44,20 @@ class TokenLogprobs(NamedTuple):
 
 
 class Grammar(Protocol):
-    """Which tokens may come next: the state of one request, never shared by two.
+    """State that decides which tokens may come next in one request; never shared by two.
 
-    Called on the engine's thread, so it must be quick; an exception ends the request alone.
+    Called on the engine's thread, so it must be quick. An exception ends the request alone.
     """
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete and nothing may follow."""
+        """True if the text is complete and nothing may follow."""
 
     def mask(self) -> np.ndarray:
-        """The tokens that may come: uint32 `[ceil(vocab / 32)]`, bit t % 32 of word t // 32."""
+        """Returns the allowed tokens: uint32 `[ceil(vocab / 32)]`, bit t % 32 of word t // 32."""
 
     def accept(self, token_id: int) -> None:
-        """Takes the next token."""
+        """Advances by the next token."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculative: bool = True
 
     def __post_init__(self) -> None:
-        """Takes one string, or a list, where a tuple is meant."""
+        """Accepts one string, or a list, in place of a tuple."""
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for field in ("stop", "stop_token_ids"):
@@ -163,7 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that came before change the logits."""
+        """True if earlier tokens change the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
@@ -202,7 +202,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return own if self.params.ignore_eos else own | self.eos_token_ids
 
     def ends_at(self, token_id: int, generated: int) -> bool:
-        """Whether `token_id`, sampled after `generated` earlier tokens, ends the request."""
+        """Returns whether `token_id`, after `generated` earlier tokens, ends the request."""
         return generated >= self.params.min_tokens and token_id in self.end_ids
 
 
@@ -222,9 +222,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         output.
       queue_seconds: how long it waited until it was let in.
       drafted: drafts of the request that the step verified.
-      accepted: drafts that held, also behind the request's end.
-      pages_lost: for an error: KV entries that a prefill worker held did not come, nor were they
-        computed; another worker may run the request.
+      accepted: right drafts, including those behind the request's end.
+      pages_lost: for an error: KV entries that a prefill worker held did not arrive, and were not
+        computed here; another worker may run the request.
       engine_failed: for an error: the engine that had the request has failed; another may go on
         with it.
       unavailable: for an error: no worker could run the request; one may be back later.
@@ -250,7 +250,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def says_nothing(self) -> bool:
-        """Whether its request only goes on, without a token: it is computed anew."""
+        """True if the output has no token: its request only continues, computed anew."""
         nothing = self.finish_reason is None and not self.token_ids
         return nothing and self.prompt_logprobs is None
 
@@ -304,11 +304,11 @@ def _check_logit_bias(biases: object) -> None:
 
 
 PATIENCE = 10.0
-"""Seconds after which a request of priority 0 is due; every priority adds or takes as many."""
+"""Seconds after arrival at which priority 0 is due; each step of priority adds as many."""
 
 
 def due(request: Request) -> float:
-    """When a request should be served, in seconds of its arrival's clock."""
+    """Returns when a request should be served, in seconds of its arrival's clock."""
     patient = request.arrival + PATIENCE * (1 + request.params.priority)
     return patient if request.deadline is None else min(patient, request.deadline)
 

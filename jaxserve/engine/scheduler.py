@@ -121,7 +121,7 @@ class Scheduler:
         pages -= scratch
         self.limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
         self.capacity = groups * lanes * slots
-        """The most sequences that get steps at a time."""
+        """Most sequences that get steps at a time."""
         self._lanes = [
             LaneSlots(
                 lane,
@@ -149,12 +149,12 @@ class Scheduler:
             for index in range(groups)
         ]
         spare = pages - pages_for(max_length, page_size)
-        for group in self._groups:  # what may be asked for can always be had
+        for group in self._groups:  # so that pages for a valid request can always be had
             group.pool.most_quarantined = max(0, min(group.pool.most_quarantined, spare))
         self.draft_policy = (
             DraftPolicy(drafts, automatic=automatic_drafts, lanes=lanes) if drafts else None
         )
-        """None: there are no drafts."""
+        """Policy for drafts; None without drafts."""
         self.drafts = DraftCounts()
         self._composer = StepComposer(
             self._groups,
@@ -167,26 +167,26 @@ class Scheduler:
             preempt=self._preempt,
         )
         self.tables = 1 + (ring_pages > 0)
-        """Page tables of a step: pages of all tokens, and of rings."""
+        """Number of page tables of a step: one for all tokens, and one for rings."""
         self._publishes = prefix_cache or ring_pages > 0
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
         self.fetches = Fetches(self._groups, self._lanes)
-        """The fetches of sequences whose first pages a prefill worker holds."""
+        """Fetches of sequences whose first pages a prefill worker holds."""
         self.queue = AdmissionQueue(self._groups, page_size, self.fetches)
         """Requests that wait for pages and a slot."""
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._grammars = 0  # of them, those that have one
-        self._end_ids: Counter[int] = Counter()  # of them: id -> how many it would end
+        self._grammars = 0  # live sequences with a grammar
+        self._end_ids: Counter[int] = Counter()  # id → live sequences that it would end
         self._requests_seen = 0
         self._steps_issued = 0
         self.invalid_logits = 0
         """Number of requests that ended because their logits were not finite."""
         self.recomputed = 0
-        """Number of requests that were computed anew on other pages because of that."""
+        """Number of requests that were computed anew on other pages for that reason."""
         self.num_preemptions = 0
-        """How often a sequence lost its pages to an older one."""
+        """Number of times that a sequence lost its pages to an older one."""
 
     def add(self, request: Request, due_at: float | None = None) -> None:
         """Queues a request.
@@ -219,8 +219,7 @@ class Scheduler:
         self.queue.push(sequence)
 
     def cost(self, request: Request) -> int | None:
-        """Cost of admitting a request now, in pages of the cheapest DP group; None: it would have
-        to wait."""
+        """Cost of admitting a request now, in pages of the cheapest group; None: it must wait."""
         return self.queue.cost(self._sequence(request))
 
     def cancel(
@@ -282,11 +281,11 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Takes the result of the oldest step of a lane that is in flight.
+        """Processes the result of a lane's oldest step in flight.
 
         Args:
-          plan: the step; a lane's steps are completed in the order they were issued.
-          result: what it gave.
+          plan: the step; a lane's steps complete in the order in which they were issued.
+          result: results of the step.
 
         Returns:
           the output of every request that got a token it may keep.
@@ -335,10 +334,10 @@ class Scheduler:
             policy.took(len(plan.rows), plan.bucket.drafts, seconds)
 
     def lost(self, plan: StepPlan) -> None:
-        """Takes back the newest step of a lane that is in flight, which gave and changed nothing.
+        """Takes back the newest step in flight of a lane, which had no results and changed nothing.
 
-        Its sequences are planned again. Those with penalties start over, because the token counts
-        on the device are not known any more. Of several lost steps of a lane, the newest is first.
+        Its sequences are planned again. Those with penalties start over, because their token counts
+        on the device are lost. If a lane lost several steps, the newest is taken back first.
 
         Raises:
           ValueError: the step is not the newest of its lane.
@@ -356,16 +355,15 @@ class Scheduler:
         self._completed_at[plan.lane] = self._steps_issued
 
     def begin_anew(self) -> None:
-        """The KV cache is gone, and no step in flight: whoever runs is computed again, prompt and
-        tokens, some day; nothing is found in the prefix caches."""
+        """Starts over after the loss of the KV cache, with no step in flight: all running sequences
+        are computed again, prompt and generated tokens, and the prefix caches are empty."""
         for slots in self._lanes:
             for sequence in slots.sequences[slots.running]:
                 self._preempt(sequence)
         self.reset_prefix_caches()
 
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
-        """Returns the DP group and the pages, as in a `PageRun`, that are held for a request that
-        has ended."""
+        """Returns the DP group and the pages (as in `PageRun`) held for an ended request."""
         for group in self._groups:
             if (held := group.held.get(request_id)) is not None:
                 missing = next(iter(held.ring.values()), 0)
@@ -379,7 +377,7 @@ class Scheduler:
                 group.let_go(request_id)
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of the request's prompt that a prefix cache has now."""
+        """Returns the tokens of the request's prompt that are in a prefix cache now."""
         prompt = request.prompt
         keys = PageKeys(request.params.cache_salt, token_array(prompt), self.page_size)
         caches = [group.cache for group in self._groups if group.cache is not None]
@@ -387,12 +385,12 @@ class Scheduler:
         return max(found, default=0) * self.page_size
 
     def reset_prefix_caches(self) -> int:
-        """Forgets what the prefix caches have; returns the pages that are free by it."""
+        """Empties the prefix caches; returns the number of pages that this freed."""
         return sum(group.reset_prefix_cache() for group in self._groups)
 
     @property
     def num_running(self) -> int:
-        """How many sequences are running."""
+        """Number of running sequences."""
         return len(self._live) - self.num_waiting
 
     @property
@@ -402,7 +400,7 @@ class Scheduler:
 
     @property
     def quarantined(self) -> int:
-        """Pages that are kept away because of that."""
+        """Pages in quarantine after logits that were not finite."""
         return sum(group.pool.quarantined for group in self._groups)
 
     @property
@@ -412,28 +410,28 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or a step is in flight."""
+        """True if a request has not ended, or a step is in flight."""
         return bool(self._live) or any(self._in_flight)
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request has not had a slot yet."""
+        """Returns whether a request has not had a slot yet."""
         sequence = self._live.get(request_id)
         return sequence is not None and sequence.status == "waiting" and sequence.found is None
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages, slots, the queue or the steps in flight do not add up.
 
-        It takes as long as there are pages: for tests. See `check_next_group`.
+        Takes time in proportion to the number of pages, so it is for tests. See `check_next_group`.
         """
         for group in self._groups:
             group.check_integrity()
         self._check_sequences()
 
     def check_next_group(self) -> bool:
-        """Checks one DP group in which something changed since it was checked last; the last one
-        together with the queue and the steps in flight.
+        """Checks one DP group that changed since its last check; with the last such group also the
+        queue and the steps in flight. Returns whether it checked one.
 
-        For the pauses of a loop that must not be kept for long. Returns whether there was one.
+        Short enough for the pauses of the step loop.
 
         Raises:
           RuntimeError: pages, slots, the queue or the steps in flight do not add up.
@@ -497,7 +495,7 @@ class Scheduler:
                 del self._end_ids[end_id]
 
     def _stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
-        """A sequence gets no further step, for the time being or for ever."""
+        """Gives a sequence no further steps, for the time being or for ever."""
         self.fetches.drop(sequence)
         sequence.status = status
         if sequence.home is not None:
@@ -506,8 +504,8 @@ class Scheduler:
     def _publish(self, slots: LaneSlots, step: StepInFlight) -> None:
         """Offers the pages that a complete step has filled to the prefix cache.
 
-        Where the cache has such a page of another sequence in use, the page is offered again with
-        the next one, and when the sequence leaves.
+        If the cache has such a page of another sequence in use, the page is offered again with the
+        next one, and when the sequence leaves.
         """
         cached, rows = slots.known_cached(step), step.rows
         full = cached // self.page_size

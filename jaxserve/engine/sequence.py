@@ -20,12 +20,12 @@ from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules
 
 BANNED = -1e30
-"""Added to the logit of a token that may not come yet. Finite, so that it still comes where a
-grammar allows nothing else."""
+"""Added to the logit of a token that may not come yet. Finite, so that the token is still drawn if
+a grammar allows nothing else."""
 
 
 class RequestRules:
-    """The rules of one request."""
+    """Rules of one request for its logits."""
 
     def __init__(self, request: Request):
         params = request.params
@@ -41,7 +41,7 @@ class RequestRules:
     def of_step(
         self, *, generated: int, fresh: bool, samples: bool, allowed: bytes
     ) -> SlotRules | None:
-        """The rules of the next step; None if it has none.
+        """Returns the rules of the next step; None if it has none.
 
         Args:
           generated: tokens before the one that the step samples.
@@ -72,7 +72,7 @@ class RequestRules:
 
 
 def bitmask(token_ids: list[int]) -> bytes:
-    """A bitmask of token ids, with as many words as the largest id needs."""
+    """Returns a bitmask of token ids, with as many words as the largest id needs."""
     bits = np.zeros(-(-(max(token_ids) + 1) // 32) * 32, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").tobytes()
@@ -107,45 +107,45 @@ class Sequence:
 
     request: Request
     rank: tuple[float, int]
-    """When it is due, and its number among all requests: the order of admission, for life."""
+    """Due time, and number among all requests: the order of admission, which never changes."""
     max_generated: int
-    """Generated tokens at which it ends: max_tokens, or what max_length leaves."""
+    """Generated tokens at which it ends: `max_tokens`, or fewer to stay within `max_length`."""
     tokens: array[int]
     """The prompt and every generated token that the host knows; see `token_array`."""
     keys: PageKeys
-    """The keys of its full pages in prefix caches."""
+    """Keys of the sequence's full pages in prefix caches."""
     status: Literal["waiting", "running", "ended"] = "waiting"
     home: Home | None = None
     page_ids: list[int] = field(default_factory=list)
     """Pages of its cache entries, in order."""
     ring: dict[int, int] = field(default_factory=dict)
-    """Pages in layers with a window, by their place among its pages, ascending."""
+    """Pages in layers with a window, by their place in the sequence, ascending."""
     ring_end: int = 0
-    """Place behind the last page that its ring has come to."""
+    """Place behind the last page that was ever in its ring."""
     prefix: list[PageNode] = field(default_factory=list)
-    """The path it holds in the prefix cache: its first pages, where the cache owns them."""
+    """Path held in the prefix cache: the sequence's first pages, if the cache owns them."""
     rules: RequestRules | None = None
-    """None: nothing changes its logits."""
+    """Rules for the logits; None: the request has none."""
     allowed: bytes = b""
     """Mask that the grammar gives for the next token."""
     found: int | None = None
     """Prompt tokens that were in the prefix cache when it was first admitted."""
     queue_seconds: float = 0.0
-    """From its arrival to its first admission; the engine says."""
+    """Seconds from arrival to first admission, set by the engine."""
     source: PagesSource | None = None
-    """Place where a prefill worker holds its first pages; None: nowhere, or they have come."""
+    """Where a prefill worker holds its first pages; None: nowhere, or they have arrived."""
     ticket: int | None = None
-    """The ticket of its fetch, while it waits for pages from `source`."""
+    """Ticket of its fetch, while it waits for pages from `source`."""
     suspect: bool = False
     """True once its logits were not finite: no other sequence may use its cache entries."""
     poisoned: list[int] | None = None
-    """Pages that it had when that happened, since when its cache is computed anew; None: never."""
+    """Pages at the time of logits that were not finite, since when it is computed anew."""
     scores: list[TokenLogprobs | None] | None = None
-    """Log-probabilities of its prompt's tokens so far, where wanted and not yet reported."""
+    """Log-probabilities of prompt tokens computed so far and not yet reported; None: not wanted."""
 
     @property
     def place(self) -> Home:
-        """Slot of the sequence, which is resident."""
+        """Slot of the sequence, which must be resident."""
         assert self.home is not None
         return self.home
 
@@ -156,25 +156,25 @@ class Sequence:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the tokens it has decide which one may be next."""
+        """True if a grammar decides, from the tokens so far, which one may be next."""
         return self.request.params.grammar is not None
 
     @property
     def has_options(self) -> bool:
-        """Whether it asks more of a step than a token."""
+        """True if the request needs more from a step than a sampled token."""
         params = self.request.params
         asked = params.logprobs, params.prompt_logprobs, self.rules
         return any(option is not None for option in asked)
 
     @property
     def draftable(self) -> bool:
-        """Whether its next tokens may be drafted: not where the host has to know a token before it
+        """True if its next tokens may be drafted: not if the host must know each token before it
         can say which one may be next."""
         return self.request.params.speculative and not (self.has_grammar or self.unscored)
 
     @property
     def banned_until(self) -> int:
-        """Tokens, prompt included, up to which it may not end."""
+        """Number of tokens, prompt included, below which the sequence may not end."""
         return len(self.request.prompt) + self.request.params.min_tokens
 
     @property
@@ -189,15 +189,15 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of its prompt are still missing."""
+        """True while log-probabilities of its prompt are missing."""
         return self.scores is not None and len(self.scores) < len(self.request.prompt)
 
     @property
     def reusable(self) -> int:
-        """How many of its tokens may come from the prefix cache.
+        """Number of its tokens that may come from the prefix cache.
 
-        At least one is fed, so that the next can be sampled; what is counted or scored has to pass
-        through a step.
+        At least one token is fed, so that the next can be sampled. Tokens that are counted or
+        scored must pass through a step.
         """
         if self.unscored:
             return 0
@@ -207,8 +207,8 @@ class Sequence:
         return reusable
 
     def leave_slot(self) -> None:
-        """Clears everything that belongs to the slot it had: pages, prefix path, and scores that
-        were not reported, which may be those of a pass that is computed anew."""
+        """Clears the state of its slot: pages, prefix path, and unreported scores, which may belong
+        to a pass that is computed anew."""
         self.home, self.page_ids, self.prefix, self.ring, self.ring_end = None, [], [], {}, 0
         if self.scores is not None:
             self.scores = [None]
@@ -224,7 +224,7 @@ class Sequence:
             raise ValueError("the grammar allows no token")
 
     def sampling(self, row: int) -> NewSequence:
-        """Returns its sampling parameters, as the workers keep them."""
+        """Returns its sampling parameters, in the form that workers keep."""
         params = self.request.params
         return NewSequence(
             row, params.temperature, params.top_k, params.top_p, params.min_p, self.request.seed
@@ -233,11 +233,11 @@ class Sequence:
     def options(
         self, row: int, *, length: int, cached: int, count: int, fresh: bool, samples: bool
     ) -> RowOptions | None:
-        """Returns its options of a step beyond a token; None: it has none.
+        """Returns its options for a step; None if it has none.
 
         Args:
-          length: its tokens before the step, those in flight included.
-          cached: those in the KV cache.
+          length: tokens of the sequence before the step, including those in flight.
+          cached: tokens in the KV cache.
           count: tokens that the step feeds.
           fresh: whether this is its first step in its slot.
           samples: whether the step samples.
@@ -257,7 +257,7 @@ class Sequence:
 
 
 def token_array(*parts: list[int]) -> array[int]:
-    """Token ids one after the other, four bytes each: lists of Python's ints are slow to read."""
+    """Joins token ids, at four bytes each: lists of Python ints are slow to read."""
     packed = array("i")
     for tokens in parts:  # array("i", tokens) would take four times as long
         packed.frombytes(struct.pack(f"{len(tokens)}i", *tokens))

@@ -1,6 +1,6 @@
 """A router's estimates: seconds of a prompt, tokens of an output, the wait for a first token.
 
-They are moving averages of what workers did. Called by `coordinator.py`; pure.
+Estimates are moving averages of measurements. Called by `coordinator.py`; pure.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from jaxserve.errors import OverloadedError
 from jaxserve.fleet.routed import Routed, Worker
 
 WEIGHT = 0.1
-"""Part of the newest measurement in a moving average."""
+"""Weight of the newest measurement in a moving average."""
 FIRST_OUTPUT = 128.0
 """Expected tokens of an output before any output has ended."""
 
 
 def _average(old: float, new: float) -> float:
-    """The moving average after one more measurement; 0 stands for none yet."""
+    """Returns the moving average after one more measurement; 0 means that none was made before."""
     return old + WEIGHT * (new - old) if old else new
 
 
@@ -59,11 +59,11 @@ class Estimates:
         worker.work = max(0.0, worker.work - cost)
 
     def seconds(self, worker: Worker, cost: float) -> float:
-        """Seconds that a prefill worker takes; before its first prompt those of the others."""
+        """Returns a prefill worker's seconds for this cost; at first by the average speed."""
         return cost / (worker.speed or self._speed or 1.0)
 
     def speeds(self, speeds: np.ndarray) -> np.ndarray:
-        """Speeds of prefill workers, with the average of all in place of 0, unknown."""
+        """Returns speeds of prefill workers with unknown ones (0) replaced by the average."""
         return np.where(speeds > 0, speeds, self._speed or 1.0)
 
     def paced(self, worker: Worker, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Estimates:
         return max(0, ahead) * self._output * worker.pace / worker.facts.slots
 
     def check(self, prefill: Worker | None, cost: float, domains: Sequence[Worker]) -> None:
-        """Raises OverloadedError, with the estimate, where a target would be missed.
+        """Raises OverloadedError, with the estimate, if a target would be missed.
 
         Times that are not known yet count as 0.
         """

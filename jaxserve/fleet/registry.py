@@ -23,12 +23,12 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 
 class Place(NamedTuple):
-    """Where a worker might be."""
+    """Address at which a worker may listen."""
 
     address: str
     role: WorkerRole
     reserved: bool = False
-    """Whether it takes long prompts only."""
+    """True if the worker takes long prompts only."""
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -38,11 +38,11 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 class Registry:
-    """The places of a fleet. Any thread may read them.
+    """Places of a fleet. Any thread may read them.
 
     Args:
-      fleet, prefill: the sections.
-      look_up: how names resolve.
+      fleet, prefill: sections of the deployment.
+      look_up: resolves names.
     """
 
     def __init__(self, fleet: Fleet, prefill: Prefill, look_up: Resolve = resolve):
@@ -56,7 +56,7 @@ class Registry:
             threading.Thread(target=self._run, name="registry", daemon=True).start()
 
     def places(self) -> list[Place]:
-        """All of them, in the order of the file, then those that were added."""
+        """All places, in the order of the file, then those that were added."""
         fleet = self._fleet
         prefill, domains = self._resolved(fleet.prefill), self._resolved(fleet.domains)
         first_long = len(prefill) - self._long
@@ -69,15 +69,15 @@ class Registry:
         return left + [place for place in changes.values() if place is not None]
 
     def add(self, place: Place) -> None:
-        """One more place, or another role for one, until this process ends."""
+        """Adds a place, or changes the role of one, until this process ends."""
         self._changes = {**self._changes, place.address: place}
 
     def remove(self, address: str) -> None:
-        """A place where no worker is to be looked for any more."""
+        """Removes a place."""
         self._changes = {**self._changes, address: None}
 
     def look(self) -> None:
-        """Looks all names up again."""
+        """Resolves all names again."""
         for name in (*self._fleet.prefill, *self._fleet.domains):
             try:
                 self._known[name] = list(self._look_up(*split_address(name)))
@@ -85,7 +85,7 @@ class Registry:
                 logger.warning("registry: %s: %s; %s", name, error, self._known.get(name, []))
 
     def close(self) -> None:
-        """Looks nothing up any more."""
+        """Stops resolving names."""
         self._stopping.set()
 
     def _resolved(self, names: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Changes of a fleet while it serves: what operators and autoscalers ask a router for.
+"""Changes of a serving fleet that operators and autoscalers request from a router.
 
-Workers drain and are replaced, come and go. A drain is the worker's own state, which all routers
-learn from it: a router that is started later knows it, too. Which places are looked at is each
-router's own affair (`registry.py`). Behind `POST /roles/...` on the admin port.
+Workers drain and are replaced, are added and removed. A drain is the worker's own state, which it
+tells all routers, including those that start later. The list of places is each router's own
+(`registry.py`). Behind `POST /roles/...` on the admin port.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,17 +20,17 @@ from jaxserve.link.session.channel import split_address
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
-    """One worker as this router knows it.
+    """State of one worker, as this router knows it.
 
     Attributes:
-      worker: its address.
+      worker: address of the worker.
       status: "ready", "suspect", "draining", "drained" (it may be ended) or "absent".
-      drain: "finish" or "move" while it takes nothing new.
-      routed: requests of this router that it has.
-      others: requests of other routers.
+      drain: "finish" or "move" while it accepts no new requests.
+      routed: requests of this router there.
+      others: requests of other routers there.
       weights: digest of its checkpoint's weights.
-      version: of its software.
-      why: it is absent.
+      version: version of its software.
+      why: why it is absent.
     """
 
     worker: str
@@ -45,10 +45,10 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
 
 class Rolling:
-    """Carries such changes out. Any thread may call it.
+    """Carries out changes of a fleet. Any thread may call it.
 
     Args:
-      workers: those that are connected, by address; called under no lock.
+      workers: returns the connected workers by address; called under no lock.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Rolling:
         ]
 
     def drain(self, address: str, mode: DrainMode) -> WorkerStatus:
-        """Has a worker take nothing new; with an empty mode, take requests again.
+        """Makes a worker accept no new requests, or, with an empty mode, accept them again.
 
         Raises:
           ConfigError: it is not connected.
@@ -77,10 +77,10 @@ class Rolling:
         return self._status(self._place(address), worker, {})
 
     def add(self, address: str, role: WorkerRole, long: bool) -> WorkerStatus:
-        """Looks for a worker at one more address, from now on.
+        """Adds an address at which to look for a worker.
 
         Raises:
-          ConfigError: it is no address, or looked at already.
+          ConfigError: it is no address, or is in the list already.
         """
         split_address(address, "worker")
         if any(place.address == address for place in self._registry.places()):
@@ -90,11 +90,11 @@ class Rolling:
         return self._status(place, None, {address: "not reached yet"})
 
     def remove(self, address: str, force: bool) -> WorkerStatus:
-        """Looks for no worker at an address any more. With `force` also for one that has requests,
-        which go on elsewhere.
+        """Removes an address; `force` allows a worker that still has requests, which continue
+        elsewhere.
 
         Raises:
-          ConfigError: there is no such place, or its worker is not drained.
+          ConfigError: the address is not in the list, or its worker is not drained.
         """
         place, worker = self._place(address), self._workers().get(address)
         if worker is not None and worker_status(worker) != "drained" and not force:

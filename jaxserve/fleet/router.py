@@ -1,8 +1,8 @@
-"""The engine of a fleet, as the faces see it: every request runs on some worker.
+"""Presents a fleet to the network faces as one engine; every request runs on some worker.
 
-`RouterEngine` is a `TokenEngine`, so that gRPC, HTTP, the page and the metrics stand in front of a
-fleet as in front of one engine. It carries out what `coordinator.py` decides, over the connections
-of `worker_connections.py`. It has no JAX, no model and no state outside this process.
+`RouterEngine` is a `TokenEngine`, so gRPC, HTTP, the status page and the metrics work for a fleet
+as for a single engine. It carries out the decisions of `coordinator.py` over the connections of
+`worker_connections.py`. It has no JAX, no model and no state outside this process.
 """
 
 import logging
@@ -54,14 +54,14 @@ from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.observe.view import PipelineView
 
 MOST_NAMED = 32
-"""Requests that a line of the log names."""
+"""Most requests that a line of the log names."""
 RUNNING_SECONDS = 2.0
-"""A router that meets a domain sooner than this has joined a fleet that runs already."""
+"""A router that finds a domain within this time has joined a fleet that already runs."""
 PREFILL_SECONDS, START_SECONDS = 5.0, 120.0
-"""Wait for a first prefill worker once a domain is connected that could do without one: in a fleet
-that runs, and in one that starts."""
+"""Seconds that a router with a domain waits for its first prefill worker, though the domain could
+do without one: in a running fleet, and in one that starts."""
 CLOSE_SECONDS = 2.0
-"""Wait for cancelled requests at the end."""
+"""Seconds to wait for cancelled requests at the end."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ OnOutput = Callable[[TokenOutput], None]
 
 
 class _Open(msgspec.Struct):
-    """A request as its client asked for it, and where its tokens go."""
+    """Request in the form that its client sent, and the receiver of its tokens."""
 
     params: SamplingParams
     grammar: GrammarOf
@@ -77,20 +77,20 @@ class _Open(msgspec.Struct):
     cached: int | None = None
     queued: float = 0.0
     scored: bool = False
-    """Whether the log-probabilities of its prompt have been passed on."""
+    """True once the log-probabilities of its prompt have been passed on."""
 
 
 class RouterEngine:
     """One replica of the router. Any thread may call it.
 
     Args:
-      deployment: of the fleet.
-      token: that its workers know.
+      deployment: deployment of the fleet.
+      token: secret that the workers know.
       model: digest of the model's config.json; workers of another model are refused.
     """
 
     failure: EngineFailedError | None = None
-    """A router does not fail: its workers do."""
+    """Always None: only a router's workers fail."""
 
     def __init__(self, deployment: Deployment, token: str, model: str):
         self.name = secrets.token_hex(4)
@@ -123,14 +123,14 @@ class RouterEngine:
         """Changes of the fleet, for operators."""
 
     def start(self) -> None:
-        """Begins to look for workers."""
+        """Begins to connect to workers."""
         self._started = time.monotonic()
         self.connections.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is a domain in time, and a prefill worker if there are to be any; where
-        domains compute prompts without one (`pages.on_failure`), one that does not come is waited
-        for only `PREFILL_SECONDS` longer, or `START_SECONDS`."""
+        """Waits for a domain, and for a prefill worker if the fleet has any; returns False after
+        `seconds`. If domains compute prompts without prefill workers (`pages.on_failure`), a
+        missing one delays it only by `PREFILL_SECONDS` or `START_SECONDS`."""
         return self._there.wait(seconds)
 
     # -------------------------------------------------------------------------- `TokenEngine`
@@ -144,7 +144,7 @@ class RouterEngine:
 
     @property
     def last_turn(self) -> float:
-        """Seconds of `time.monotonic` at which the connections were looked after last."""
+        """Seconds of `time.monotonic` at which the connections' thread last went round."""
         return self.connections.last_turn
 
     def load(self) -> EngineLoad:
@@ -167,7 +167,7 @@ class RouterEngine:
         return self._view
 
     def reset_prefix_cache(self) -> None:
-        """Tells every worker to forget what its prefix caches have, and does not wait for it."""
+        """Tells every worker to empty its prefix caches, without waiting for it."""
         for address in self._workers():
             self.connections.send(address, frames.Reset())
 
@@ -218,18 +218,18 @@ class RouterEngine:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, wherever it is; its last output follows."""
+        """Ends a request, wherever it runs; its last output follows."""
         self._cancelled.append(request_id)
         self.connections.wake()
 
     def drain(self, timeout: float) -> bool:
-        """Takes nothing new and waits until what runs has ended; False if `timeout` came first."""
+        """Accepts no more requests and waits for the open ones; False if `timeout` came first."""
         with self._idle:
             self._status = "draining"
             return self._idle.wait_for(lambda: not self._open, timeout)
 
     def close(self) -> None:
-        """Ends what still runs as cancelled, and all connections."""
+        """Ends all open requests as cancelled, and all connections."""
         self._status = "closed"
         for request_id in list(self._open):
             self.cancel(request_id)
@@ -330,7 +330,7 @@ class RouterEngine:
                 self._say(place, before, worker.why)
 
     def _say(self, place: Place, before: str, now: str) -> None:
-        """Tells when a worker becomes suspect, with its requests, and when it is not any more."""
+        """Logs that a worker becomes suspect, with its requests, or that it no longer is."""
         if now and not before:
             requests = _named(self._coordinator.requests_of(place.address))
             logger.warning(
@@ -341,7 +341,7 @@ class RouterEngine:
             logger.info("%s worker %s is well again", place.role, place.address)
 
     def _outputs(self, outputs: list[TokenOutput]) -> None:
-        """Logs tokens, and passes them on."""
+        """Logs tokens and passes them on to their requests."""
         news: list[tuple[OnOutput, TokenOutput]] = []
         with self._lock:
             for output in outputs:

@@ -1,12 +1,11 @@
-"""Prefill workers whose devices play a domain while one is lost: kill P to preserve D (xDeepServe
-§6.2).
+"""Turns prefill workers into domains while some are lost: kill P to preserve D (xDeepServe §6.2).
 
 Without domains nothing is generated; without prefill workers prompts are only computed more slowly.
-Where fewer domains than `fleet.least_domains` have been there for `fleet.stand_in_seconds`, a
-prefill worker is told to start its process again as a domain, and, when enough domains are there
-without it, as a prefill worker again. The worker goes back only when every router that is connected
-to it has said so (`worker_port.py`): routers may see different workers. Asked by `router.py`, which
-sends the orders; the worker's side is `commands/serving.py`. Pure, with the router's clock.
+If fewer than `fleet.least_domains` domains are connected for `fleet.stand_in_seconds`, a prefill
+worker is told to start its process again as a domain. Once there are enough domains without it, it
+is told to go back. It does so only when all routers connected to it agree (`worker_port.py`),
+because routers may see different workers. Called by `router.py`, which sends the orders; the
+worker's side is `commands/serving.py`. Pure, with the router's clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,11 @@ from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 
 ASK_AGAIN_SECONDS = 10.0
-"""Until a worker that has not changed is told once more."""
+"""Seconds until a worker that has not changed its role is told again."""
 
 
 class Order(NamedTuple):
-    """A worker is to start again."""
+    """Tells a worker to start again in another role."""
 
     worker: str
     domain: bool
@@ -30,9 +29,9 @@ class Order(NamedTuple):
 
 
 class StandIns:
-    """Decides for one router. Several routers decide alike, as far as they see alike.
+    """Decides for one router. Routers that see the same workers decide alike.
 
-    A router acts once it has seen enough domains together: not while a fleet starts.
+    It acts only after it has seen enough domains together, so not while a fleet starts.
 
     Args:
       deployment: sections `fleet`, `pages` and `cluster`.
@@ -54,7 +53,7 @@ class StandIns:
         """Returns the orders that are due now.
 
         Args:
-          places: of all workers of the fleet, in order.
+          places: places of all workers of the fleet, in order.
           workers: the connected ones, by address.
         """
         if not self._least:
@@ -94,8 +93,8 @@ class StandIns:
         return self._orders([w.name for w in able[::-1][:most]], True, why)
 
     def _coming(self, now: float, unchanged: set[str]) -> set[str]:
-        """Workers that were told to become domains, and have not had the time for it yet; some of
-        the unchanged may not have heard it."""
+        """Returns workers that were told to become domains and had no time for it yet. Some of the
+        unchanged may not have received the order."""
         limits = (self._start_seconds, ASK_AGAIN_SECONDS)
         return {
             name
@@ -104,7 +103,7 @@ class StandIns:
         }
 
     def _orders(self, names: Sequence[str], domain: bool, why: str) -> list[Order]:
-        """Orders for the workers that have not had the same one just now."""
+        """Returns orders for the workers that did not get the same one just now."""
         now, orders = self._clock(), []
         for name in names:
             known = self._told.get(name)
