@@ -39,8 +39,7 @@ def width_of(d_out: int) -> int:
 
 
 def in_tiles(matrix: Array, width: int) -> Array:
-    """Returns a matrix, or a stack of matrices, [*stack, d_out, d_in] in the layout of
-    `InputMajor.values`."""
+    """Returns matrices [*stack, d_out, d_in] in the layout of `InputMajor.values`."""
     *stack, d_out, d_in = matrix.shape
     tiles = matrix.reshape(*stack, d_out // width, width, d_in)
     return jnp.swapaxes(tiles, -1, -2)

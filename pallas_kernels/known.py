@@ -13,8 +13,8 @@ from pallas_kernels.coverage import collects_fallbacks
 
 def when_known(plan: Callable[..., Any], sizes: jax.Array | np.ndarray, *rest: int | bool) -> Any:
     """Calls `plan(sizes, *rest)`. For sizes in NumPy the result is in NumPy too: constants of the
-    program instead of computations at run time. Of a program that will not run nothing is computed,
-    which would start a backend."""
+    program instead of computations at run time. For a program that will not run nothing is
+    computed, since that would start a backend."""
     if not isinstance(sizes, np.ndarray) or collects_fallbacks():
         return plan(jnp.asarray(sizes), *rest)
     with jax.ensure_compile_time_eval():

@@ -27,11 +27,11 @@ class Bundle(NamedTuple):
     target: int | None
     """Region to which it branches."""
     always: bool
-    """The branch has no condition."""
+    """Whether the branch has no condition."""
     regions: frozenset[int]
     """Regions that begin here."""
     header: bool
-    """A loop begins here."""
+    """Whether a loop begins here."""
 
 
 class Round(NamedTuple):
@@ -43,7 +43,7 @@ class Round(NamedTuple):
 
 
 def parse(text: str) -> list[Bundle]:
-    """The bundles of one program.
+    """Parses the bundles of one program.
 
     Raises:
       ValueError: addresses do not follow each other, so that this is not such a dump.
@@ -71,13 +71,13 @@ def parse(text: str) -> list[Bundle]:
 
 
 def shortest_round(bundles: list[Bundle], copies: int, delay: int) -> Round:
-    """The shortest path of a loop iteration that multiplies and starts this many copies.
+    """Returns the shortest path of a loop iteration that multiplies and starts this many copies.
 
     Args:
       delay: bundles after a branch that are issued before it takes place.
 
     Raises:
-      ValueError: no loop has such a way.
+      ValueError: no loop has such a path.
     """
     start_of = {region: at for at, bundle in enumerate(bundles) for region in bundle.regions}
     loops = []
@@ -99,7 +99,7 @@ def _round(
     copies: int,
     delay: int,
 ) -> Round | None:
-    """The shortest way from `first` to `last`, forwards, that does enough."""
+    """Returns the shortest path from `first` to `last`, forwards, that does enough."""
     stretches, length = [0], 0
     for bundle in bundles[first : last + 1]:
         length = 0 if bundle.regions or bundle.target is not None else length + bundle.matmuls

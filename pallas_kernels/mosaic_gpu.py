@@ -36,8 +36,7 @@ def quantise(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def scales_of(magnitudes: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the scales of rows with these largest magnitudes, for values in `dtype` (FP8,
-    INT8)."""
+    """Returns the scales of rows with these largest magnitudes in `dtype`, FP8 or INT8."""
     scales = magnitudes * (1.0 / _largest(dtype))
     return jnp.where(scales < SMALLEST_SCALE, jnp.ones_like(scales), scales)
 

@@ -119,8 +119,7 @@ def permute(x: Array, experts: Array) -> Any:
 
 
 def small_ops(format: Format = "int8") -> list[SmallOp]:
-    """Returns the small ops of a decode step of `TOKENS` tokens, with message rows in this
-    format."""
+    """Returns the small ops of a decode step of `TOKENS` tokens, with messages in this format."""
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -19,14 +19,13 @@ Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu", "triton_gpu"]
 EVERY_KERNEL: tuple[Backend, ...] = ("mosaic_tpu", "mosaic_gpu")
 """Backends that may have a kernel of any op."""
 WITH_ATTENTION: tuple[Backend, ...] = (*EVERY_KERNEL, "triton_gpu")
-"""Backends that have a kernel of paged attention; `triton_gpu` has no other one."""
+"""Backends that have a kernel of paged attention, the only kernel of `triton_gpu`."""
 
 
 LEFT_TO_COLLECTIVES = 12
-"""Multiprocessors of a GPU on which attention does not run, and products neither but for four of
-them (`mosaic_gpu.py`). NCCL's kernels share no
-multiprocessor with ours: where all 132 of an H200 are taken, a collective waits until a whole
-kernel has ended."""
+"""Multiprocessors of a GPU that attention leaves to collectives; products leave all but four of
+these (`mosaic_gpu.py`). NCCL's kernels share no multiprocessor with ours: if ours take all 132 of
+an H200, a collective waits until a whole kernel has ended."""
 
 
 class Target(NamedTuple):
@@ -49,7 +48,7 @@ _forced: ContextVar[Target | None] = ContextVar("pallas_kernels target", default
 
 
 def target_of(platform: str, device_kind: str) -> Target:
-    """The backend for a kind of device."""
+    """Returns the backend for a kind of device."""
     if platform == "tpu":
         return Target("mosaic_tpu", device_kind)
     if platform in ("cuda", "gpu") and any(name in device_kind for name in HOPPER):

@@ -39,7 +39,7 @@ _record: ContextVar[dict[str, Asked]] = ContextVar("pallas_kernels calls")
 
 
 def table_path(op: str) -> Path:
-    """The path of an op's table."""
+    """Returns the path of an op's table."""
     return Path(__file__).parent / op / "tuned.json"
 
 

@@ -20,7 +20,8 @@ def vary_like(array: Array, others: tuple[Array, ...]) -> Array:
 def varying_shape(
     shape: tuple[int, ...], dtype: DTypeLike, inputs: Sequence[Any]
 ) -> jax.ShapeDtypeStruct:
-    """An output that, inside `shard_map`, differs along every mesh axis along which inputs do."""
+    """Returns an output that, inside `shard_map`, differs along all mesh axes along which inputs
+    do."""
     varying = jax.sharding.ManualAxisType(varying=_axes(inputs))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 

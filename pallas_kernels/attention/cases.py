@@ -72,7 +72,7 @@ def cases(generation: str) -> list[Case]:
 
 
 def _where(sequences: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Page table, sequences and positions."""
+    """Returns page table, sequences and positions."""
     table = jax.ShapeDtypeStruct((sequences, KV_LENGTH // PAGE_SIZE), jnp.int32)
     return table, *(jax.ShapeDtypeStruct((sequences * tokens,), jnp.int32),) * 2
 
@@ -87,7 +87,7 @@ def _in_int8(name: str, kv_format: str, generation: str) -> list[Case]:
 def _attend(
     name: str, kv_format: str, generation: str, kind: str, int8_products: bool = False
 ) -> Case:
-    """Sequences of `KV_LENGTH` tokens; the loop of a decode step is the one that is looked into."""
+    """Returns a case of sequences of `KV_LENGTH` tokens; of a decode step, the loop is analysed."""
     shape = (SHAPES | MANY_KV_HEADS)[name]
     dtype = jnp.dtype(FORMATS[kv_format])
     sequences, tokens = BATCHES[kind]
@@ -116,7 +116,7 @@ def _attend(
 
 
 def _apart(name: str) -> Case:
-    """A decode step over latents in INT8 whose rotated part is in BF16."""
+    """Returns a decode step over latents in INT8 whose rotated part is in BF16."""
     shape, place = SHAPES[name], (PAGES, 1, PAGE_SIZE)
     arrays = (
         jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16),
@@ -141,7 +141,7 @@ def _apart(name: str) -> Case:
 
 
 def _inside(name: str) -> Case:
-    """Attention of a prefill's tokens to each other, keys and values of every head made."""
+    """Returns a prefill's attention inside the batch, with keys and values of every head."""
     heads, width, v_width = NAIVE[name]
     widths = (width, width, v_width)
     arrays = (jax.ShapeDtypeStruct((CHUNK_TOKENS, heads, w), jnp.bfloat16) for w in widths)
@@ -151,7 +151,7 @@ def _inside(name: str) -> Case:
 
 
 def _write(name: str, kv_format: str, page_size: int = PAGE_SIZE) -> Case:
-    """Writing the keys and values of a decode step."""
+    """Returns the writing of the keys and values of a decode step."""
     pool, dtype = SEQUENCES * KV_LENGTH // page_size, jnp.dtype(FORMATS[kv_format])
     pages, scales = page_shapes(SHAPES[name], dtype, pool, page_size)
     arrays = (*pages, *scales)

@@ -1,4 +1,4 @@
-"""Which arguments of attention fit together; a ValueError names what does not.
+"""Checks which arguments of attention fit together; a ValueError names those that do not.
 
 Called by the `api.py` of ops that read or write pages.
 """
@@ -12,7 +12,7 @@ from pallas_kernels.quantize import EIGHT_BITS
 
 
 def check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:
-    """Pages of floats, or of 8 bits with their scales."""
+    """Checks pages of floats, or of 8 bits with their scales."""
     eight_bits = pages.dtype in EIGHT_BITS
     fits = eight_bits or jnp.issubdtype(pages.dtype, jnp.floating)
     if pages.ndim != 4 or 0 in pages.shape or not fits:
@@ -34,7 +34,7 @@ def check_pages(name: str, pages: Array, scales_name: str, scales: Array | None)
 def check_values(
     k_pages: Array, v_pages: Array | None, v_width: int, v_scales: Array | None
 ) -> None:
-    """The arguments that define the values."""
+    """Checks the arguments that define the values."""
     if v_pages is not None:
         if v_width:
             raise ValueError(f"v_width is {v_width}, which is for v_pages None")
@@ -51,7 +51,7 @@ def check_values(
 
 
 def check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None:
-    """Pages of the last columns of latents' keys."""
+    """Checks the pages of the last columns of latents' keys."""
     if v_pages is not None:
         raise ValueError("there are rope_pages and v_pages; rope_pages are for v_pages None")
     floats = jnp.issubdtype(rope_pages.dtype, jnp.floating)
@@ -63,7 +63,7 @@ def check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None
 
 
 def check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:
-    """Rows and the pages that they are written to."""
+    """Checks rows and the pages that they are written to."""
     if pages.ndim < 3 or 0 in pages.shape:
         raise ValueError(
             f"the pages of {name} are {pages.dtype}{pages.shape}, "
@@ -78,7 +78,7 @@ def check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -
 
 
 def check_tokens(tokens: int, page_table: Array, sequence_of_token: Array, position: Array) -> None:
-    """A table of pages, and where each token is."""
+    """Checks a table of pages, and the place of each token."""
     if page_table.dtype != jnp.int32 or page_table.ndim != 2:
         raise ValueError(
             f"page_table is {page_table.dtype}{page_table.shape}, needs int32 of rank 2"
@@ -89,7 +89,7 @@ def check_tokens(tokens: int, page_table: Array, sequence_of_token: Array, posit
 
 
 def check_places(tokens: int, sequence_of_token: Array, position: Array) -> None:
-    """Where each token is."""
+    """Checks the place of each token."""
     for name, array in (("sequence_of_token", sequence_of_token), ("position", position)):
         if array.dtype != jnp.int32 or array.ndim != 1:
             raise ValueError(f"{name} is {array.dtype}{array.shape}, needs int32 of rank 1")

@@ -1,4 +1,4 @@
-"""The op as a model calls it, by the model's shape: for what compiles and measures it."""
+"""The op as a model calls it, by the model's shape, for code that compiles or measures it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pallas_kernels.attention.shapes import AttentionShape
 def page_shapes(
     shape: AttentionShape, dtype: jnp.dtype, pages: int, page_size: int
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """Pages of keys and values (or of latents alone), and in 8 bits their scales."""
+    """Returns pages of keys and values (or of latents alone), and in 8 bits their scales."""
     place = (pages, shape.kv_heads, page_size)
     widths = [shape.head_dim] if shape.shared else [shape.head_dim, shape.v_width]
     scales = [jax.ShapeDtypeStruct(place, jnp.float32)] * len(widths)

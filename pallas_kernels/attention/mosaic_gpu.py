@@ -63,7 +63,7 @@ def paged_attention(
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """Runs `api.paged_attention` for a call in which `gap` finds nothing; always returns
+    """Runs `api.paged_attention` if `gap` finds nothing in the call; always returns
     log-sum-exps."""
     kv_heads = cache.k_pages.shape[1]
     plan, cut = _of_batch(queries, cache, page_table, scale, window, target, tiles)
@@ -96,8 +96,7 @@ def places_of(
     window: int,
     target: Target,
 ) -> Places:
-    """Returns the `places` argument of `paged_attention`. Reads only the shapes of queries and
-    pages."""
+    """Returns the `places` of `paged_attention`; reads only the shapes of queries and pages."""
     _, cut = _of_batch(queries, cache, page_table, 1.0, window, target, None)
     return cut_batch(cut, cache.k_pages.shape[1], page_table, sequence_of_token, position)
 

@@ -1,7 +1,7 @@
 """The second Hopper kernel of paged attention: combines the partial results of units that span
 several ranges.
 
-Called by `mosaic_gpu.py` with what `mosaic_gpu_kernel.py` left.
+Called by `mosaic_gpu.py` with the results of `mosaic_gpu_kernel.py`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from pallas_kernels.attention.ranges import piece_of, range_of
 from pallas_kernels.mosaic_gpu import store
 
 TILE = 64
-"""Rows, and columns, of what a block of threads combines."""
+"""Rows, and columns, that a block of threads combines."""
 BLIND = -1e30
 """Finite stand-in for the logarithm of an empty sum."""
 
@@ -37,8 +37,8 @@ def combine(
 
     Args:
       out, lse, out_pieces, lse_pieces: see `mosaic_gpu_kernel.attend`.
-      start: of every unit, its first step; at the end the number of all steps.
-      ranges: that the steps are cut into.
+      start: first step of every unit; at the end the number of all steps.
+      ranges: number of ranges that the steps are cut into.
     """
     units, lanes, rows, v_width = out.shape
     kernel = plgpu.kernel(

@@ -277,8 +277,7 @@ class _Warpgroup(Pages):
     def _scores(
         self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None
     ) -> tuple[Any, Cursor | None]:
-        """Returns scores [64, positions] and the cursor of the next copy; values can be read
-        then."""
+        """Returns scores [64, positions] and the next copy's cursor; values can be read then."""
         smem, one_buffer = self.smem, self.plan.one_buffer
         if self.converts:
             self._convert_keys(slot, cursor)

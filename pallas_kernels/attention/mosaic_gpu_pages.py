@@ -52,8 +52,7 @@ class Pages:
         self.factor = FLOAT16_FACTOR if self.converts and self.dtype == jnp.float16 else 1
 
     def _wait_until_loaded(self, slot: Any, name: str = "k") -> None:
-        """Waits for a step's copies into this slot: all of them, or those of keys or values
-        alone."""
+        """Waits for a step's copies into this slot, or for those of keys or values alone."""
         plgpu.barrier_wait(self.walk.parts[name].loaded.at[slot])
 
     def _meet(self) -> None:
@@ -102,8 +101,7 @@ class Pages:
     def _convert(self, name: str, slot: Any, target: Any, cursor: Cursor | None) -> None:
         """Converts [64, width] with scales [64]; the warpgroups of a unit share the columns.
 
-        A warpgroup that issues its own copies starts the next one here, since the slot has been
-        read.
+        A warpgroup that issues its own copies starts the next one: the slot has been read.
         """
         source = getattr(self.smem, name + "_smem").at[slot]
         scales = getattr(self.smem, name + "_scales_smem").at[slot]
@@ -134,8 +132,7 @@ class Pages:
             self.walk.start(cursor, self.leads, (name, name + "_scales"))
 
     def _clear_unseen(self, unit: Unit, slot: Any, first: Any) -> None:
-        """Zeroes the values of positions that no row sees: they may hold NaN, and 0 * NaN is
-        NaN."""
+        """Zeroes values of positions that no row sees: they may hold NaN, and 0 * NaN is NaN."""
         window_start = unit.place - self.plan.window + 1 if self.plan.window else 0
         values = self._values(slot)
 

@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
     @property
     def has_copier(self) -> bool:
-        """Whether one more warpgroup issues the copies. Two that compute leave no registers for
+        """Whether another warpgroup issues the copies: two that compute leave no registers for
         it."""
         return self.warpgroups == 1
 
@@ -77,8 +77,8 @@ class Sizes(NamedTuple):
 
     @property
     def least_stages(self) -> int:
-        """Fewest steps in the ring. With ranges of its own, a warpgroup needs only one: it refills
-        a slot while the converted step is multiplied."""
+        """Fewest steps in the ring. With own ranges, a slot is refilled while its step is
+        multiplied."""
         return 1 if self.own_ranges else 2
 
     @property
@@ -128,8 +128,7 @@ def stages(cache: Cache, plan: Sizes) -> int:
 
 
 def arrays_of(cache: Cache) -> dict[str, jax.Array]:
-    """Returns the cache's arrays by name ("k", "v", "k_scales", "v_scales"), without absent
-    ones."""
+    """Returns the cache's arrays that exist, by name: "k", "v", "k_scales", "v_scales"."""
     return {
         name.removesuffix("_pages"): array
         for name, array in cache._asdict().items()

@@ -131,8 +131,7 @@ class Walk:
         return self._cursor(step, unit_fields)
 
     def _open(self, unit: Any) -> tuple[Any, ...]:
-        """Returns a cursor's fields that depend on the unit alone: unit, end, sequence,
-        block_shift."""
+        """Returns those fields of a cursor that depend on the unit alone."""
         unit = jnp.minimum(unit, self.units - 1)
         item = unit // self.kv_heads
         sequence = jnp.clip(self.work.sequence[item], 0, self.page_table.shape[0] - 1)

@@ -187,8 +187,8 @@ class Fetcher:
                 )
 
     def await_block(self, slot: Any) -> None:
-        """Waits for the copies of a whole block: semaphores count bytes, one wait a buffer is
-        enough."""
+        """Waits for the copies of a whole block: one wait a buffer, since semaphores count
+        bytes."""
         for pool in self.pools:
             for buffer in (pool.buffer, pool.scale_buffer):
                 if buffer is not None:

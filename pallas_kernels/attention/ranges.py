@@ -68,7 +68,7 @@ class Places(NamedTuple):
     without the fields that the batch itself has where every token is an item."""
 
     items: WorkItems | None
-    """None: every token is one."""
+    """None: every token is an item."""
     sequence: Int32[Array, " items"] | None
     place: Int32[Array, " items"] | None
     """None: as `last`."""
@@ -231,18 +231,18 @@ def _shares(total: Any, ranges: int) -> tuple[Any, Any, Any]:
 def pieces(units: int, ranges: int) -> int:
     """Returns for how many partial results memory is needed.
 
-    The part of a unit in a range is at the sum of their indices, which grows from each to the next;
-    or every range has two, where these are fewer.
+    A unit's part in a range is stored at the sum of their indices, which grows from part to part.
+    If two places for every range are fewer, ranges have two each instead.
     """
     return min(2 * ranges, units + ranges - 1)
 
 
 def piece_of(range_: Any, unit: Any, *, first: Any, units: int, ranges: int) -> Any:
-    """Returns where a unit's partial result of a range is.
+    """Returns the place of a unit's partial result in a range.
 
     Args:
       first: whether the unit begins in this range.
-      units, ranges: how many there are.
+      units, ranges: number of units and of ranges.
     """
     if pieces(units, ranges) < 2 * ranges:
         return range_ + unit

@@ -20,8 +20,7 @@ GATHERED_BYTES = 8 * 2**20
 """Most bytes of FP32 keys and values gathered from the pages at one time."""
 
 BLOCK_TOKENS = 128
-"""Positions of a context that are read as one block; the longest context decides how many
-blocks."""
+"""Positions of a context that are read as one block."""
 
 FIRST_TOKENS = 32
 """Positions of a block among the first `BLOCK_TOKENS`, without a window. Short contexts are not

@@ -22,13 +22,13 @@ from pallas_kernels.tuned import Fields
 LEAST_ROWS = 16
 """Rows of the smallest product of the tensor cores."""
 MOST_ROWS = 64
-"""Rows of a lane at the most."""
+"""Most rows of a lane."""
 LEAST_COLUMNS = 16
 """Columns of the narrowest part of keys or values."""
 MOST_WIDTH = 1024
-"""Columns of keys and values together."""
+"""Most columns of keys and values together."""
 STEP_BYTES = 32 * 1024
-"""Bytes of keys and values, in 16 bits, that a step has at the most."""
+"""Most bytes of keys and values, in 16 bits, in a step."""
 SUMS = 64 * 256
 """Elements of a lane's output whose sums the registers of a block of threads hold."""
 LARGEST_OFFSET = 2**31
@@ -70,7 +70,7 @@ def paged_attention(
     tiles: Fields | None = None,
     places: Places | None = None,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """`api.paged_attention` for every call that has no `gap`. The log-sum-exps come anyway.
+    """Runs `api.paged_attention` if `gap` finds nothing in the call; always returns log-sum-exps.
 
     Raises:
       ValueError: tiles are given.
@@ -109,7 +109,7 @@ def places_of(
     window: int,
     target: Target,
 ) -> Places:
-    """Returns what `paged_attention` takes as `places`. Of queries and pages it reads shapes."""
+    """Returns the `places` of `paged_attention`; reads only the shapes of queries and pages."""
     cut = cut_of(queries, cache, page_table, window, target)
     return cut_batch(cut, cache.k_pages.shape[1], page_table, sequence_of_token, position)
 

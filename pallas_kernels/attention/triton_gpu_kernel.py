@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention, for GPUs before Hopper: sums over a range, and of those.
+"""The Triton kernels of paged attention for GPUs before Hopper: one sums over ranges, one merges.
 
 Called by `triton_gpu.py`, which lays the queries out; `ranges.py` says what units, steps, ranges
 and lanes are. Knows nothing of tokens or batches.
@@ -37,9 +37,9 @@ LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
 """Initial running maximum of a row; finite, to avoid inf − inf."""
 FP8_FACTOR = 256.0
-"""The bits of an E4M3 number, moved to those of float16, are the number over this."""
+"""The bits of an E4M3 number, moved to float16's places, are the number divided by this."""
 INT8_BIAS = 1536.0
-"""A float16 whose last bit is worth 1, as that of all its neighbours within 512."""
+"""A float16 whose last bit is worth 1; so is that of all numbers within 512 of it."""
 INT8_BIAS_BITS = 0x6600
 COMBINED_ROWS = 16
 """Rows of a unit whose partial results a block of threads adds up."""
@@ -95,10 +95,10 @@ def attend(
     """Runs the first kernel.
 
     Returns:
-      for units that lie in one range, the output [units, lanes, rows, v_width] and the log of the
-      sum of the exponentials [units, lanes, rows], anything for the others; for the others the
-      pieces of both, [pieces, lanes, rows, ...], where `piece_of` says, outputs in 16 bits where
-      the output itself has no more.
+      for units that lie in one range, outputs [units, lanes, rows, v_width] and logs of the sums of
+      exponentials [units, lanes, rows]; other units' entries are undefined. For the others, pieces
+      of both, [pieces, lanes, rows, ...], at the indices that `piece_of` gives; pieces of outputs
+      have 16 bits if the output has.
     """
     units, lanes, rows, _ = queries.shape
     count = pieces(units, sizes.cut.ranges)
@@ -139,7 +139,7 @@ def attend(
 
 
 def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """The whole array for every block of threads, which indexes it."""
+    """Returns the spec by which every block of threads gets the whole array, to index it."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
@@ -151,7 +151,7 @@ def _attend(
     names: tuple[str, ...],
     place: tuple[int, int, int],
 ) -> None:
-    """One block of threads: a lane of all units of a range."""
+    """Runs one block of threads: a lane of all units of a range."""
     work = Work(*refs[: len(Work._fields)])
     refs = refs[len(Work._fields) :]
     pages, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
@@ -349,7 +349,7 @@ def _combine(
     cut: Cut,
     tile: int,
 ) -> None:
-    """One block of threads: some rows of a unit."""
+    """Runs one block of threads: some rows of a unit."""
     unit, lane, units = pl.program_id(0), pl.program_id(1), start.shape[0] - 1
     rows = pl.ds(pl.program_id(2) * tile, tile)
     begin, end, total = start[unit], start[unit + 1], start[units]

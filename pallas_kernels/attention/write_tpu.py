@@ -2,8 +2,8 @@
 
 Called by `api.py`. XLA keeps pages whose width is no multiple of 128 with the tokens last (see
 `mosaic_tpu.py`), and would turn the whole pool around and back; exchanging whole pages does not.
-Scales it keeps in tiles of as many rows as there are heads, and would scatter in tiles of eight, or
-head by head.
+It keeps scales in tiles with a row for each head, and would scatter them in tiles of eight, or head
+by head.
 """
 
 import math
@@ -38,7 +38,8 @@ def write_rows(
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
 ) -> Num[Array, "pages kv_heads page_size width"]:
-    """One array of `api.write_rows`: page after page, all of a page's neighbouring tokens at once.
+    """Writes one array of `api.write_rows`: page by page, all neighbouring tokens of a page at
+    once.
 
     Of several tokens at one position any one is written.
     """
@@ -58,8 +59,8 @@ def write_rows(
 
 
 def is_scattered_in_tiles(scales: Num[Array, "pages kv_heads page_size ..."]) -> bool:
-    """Whether these are scales that XLA would move: of one head, or of four in pages of several
-    tiles. With two heads it does not; with eight it does either way."""
+    """Whether XLA would move the whole pool to scatter these scales: with one head, or with four
+    heads in pages of several tiles. With two heads it does not; with eight it does either way."""
     if scales.ndim != 3 or scales.shape[2] % LANES:
         return False
     return scales.shape[1] == 1 or (scales.shape[1] == 4 and scales.shape[2] > LANES)
@@ -72,8 +73,8 @@ def write_scales(
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
 ) -> Float32[Array, "pages kv_heads page_size"]:
-    """One array of `api.write_rows`: a scatter into tiles of as many rows as divide the pool, which
-    lie in memory as the pool's own do: of all heads for 128 tokens after those before.
+    """Writes one array of `api.write_rows` by a scatter into tiles that lie in memory as the pool
+    does: the scales of all heads for 128 tokens, then those for the next 128.
 
     XLA's estimate for 8000 pages of 256 tokens of one head is 2 thousand cycles, where a scatter
     into pages has 88 (v7x) or 355 (v6e).
@@ -90,14 +91,14 @@ def write_scales(
     lane = (position % LANES)[:, None]
     written = tiles.at[row // tile, row % tile, lane].set(new, mode="drop")
     by_heads = written.reshape(in_memory.shape).swapaxes(1, 2)
-    # Else XLA may turn them around.
+    # Without the constraint XLA may transpose the pool.
     return with_layout_constraint(by_heads, Layout((0, 2, 1, 3))).reshape(scales.shape)
 
 
 def find_page(
     pool: int, page_size: int, page_table: Array, sequence_of_token: Array, position: Array
 ) -> tuple[Int32[Array, " tokens"], Bool[Array, " tokens"]]:
-    """The page of every token, and whether there is one."""
+    """Returns the page of every token, and whether it has one."""
     sequences, pages_per_sequence = page_table.shape
     column = position // page_size
     page = page_table.at[sequence_of_token, column].get(mode="clip")

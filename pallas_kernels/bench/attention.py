@@ -24,7 +24,7 @@ class Step(NamedTuple):
     queries: int = 1
 
     def bytes(self) -> int:
-        """Read and written at least: keys, values and scales once a sequence, queries, outputs."""
+        """Least bytes read and written: keys, values, scales once a sequence; queries, outputs."""
         shape, scaled = self.shape, self.format != "bf16"
         scales = (1 if shape.shared else 2) * shape.kv_heads * 4 if scaled else 0
         cache = shape.kv_elements() * (1 if scaled else 2) + scales
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def values(key: Any, shape: tuple[int, ...], format: str) -> jax.Array:
-    """Random numbers in a format; FP8 as its bits."""
+    """Returns random numbers in a format; FP8 as its bits."""
     if format.startswith("int8"):
         return jax.random.randint(key, shape, -127, 128, jnp.int8)
     normal = jax.random.normal(key, shape, jnp.bfloat16)
@@ -48,7 +48,7 @@ def values(key: Any, shape: tuple[int, ...], format: str) -> jax.Array:
 
 
 def inputs(step: Step) -> tuple[Any, ...]:
-    """Queries, and the arguments of `attend` after them; pages lie in a random order."""
+    """Returns queries and the other arguments of `attend`; pages lie in a random order."""
     shape, each = step.shape, step.context // step.page_size
     keys = jax.random.split(jax.random.key(0), 4)
     place = (step.sequences * each, shape.kv_heads, step.page_size)
@@ -78,8 +78,8 @@ CHECKED_TOKENS = 4
 
 
 def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for the last tokens alone, which see the most: the reference gathers the pages of
-    every token."""
+    """Returns arguments for the last tokens alone, which see the most: the reference gathers the
+    pages of every token."""
     queries, pages, scales, (table, *where) = arguments
     last = slice(-CHECKED_TOKENS, None)
     return queries[last], pages, scales, (table, *(array[last] for array in where))

@@ -1,7 +1,7 @@
 """Alternatives to the ops on the same inputs: JAX's own functions, tokamax, PyTorch.
 
-Called by the bench. Each is a function of (step, arguments) that prepares a call; it raises
-whatever it likes where it is not installed or cannot do this, and the bench says so.
+Called by the bench. Each is a function of (step, arguments) that prepares a call. It may raise any
+exception if its library is missing or cannot do this; the bench reports it.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from pallas_kernels.quantize import QuantArray
 
 
 class Prepared(NamedTuple):
-    """A call of other people's code.
+    """A prepared call of another library.
 
     Attributes:
-      result: gives what the call gives, in the shape of the op's result.
-      seconds: gives the call's seconds.
+      result: returns the call's result, in the shape of the op's result.
+      seconds: returns the call's seconds.
     """
 
     result: Callable[[], Any]
@@ -31,15 +31,15 @@ class Prepared(NamedTuple):
 def measured(
     op: str, step: Any, arguments: tuple[Any, ...], right: Any, effort: timing.Effort
 ) -> dict[str, dict[str, Any]]:
-    """For every baseline of an op its seconds and its distance from the right result (of the last
-    rows, if `right` has fewer), or why there are none."""
+    """Returns the seconds of every baseline of an op and its distance from the right result (of the
+    last rows, if `right` has fewer), or the reason why it has none."""
     found: dict[str, dict[str, Any]] = {}
     for name, baseline in BASELINES[op].items():
         try:
             prepared = baseline(step, arguments)
             error = correctness.distance(prepared.result(), right)
             found[name] = {"seconds": prepared.seconds(effort), "error": error}
-        except Exception as error:  # other people's code: whatever it raises, ours was measured
+        except Exception as error:  # another library's failure must not lose our measurements
             found[name] = {"skipped": f"{type(error).__name__}: {str(error)[:200]}"}
     return found
 
@@ -78,7 +78,7 @@ def _jax_paged_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
 
 
 def _contiguous(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Queries, keys and values [sequences, tokens, heads, width], gathered from the pages."""
+    """Returns queries, keys, values [sequences, tokens, heads, width], gathered from pages."""
     queries, pages, scales, (table, *_) = arguments
     shape = step.shape
     if scales:
@@ -116,7 +116,7 @@ def _torch_attention(step: Any, arguments: tuple[Any, ...]) -> Prepared:
 
 
 def _swiglu_by(dot: Callable[[Any, Any, Any], Any], arguments: tuple[Any, ...]) -> Prepared:
-    """The expert layer by `dot(rows, weights [groups, in, out], sizes)`."""
+    """Runs the expert layer by `dot(rows, weights [groups, in, out], sizes)`."""
     rows, *weights, sizes = _unquantised(arguments)
     turned = [jnp.swapaxes(array, 1, 2) for array in weights]
 
@@ -173,7 +173,7 @@ def _torch() -> Any:
 
 
 def _to_torch(array: Any) -> Any:
-    """A BF16 array on PyTorch's GPU; by way of the host, as the two need not share a device."""
+    """Moves a BF16 array to PyTorch's GPU through the host: the two may use different devices."""
     torch = _torch()
     bits = np.asarray(jax.lax.bitcast_convert_type(array, jnp.int16))
     return torch.from_numpy(bits.copy()).cuda().view(torch.bfloat16)
@@ -187,7 +187,7 @@ def _of_torch(function: Callable[[], Any]) -> Prepared:
 
 
 def _torch_seconds(function: Callable[[], Any], effort: timing.Effort) -> float:
-    """Median of the rounds, by the GPU's own clock."""
+    """Returns the median of the rounds, by the GPU's own clock."""
     torch = _torch()
     function()
     times = []

@@ -26,7 +26,7 @@ MODULES: dict[str, Any] = {
     "grouped_matmul": grouped_matmul,
     "norm_quantize": norm_quantize,
 }
-"""Each has `inputs(step)`, `call(step)` and `checked(arguments)`."""
+"""Modules of the ops, each with `inputs(step)`, `call(step)` and `checked(arguments)`."""
 
 TILED = ("attention", "grouped_matmul")
 """Ops that have tiles to tune."""
@@ -43,11 +43,11 @@ class Case(NamedTuple):
     step: Any
 
     def size(self) -> dict[str, int]:
-        """The numbers of the step, by name."""
+        """Numbers of the step, by name."""
         return {key: value for key, value in self.step._asdict().items() if isinstance(value, int)}
 
     def label(self) -> str:
-        """All that tells it from other cases."""
+        """Name that tells the case from all others."""
         sizes = " ".join(f"{key} {value}" for key, value in self.size().items())
         return f"{self.op} {self.name} {self.step.format} {sizes}"
 
@@ -65,7 +65,7 @@ def cases(ops: list[str], names: list[str] | None, quick: bool) -> list[Case]:
 
 
 def page_size() -> int:
-    """Tokens of a page, as the kernels of this platform like it."""
+    """Returns the tokens of a page that the kernels of this platform prefer."""
     return 128 if current_target().backend == "mosaic_tpu" else 64
 
 
@@ -102,4 +102,4 @@ STEPS: dict[str, Callable[[Any, bool], Sequence[Any]]] = {
     "grouped_matmul": _experts,
     "norm_quantize": _norms,
 }
-"""The sizes of a named shape, or tiny ones."""
+"""Functions that list the steps of a named shape, or tiny ones."""

@@ -30,7 +30,7 @@ def expected(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def distance(output: Any, right: Any) -> float:
-    """Relative distance; of the last rows if there are more than in `right`."""
+    """Returns the relative distance; of the last rows if `output` has more than `right`."""
     output = output[-right.shape[0] :]
     got, wanted = (np.asarray(array.astype(jnp.float32)) for array in (output, right))
     found = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))

@@ -18,7 +18,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
     "int8_rows": "int8",
     "int8_float": "float",
 }
-"""`row_format` of those that ask for one: rows in 8 bits, too, in blocks, or as they are."""
+"""`row_format` of the formats that need one: rows in 8-bit blocks, or rows as they are."""
 FORMATS = ("bf16", "int8", "fp8", "fp8_block", *ROW_FORMATS)
 
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
         return self.shape.rows(self.tokens)
 
     def bytes(self) -> int:
-        """Read and written: weights and scales of groups that have rows, rows in and out."""
+        """Bytes read and written: weights and scales of groups with rows, rows in and out."""
         shape = self.shape
         sizes = ((shape.d_ff, shape.d_model),) * 2 + ((shape.d_model, shape.d_ff),)
         weights = 0
@@ -52,12 +52,12 @@ class Step(NamedTuple):
 
 
 def block(format: str) -> tuple[int, int]:
-    """Rows and columns of the blocks that share a scale; 0: all columns."""
+    """Returns rows and columns of the blocks that share a scale; 0: all columns."""
     return (128, 128) if format.startswith("fp8_block") else (1, 0)
 
 
 def weight(key: Any, shape: tuple[int, int, int], format: str) -> Any:
-    """Random weights whose products stay near 1."""
+    """Returns random weights whose products stay near 1."""
     found = values(key, shape, format)
     size = shape[2] ** -0.5
     if format == "bf16":
@@ -68,7 +68,7 @@ def weight(key: Any, shape: tuple[int, int, int], format: str) -> Any:
 
 
 def inputs(step: Step) -> tuple[Any, ...]:
-    """The arguments of `grouped_swiglu`."""
+    """Returns the arguments of `grouped_swiglu`."""
     shape = step.shape
     keys = jax.random.split(jax.random.key(0), 4)
     up = (shape.groups, shape.d_ff, shape.d_model)
@@ -89,5 +89,5 @@ def call(step: Step) -> Callable[..., Any]:
 
 
 def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for the rows that are checked: all of them."""
+    """Returns the arguments for the rows that are checked: all rows."""
     return arguments

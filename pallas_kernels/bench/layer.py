@@ -1,6 +1,6 @@
-"""Step-3's attention layer and one FFN shard of 2A2F, whole: what the planner reads the times of.
+"""Step-3's attention layer and one FFN shard of 2A2F as a whole; the planner reads their times.
 
-Norms, rotary embedding and transfers between devices are not in it. The FFN begins and ends with
+Norms, rotary embedding and transfers between devices are left out. The FFN begins and ends with
 tokens: their rows go to the experts and come back.
 """
 

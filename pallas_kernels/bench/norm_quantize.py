@@ -22,7 +22,7 @@ class Step(NamedTuple):
     tokens: int
 
     def bytes(self) -> int:
-        """Read and written: BF16 rows, them again normed, in 8 bits, and a scale each."""
+        """Bytes read and written: BF16 rows, normed rows, their 8-bit values, and a scale each."""
         return self.tokens * (5 * self.d_model + 4) + 2 * self.d_model
 
     def flops(self) -> int:
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 def inputs(step: Step) -> tuple[Any, ...]:
-    """Rows and the weight of the norm."""
+    """Returns rows and the weight of the norm."""
     rows, weight = jax.random.split(jax.random.key(0))
     shape = (step.tokens, step.d_model)
     return (
@@ -51,5 +51,5 @@ def call(step: Step, op: Callable[..., Any] = rms_norm_quantize) -> Callable[...
 
 
 def checked(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for the rows that are checked: all of them."""
+    """Returns the arguments for the rows that are checked: all rows."""
     return arguments

@@ -46,8 +46,8 @@ class Found(NamedTuple):
 
     Attributes:
       tiles: the best.
-      before, after: the cost of what there was and of the best.
-      finished: False: the time was up.
+      before, after: cost of the previous tiles and of the best.
+      finished: False if the time was up first.
     """
 
     tiles: Sizes
@@ -56,7 +56,7 @@ class Found(NamedTuple):
     finished: bool
 
     def better(self) -> bool:
-        """Worth a change."""
+        """Whether the best tiles are worth a change."""
         return self.finished and self.after < self.before * (1 - MARGIN)
 
 
@@ -97,7 +97,7 @@ class Trials:
         return json.dumps(trial, sort_keys=True)
 
     def get(self, trial: Mapping[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of a trial, which is run if it was not yet."""
+        """Returns the result of a trial; runs it if it is new."""
         key = self._key(trial)
         if key not in self.known:
             self.known[key] = run()
@@ -110,7 +110,7 @@ class Trials:
 def report(
     call: str, entry: Mapping[str, Any], found: Found, device_kind: str, settings: Settings
 ) -> None:
-    """Prints what was found, and writes it if it is better."""
+    """Prints the result of a search, and writes it if it is better."""
     change = changes(found.tiles, to_sizes(entry["tiles"])) or "as it is"
     state = "" if found.finished else " (not finished)"
     print(f"{call}: {change}: {found.before:.4g} -> {found.after:.4g} s{state}", flush=True)
@@ -129,7 +129,7 @@ def report(
 
 
 def changes(tiles: Sizes, start: Sizes) -> Sizes:
-    """The fields in which tiles differ."""
+    """Returns the fields in which tiles differ."""
     return {field: size for field, size in tiles.items() if size != start[field]}
 
 
@@ -139,5 +139,5 @@ def map_sizes(sizes: Sequence[Any]) -> list[Any]:
 
 
 def to_sizes(tiles: Mapping[str, Any]) -> Sizes:
-    """The same for all fields."""
+    """Restores the types of all fields of tiles."""
     return {field: as_size(size) for field, size in tiles.items()}

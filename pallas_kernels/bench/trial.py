@@ -54,7 +54,7 @@ class Bench:
         self.right: Any = None
 
     def attempt(self, case: Case, tiles: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of a case with these tiles, by call, or why there are none."""
+        """Returns the seconds of a case with these tiles, by call, or why it has none."""
         module = MODULES[case.op]
         function = module.call(case.step)
         try:

@@ -76,7 +76,7 @@ class Worker:
                 return json.loads(line)
 
     def attempt(self, case: str, tiles: Mapping[str, Sizes], limit: float) -> dict[str, Any]:
-        """Seconds, or why not."""
+        """Returns the seconds, or the reason why the attempt failed."""
         if self.process is None:
             self._start()
         assert self.process is not None
@@ -90,7 +90,7 @@ class Worker:
         return self._answer(limit)
 
     def stop(self) -> None:
-        """End the process."""
+        """Ends the process."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()

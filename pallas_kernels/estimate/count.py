@@ -115,8 +115,7 @@ def count_hopper(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
-    """Describes an attention kernel. A turn is a step of one lane: 64 positions, or 64 of each
-    warpgroup."""
+    """Describes attention. A turn is a step of one lane: 64 positions, or 64 of each warpgroup."""
     model, form, _ = case.name.split()
     shape, size = SHAPES[model], jnp.dtype(FORMATS[form]).itemsize
     heads = shape.q_heads // shape.kv_heads
@@ -134,8 +133,7 @@ def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict
 
 
 def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
-    """Describes one kernel of an expert layer. A turn is a step of a tile, for all consumers, which
-    run the same code."""
+    """Describes one kernel of an expert layer. A turn is a step of a tile, for all consumers."""
     rows, gate, *_ = case.arguments
     groups, d_ff, d_model = gate.shape
     weights = 2 if number == 0 else 1
@@ -173,9 +171,8 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
 
 
 def expected_tiles(mean: float, tile: int) -> float:
-    """Returns the expected row tiles of a group of `mean` rows on average, when tokens choose by
-    chance. The number of rows is then Poisson-distributed, and one row beyond a tile takes another
-    tile."""
+    """Returns the expected row tiles of a group of `mean` rows, when tokens choose by chance: the
+    number of rows is Poisson-distributed, and one row beyond a tile takes another tile."""
     few = int(mean - 10 * mean**0.5)
     return sum(
         math.exp(rows * math.log(mean) - mean - math.lgamma(rows + 1)) * -(-rows // tile)

@@ -32,13 +32,13 @@ class Estimate(NamedTuple):
 
 
 def read_counts(path: Path = COUNTS) -> dict[str, Any]:
-    """The committed counts."""
+    """Returns the committed counts."""
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def costs(kernel: dict[str, Any]) -> list[Cost]:
-    """The loops of a kernel."""
+    """Returns the loops of a kernel."""
     return [Cost(**loop) for loop in kernel["loops"]]
 
 
@@ -124,7 +124,7 @@ def estimates(counts: dict[str, Any]) -> list[Estimate]:
 
 
 def table(found: Sequence[Estimate]) -> str:
-    """For people."""
+    """Formats estimates as a table for people."""
     lines = [
         "ESTIMATES, read from compiled programs; nothing was measured.",
         f"{'op':<15} {'case':<34} {'for':<5} {'µs':>8} {'roofline':>8} {'ratio':>6}  bound",

@@ -77,8 +77,7 @@ class Latencies(NamedTuple):
     wgmma_right: float
     """Cycles to read the right operand, for each of its columns."""
     result: Mapping[str, float]
-    """Cycles until a result is ready, by the beginning of an instruction's name; the longest
-    counts."""
+    """Cycles until a result is ready, by the beginning of the name; the longest counts."""
     operands: float
     """Cycles until operands are read."""
     pipes: Mapping[str, tuple[str, float]]
@@ -162,8 +161,7 @@ def way(program: Sequence[Instruction], first: int, last: int, over: Collection[
 
 
 def _shortest(program: Sequence[Instruction], start: int, stop: int, last: int) -> list[int] | None:
-    """Returns the path with the fewest stalls, without its start; None if `stop` is out of reach.
-    Paths do not continue past `last`."""
+    """Returns the path of fewest stalls, without its start, or None; it does not go past `last`."""
     came: dict[int, int] = {}
     ready = [(0, start, start)]
     while ready:

@@ -221,8 +221,7 @@ def grouped_swiglu(
 def _in_format(
     narrow: QuantArray | None, *weights: Array | QuantArray | InputMajor
 ) -> QuantArray | None:
-    """Returns the 8-bit rows if the weights have the same format, else None. FP8 may be given as
-    bits."""
+    """Returns 8-bit rows if the weights have their format, else None; FP8 may be given as bits."""
     if narrow is None:
         return None
     narrow = dataclasses.replace(narrow, values=from_bits(narrow.values))

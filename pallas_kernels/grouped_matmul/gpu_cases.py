@@ -62,9 +62,8 @@ def cases() -> list[Case]:
 
 
 def around() -> list[Case]:
-    """Returns the kernels around Step-3's experts in a decode step: sorting choices, adding up
-    results and packing them in INT8, and adding up packed sums of other devices. Each case's name
-    begins with its kernel's."""
+    """Returns the kernels around Step-3's experts in a decode step: sorting choices, adding up and
+    packing results in INT8, and adding up packed sums. Cases are named after their kernels."""
     d_model, words, tokens, top_k, groups = 7168, 7296, 2048, 3, 24
 
     def array(*shape: int, dtype: Any = jnp.int8) -> Any:

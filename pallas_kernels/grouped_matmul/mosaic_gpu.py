@@ -311,8 +311,7 @@ def _operands(
     picked: Picked | None = None,
     one_group: bool = False,
 ) -> Operands:
-    """Returns the kernel's operands: rows and weights in the dtypes of wgmma, scales as it reads
-    them."""
+    """Returns the kernel's operands: rows and weights in wgmma's dtypes, and scales."""
     first = weights[0]
     if not isinstance(first, QuantArray):
         assert isinstance(rows, Array)

@@ -62,15 +62,15 @@ def grouped_product(
     processors: int,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """`epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group, zeros for padding rows that
-    are in the list of tiles; others are not written.
+    """Returns `epilogue(rows · weights[0]ᵀ, ...)` for the rows of every group. Padding rows in the
+    list of tiles become zeros; others are not written.
 
     Args:
-      operands: see there.
-      tile_list: of `tiles.listed_rows` rows a tile.
-      epilogue: from the FP32 products with each of the weights, transposed or not, to what is
-        stored; elementwise, and zeros for zeros.
-      out_dtype: of the result; 8 bits: it is quantised, with a scale for each row and output tile.
+      operands: see `Operands`.
+      tile_list: tiles of `tiles.listed_rows` rows.
+      epilogue: elementwise function from the FP32 products with each weight, transposed or not, to
+        the results; maps zeros to zeros.
+      out_dtype: dtype of the result; in 8 bits it is quantised, a scale for each row and tile.
       tiles: sizes.
       processors: CTAs to start, one for each multiprocessor; an even number.
       interpret: parameters of Pallas' GPU interpret mode, or None to compile.

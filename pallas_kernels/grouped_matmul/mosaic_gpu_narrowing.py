@@ -1,4 +1,4 @@
-"""How the consumers of the Hopper kernel quantise a tile of their results: in blocks of the rows.
+"""Quantises a tile of results in the consumers of the Hopper kernel: in blocks of the rows.
 
 Called by both kinds of consumers. A row of an output tile gets one scale. Where weights are first,
 its columns are spread over all consumers, and over all warps of each, so that the tile goes through
@@ -20,7 +20,7 @@ from pallas_kernels.mosaic_gpu import quantise, store
 def store_quantised(
     context: Context, consumer: jax.Array, result: jax.Array, tile: Tile, out_tile: jax.Array
 ) -> None:
-    """Store the rows of an output tile that belong to its group, and no others.
+    """Stores the rows of an output tile that belong to its group, and no others.
 
     Args:
       result: this consumer's columns, FP32 [consumer_out, rows of the tile].
@@ -47,20 +47,20 @@ def store_quantised(
 
 
 def meet(buffers: Narrowing) -> None:
-    """Wait for all consumers."""
+    """Waits for all consumers."""
     met: Any = buffers.met
     plgpu.barrier_arrive(met)
     plgpu.barrier_wait(met)
 
 
 def _quantise(buffers: Narrowing, rows: Any) -> None:
-    """A few whole rows."""
+    """Quantises a few whole rows."""
     wide: Any = buffers.wide
     _keep(buffers, rows, plgpu.load(wide.at[rows], layout=ROWS_LAYOUT, optimized=False))
 
 
 def _keep(buffers: Narrowing, rows: Any, wide: jax.Array) -> None:
-    """Quantise whole rows, into the buffers."""
+    """Quantises whole rows, into the buffers."""
     values, scales = quantise(wide, buffers.values.dtype)
     store(buffers.values.at[rows], values)
     store(buffers.scales.at[rows], scales)
@@ -69,10 +69,10 @@ def _keep(buffers: Narrowing, rows: Any, wide: jax.Array) -> None:
 def store_quantised_rows(
     context: Context, first_block: jax.Array, result: jax.Array, tile: Tile, out_tile: jax.Array
 ) -> None:
-    """Store a warpgroup's rows of an output tile, those that belong to its group, and no others.
+    """Stores a warpgroup's rows of an output tile that belong to its group, and no others.
 
     Args:
-      first_block: of `BLOCK_ROWS` rows of the tile that are this warpgroup's.
+      first_block: this warpgroup's first block of `BLOCK_ROWS` rows of the tile.
       result: FP32 [consumer_rows, tiles.out].
     """
     buffers: Any = context.scratch.narrowing
@@ -90,7 +90,7 @@ def store_quantised_rows(
 def _copy(
     context: Context, buffers: Narrowing, tile: Tile, out_tile: jax.Array, row: jax.Array
 ) -> None:
-    """Copy what belongs to the group of the `BLOCK_ROWS` rows of a tile from `row` on."""
+    """Copies those of the tile's `BLOCK_ROWS` rows from `row` on that belong to its group."""
     tiles = context.tiles
     output_scales: Any = context.output_scales
     columns = pl.ds(out_tile * tiles.out, tiles.out)

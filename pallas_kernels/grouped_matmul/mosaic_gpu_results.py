@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
 
 
 def accumulator(context: Context, shape: tuple[int, int]) -> Any:
-    """For sums of products that begin from zero."""
+    """Returns the type of an accumulator for sums of products that begin from zero."""
     is_int8 = context.operands.rows.dtype == jnp.int8
     return plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32)
 
@@ -23,12 +23,12 @@ def accumulator(context: Context, shape: tuple[int, int]) -> Any:
 def block_scales(
     context: Context, tile: Tile, column: jax.Array, index: jax.Array
 ) -> list[jax.Array | None]:
-    """For each of the weights the scale of the block of a column in a step, if they have such."""
+    """Returns for each weight the scale of a column's block in a step; None without such scales."""
     operands = context.operands
     if not operands.block_scales:
         return [None] * len(operands.weights)
     block_out, block_in = operands.block
-    # A tile may have more columns than there are.
+    # A tile may have more columns than the weights.
     last = operands.block_scales[0].shape[1] - 1
     column_block = jnp.minimum(jax.lax.div(column, block_out), last)
     block = jax.lax.div(index * context.tiles.inner, block_in)
@@ -43,8 +43,8 @@ def scaled_by_channel(
     shape: tuple[int, int],
     axis: int,
 ) -> tuple[jax.Array, ...]:
-    """The products with each of the weights times the scales of their channels, if these have some:
-    of those from `column` on, which lie along one axis of a product."""
+    """Multiplies the products with each weight by the scales, if any, of the channels from `column`
+    on, which lie along one axis of a product."""
     if not context.operands.channel_scales:
         return products
     channels = pl.ds(column, shape[axis])
@@ -60,7 +60,7 @@ def scaled_by_channel(
 def spread(
     context: Context, scales: Ref, tile: Tile, shape: tuple[int, int], axis: int
 ) -> jax.Array:
-    """Scales along one axis of a product, as wgmma spreads it over the threads.
+    """Spreads scales along one axis of a product, as wgmma spreads it over the threads.
 
     Scales of padding rows may be anything, NaN included.
     """
@@ -71,7 +71,7 @@ def spread(
 
 
 def store(context: Context, consumer: jax.Array, tile: Tile, column: jax.Array) -> None:
-    """Copy what a consumer has in its buffer: the rows that belong to the group, and no others.
+    """Copies the rows in a consumer's buffer that belong to the group, and no others.
 
     TMA copies have static sizes, and from a swizzled buffer they begin and end with its blocks: the
     rows of blocks that are shared with other tiles go one by one, through a buffer that is not

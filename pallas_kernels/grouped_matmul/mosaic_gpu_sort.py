@@ -70,8 +70,7 @@ def _body(
     top_k: int,
     before: int,
 ) -> None:
-    """Ranks every `blocks`-th choice and measures every `blocks`-th group, from this block's number
-    on.
+    """Ranks every `blocks`-th choice and measures every `blocks`-th group, from this block's on.
 
     Args:
       before: entries of `group` before the first choice, if a token counts once a group; else 0.

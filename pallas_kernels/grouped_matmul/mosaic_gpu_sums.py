@@ -46,8 +46,7 @@ def pack(
     *,
     everywhere: bool = True,
 ) -> Int8[Array, "tokens words"]:
-    """Packs sums of shape [tokens, d], if `gap` finds nothing in the call; see
-    `Unsummed.packed`."""
+    """Packs sums of shape [tokens, d], if `gap` finds nothing; see `Unsummed.packed`."""
     return pack_pieces(sums, shape, words, major, target, everywhere=everywhere)[0]
 
 
@@ -210,8 +209,7 @@ def _add_up(arrived: Any, scales: Any, output: Any) -> None:
 
 
 def _add_up_and_pack(arrived: Any, scales: Any, *outputs: Any, d: int) -> None:
-    """Sums one row of the parts [parts, rows, words], with their scales, and packs it into the
-    outputs, which together are [rows, words]."""
+    """Sums one row of [parts, rows, words] with their scales, and packs it into the outputs."""
     row = lax.axis_index("row")
     _in_its_part(outputs, row, lambda: _sum(arrived, scales, row, d))
 

@@ -175,9 +175,8 @@ def _has_whole_parts(weights: WeightArray) -> bool:
 
 
 def _splits(columns: int, steps: int) -> int:
-    """Returns the parts of d_in that CTAs add up separately: more than one if columns of tiles are
-    too few for the multiprocessors. Rows do not count, so that a row has the same sums among any
-    number of rows."""
+    """Returns the parts of d_in that CTAs add up separately: several if columns of tiles are too
+    few for the multiprocessors. Rows do not count, so that a row always has the same sums."""
     few = steps >= LEAST_STEPS and columns <= FEW_COLUMNS
     return next(part for part in (MOST_SPLITS, 2, 1) if part == 1 or (few and steps % part == 0))
 
@@ -273,7 +272,6 @@ def is_per_channel(weights: QuantArray) -> bool:
 
 
 def inner_of(weights: WeightArray) -> int:
-    """Returns the values of d_in in a step: 128 bytes, the most that a row of a swizzled operand
-    may span, or 64."""
+    """Returns the values of d_in a step: 128 bytes, the most of a swizzled operand's row, or 64."""
     is_wide = isinstance(weights, QuantArray) and weights.shape[2] % 128 == 0
     return 128 if is_wide else 64

@@ -183,8 +183,7 @@ class Tile(NamedTuple):
     split: jax.Array
 
     def part(self, first_block: int | jax.Array, rows: int) -> "Tile":
-        """Returns the `rows` rows of this tile from its `first_block`-th block of `BLOCK_ROWS` rows
-        on."""
+        """Returns `rows` rows of this tile, from its `first_block`-th block of `BLOCK_ROWS` on."""
         first = first_block * BLOCK_ROWS
         begin, end = (jnp.clip(edge - first, 0, rows) for edge in (self.begin, self.end))
         return self._replace(block=self.block + first_block, begin=begin, end=end)

@@ -34,8 +34,7 @@ def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any
 
 
 def _tile_at(context: Context, place: jax.Array) -> tuple[Tile, jax.Array]:
-    """Returns the row tile and output tile at a place of the order; past the end, the last row
-    tile."""
+    """Returns row tile and output tile at a place of the order; past the end, the last row tile."""
     band, out_tiles = context.tiles.band, context.out_tiles
     of_groups, total = context.group_tiles, context.all_tiles
     band_index = jax.lax.div(place, band * out_tiles)
@@ -101,8 +100,7 @@ def _begin_tile(context: Context, place: jax.Array) -> Cursor:
 
 
 def load_next(context: Context, cursor: Cursor, stage: Any, *, mine: Any) -> Cursor:
-    """Starts to load the cursor's step, if it exists and is `mine` to load; returns the next
-    one."""
+    """Starts to load the cursor's step, if it exists and is `mine`; returns the next cursor."""
 
     @pl.when(mine & cursor.exists)
     def _load() -> None:

@@ -1,5 +1,4 @@
-"""The Hopper kernel with weights as wgmma's left operand: code of the warpgroups that load and
-multiply.
+"""The Hopper kernel with weights as wgmma's left operand: its loading and multiplying warpgroups.
 
 Called by `mosaic_gpu_kernel.py`. Products are transposed: [consumer_out, rows] of a tile.
 """

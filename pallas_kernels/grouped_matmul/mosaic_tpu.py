@@ -70,7 +70,7 @@ def grouped_matmul(
     *,
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """Multiply every row by the weights of its group."""
+    """Multiplies every row by the weights of its group."""
     factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     return _grouped_products(
         factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
@@ -91,7 +91,7 @@ def grouped_swiglu(
     zero_padding: bool = True,
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
-    """Run every row through the SwiGLU network of its group: gate and up in one pass, then down."""
+    """Runs rows through the SwiGLU network of their group: gate and up in one pass, then down."""
     factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     products = partial(
         _grouped_products,
@@ -122,7 +122,7 @@ class _Inputs(NamedTuple):
 
     Attributes:
       visits: in SMEM.
-      tables: of rows that the kernel fetches, likewise; else None.
+      tables: in SMEM, for rows that the kernel fetches; else None.
       rows: [rows, d_in or more]; the ref [tile_rows, d_in]; of rows that are fetched, in HBM.
       row_scales: of rows in 8 bits: one array [rows, 1], or [rows, blocks of ROW_BLOCK]; the ref
         [tile_rows, _].
@@ -145,11 +145,11 @@ class _Call(NamedTuple):
 
     Attributes:
       inputs: the structure of `_Inputs`.
-      column_tiles: how many tiles of weights a group has.
-      blocks: of scales.
-      row_dtype: of rows, of which the kernel may have the bits.
-      scale_columns: how many columns of a result in 8 bits share a scale; 0: it is not.
-      whole_rows: all of them do.
+      column_tiles: number of weight tiles of a group.
+      blocks: layout of the scales.
+      row_dtype: dtype of the rows, which the kernel may get as bits.
+      scale_columns: columns of an 8-bit result that share a scale; 0: the result has no 8 bits.
+      whole_rows: whether all columns of a row share a scale.
     """
 
     plan: Sizes
@@ -174,17 +174,17 @@ def _grouped_products(
     zero_padding: bool = True,
     given: Fields | None = None,
 ) -> Any:
-    """Rows times one weight, or SwiGLU of two of the same format.
+    """Multiplies rows by one weight, or computes the SwiGLU of two weights of the same format.
 
     Args:
       factor: the rows, floats, or in 8 bits, with a scale for a row or for `ROW_BLOCK` columns;
-        there may be columns behind d_in.
-      out_dtype: of the result.
-      out_format: the result is in 8 bits, in such blocks, too: a `QuantArray`.
-      narrow_rows: it is in INT8 with a scale a row, as who multiplies it makes it else, if rows are
-        in 8 bits and a tile has all columns.
-      as_floats: floats stay floats, even for INT8 weights, whose path is that of FP8 ones then.
-      source: which of the rows; None: all.
+        may have more columns than d_in.
+      out_dtype: dtype of the result.
+      out_format: format of a result in 8 bits with such blocks, a `QuantArray`; None: floats.
+      narrow_rows: the result is in INT8 with a scale a row, as the next product would quantise it,
+        if rows are in 8 bits and a tile has all columns.
+      as_floats: floats stay floats even for INT8 weights, which are then treated like FP8 ones.
+      source: index of the rows to take; None: all.
       zero_padding: tiles of padding alone become zeros; else they are not written.
       given: tiles that a caller of the op set.
     """
@@ -304,7 +304,7 @@ def _grouped_products(
 
 
 def _kernel(call: _Call, *refs: Any) -> None:
-    """One visit for one tile of columns."""
+    """Runs one visit for one tile of columns."""
     plan, inputs = call.plan, jax.tree.unflatten(call.inputs, refs[: call.inputs.num_leaves])
     out, *others = refs[call.inputs.num_leaves :]
     out_scales = others.pop(0) if call.scale_columns else None
@@ -435,7 +435,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
 
 
 def wait(copies: list[Any]) -> None:
-    """Wait for copies into VMEM. A test replaces it to see that this is noticed."""
+    """Waits for copies into VMEM. A test replaces it to see that a missing wait is noticed."""
     for copy in copies:
         copy.wait()
 

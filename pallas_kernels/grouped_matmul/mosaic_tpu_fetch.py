@@ -81,8 +81,7 @@ def plan(
 def tables(
     source: Int32[Array, " picked"], rows: Num[Array, "rows d"], row_scales: tuple[Array, ...]
 ) -> tuple["Tables", tuple[Array, ...]]:
-    """Returns the tables by which the kernel fetches rows, and the scales that XLA gathers instead:
-    those in blocks."""
+    """Returns the tables by which rows are fetched, and scales in blocks, which XLA gathers."""
     last = rows.shape[0] - 1
     index = jnp.clip(jnp.where(source < 0, source + rows.shape[0], source), 0, last)
     if row_scales and row_scales[0].shape[1] == 1:

@@ -63,8 +63,7 @@ def same_format(a: WeightArray, b: WeightArray) -> bool:
 
 
 def format_name(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
-    """Returns the name by which `tiles.py` knows the format of weights, and of rows in 8-bit
-    blocks.
+    """Returns the name that `tiles.py` has for the format of weights, and of rows in 8-bit blocks.
 
     INT4 weights, and INT8 weights that are converted, are cut like FP8 ones.
     """

@@ -28,12 +28,12 @@ def store_quantised(
     columns: Any,
     unit_columns: int,
 ) -> None:
-    """Store the rows that are `owned`, as `quantize_rows` does it, and leave the others.
+    """Stores the rows that are `owned`, quantised like `quantize_rows`, and leaves the others.
 
     Args:
       part: the rows, a slice of the tile.
       columns: likewise; begins at a multiple of `unit_columns`.
-      unit_columns: how many share a scale.
+      unit_columns: number of columns that share a scale.
     """
     is_int8 = values.dtype == jnp.int8
     largest = 127.0 if is_int8 else 448.0
@@ -64,11 +64,11 @@ def store_whole_rows(
     row: Any,
     step_rows: int,
 ) -> None:
-    """The same of results that have all their columns, with a scale a row.
+    """Stores results that have all their columns, with a scale a row.
 
     Args:
-      owned: the first row of the tile that is, and one past the last.
-      row: of the first result; a multiple of `ROWS`, as `step_rows` is on TPUs.
+      owned: the first owned row of the tile, and one past the last.
+      row: row of the first result; a multiple of `ROWS`, as `step_rows` is on TPUs.
     """
     (first, end), d, rows = owned, results.shape[1], math.gcd(ROWS, step_rows)
 

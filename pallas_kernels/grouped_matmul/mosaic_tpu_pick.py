@@ -15,11 +15,11 @@ PICKED_ROWS = 256
 def pick_rows(
     rows: Num[Array, "rows d"], source: Int32[Array, " picked"], count: Int32[Array, ""]
 ) -> Num[Array, "picked d"]:
-    """`rows[source]`, of which only the first `count` matter: `PICKED_ROWS` at a time, as many as
-    there are; behind them may be anything.
+    """Returns `rows[source]`, gathered `PICKED_ROWS` at a time up to row `count`; rows behind that
+    are undefined.
 
     XLA gathers row by row, some 33 bundles each for 7168 columns in 8 bits. With the experts
-    divided over devices, most of the rows that there is room for are other devices'.
+    divided over devices, most rows of the result's size belong to other devices.
     """
     if source.shape[0] < 2 * PICKED_ROWS or source.shape[0] % PICKED_ROWS:
         return rows[source]

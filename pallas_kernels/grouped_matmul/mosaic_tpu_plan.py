@@ -51,8 +51,8 @@ class Visits(NamedTuple):
 def plan_visits(
     group_sizes: Int32[Array, " groups"], rows: int, tile_rows: int, zero_padding: bool = True
 ) -> tuple[Visits, Int32[Array, ""]]:
-    """The visits for `rows` rows in tiles of `tile_rows`, and their number; without
-    `zero_padding` none of tiles that only hold padding.
+    """Returns the visits for `rows` rows in tiles of `tile_rows`, and their number. Without
+    `zero_padding`, tiles that only hold padding have no visit.
 
     Sums of comparisons throughout: XLA fuses them into a few instructions, where running sums,
     gathers and scatters of so few numbers are one or several each, and this runs in every layer.
@@ -150,7 +150,7 @@ def plan_call(
     given: Fields | None = None,
     fetched_bytes: int = 0,
 ) -> Sizes:
-    """Sizes for a call.
+    """Returns the sizes for a call.
 
     Args:
       steps: the steps of `tiles` for the format of the weights.
@@ -159,7 +159,7 @@ def plan_call(
       column_bytes: bytes of one column of the weights, gate and up together.
       out_bytes: bytes of one element of the output.
       given: the tiles that a caller of the op set.
-      fetched_bytes: of all buffers of a row that the kernel fetches; 0: the grid brings rows.
+      fetched_bytes: bytes of all buffers for a row that the kernel fetches; 0: the grid does it.
 
     Raises:
       ValueError: given tiles do not fit.
@@ -224,7 +224,7 @@ def _check_given(
 
 
 def _pieces(tile_columns: int, step_columns: int) -> tuple[Pieces, ...]:
-    """Pieces of `step_columns`, and one for the remainder."""
+    """Returns pieces of `step_columns`, and one for the remainder."""
     if tile_columns % LANES:
         return (Pieces(0, 1, 0, tile_columns),)
     whole, rest = divmod(tile_columns, step_columns)
@@ -238,8 +238,8 @@ class Scales(NamedTuple):
     Attributes:
       array: [groups, units, blocks of d_in, columns of a unit], or, if not `by_column`, where the
         columns of a unit share their scales, [groups, units, 1, blocks of d_in].
-      by_column: which.
-      block_in: how many of d_in share a scale.
+      by_column: which of the two layouts.
+      block_in: values of d_in that share a scale.
     """
 
     array: Float32[Array, "groups units _ _"]
@@ -248,13 +248,13 @@ class Scales(NamedTuple):
 
 
 def arrange_zeros(weights: QuantArray) -> Float32[Array, "groups units _ _"]:
-    """Bring the zero points into the order of the scales, which they are as many as."""
+    """Brings the zero points, one for each scale, into the order of the scales."""
     zeros = weights.zeros.astype(jnp.float32)
     return arrange_scales(QuantArray(weights.values, zeros, weights.block)).array
 
 
 def arrange_scales(weights: QuantArray) -> Scales:
-    """Bring the scales into the kernel's order."""
+    """Brings the scales into the kernel's order."""
     groups, d_out, d_in = weights.shape
     block_out, block_in = (
         min(size or axis, axis) for size, axis in zip(weights.block, (d_out, d_in), strict=True)

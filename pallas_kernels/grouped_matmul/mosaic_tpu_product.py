@@ -64,8 +64,7 @@ def product(
         return jnp.concatenate(of_units, axis=1)
 
     def scaled(x: Array, w: Array, index: Any, number: Any) -> Array:
-        """Returns the scaled sums over the rows' block `index`, with the weights' scale
-        `number`."""
+        """Returns scaled sums over the rows' block `index`, with the weights' scale `number`."""
         scale = spread(scales, number)
         for scales_of_row in row_scales:
             scale = _column(scales_of_row, index) * scale

@@ -15,8 +15,7 @@ from jaxtyping import Array, Num, UInt32
 
 
 def as_words(rows: Num[Array, "rows d"]) -> UInt32[Array, "words d"]:
-    """Does for the interpreter what `bitcast` of a ref does: the interpreter cannot copy such
-    refs."""
+    """Does what `bitcast` of a ref does, for the interpreter, which cannot copy such refs."""
     per_word = 4 // rows.dtype.itemsize
     if per_word == 1:
         return lax.bitcast_convert_type(rows, jnp.uint32)

@@ -168,9 +168,8 @@ def unpack(packed: Int8[Array, "rows words"], d: int) -> Float32[Array, "rows d"
 def unpack_all(
     packed: Sequence[Int8[Array, "rows words"]], d: int
 ) -> list[Float32[Array, "rows d"]]:
-    """Unpacks several arrays with equally many rows. Their scales are cut out together: XLA fuses
-    no bit-cast between widths with the code that reads its values, so on GPUs each cut is a
-    launch."""
+    """Unpacks several arrays with equally many rows. Their scales are cut out together: XLA does
+    not fuse a bit-cast between widths with its consumer, so on GPUs each cut is a launch."""
     stored = jnp.concatenate([rows[:, d : d + 4] for rows in packed])
     scales = jnp.split(jax.lax.bitcast_convert_type(stored, jnp.float32), len(packed))
     return [

@@ -91,8 +91,7 @@ def gated(gate: Array, up: Array, limit: float = 0.0) -> Array:
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
-    """Multiplies rows by a group's weights [d_out, d_in], in FP32; for INT8 it quantises every
-    row."""
+    """Multiplies rows by a group's weights [d_out, d_in], in FP32; INT8 quantises every row."""
     if isinstance(right, InputMajor):
         return input_major_product(left, right)
     if not isinstance(right, QuantArray):

@@ -125,9 +125,8 @@ def _by_counting(
 def _places(
     group: Int32[Array, " choices"], groups: int
 ) -> tuple[Int32[Array, " choices"], Int32[Array, " groups"]]:
-    """Returns the place of every choice when sorted stably by group, and the sizes of the groups.
-    Two sums of comparisons compute it: within blocks of choices, and of each block with all
-    choices."""
+    """Returns the place of every choice when sorted stably by group, and the sizes of the groups:
+    two sums of comparisons, within blocks of choices, and of each block with all choices."""
     count = group.shape[0]
     block = 1 << (math.isqrt(count * groups).bit_length() - 1)  # both sums have equal work
     block = min(block, count)

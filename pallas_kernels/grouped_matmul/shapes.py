@@ -33,9 +33,9 @@ SHAPES = {
     "step3_shared": ExpertShape(7168, 5120, groups=1, experts=1, top_k=1),
     # Two attention and two FFN instances of 8 devices: experts over 2, their columns over 8.
     "step3_2a2f": ExpertShape(7168, 640, groups=24, experts=48, top_k=3),
-    # As many devices, each with 3 whole experts: rows come to the experts.
+    # 16 devices with 3 whole experts each: rows are sent to the experts.
     "step3_ep16": ExpertShape(7168, 5120, groups=3, experts=48, top_k=3),
-    # Of two instances each has half of the shared expert's columns, for all rows.
+    # Two instances, each with half of the shared expert's columns, for all rows.
     "step3_half_shared": ExpertShape(7168, 2560, groups=1, experts=1, top_k=1),
     "step3_2a2f_shared": ExpertShape(7168, 640, groups=1, experts=1, top_k=1),
     "deepseek_v3": ExpertShape(7168, 2048, groups=256, experts=256, top_k=8),

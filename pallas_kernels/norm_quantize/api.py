@@ -29,7 +29,7 @@ def rms_norm_quantize(
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """RMSNorm of every row as in `rms_norm`, quantised as in `quantize_rows`.
+    """Norms every row as `rms_norm` does, and quantises it as `quantize_rows` does.
 
     The kernel sums the squares of a row in a different order, so normed rows may differ by one step
     of their dtype. Values and scales are exactly those of `quantize_rows` on these rows. The kernel

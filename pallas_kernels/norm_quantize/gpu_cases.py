@@ -15,7 +15,7 @@ FORMATS: dict[str, Format] = {"fp8": "fp8", "int8": "int8"}
 
 
 def cases() -> list[Case]:
-    """BF16 rows of every width, and one in FP32."""
+    """Returns BF16 rows of every width, and one case in FP32."""
     decode = [_case(name, format, DECODE) for name in WIDTHS for format in FORMATS]
     return [
         *decode,

@@ -1,6 +1,6 @@
 """Quantising to 8 bits: checks the call, then runs the backend.
 
-Called by whoever sends or stores rows, or holds weights, in 8 bits. Knows nothing of what they are.
+Called by code that sends or stores rows, or holds weights, in 8 bits. Knows nothing of their use.
 """
 
 from typing import Literal, get_args
@@ -21,7 +21,7 @@ BLOCKS: dict[WeightFormat, tuple[int, int]] = {
     "int8": (1, 0),
     "int4": (1, 128),
 }
-"""How many weights [d_out, d_in] share a scale: a row, DeepSeek's blocks, or a group of a row."""
+"""Weights [d_out, d_in] that share a scale: a row, DeepSeek's blocks, or a group of a row."""
 
 
 def quantize_rows(

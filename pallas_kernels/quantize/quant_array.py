@@ -14,7 +14,7 @@ EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
 """The 8-bit dtypes of values; uint8 holds the bits of float8_e4m3fn."""
 
 GROUPS = (32, 64, 128)
-"""How many of d_in share a scale in INT4, unless a device's share asks for a divisor of them."""
+"""Values of d_in that share a scale in INT4, unless a device's share needs a divisor of this."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class QuantArray:
       scales: FP32 [*batch, ceil(d_out / block_out), ceil(d_in / block_in)].
       block: (block_out, block_in), the values along each axis that share a scale; 0: the whole
         axis. The last block of an axis may be smaller.
-      zeros: of int4 values, int8 of the scales' shape, what stands for zero; None: 0.
+      zeros: zero points of int4 values, int8 in the scales' shape; None: 0.
     """
 
     values: Any
@@ -58,7 +58,7 @@ class QuantArray:
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of the scales of values of this shape, leading axes included."""
+    """Returns the shape of the scales of values of this shape, leading axes included."""
     blocks = tuple(
         1 if size == 0 else -(-axis // size) for axis, size in zip(shape[-2:], block, strict=True)
     )
@@ -66,7 +66,7 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
 
 
 def check_quant_array(name: str, array: QuantArray) -> None:
-    """Check that values, scales and block fit together.
+    """Checks that values, scales and block fit together.
 
     Raises:
       ValueError: they do not; the message calls the array `name`.

@@ -77,8 +77,7 @@ def spread_scales(
 
 
 def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
-    """Returns the maximum of every `size` neighbours along the (negative) axis; 0: of the whole
-    axis."""
+    """Returns the maximum of every `size` neighbours along the (negative) axis; 0: of all."""
     if size == 0:
         return jnp.max(magnitudes, axis=axis, keepdims=True)
     if size == 1:

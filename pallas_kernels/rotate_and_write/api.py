@@ -38,21 +38,19 @@ def rotate_and_write(
     epsilon: float = 0.0,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], tuple[Num[Array, "..."], ...]]:
-    """Rotate queries and keys, quantise keys and values to the cache's format, and write these.
+    """Rotates queries and keys, quantises keys and values to the cache's format, and writes them.
 
     Pairs (i, i + head_dim/2) are rotated in FP32 and rounded to x's dtype, as `rotate` does it;
-    values and scales are those of `quantize_rows`, a scale for each token and head. Which tokens
-    are written, and where to, is as in `attention.write_rows`; in place if the caller donates the
-    pages.
+    values and scales are those of `quantize_rows`, a scale for each token and head. Rows go to the
+    same places as in `attention.write_rows`; in place if the caller donates the pages.
 
     Args:
       pages: keys and values [pages, kv_heads, page_size, width], floats, INT8, or the bits of FP8
         (uint8); in 8 bits also the FP32 scales of both, [pages, kv_heads, page_size].
-      cosine, sine: of every token's angles; half is head_dim/2.
+      cosine, sine: cosines and sines of every token's angles; half is head_dim/2.
       query_norm, key_norm: weights of an RMSNorm of every head before its rotation, in the dtype of
-        queries, or FP32, which XLA norms before a kernel runs; None: there is
-        none.
-      epsilon: of the norms.
+        queries, or FP32, with which XLA norms before a kernel runs; None: no norm.
+      epsilon: epsilon of the norms.
       implementation: see `coverage.Implementation`.
 
     Returns:

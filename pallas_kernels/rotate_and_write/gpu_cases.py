@@ -20,8 +20,7 @@ Q_LATENT, LATENT, ROPE = 1536, 512, 64
 
 
 def cases() -> list[Case]:
-    """Returns all formats of every model and of latents, with 8-bit latents also beside BF16
-    keys."""
+    """Returns all formats of every model and of latents; 8-bit latents also beside BF16 keys."""
     latents = [_latents(form, split=False) for form in FORMATS]
     latents += [_latents(form, split=True) for form in ("int8", "fp8")]
     return [*(_case(model, form) for model in MODELS for form in FORMATS), *latents]

@@ -25,8 +25,7 @@ class Latents(NamedTuple):
     query: Float[Array, "tokens q_latent"]
     """The queries' latents, normed; without columns if the call has no `query_norm`."""
     row: Float[Array, "tokens kv_latent_and_rope"] | None
-    """The cached rows as read back from the pages, in the dtype of `down`; None without
-    `stored`."""
+    """The cached rows as read back, in the dtype of `down`; None unless `stored`."""
     pages: tuple[Num[Array, "..."], ...]
 
 

@@ -181,8 +181,7 @@ def _rotated_key(
 def place_of(
     token: Any, where: tuple[Any, ...], pages: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a token's page, its row in the page, and whether it has one, for pages of this
-    shape."""
+    """Returns a token's page, its row there, and whether it has one, in pages of this shape."""
     page_table, sequence_of_token, position = where
     (sequences, columns), (pool, _, page_size, _) = page_table.shape, pages
     sequence, place = sequence_of_token[token], position[token]

@@ -161,8 +161,7 @@ def _normed(row: Any, norm: Any, epsilon: float) -> Any:
 
 
 def _rotated(key: Any, cosine: Any, sine: Any, sizes: Sizes) -> Any:
-    """Returns the rotated key [rope], a column of `MATRIX`: first numbers of pairs, then second
-    ones."""
+    """Returns the rotated key [rope], a column of `MATRIX`: the pairs' first numbers come first."""
     half = sizes.rope // 2
 
     def pair(place: Any) -> Any:
@@ -196,8 +195,7 @@ def _picked(source: Any, column: Callable[[Any], Any], *, rows: int) -> Any:
 
 
 def _kept(parts: tuple[Any, Any], cache: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """Returns latent and key as the pages keep them, and the scale of each (None: not
-    quantised)."""
+    """Returns latent and key as the pages keep them, and the scale of each, or None."""
     if len(cache) == 1:
         return [part.astype(cache[0].dtype) for part in parts], [None, None]
     narrow = parts[: 1 if len(cache) == 3 else 2]

@@ -43,8 +43,7 @@ def rotated(
 def kept(
     rows: Float[Array, "tokens heads width"], pages: Num[Array, "..."]
 ) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"] | None]:
-    """Returns rows as these pages keep them, and scales if the pages have 8 bits; FP8 may be its
-    bits."""
+    """Returns rows as these pages keep them, and their scales in 8 bits; FP8 may be its bits."""
     if pages.dtype.itemsize > 1:
         return rows.astype(pages.dtype), None
     format: Format = "int8" if pages.dtype == jnp.int8 else "fp8"
