@@ -40,12 +40,12 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and its completion.
 
     Attributes:
-      prompt: the text, or None where token ids were given.
-      prompt_token_ids: what the model saw, bos included.
+      prompt: the text, or None if token ids were given.
+      prompt_token_ids: token ids that the model saw, bos included.
       text: the completion, without stop strings and special tokens.
-      token_ids: its tokens; an end id is not among them.
+      token_ids: token ids of the completion, without an end id.
       finish_reason: "stop" or "length".
-      stop_string, stop_token_id: what ended it, where the reason is "stop".
+      stop_string, stop_token_id: the cause, if the reason is "stop".
     """
 
     prompt: str | None
@@ -274,7 +274,7 @@ _Item = tuple[Prompt, list[int], SamplingParams]
 
 
 class _Batch:
-    """Checked prompts that run together, as many at a time as the engine takes."""
+    """Runs checked prompts together, as many concurrently as the engine accepts."""
 
     def __init__(self, generator: TextGenerator, requests: Sequence[_Item]):
         self._generator = generator

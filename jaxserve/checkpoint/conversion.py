@@ -133,7 +133,7 @@ def convert(
         conversion of another source, to other weights or with another calibration; or the source
         is in INT4 groups of another size.
       ConfigError: calibration does not compute all that the model's layers do.
-      ValueError: there is a calibration for other weights or groups.
+      ValueError: `calibration` is for other weights or groups.
     """
     if calibration is not None and calibration.target != rounded_to(weights, group):
         raise ValueError(f"a calibration for {calibration.target}, the weights are {weights}")

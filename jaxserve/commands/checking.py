@@ -31,11 +31,11 @@ from jaxserve.storage.mirror import local_folder, weight_files
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
-    """Prints it; returns the exit code, 1 if it does not fit, or does not run on what it names, 2
-    if the weight files are not those of the model.
+    """Prints a report on a deployment; returns the exit code: 1 if it does not fit, or does not run
+    on the named hardware, 2 if the weight files are not the model's.
 
     Args:
-      sizing: what chose the keys that were not written.
+      sizing: chose the values of keys that the user left out.
     """
     workers = {"": deployment}
     if deployment.prefill.workers:
@@ -159,8 +159,8 @@ def _check_files(deployment: Deployment, names: CheckpointNames, reading: float)
 
 
 def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment]) -> int:
-    """Prints what has no kernel on the hardware that is named, or, where none is, on every platform
-    with kernels; returns the exit code."""
+    """Prints operations without a kernel on the named hardware, or, if none is named, on every
+    platform with kernels; returns the exit code."""
     code = 0
     for title, worker in workers.items():
         default = worker.attention.hardware
@@ -180,7 +180,7 @@ def _check_kernels(models: dict[str, ModelConfig], workers: dict[str, Deployment
 def _on_hardware(
     config: ModelConfig, deployment: Deployment, hardware: dict[Role, str]
 ) -> tuple[list[str], list[str]]:
-    """Lines about the hardware of roles, and what of them is refused."""
+    """Returns lines about the hardware of roles, and the problems for which it is refused."""
     kinds = {role: device_kind(name) for role, name in hardware.items()}
     known: dict[Role, str] = {role: kind for role, kind in kinds.items() if kind}
     slow, impossible = kernel_gaps(config, deployment, known)

@@ -39,14 +39,14 @@ def run_processes(
     """Runs this host's processes until all have ended.
 
     Args:
-      process: which host this is, of how many.
-      arguments: of this command, as given.
+      process: number of this host, and number of hosts.
+      arguments: command-line arguments of this command.
 
     Returns:
-      The exit code of the process that ended first with another one than 0; 0: none did.
+      The exit code of the first process that ended with a code other than 0; else 0.
 
     Raises:
-      ConfigError: roles with runtimes of their own, which have one process each.
+      ConfigError: the roles have their own runtimes, which consist of one process each.
     """
     if deployment.topology.crosses_runtimes or process.role == "router":
         raise ConfigError(

@@ -31,12 +31,12 @@ logger = logging.getLogger("jaxserve.serve")
 
 
 class Life:
-    """The pieces of a run, and the order in which they start and end.
+    """Starts and ends the parts of a run in order.
 
     Args:
-      deployment: deadlines, and the port for operators.
-      port: where requests come in, not started.
-      admin: what operators talk to, where the process has it, not started.
+      deployment: gives deadlines and the operators' port.
+      port: port for requests, not started.
+      admin: server for operators, not started; None: the process has none.
     """
 
     def __init__(self, deployment: Deployment, port: Port, admin: HttpServer | None = None):

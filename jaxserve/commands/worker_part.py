@@ -154,8 +154,8 @@ def worker_facts(
     """Facts that routers need of an engine.
 
     Args:
-      can_become: its process can change its role.
-      weights: that it has loaded.
+      can_become: whether its process can change its role.
+      weights: weights that it has loaded.
       ends: end tokens of its model.
     """
     role = part.role

@@ -70,7 +70,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Demand and targets of the deployment, and what may be rented.
 
     Attributes:
-      positions: of the model.
+      positions: longest sequence of the model.
       pages_latency: seconds of a KV hand-off beside its bytes.
       prefill_devices, decode_devices: of a worker and of a unit: these alone are tried; 0: all.
     """
@@ -110,7 +110,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         for a domain.
       busy: share of the time, by role.
       refused: requests that the router did not take.
-      requests: that count.
+      requests: number of requests that count.
     """
 
     ttft: Times
@@ -130,7 +130,7 @@ class Trial(NamedTuple):
       part: prefill with decode units that keep their pace; decode with prompts that are computed
         already; or both.
       domain, prefill: stage times of the two roles.
-      keys: of the fleet's deployment.
+      keys: configuration keys of the fleet's deployment.
     """
 
     part: Part

@@ -25,7 +25,7 @@ QUANTILES, POINTS = 5, 3
 STEPS = 4
 """Steps of every lane that are run for a pace."""
 HELD_SLOTS = 16
-"""Prompts of a DP group of a prefill worker at a time."""
+"""Concurrent prompts of a DP group of a prefill worker."""
 
 Tree = dict[str, Any]
 
@@ -35,7 +35,7 @@ class PrefillWorker(NamedTuple):
 
     Attributes:
       chunk: tokens of a DP group and step.
-      pages: of a DP group, in the memory that the weights leave.
+      pages: pages of a DP group, in the memory that the weights leave.
       capacity: requests a second, if every DP group were always busy.
       alone: seconds of the prompt at the percentile of the TTFT, with nothing else in the worker.
     """
@@ -49,7 +49,7 @@ class PrefillWorker(NamedTuple):
 
     @property
     def dollars(self) -> float:
-        """USD an hour."""
+        """Price in USD per hour."""
         return self.hardware.price * self.layout.devices
 
 
@@ -57,7 +57,7 @@ class DecodeUnit(NamedTuple):
     """A kind of decode unit: an attention and an ffn role together, or a colocated worker.
 
     Attributes:
-      plan: of the search, for its layout.
+      plan: the search's plan for the layout.
       slots: most sequences of a DP group and lane.
       pace: seconds between a sequence's tokens, by sequences of a DP group and lane.
       capacity: requests a second within the TPOT, with `MOST_BUSY` of the slots taken.
@@ -71,7 +71,7 @@ class DecodeUnit(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The plan's."""
+        """Layout of the plan."""
         return self.plan.layout
 
     @property
@@ -81,12 +81,12 @@ class DecodeUnit(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Most sequences at a time."""
+        """Most concurrent sequences."""
         return self.lanes * self.slots
 
     @property
     def dollars(self) -> float:
-        """USD an hour."""
+        """Price in USD per hour."""
         a, f = self.hardware
         return a.price * self.layout.attention_devices + f.price * self.layout.ffn_devices
 
@@ -191,7 +191,7 @@ class Chunks:
     """Seconds of prompts in chunks in a colocated worker.
 
     Args:
-      times: of the worker's layout.
+      times: stage times of the worker's layout.
       chunk: tokens of a DP group and step.
     """
 
@@ -207,7 +207,7 @@ class Chunks:
         return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
 
     def _mean(self, groups: int, found: int, prompt: int) -> float:
-        """Mean seconds of a full chunk of a prompt; attention grows with what is before it."""
+        """Mean seconds of a full chunk of a prompt; attention grows with the tokens before it."""
         ends = np.linspace(min(found + self._chunk, prompt), prompt, POINTS)
         return float(np.mean([self._step(groups, self._chunk, round(end)) for end in ends]))
 
@@ -227,12 +227,12 @@ class Chunks:
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """The pages link.
+    """Costs of a KV hand-off over the pages link.
 
     Attributes:
-      token_bytes: of a token's entries in all layers.
-      bytes_per_second: of the slower end, one worker.
-      latency: seconds of a hand-off beside its bytes.
+      token_bytes: bytes of a token's entries in all layers.
+      bytes_per_second: rate of the slower end, for one worker.
+      latency: seconds of a hand-off in addition to the time of its bytes.
       page: tokens of a page; whole pages cross, without the prompt's last token.
     """
 
@@ -266,7 +266,7 @@ class Fleet(NamedTuple):
 
     @property
     def sequences(self) -> float:
-        """Sequences that decode at a time."""
+        """Sequences that decode concurrently."""
         return self.taken * self.unit.lanes * self.units
 
     @property

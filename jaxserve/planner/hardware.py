@@ -82,8 +82,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def pads(self) -> bool:
-        """Whether a stage takes the time of its bucket, however little is in it: there are no
-        kernels for CPUs."""
+        """Whether a stage takes the time of its full bucket, even if it is partly empty: true on
+        CPUs, which have no kernels."""
         return self.platform == "cpu"
 
     @property
@@ -92,7 +92,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return any(name in kind for kind in self.device_kinds for name in HOPPER)
 
     def slice_of(self, devices: int) -> bool:
-        """Whether so many JAX devices come together: TPUs are rented as slices of 1, 2, 4, 8, …
+        """Whether this number of JAX devices can be rented: TPUs come as slices of 1, 2, 4, 8, …
         chips."""
         chips, rest = divmod(devices, self.jax_devices)
         return self.platform != "tpu" or (rest == 0 and chips & (chips - 1) == 0)
@@ -103,8 +103,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return number_format != "fp8" or self.platform != "tpu" or "fp8" in self.teraflops
 
     def flops(self, number_format: str) -> float:
-        """Peak FLOP/s of matrix products in this format, or that of BF16 where it is
-        unsupported."""
+        """Peak FLOP/s of matrix products in this format; BF16's if the format is not
+        supported."""
         return self.teraflops.get(number_format, self.teraflops["bfloat16"]) * 1e12
 
     @property

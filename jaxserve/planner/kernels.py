@@ -41,7 +41,7 @@ class Expanded(NamedTuple):
     tokens: Any
     """Tokens whose keys and values are expanded, written, and read again."""
     again: Any
-    """Tokens of those that the maps are charged for beside their pass as linear maps."""
+    """Tokens for which the maps are charged in addition to their pass as linear maps."""
 
 
 def prompt_chunks(
@@ -51,12 +51,12 @@ def prompt_chunks(
     expanded part). A sequence with one token decodes, and is absorbed.
 
     Args:
-      tokens: of each sequence in the step, a NumPy array, as the others.
-      length: of its cache after the step.
-      pairs: of the sequence, in all.
-      whole: whether what was cached before a chunk is expanded, too (`Assumptions.expanded`).
-        Otherwise as the engine: expanded within the chunk, absorbed before it, which passes the
-        maps twice.
+      tokens: tokens of each sequence in the step; a NumPy array, as are the next two.
+      length: cached tokens of each sequence after the step.
+      pairs: attended pairs of each sequence, in total.
+      whole: whether the cache before a chunk is expanded, too (`Assumptions.expanded`). If not, as
+        in the engine: expanded within the chunk, absorbed before it, which passes the maps
+        twice.
     """
     chunk = tokens > 1
     inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)
@@ -82,8 +82,8 @@ def head_parameters(group: AttentionLayers) -> int:
 
 
 def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any) -> Any:
-    """Rows that an attention kernel multiplies over those that there are: a KV head's query heads
-    and a sequence's tokens, padded to the products' smallest tile.
+    """Ratio of the rows that an attention kernel multiplies to its actual rows: a KV head's query
+    heads times a sequence's tokens, padded to the products' smallest tile.
 
     Args:
       rows: tokens of a sequence in the step, a number or an array.
@@ -106,7 +106,7 @@ def _padding(rows: Any, hardware: Hardware) -> Any:
 
 def busiest_by_chance(ranks: int, rows: float) -> float:
     """Rows of the busiest of equally popular ranks over the mean of `rows`: the expected largest of
-    so many normal draws (Blom 1958) of a Poisson's spread."""
+    that many normal draws (Blom 1958) with a Poisson's spread."""
     return min(float(ranks), 1 + _largest(ranks) / max(rows, 1e-9) ** 0.5)
 
 

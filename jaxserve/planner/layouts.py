@@ -92,7 +92,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return f"{attention} + {self.ffn_devices} {self.ffn} ({ep} tp {self.ffn_tp}){more}"
 
     def overlapped(self, assumed: Assumptions) -> bool:
-        """Returns whether two batches of a colocated deployment hide each other's messages."""
+        """Whether two batches of a colocated deployment compute during each other's messages."""
         halves = self.topology.has("colocated") and self.lanes == 2
         return assumed.overlapped and halves and self.topology.splits_experts
 
@@ -114,7 +114,7 @@ class Layouts:
     """All layouts of a model on some hardware.
 
     Args:
-      model: what is to be cut.
+      model: the model to divide over devices.
       attention, ffn: hardware by name that each role may use; colocated modes use those in both.
       skewed: whether experts are unevenly popular, so that replicas are tried.
       overlapped: whether two batches of a colocated deployment are tried.

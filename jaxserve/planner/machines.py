@@ -14,10 +14,10 @@ class TpuKind(NamedTuple):
 
     Attributes:
       label: value of the node label `cloud.google.com/gke-tpu-accelerator`.
-      slice_type: of Cloud TPU, before the number; empty: it is rented on GKE alone.
-      counts: what that number counts of a chip: 1 for chips, 2 for cores.
+      slice_type: Cloud TPU's type, before the number; empty: only available on GKE.
+      counts: what that number counts, per chip: 1 for chips, 2 for cores.
       software: runtime version of its VMs.
-      dimensions: of a slice.
+      dimensions: number of dimensions of a slice.
     """
 
     label: str
@@ -75,10 +75,10 @@ def tpu_slice(name: str, chips: int) -> TpuSlice:
     """Returns the slice with `chips` chips.
 
     Args:
-      name: of the hardware.
+      name: name of the hardware.
 
     Raises:
-      ConfigError: there is no such slice; lists those that there are.
+      ConfigError: no such slice exists; lists the existing slices.
     """
     if name not in TPUS:
         raise ConfigError(f"hardware {name}: expected a TPU: {', '.join(TPUS)}")

@@ -74,7 +74,7 @@ def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     """Returns the deployment of the options, and the stages and steps in their timeline.
 
     Raises:
-      ConfigError: it is colocated, or the trace is not one of it.
+      ConfigError: the deployment is colocated, or the trace is of another deployment.
     """
     made = read_scenario(options, options.context)
     if made.layout.topology.has("colocated"):

@@ -84,7 +84,7 @@ class Measurement(
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Identifies what was measured; a later measurement with the same key replaces this one."""
+        """Identifies the measured quantity; a later measurement with the same key replaces it."""
         result = ("seconds", "source")
         return tuple(getattr(self, name) for name in self.__struct_fields__ if name not in result)
 

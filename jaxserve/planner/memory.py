@@ -1,8 +1,8 @@
-"""Memory of a layout's devices: weights, cache and a step's activations; how many sequences fit.
+"""Memory of a layout's devices (weights, cache, a step's activations) and the sequences that fit.
 
-Called by `search.py` and `deploy.py`. Activations are those of `roles/activations.py`, by which
-`serve` refuses a deployment, so that what is planned can be written. Weights are sums by formula,
-which agree with `serve`'s templates within `TEMPLATES`.
+Called by `search.py` and `deploy.py`. Activations come from `roles/activations.py`, by which
+`serve` refuses a deployment, so that `serve` accepts every plan. Weights are sums by formula, which
+agree with `serve`'s templates within `TEMPLATES`.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class RoleMemory(NamedTuple):
     """Activations of the largest step, and room for an expert on its way."""
 
     def fits(self, hardware: Hardware, reserve: float) -> bool:
-        """Whether weights and cache leave the reserve, and the step half of it."""
+        """Whether weights and cache leave the reserve free, and the step half of the reserve."""
         kept = self.weights + self.cache
         whole = kept + TEMPLATES * self.weights + self.step
         return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
@@ -142,8 +142,8 @@ class Memory:
         return low
 
     def shortage(self, layout: Layout) -> tuple[str, float, float]:
-        """(role, bytes that one sequence takes there, bytes that there are), of the role that has
-        too few, or of attention."""
+        """(role, bytes that one sequence takes there, available bytes) for the role that has too
+        few, or for attention."""
         reserve = self._calculator.assumed.reserve
         parts = self.held(layout, 1)
         if layout.topology.has("ffn") and not parts[1].fits(self._ffn[layout.ffn], reserve):

@@ -147,7 +147,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def parameters(self) -> int:
-        """All of them, with embedding and head, without norms and routers."""
+        """Number of all parameters, with embedding and head, without norms and routers."""
         return self.linear_parameters + self.ffn_parameters + 2 * self.vocab * self.d_model
 
     @property
@@ -247,10 +247,10 @@ def known_models(folder: Path = CONFIGS) -> list[str]:
 
 
 def model_folder(name: str, folder: Path = CONFIGS) -> Path:
-    """Where a known model, or the model folder of this path, is described.
+    """Path of the description of a known model, or of the model folder at this path.
 
     Raises:
-      ConfigError: nobody knows it; lists the known ones.
+      ConfigError: the model is unknown; lists the known models.
     """
     for path in (folder / "models" / name, Path(name)):
         if any((path / file).is_file() for file in ("config.json", "cost.yaml")):
@@ -282,10 +282,10 @@ def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) ->
     """A known model by name, or the model folder of this path.
 
     Args:
-      int8: the layers whose attention multiplies in INT8, of a model that the engine runs.
+      int8: layers whose attention multiplies in INT8; for models that the engine runs.
 
     Raises:
-      ConfigError: nobody knows it (lists the known ones), or its description is wrong.
+      ConfigError: the model is unknown (lists the known models), or its description is wrong.
     """
     path = model_folder(name, folder)
     config = model_config(path)

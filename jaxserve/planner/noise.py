@@ -44,7 +44,7 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of every stall, or of the shortest."""
     stall_exponent: float = 0.0
     """0: all stalls are equally long. Otherwise they have a Pareto distribution's heavy tail: one
-    in 2^exponent of them is more than twice as long as the shortest."""
+    stall in 2^exponent is more than twice as long as the shortest."""
 
     @property
     def silent(self) -> bool:
@@ -181,7 +181,7 @@ def read_skew(text: str) -> Skew:
     server answers or {layer: [tokens, ...]}.
 
     Raises:
-      ConfigError: it is none of these.
+      ConfigError: the text is none of these.
     """
     name, _, value = text.rpartition(":")
     try:
@@ -214,7 +214,7 @@ def placement_of(popularity: np.ndarray, sizes: SlotSizes, *, placed: bool) -> P
     """Returns the placement of one layer: by a rebalance, or with every expert at home.
 
     Args:
-      popularity: of each expert.
+      popularity: popularity of each expert.
     """
     if not placed:
         return home_slots(sizes)

@@ -233,12 +233,12 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     lengths: Lengths
     rate: float = 0.0
-    """Requests a second, at random (Poisson). 0: as many as there are slots are always there, a
-    new one for each that ends."""
+    """Requests per second, at random times (Poisson). 0: every slot always has a request, and a new
+    request follows each that ends."""
     prefill: Literal["here", "elsewhere"] = "elsewhere"
     """`elsewhere`: a prompt's cache comes ready from a prefill deployment (Step-3, xDeepServe)."""
     staggered: bool = True
-    """Without a rate: the first ones are in the middle of their outputs, each elsewhere."""
+    """With `rate` 0: the first requests start at different points within their outputs."""
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,18 +246,18 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     domains: int = 1
     steps: int = 100
-    """Steps of the first lane to have them; two more follow, so that no lane runs alone."""
+    """Steps of the lane that first completes them; two more follow, so that no lane runs alone."""
     warm_up: int = 10
-    """Steps of every lane that are not counted."""
+    """First steps of every lane, which are not counted."""
     link: LinkMode = "duplex"
     jitter: Jitter = Jitter()
     host_seconds: float = 0.0
     """Host time at every step's end: planning and enqueueing."""
     tokens_a_step: float = 1.0
-    """Tokens that a sequence gets of a step: 1 + the share of drafts that are accepted."""
+    """Tokens that a sequence gains per step: 1 + the share of accepted drafts."""
     seed: int = 0
     keep_steps: int = 3
-    """Steps of every lane that are kept for a timeline, the last ones."""
+    """Number of last steps of every lane that are kept for a timeline."""
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ from jaxserve.text.output import GenerationOutput
 
 TOKENISING_THREADS = 2
 SUBMITTING_THREADS = 16
-"""Requests at a time that wait for an engine in another process to admit them."""
+"""Most requests that wait concurrently for an engine in another process to admit them."""
 MAX_PENDING_TOKENS = 4096
 """Tokens that may wait for a slow reader before its request is ended."""
 
@@ -52,8 +52,8 @@ class NoWorkerError(EngineFailedError):
     """No worker of a fleet is left to run the request; another try may find one.
 
     Args:
-      lost: what the request has lost, for its client; names no host.
-      why: the same for the log.
+      lost: message for the client; names no host.
+      why: message for the log.
     """
 
     def __init__(self, lost: str, why: str):
@@ -92,13 +92,13 @@ class LiveRequests(Protocol):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One choice that is to be generated.
+    """One choice to generate.
 
     Attributes:
-      index: of the choice in the response.
-      token_ids: of the prompt.
+      index: index of the choice in the response.
+      token_ids: token ids of the prompt.
       params: how to generate.
-      prompt: the prompt's text, where it was given as text.
+      prompt: the prompt's text, if it was given as text.
     """
 
     index: int
@@ -111,7 +111,7 @@ class Source:
     """One choice that is being generated; made by `FrontEnd.running`.
 
     Attributes:
-      job: what was asked for.
+      job: the requested choice.
       generation: the submitted request.
     """
 
@@ -233,7 +233,7 @@ class FrontEnd:
         """Counts a request while it is read, run and answered.
 
         Raises:
-          OverloadedError: there are too many.
+          OverloadedError: too many requests are being served.
         """
         if self._active >= self.max_active:
             raise OverloadedError(f"{self._active} requests are being served")
@@ -296,7 +296,7 @@ class FrontEnd:
     async def with_scores(
         self, output: GenerationOutput, write: Callable[..., Result], *arguments: Any
     ) -> Result:
-        """Writes an answer; on another thread where it has a long prompt's log-probabilities."""
+        """Writes an answer; on another thread if it has a long prompt's log-probabilities."""
         if len(output.prompt_logprobs or ()) < SHORT_PROMPT:
             return write(*arguments)
         return await self.in_thread(write, *arguments)
@@ -304,10 +304,10 @@ class FrontEnd:
     async def encode(
         self, prompt: str | list[int], field: str = "prompt", **options: Any
     ) -> list[int]:
-        """The token ids of a prompt, checked; a long one on another thread.
+        """Tokenises and checks a prompt; a long prompt on another thread.
 
         Args:
-          prompt, field, options: of `TextGenerator.encode`.
+          prompt, field, options: see `TextGenerator.encode`.
 
         Raises:
           InvalidRequestError: as `TextGenerator.encode`.
@@ -364,7 +364,7 @@ class FrontEnd:
                 source.generation.cancel()
 
     async def abort(self, request_id: str, owner: str) -> bool:
-        """Ends a request by its id, if it is the owner's; whether there was one."""
+        """Ends a request by its id, if it belongs to `owner`; returns whether it was found."""
         generator = self.ready()
         if generator.blocks:
             return await self.in_thread(generator.abort, request_id, owner)

@@ -232,7 +232,7 @@ async def _while_read(generation: Generation) -> AsyncIterator[None]:
 
 
 def _add_delta(message: pb.GenerateStreamResponse, output: GenerationOutput, job: Job) -> None:
-    """Puts the new tokens of an output into a message, if there are any."""
+    """Puts the new tokens of an output, if any, into a message."""
     if output.text:
         message.delta.text = output.text
     if output.token_ids:

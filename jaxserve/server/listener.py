@@ -17,7 +17,7 @@ def bind(host: str, port: int, key: str, *, reuse_port: bool = False) -> socket.
     Args:
       host: an address or name of this machine.
       port: 0 picks a free one.
-      key: of the configuration that sets the port, for errors.
+      key: configuration key that sets the port, for errors.
       reuse_port: whether sockets of other processes may be bound to the same port; the kernel
         spreads connections over those that listen.
 
@@ -60,14 +60,14 @@ SOCKET_MODE = 0o660
 
 
 def bind_unix(path: str, key: str) -> socket.socket:
-    """A bound Unix socket that does not listen yet; one that nobody listens on is replaced.
+    """A bound Unix socket that does not listen yet. Replaces a stale socket without a listener.
 
     Args:
-      path: of its file; whoever closes the socket removes it (`remove_unix`).
-      key: of the configuration that sets the path, for errors.
+      path: path of its file; the caller removes it after closing the socket (`remove_unix`).
+      key: configuration key that sets the path, for errors.
 
     Raises:
-      ConfigError: somebody listens there, or no socket can be made there.
+      ConfigError: another process listens there, or no socket can be made there.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -87,13 +87,13 @@ def bind_unix(path: str, key: str) -> socket.socket:
 
 
 def remove_unix(path: str) -> None:
-    """Removes the file of a Unix socket; fine if there is none."""
+    """Removes the file of a Unix socket; does nothing if it does not exist."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def _abandoned(path: str) -> bool:
-    """Whether nobody listens on a Unix socket."""
+    """Whether no process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         try:
             caller.connect(path)

@@ -21,7 +21,7 @@ class LoopThread:
     """Runs `_main`, which sets `_started` to the address, until `_stop` makes it return.
 
     Args:
-      name: of the server, for errors.
+      name: name of the server in errors.
     """
 
     def __init__(self, name: str):

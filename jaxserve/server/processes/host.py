@@ -151,7 +151,7 @@ class FaceProcesses:
             return [request_id for process in self._processes for request_id in process.owners]
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
-        """Ends a live request by its id, if it is the owner's; returns whether there was one."""
+        """Ends a live request by its id, if it belongs to `owner`; returns whether it was found."""
         with self._lock:
             for process in self._processes:
                 if request_id in process.owners and owner in (None, process.owners[request_id]):
@@ -319,29 +319,29 @@ class _Process:
 
     @property
     def exit(self) -> str:
-        """How it ended."""
+        """Describes how the process ended."""
         code = self._popen.poll()
         return f"ended with {code}" if code is not None else "its connection ended"
 
     def open(self, engine: TokenEngine) -> None:
-        """Makes it accept requests."""
+        """Makes the process accept requests."""
         self.post(frames.Open(dict(engine.model_info())))
         self.post(state_of(engine))
 
     def wait_started(self) -> None:
-        """Waits until it listens.
+        """Waits until the process listens.
 
         Raises:
-          ConfigError, CheckpointError: it cannot.
+          ConfigError, CheckpointError: the process cannot start.
         """
         self._wait(self._started, "did not start")
 
     def wait_opened(self) -> None:
-        """Waits until it accepts requests; raises as `wait_started`."""
+        """Waits until the process accepts requests; raises as `wait_started`."""
         self._wait(self._opened, "did not open")
 
     def join(self, grace: float) -> None:
-        """Waits until it has ended; kills it if it does not in time."""
+        """Waits until the process has ended; kills it after a deadline."""
         try:
             self._popen.wait(grace + frames.SEND_SECONDS)
         except subprocess.TimeoutExpired:

@@ -101,7 +101,7 @@ class RemoteEngine:
             self._send(frames.Cancel(request_id))
 
     def abort_elsewhere(self, request_id: str, owner: str | None) -> bool:
-        """Ends a request of another face's process; whether there was one of this owner."""
+        """Ends a request of another face's process; returns whether `owner` had such a request."""
         number, found = self._question()
         return bool(self._answer(number, found, frames.AbortElsewhere(number, request_id, owner)))
 
