@@ -176,7 +176,7 @@ def load_as(mode: str, folder: Path) -> None:
     config, names = read_config(folder)
     templates, deployment, meshes = templates_of(deployment, config)
     source = open_checkpoint(folder, names)
-    if mode == "colocated":
+    if deployment.topology.has("colocated"):
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
         jax.block_until_ready(ColocatedWeights(source, names, programs).flat)
         return
