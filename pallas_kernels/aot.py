@@ -76,7 +76,7 @@ class Loop(NamedTuple):
 
 
 def environment(flags: str = "") -> dict[str, str]:
-    """Variables for a process that compiles for TPUs, several of which may run at a time."""
+    """Returns variables for a process that compiles for TPUs; several may run at a time."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -107,7 +107,7 @@ def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
 
 def compile_all(op: str, generation: str, names: list[str]) -> Iterator[dict[str, Any]]:
     """Compiles every case, or the named ones. Yields name, seconds, temporary bytes, and the cycles
-    that XLA estimates beside the kernel."""
+    that XLA estimates for code outside the kernel."""
     for case in cases(op, generation):
         if names and case.name not in names:
             continue

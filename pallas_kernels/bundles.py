@@ -90,7 +90,7 @@ HEADER = f"{'op':<15} {'case':<22} {'TPU':<4} {'bundles':>8} {'DMA floor':>10} {
 
 
 def line(floor: Floor) -> str:
-    """One row of the table, for people."""
+    """Formats one row of the table for people."""
     return (
         f"{floor.op:<15} {floor.case:<22} {floor.generation:<4} {floor.bundles:8.3f} "
         f"{floor.memory:10.3f} {floor.ratio():6.2f}  a {floor.unit}"

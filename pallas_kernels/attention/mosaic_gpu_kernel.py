@@ -358,7 +358,7 @@ class _Warpgroup(Pages):
         seen = position <= own
         return seen & (position > own - self.plan.window) if self.plan.window else seen
 
-    # ------------------------------------------------------------------------- what is mixed
+    # -------------------------------------------------------------------------- mixing values
     def _of_other(self, vector: Any) -> Any:
         """Exchanges a vector [64] with the other warpgroup, and returns the vector received."""
         exchange = self.smem.exchange

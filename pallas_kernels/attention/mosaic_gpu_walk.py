@@ -1,7 +1,7 @@
 """How the blocks of threads of the Hopper kernels walk over the pages of a batch.
 
 Called by `mosaic_gpu_kernel.py`. `ranges.py` says what units, steps, ranges and lanes are, and cuts
-the ranges. Knows nothing of what is computed. A block of threads may have two walkers, each with a
+the ranges. Knows nothing of the computation. A block of threads may have two walkers, each with a
 range of its own.
 """
 

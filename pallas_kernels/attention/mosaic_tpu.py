@@ -156,8 +156,8 @@ def paged_attention(
 
 
 def _check_format(pages: Array, target: Target) -> None:
-    """Reject what the device cannot read, or only after XLA has copied the whole pool; say what it
-    reads slowly."""
+    """Rejects pages that the device cannot read, or only after XLA has copied the whole pool;
+    reports pages that it reads slowly."""
     eight_bits = pages.dtype.itemsize == 1
     if eight_bits and pages.dtype != jnp.int8 and "7" not in target.device_kind:
         raise NotImplementedError(

@@ -111,7 +111,7 @@ class Kernel:
     # Attending
 
     def attend(self, item: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
-        """One item: one round for each of its blocks, and a last one to mix."""
+        """Attends from one item: a round for each of its blocks, and a last one to mix."""
         plan, items, state = self.plan, self.items, self.state
         self.fetcher.await_queries(item)
         if plan.compact:
@@ -187,7 +187,7 @@ class Kernel:
         do: Callable[[Any, int], None],
         beside: Callable[[], None] = lambda: None,
     ) -> None:
-        """For each of an item's tiles: do(its number, its tokens); `beside` once."""
+        """Calls do(number, tokens) for each of an item's tiles, and `beside` once."""
         count, tile = self.items.count[item], self.plan.tile
 
         def one() -> None:
@@ -283,7 +283,7 @@ class Kernel:
         for some, weights, row_scales in weighed.weights:
             which = (some, slice(plan.v_width))
             values = pool.buffer[(slot, at[1], *(which[::-1] if pool.swapped else which))]
-            if row_scales is not None:  # INT8, in which what is not seen is not NaN
+            if row_scales is not None:  # INT8, in which unseen positions cannot be NaN
                 mixed += _product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
                 continue
             values = self.operand(values)
@@ -303,7 +303,7 @@ class Kernel:
         return stored.astype(self.plan.dtype)
 
     def scale_row(self, pool: Pool, slot: Any, head: int) -> Array:
-        """Scales of a block, [1, block]."""
+        """Returns the scales of a block, [1, block]."""
         pages = [
             pool.scale_buffer[slot, page, pl.ds(head, 1)]
             for page in range(self.plan.pages_per_block)
@@ -311,7 +311,7 @@ class Kernel:
         return jnp.concatenate(pages, axis=1)
 
     def visible(self, mask: "Mask", tile: Any, rows: int) -> Array:
-        """Which query sees which position of a block, [rows, block]."""
+        """Returns which query sees which position of a block, [rows, block]."""
         items, shape = self.items, (rows, self.plan.block)
         place = mask.base + lax.broadcasted_iota(jnp.int32, shape, 1)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -325,7 +325,7 @@ class Kernel:
         return visible & (place > own - self.plan.window) if self.plan.window else visible
 
     def seen(self, mask: "Mask", shape: tuple[int, ...], axis: int) -> Array:
-        """The positions of a block that some query of the item sees; the others may hold NaN."""
+        """Returns which positions of a block some query of the item sees; others may hold NaN."""
         place = mask.base + lax.broadcasted_iota(jnp.int32, shape, axis)
         last = self.items.length[mask.item] - 1
         if not self.plan.window:
@@ -336,7 +336,7 @@ class Kernel:
     # Writing
 
     def write_padding(self) -> None:
-        """Results of padding tokens: zeros, and -inf."""
+        """Writes the results of padding tokens: zeros, and -inf."""
         for output, nothing in zip(self.outputs, (0.0, -jnp.inf), strict=False):
             place = output.buffer.at[0, 0]
             place[...] = jnp.full(place.shape, nothing, place.dtype)
@@ -436,7 +436,7 @@ class Kernel:
 def _rounded(
     rows: Array, magnitude: Callable[[Array], Array] = lambda rows: rows
 ) -> tuple[Array, Array]:
-    """Rows in INT8, and what they are multiples of, FP32 [rows, 1]."""
+    """Returns rows in INT8, and the scale of each, FP32 [rows, 1]."""
     largest = jnp.maximum(jnp.max(magnitude(rows), axis=1, keepdims=True), TINY)
     whole = jnp.round(rows * (127 / largest))
     return whole.astype(jnp.int32).astype(jnp.int8), largest * (1 / 127)

@@ -80,7 +80,7 @@ class Call(NamedTuple):
     heads of 8 KV heads fourfold in BF16."""
 
     def cut(self, tiles: TpuTiles) -> Cut:
-        """Whole pages and tokens of these tiles."""
+        """Returns these tiles in whole pages and tokens."""
         pages = min(max(1, tiles.block_tokens // self.page_size), self.pages_per_sequence)
         if self.single:
             return Cut(pages, 1, 1)
@@ -91,7 +91,7 @@ class Call(NamedTuple):
         return Cut(pages, tile, max(tile, item_tokens))
 
     def need(self, tiles: TpuTiles) -> Need:
-        """Memory of the kernel with these tiles."""
+        """Returns the memory of the kernel with these tiles."""
         pages, tile, item_tokens = self.cut(tiles)
         heads, block, rows = self.kv_heads, pages * self.page_size, tile * self.group
         fetched = self.scales * pages * _padded(heads, self.page_size, jnp.float32)
@@ -196,7 +196,7 @@ def call_of(
 
 
 def _padded(rows: int, width: int, dtype: DTypeLike) -> int:
-    """Bytes of an array in register tiles."""
+    """Returns the bytes of an array in register tiles."""
     size = jnp.dtype(dtype).itemsize
     sublanes = 32 // size
     return -(-rows // sublanes) * sublanes * -(-width // LANES) * LANES * size

@@ -1,7 +1,7 @@
 """Cuts a batch into units of rows, and the steps of all units into equal ranges, for GPU kernels.
 
-Called by `mosaic_gpu.py` and `triton_gpu.py`, and by their kernels. Knows nothing of what is
-computed.
+Called by `mosaic_gpu.py` and `triton_gpu.py`, and by their kernels. Knows nothing of the
+computation.
 
 An item is one token or a few that read the same positions (`work_items.py`). For each key/value
 head its rows, tokens x query heads, form one unit. A step is a block of positions that a unit
@@ -71,11 +71,11 @@ class Places(NamedTuple):
     """None: every token is an item."""
     sequence: Int32[Array, " items"] | None
     place: Int32[Array, " items"] | None
-    """None: as `last`."""
+    """None: the same as `last`."""
     stride: Int32[Array, " items"]
     last: Int32[Array, " items"]
     first_block: Int32[Array, " items"] | None
-    """None: zeros, and so is `stride`."""
+    """None: zeros; `stride` is zeros too."""
     start: Int32[Array, " units_and_end"]
     first_unit: Int32[Array, " ranges"]
 

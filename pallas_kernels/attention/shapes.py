@@ -61,4 +61,4 @@ DECODE = ((64, 8192, 1), (128, 8192, 1), (64, 32768, 1))
 """(sequences, KV length, queries of each) of the decode steps that benchmarks run."""
 
 SEVERAL = ((64, 8192, 4), (4, 8192, 512))
-"""The same for a step that verifies drafts, and for one of prefill chunks."""
+"""(sequences, KV length, queries of each) of a step that verifies drafts and of prefill chunks."""

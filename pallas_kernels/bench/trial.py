@@ -19,7 +19,8 @@ from pallas_kernels.tuned import recording, use_tiles
 
 
 def describe(known: list[Case], target: Target) -> dict[str, Any]:
-    """The kind of device, the calls of the cases, their tiles and choices, and what is skipped."""
+    """Returns the device kind, the calls of the cases, their tiles and choices, and skipped
+    cases."""
     calls: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for case in known if target.backend != "reference" else []:

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _count(platform: str, names: list[str]) -> None:
-    """Counts again, call by call, and keeps what is known of other calls."""
+    """Counts the named calls again, one by one, and keeps the counts of the others."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from pallas_kernels.estimate import count
 

@@ -5,8 +5,8 @@ Called by `mosaic_gpu_kernel.py`. With rows on the left, a group of slightly mor
 would be two tiles and read its weights twice. With weights on the left, a tile may have any
 multiple of 8 rows. Every sum over a block of d_in is scaled before it is added, so a thread holds
 two sets of sums. Rows of a tile are therefore summed up in parts, one after the other, and no
-warpgroup only loads (`mosaic_gpu_ahead.py`). Quantising, too, has registers for a few rows at a
-time.
+warpgroup only loads (`mosaic_gpu_ahead.py`). Rows are quantised a few at a time, which saves
+shared memory.
 """
 
 from typing import Any

@@ -73,7 +73,7 @@ def pick_tiles(
     blocks that read them again from the L2 cache; sharing would not help.
 
     For rows in blocks, all tiles are tried (see `_quickest`) if an average group exceeds the
-    largest tile for few rows and fits into two blocks, and if all rows are one group.
+    largest tile for few rows and fits into two blocks, or if all rows are one group.
 
     Args:
       average: expected rows of a group, if not all rows over all groups.

@@ -72,10 +72,10 @@ def quantize_weight(
     """Quantise a weight (or a stack) symmetrically, by the largest magnitude of every block.
 
     "fp8" and "int8" have one scale an output channel, "fp8_block" one for 128 x 128 weights, "int4"
-    (-7..7) one for 128 of d_in; the last block of an axis may be smaller. Rounding, saturation and
-    what is too small or not finite are as in `quantize_rows`: a block of zeros gets the scale 1. It
-    is plain array code, so that under `jax.jit` sharded arrays are quantised as a whole, whatever
-    the sharding.
+    (-7..7) one for 128 of d_in; the last block of an axis may be smaller. Rounding, saturation, and
+    values that are too small or not finite are as in `quantize_rows`: a block of zeros gets the
+    scale 1. Being plain array code, under `jax.jit` it quantises sharded arrays as a whole,
+    whatever the sharding.
 
     Args:
       w: floats.
