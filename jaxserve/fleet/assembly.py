@@ -54,7 +54,7 @@ class Options:
     Attributes:
       token: secret of links to other processes.
       recorder: measures the stages.
-      prepare: called with the engine before it starts; gives it its ends of links.
+      prepare: called with the engine before it starts; attaches its ends of links.
       config, names: replace the configuration in the model's folder (bench, preflight).
       weights: replaces the weights; None: those of the model's folder, or of `weights.peers`.
     """
@@ -72,7 +72,7 @@ DEFAULTS = Options()
 
 # ------------------------------------------------------------------------------ parts
 def open_here(deployment: Deployment, options: Options = DEFAULTS) -> "Engine":
-    """A running engine on the devices of this process, which serves nothing else (`LLM`).
+    """Opens a running engine on the devices of this process, which serves nothing else (`LLM`).
 
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
@@ -120,7 +120,7 @@ def open_engine(
 
 
 def lead(deployment: Deployment, options: Options, leader: "Leader") -> "tuple[Runtime, Followers]":
-    """The leader's runtime, once every follower has loaded and compiled its own."""
+    """Builds the leader's runtime, and waits until every follower has built its own."""
     from jaxserve.checkpoint.fingerprint import weights_digest
     from jaxserve.fleet.leading import LedFollowers
 
@@ -174,7 +174,7 @@ def colocated_runtime(deployment: Deployment, options: Options) -> "Runtime":
 
 
 def cell_runtime(deployment: Deployment, options: Options) -> "Runtime":
-    """A runtime that has both roles, each on devices of its own."""
+    """Builds a runtime that has both roles, each on devices of its own."""
     model = open_model(deployment, options)
     _, names, meshes, templates, source = model
     driver = build_cell(templates, deployment, meshes, source, names, options.recorder)
@@ -189,8 +189,8 @@ def build_cell(
     names: "CheckpointNames",
     observer: "Observer | None" = None,
 ) -> "Cell":
-    """An attention worker a domain, an ffn worker, and the links between them; in this process
-    those that it has devices of."""
+    """Builds one attention worker for each domain, an ffn worker, and the links between them. A
+    process gets those for which it has devices."""
     from jaxserve.link.dispatch.contract import Contract
     from jaxserve.link.runtime_link import RuntimeLink
     from jaxserve.mesh import has_local_devices
@@ -225,7 +225,7 @@ def build_cell(
 
 
 def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
-    """The runtime of an attention domain, whose ffn workers are other runtimes."""
+    """Builds the runtime of an attention domain, whose ffn workers are in other runtimes."""
     from jaxserve.checkpoint.store import open_folder
     from jaxserve.engine.runtime import Runtime
     from jaxserve.fleet.attention_runtime import attention_cell
@@ -265,7 +265,7 @@ def own_experts(
 
 
 class OpenModel(NamedTuple):
-    """A model on this process's devices, before anything large is read."""
+    """A model opened for this process's devices, before anything large is read."""
 
     config: "ModelConfig"
     names: "CheckpointNames"
@@ -275,7 +275,7 @@ class OpenModel(NamedTuple):
 
 
 def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel:
-    """Reads the model's configuration, and checks that the deployment of it fits here.
+    """Reads the model's configuration, and checks that the deployment fits on the devices here.
 
     Raises:
       ConfigError, CheckpointError: before anything large is allocated.
@@ -422,7 +422,7 @@ def start_checked(engine: "Engine") -> None:
 
 
 EXIT_SECONDS, LAST_SECONDS = 60.0, 10.0
-"""Waits at the interpreter's end: for an engine to be built, and for the thread that builds it."""
+"""Seconds to wait at the interpreter's end for an engine to be built, and for its thread."""
 _opening: dict[threading.Thread, threading.Event] = {}
 
 

@@ -1,7 +1,7 @@
-"""The attention worker of a runtime of its own, whose ffn workers are other runtimes.
+"""Attention worker in a runtime of its own, with ffn workers in other runtimes.
 
-Called by `assembly.py` for `serve --role attention`. It goes on while ffn workers are stopped and
-started again.
+Called by `assembly.py` for `serve --role attention`. It keeps running while ffn workers are stopped
+and started again.
 """
 
 import jax
@@ -27,13 +27,13 @@ class PullEnd:
         self._client, self._contract = client, contract
 
     def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
-        """Sends a layer's messages, in a lane's steps of `tokens` tokens a DP group."""
+        """Makes the sender for a layer's messages, in steps of `tokens` tokens a DP group."""
         send, kind = self._client.send, self._contract.layers[layer]
         rows = self._contract.piece_rows(tokens)
         return lambda message: send(lane, kind, layer, rows, message)
 
     def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
-        """Receives the answers to those messages; waits for the next one."""
+        """Makes the receiver of the answers to those messages; it waits for the next one."""
         receive = self._client.receive
         return lambda: (receive(lane),)
 
@@ -45,10 +45,10 @@ def attention_cell(
     token: str,
     observer: Observer | None = None,
 ) -> tuple[Cell, MessageClient]:
-    """The attention worker of this runtime, loaded, compiled and connected.
+    """Loads, compiles and connects the attention worker of this runtime.
 
     Raises:
-      ConfigError: every ffn worker refuses this one, naming what differs.
+      ConfigError: every ffn worker refuses this one; names the facts that differ.
       EngineFailedError: no ffn worker came within `link.absent_seconds`.
     """
     answer = answer_format(role.contract)

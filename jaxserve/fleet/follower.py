@@ -35,13 +35,13 @@ from jaxserve.progress import advances
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
-"""Interval in which the log says that the leader is waited for."""
+"""Seconds between two log lines while waiting for the leader."""
 _HELLO_SECONDS = 10.0
-"""The leader answers a registration within this time."""
+"""Seconds within which the leader answers a registration."""
 _DIAL_SECONDS = 0.1
 """Pause between two attempts to reach the leader."""
 _VERDICT_SECONDS = 3.0
-"""How long the leader has to name the process to blame when the broadcast has stopped."""
+"""Seconds that the leader has to name the process to blame after the broadcast has stopped."""
 
 
 class Follower:
@@ -223,13 +223,13 @@ class Follower:
         return "ready" if self._ready else "starting"
 
     def boundaries(self) -> Iterator[control.Boundary]:
-        """The leader's boundaries in order, each checked; ends when the leader shuts down.
+        """Yields the leader's boundaries in order, each checked; ends when the leader shuts down.
 
         Waits as long as the leader is alive, with or without work.
 
         Raises:
-          EngineFailedError: the leader is gone, ended because of a failure, or sent a boundary
-            that does not follow the last one or whose shapes differ from ours.
+          EngineFailedError: the leader is gone, ended because of a failure, or sent a boundary that
+            does not follow the last one or whose shapes differ from this process's.
         """
         while True:
             self.last_turn = time.monotonic()
@@ -244,15 +244,15 @@ class Follower:
             yield boundary
 
     def completed(self, number: int) -> None:
-        """Reports that all work of boundary `number` is done, on the devices too.
+        """Reports that all work of boundary `number` is done, also on the devices.
 
-        Call it for every boundary, also when no other follows: one that stays incomplete for
+        Call it for every boundary, even if no other follows: one that stays incomplete for
         `cluster.step_seconds` is a failure.
         """
         self._completed = number
 
     def answer(self, name: str, produce: Callable[[], bytes]) -> None:
-        """Sets what `Leader.collect(name)` gets; `produce` runs on a thread of its own."""
+        """Sets the answer to `Leader.collect(name)`; `produce` runs on a thread of its own."""
         self._answers[name] = produce
 
     def request_drain(self, reason: str) -> None:
@@ -262,9 +262,9 @@ class Follower:
     def fail(self, problem: str, timeout: float = 2.0) -> None:
         """Tells the leader that this process cannot continue, and waits until it knows.
 
-        It may be the leader that is gone, which shows a moment after the transfers with it break:
-        then `failure` says so when this returns. Nothing else ends here: the caller does, or the
-        leader's `Shutdown`. Nothing is sent where the leader is gone or was told before.
+        Perhaps the leader itself is gone, which shows a moment after transfers with it break;
+        `failure` then says so when this returns. The process is not ended here: the caller does
+        that, or the leader's `Shutdown`. Sends nothing if the leader is gone or was told before.
         """
         if self.failure is not None or self._received_failure.is_set():
             return
@@ -273,7 +273,7 @@ class Follower:
             self._received_failure.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leaves the deployment; after it the leader may end. Idempotent."""
+        """Leaves the deployment; afterwards the leader may end. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -315,7 +315,7 @@ class Follower:
         channel.close()
 
     def _write(self) -> None:
-        """Sends what the outbox holds, until it holds None."""
+        """Sends the outbox's messages until it yields None."""
         assert self._channel is not None
         with contextlib.suppress(OSError):
             while (data := self._outbox.get()) is not None:
@@ -323,7 +323,7 @@ class Follower:
         self._channel.shutdown()
 
     def _hear(self) -> None:
-        """Hands on and takes the broadcast, until the leader shuts down."""
+        """Receives the broadcast and hands it on until the leader shuts down."""
         assert self._subscription is not None
         problem = "its connection closed"
         try:
@@ -345,7 +345,7 @@ class Follower:
         self._unheard(f"plans from {self._source_name}: {problem}")
 
     def _unheard(self, problem: str) -> None:
-        """Gives up, once the leader has had time to say which process is behind it."""
+        """Gives up after the leader has had time to name the process to blame."""
         if self.failure is not None or self._closed:
             return
         self.fail(problem)

@@ -1,7 +1,7 @@
-"""The leader's view of each follower, and the decision which follower is to blame for a failure.
+"""State of each follower at the leader, and the decision which follower is to blame for a failure.
 
-Called by `leader.py`, which receives the messages and holds the lock. Plain state and decisions:
-no threads, no sockets, and the time is an argument.
+Called by `leader.py`, which receives the messages and holds the lock. Plain state and decisions: no
+threads, no sockets, and the time is an argument.
 """
 
 import queue
@@ -21,7 +21,7 @@ from jaxserve.fleet.control import (
 )
 
 SETTLE_SECONDS = 1.0
-"""How long a reported error waits for a connection that closes before it is named as the cause."""
+"""Seconds that a reported error waits, so that a closing connection is named as the cause first."""
 
 
 class FollowerState:
@@ -30,24 +30,24 @@ class FollowerState:
     def __init__(self, identity: Identity, now: float, address: str = ""):
         self.identity = identity
         self.address = address
-        """`host:port` on which it hands the broadcast on."""
+        """`host:port` at which the follower hands the broadcast on."""
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Encoded messages for this follower; None closes its stream."""
         self.position: Position | None = None
         self.completed = -1
-        """The last boundary that its devices have completed."""
+        """Last boundary that its devices have completed."""
         self.progress = 0
         """Progress in its last heartbeat."""
         self.subscribed = False
-        """True once it receives the broadcast."""
+        """True once the follower receives the broadcast."""
         self.compiled = False
         self.weights = ""
-        """Digest of its weights, once it has compiled."""
+        """Digest of its weights, set once it has compiled."""
         self.ready = False
         self.leaving = False
-        """Whether it announced that it leaves."""
+        """True once it has announced that it leaves."""
         self.closed = False
-        """Whether its stream has ended."""
+        """True once its stream has ended."""
         self.lost = ""
         """Reason of an unexpected end of the connection."""
         self.error = ""
@@ -60,15 +60,15 @@ class FollowerState:
         self.suspect = False
         """True while the log says that it is silent."""
         self.collected = Collected(0, b"")
-        """Answer to the latest question that it has answered."""
+        """Its answer to the latest question."""
 
     @property
     def problem(self) -> str:
-        """Why it is gone, in its own words or the connection's; empty while it is well."""
+        """Why the follower is gone, in its own words or others'; empty while it is well."""
         return self.error or self.lost
 
     def received(self, message: object, now: float) -> None:
-        """Takes a message into account."""
+        """Updates the state from a message."""
         self.message_at = now
         match message:
             case Heartbeat(completed, ready, position, progress):
@@ -114,12 +114,12 @@ def find_failure(
     cluster: Cluster,
     step_error: str = "",
 ) -> str:
-    """Says which follower is to blame; empty while all are well or it is too early to tell.
+    """Names the follower that is to blame; empty while all are well or it is too early to tell.
 
-    The death of one process breaks the transfers and collectives of the others, and the errors
-    that they report may be here before its own connection is seen to close. So, in this order:
-    a connection that closed, silence, a reported error (once `SETTLE_SECONDS` have passed in which
-    nothing of the former was seen), a step that is late.
+    The death of one process breaks the transfers and collectives of others, whose error reports may
+    arrive before its own connection is seen to close. Causes therefore rank in this order: a closed
+    connection, silence, a reported error (once `SETTLE_SECONDS` have passed without the former), a
+    late step.
 
     Args:
       last: number of the last boundary that was broadcast.

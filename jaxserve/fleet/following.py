@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Following:
-    """A follower whose runtime is warm: tells the leader that it is ready, and runs its plans.
+    """Runs the leader's plans on a warm runtime, after telling the leader that it is ready.
 
     Args:
-      pages: access to the pages that are handed over, one a domain.
+      pages: access to the pages for hand-offs, one for each domain.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def _counts(slots: ExpertSlots | None) -> bytes:
 
 
 def position(driver: "Cell | ColocatedWorker") -> Position | None:
-    """Where the driver is in the schedule, for heartbeats and errors."""
+    """Returns the driver's position in the schedule, for heartbeats and errors."""
     at = driver.position()
     return None if at is None else Position(*at)
 
@@ -95,7 +95,7 @@ def _spans(recorder: Recorder) -> bytes:
 
 
 class _Completions:
-    """Tells the leader which boundaries are done on the devices, from a thread of its own."""
+    """Reports boundaries that are done on the devices to the leader, from a thread of its own."""
 
     def __init__(self, follower: Follower):
         self._follower = follower
@@ -103,7 +103,7 @@ class _Completions:
         threading.Thread(target=self._run, name="jaxserve-completions", daemon=True).start()
 
     def put(self, number: int, last: Any) -> None:
-        """`last` is there when boundary `number` is done; None: it had no step."""
+        """Queues boundary `number`, which is done once `last` is ready; None: it had no step."""
         self._queue.put((number, last))
 
     def _run(self) -> None:

@@ -28,11 +28,11 @@ from jaxserve.link.session.listener import Listener
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
-"""Interval in which waiting threads look at the time."""
+"""Seconds between two checks of waiting threads."""
 _HELLO_SECONDS = 10.0
-"""A follower proves its token and registers within this time."""
+"""Seconds within which a follower proves its token and registers."""
 TELL_SECONDS = 10.0
-"""Interval in which the log names the processes that are waited for."""
+"""Seconds between two log lines that name the missing processes."""
 
 
 class Leader:
@@ -172,7 +172,7 @@ class Leader:
         self._broadcaster.send(control.encode(boundary))
 
     def collect(self, name: str, timeout: float) -> dict[int, bytes]:
-        """Returns the bytes that each follower keeps under a name, by process id.
+        """Asks every follower the question `name`; returns their answers by process id.
 
         Raises:
           EngineFailedError: a follower did not answer in time, or could not.
@@ -193,8 +193,8 @@ class Leader:
         """Returns the failure of a follower behind an error on this process, or None.
 
         A transfer breaks a moment before its peer is missed, so this waits up to `timeout` seconds
-        for it to show. Where followers report errors, too, but none is gone, all errors are
-        named, this process's own first.
+        for that failure to show. If followers report errors and none is gone, all errors are named,
+        this process's own first.
         """
         with self._changed:
             self._step_error = error
@@ -232,7 +232,7 @@ class Leader:
             if first:
                 why = failure or str(self.failure or "")
                 if not why and all(follower.ready for follower in followers):
-                    # Behind the last boundary.
+                    # Queued after the last boundary.
                     self._broadcaster.send(control.encode(control.Shutdown()))
                 else:
                     for follower in followers:
@@ -243,7 +243,7 @@ class Leader:
                 follower.outbox.put(None)
             self._closed = True
             self._changed.notify_all()
-            # What their outboxes hold is sent.
+            # Messages in their outboxes are still sent.
             self._changed.wait_for(lambda: all(each.closed for each in followers), _LOOK_SECONDS)
         if late and not self.failure and not failure:
             logger.warning("did not leave within %g s: %s", timeout, ", ".join(late))
@@ -416,7 +416,7 @@ class Leader:
                 self._on_failure(self.failure)
 
     def _find_failure(self, now: float) -> bool:
-        """Looks for the first failure and returns whether one is there. Needs the lock."""
+        """Looks for the first failure; returns whether one was found. Needs the lock."""
         if self._closing or self.failure is not None:
             return False
         text = find_failure(
@@ -433,7 +433,7 @@ class Leader:
 
 
 def _write(follower: FollowerState, channel: Channel) -> None:
-    """Sends what a follower's outbox holds, until it holds None."""
+    """Sends the messages of a follower's outbox until it yields None."""
     with contextlib.suppress(OSError):
         while (data := follower.outbox.get()) is not None:
             channel.send(data)

@@ -1,6 +1,6 @@
-"""The followers of a leader, as its engine knows them.
+"""Represents a leader's followers to its engine.
 
-`assembly.open_engine` gives them to the engine; the followers' end is `following.py`.
+`assembly.open_engine` hands them to the engine; `following.py` is the followers' end.
 """
 
 import time
@@ -45,7 +45,7 @@ class LedFollowers:
         return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
 
     def counts(self, number: int, timeout: float) -> Counted:
-        """Returns the counts of that number that followers have.
+        """Returns the followers' parts of the counts with this number.
 
         Raises:
           EngineFailedError: one did not answer in time, or has not got so far; names it.
@@ -72,7 +72,7 @@ class LedFollowers:
 
 
 def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
-    """The measured spans of every follower."""
+    """Returns the measured spans of every follower."""
     return [
         msgspec.msgpack.decode(data, type=list[Span])
         for data in leader.collect(SPANS, timeout).values()

@@ -1,7 +1,7 @@
 """Compiles the programs of a worker ahead of time, each once, and keeps them for later processes.
 
-Processes of a host share a folder of compiled programs, and hosts one that all of them see, or a
-bucket (`gs://`, `s3://`). An entry is whole, or it is not there.
+Processes of a host share a folder of compiled programs. Hosts may share a folder or a bucket
+(`gs://`, `s3://`). A reader never sees part of an entry.
 """
 
 import concurrent.futures
@@ -44,22 +44,22 @@ class ProgramKey(NamedTuple):
     name: ProgramName
     kind: LayerKind | FFN | Literal["moe"] | None
     bucket: Bucket
-    """Has 1 page if the program does not depend on pages, and 1 token if not on tokens."""
+    """Bucket of the program; 1 page or 1 token if it does not depend on pages or tokens."""
 
 
 Compiled = Mapping[ProgramKey, jax.stages.Compiled]
 
 
 class Get(Protocol):
-    """How the executables of a step are put together: a function asks for each by its key and says
-    how its program is made, so that a step's programs are listed once. The first time (`wanted`) it
-    gets nothing, the second time what was compiled (`compile_steps`)."""
+    """Function through which a step's programs are listed once: a caller asks for each executable
+    by its key and says how its program is made. `wanted` collects the programs, and returns
+    nothing; `compile_steps` then returns what was compiled."""
 
     def __call__(self, key: ProgramKey, make: Callable[..., Program], *arguments: Any) -> Any: ...
 
 
 def wanted(steps: Callable[..., Any], *arguments: Any) -> dict[ProgramKey, Program]:
-    """The programs that `steps(*arguments, get)` asks for, each made once."""
+    """Collects the programs that `steps(*arguments, get)` asks for, each made once."""
     found: dict[ProgramKey, Program] = {}
 
     def get(key: ProgramKey, make: Callable[..., Program], *of: Any) -> None:
@@ -75,8 +75,8 @@ Call = Callable[..., Any]
 
 
 def hot_call(compiled: jax.stages.Compiled) -> Call:
-    """The C++ call of a program, without the Python that it is wrapped in: a microsecond less of 15
-    to 20. Private to JAX; where it is not as expected, the program itself takes its place."""
+    """Returns the C++ call of a program without its Python wrapper, which saves a microsecond of 15
+    to 20. It is private to JAX; if it is not as expected, returns the program itself."""
     private: Any = compiled
     try:
         if private._call is None:
@@ -89,7 +89,7 @@ def hot_call(compiled: jax.stages.Compiled) -> Call:
 def compile_all[Key](
     programs: Mapping[Key, Program], workers: int = 2
 ) -> dict[Key, jax.stages.Compiled]:
-    """Compiles all programs, so many at a time; the result has their order."""
+    """Compiles all programs, `workers` at a time; the result has their order."""
     done: dict[Key, jax.stages.Compiled] = {}
     with (
         Progress("compile", len(programs), process=jax.process_index()) as progress,
@@ -106,22 +106,22 @@ def compile_all[Key](
 def compile_steps[Steps](
     steps: Callable[..., Steps], *arguments: Any, others: Mapping[ProgramKey, Program] = {}
 ) -> tuple[Steps, Compiled]:
-    """Compiles what `steps(*arguments, get)` asks for, and other programs.
+    """Compiles the programs that `steps(*arguments, get)` asks for, and others.
 
     Returns:
-      What `steps` makes of its executables, and everything that was compiled.
+      the result of `steps` with its executables, and everything that was compiled.
     """
     compiled = compile_all(wanted(steps, *arguments) | {**others})
     return steps(*arguments, lambda key, *_: compiled[key]), compiled
 
 
 class WholeEntries(lru_cache.LRUCache):
-    """JAX's cache, which writes entries in place and never replaces one: another process could read
-    half of one, and where a process died in the middle, every later start would warn of it and
-    compile again. Here entries appear at once, and an unreadable one goes."""
+    """JAX's cache, with entries that appear at once and unreadable ones replaced. JAX writes in
+    place and never replaces: another process could read half an entry, and after a process died
+    while writing one, every later start would warn and compile again."""
 
     def get(self, key: str) -> bytes | None:
-        """The entry; None: there is none that can be read."""
+        """Returns the entry; None if no readable one exists."""
         value = super().get(key)
         if value is not None and not _is_readable(key, value):
             self._file(key).unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class WholeEntries(lru_cache.LRUCache):
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes an entry, unless it is there."""
+        """Writes an entry unless it exists."""
         if self.eviction_enabled:  # under a lock of all processes
             super().put(key, value)
             return
@@ -150,15 +150,15 @@ class WholeEntries(lru_cache.LRUCache):
 
 
 class BucketEntries(cache_interface.CacheInterface):
-    """Entries in a bucket, which replaces objects at once. What cannot be read or written there is
-    compiled."""
+    """Entries in a bucket, which replaces objects at once. If reading or writing there fails, the
+    program is compiled."""
 
     def __init__(self, url: str):
         self._path = Path(url)
         self._bucket = StorageBucket(url)
 
     def get(self, key: str) -> bytes | None:
-        """The entry; None: there is none that can be read."""
+        """Returns the entry; None if no readable one exists."""
         try:
             (part,) = self._bucket.read([Span(f"{key}-cache")])
         except CheckpointError as error:
@@ -186,7 +186,7 @@ def _is_readable(key: str, value: bytes) -> bool:
 
 def keep_entries_whole() -> None:
     """Makes every cache that JAX opens from now on one of `WholeEntries`. JAX has no interface for
-    it; where its parts have other names, its own cache stays."""
+    that; if its internals have other names, its own cache stays."""
     if hasattr(compilation_cache, "get_file_cache"):
         compilation_cache.get_file_cache = _open
 
@@ -199,7 +199,7 @@ def _open(path: str) -> tuple[cache_interface.CacheInterface, str]:
 
 _compile: Any = getattr(compiler, "_compile_and_write_cache", None)
 _running = threading.local()
-"""`first`: the lowest process that runs the program that this thread compiles."""
+"""Attribute `first`: lowest process that runs the program which this thread compiles."""
 
 
 def _compile_and_write(backend: Any, computation: Any, devices: Any, *rest: Any) -> Any:
@@ -222,15 +222,15 @@ def _write(
             compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(compile_time_secs)
             )
-        except Exception as error:  # a full disk, or what JAX cannot serialise
+        except Exception as error:  # a full disk, or a program that JAX cannot serialise
             logger.warning("compilation cache: %s is not kept: %s", module_name, error)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, private to the user, unless JAX was told where already.
+    """Keeps compiled programs on disk, private to the user, unless JAX was already told where.
 
-    Also short ones, unless JAX's variables say otherwise: a deployment has dozens. The folder may
-    be one that hosts share, or a bucket.
+    Includes programs that compile fast, unless JAX's variables say otherwise: a deployment has
+    dozens. The folder may be shared by hosts, or be a bucket.
     """
     keep_entries_whole()
     if _compile is not None:

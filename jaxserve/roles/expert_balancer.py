@@ -48,7 +48,7 @@ from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.expert_view import ExpertView
 
 CLOSE = 0.02
-"""Part of the mean by which the busiest rank of a placement with fewer moves may be busier."""
+"""How much busier, as a share of the mean, the busiest rank may be for fewer moves."""
 
 
 def propose(
@@ -98,8 +98,7 @@ def propose(
 
 
 def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts) -> Placement:
-    """Returns the better balanced of both algorithms' placements; if both are alike, the one with
-    fewer moves."""
+    """Returns the better balanced of both algorithms' placements, or the one with fewer moves."""
     sizes, total = facts.sizes, slices.sum(axis=0).astype(np.float64)
     slots, ranks, width = sizes.total, sizes.ranks, sizes.width
     candidates = [rebalance(total.tolist(), slots, ranks, most=width, apart=True)]
@@ -143,7 +142,7 @@ logger = logging.getLogger(__name__)
 
 READ_SECONDS = 5.0
 LOOK_SECONDS = 2.0
-"""How often counts are read, at most, while an operator looks at them."""
+"""Least seconds between two reads of the counts while an operator looks at them."""
 SLICES = 10
 """Slices of time that a decision looks back on."""
 
@@ -260,7 +259,7 @@ class ExpertBalancer:
                 self._confirming = self._asked + 1 if confirms else 0
                 actions.append(CountExperts(self._asked + 1))
             if self._orders and now >= self._next_move and not self._unconfirmed:
-                order = self._orders[0]  # it counts as to come until it was carried out
+                order = self._orders[0]  # counts as moving until it was carried out
                 if isinstance(order, FetchExperts):
                     size = len(order.copies) * self.facts.slot_bytes / self.facts.pieces
                     self._next_move = now + size / (self._settings.move_gb_per_second * 1e9)
@@ -268,7 +267,7 @@ class ExpertBalancer:
         return actions
 
     def carried_out(self, actions: Sequence[Action]) -> None:
-        """All processes have been told of the actions, and this one has carried them out."""
+        """Notes that the actions were told to all processes and carried out in this one."""
         with self._changed:
             for action in actions:
                 match action:
@@ -288,8 +287,8 @@ class ExpertBalancer:
         return msgspec.structs.replace(self._view, epoch_seconds=seconds, moving=self._rounds)
 
     def rebalance(self, *, dry_run: bool, seconds: float = 2 * READ_SECONDS) -> Proposal:
-        """Proposes by the tokens that were counted up to now, and unless it is a dry run begins to
-        move. Call it on any thread but the one that asks for `due`.
+        """Makes a proposal from the tokens counted so far and, unless it is a dry run, begins the
+        moves. Call it on any thread but the one that asks for `due`.
 
         Raises:
           EngineFailedError: the counts did not come in time.
@@ -339,7 +338,7 @@ class ExpertBalancer:
             return self._rounds
 
     def _propose(self) -> tuple[Placements, Proposal]:
-        """Returns the placements of now, and what to make of them."""
+        """Returns the current placements, and a proposal for them."""
         with self._changed:
             current, slices = dict(self.placements), list(self._slices)
         if not slices:
@@ -369,7 +368,7 @@ class ExpertBalancer:
             epoch=self._view.epoch + (not self._rounds),
         )
         if not self._rounds:
-            self._slices.clear()  # the next decision looks at what comes now
+            self._slices.clear()  # the next decision uses later counts only
 
     def _drop_rounds(self) -> None:
         self._orders.clear()
@@ -394,7 +393,7 @@ class ExpertBalancer:
                 self._changed.notify_all()
 
     def _count(self, number: int) -> None:
-        """Reads and shows the tokens since the last slice of time, and at its end keeps them."""
+        """Reads and shows the tokens since the slice of time began; keeps them at its end."""
         counted = self._read(number, READ_SECONDS)
         # Ranks of the shared expert come last, and count no tokens.
         ranks = [counted.counts[rank] for rank in range(self.facts.sizes.ranks)]
@@ -435,7 +434,7 @@ class ExpertBalancer:
         )
 
     def _decide(self) -> None:
-        """Rebalances if it is time to, and worth it."""
+        """Rebalances if it is due and worth it."""
         every, now = self._settings.rebalance_seconds, self._clock()
         if not every or now - self._decided < every or self._rounds:
             return

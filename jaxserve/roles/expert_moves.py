@@ -1,4 +1,4 @@
-"""Moves of experts as engines and operators know them: proposals, counts, and the interface."""
+"""Data about moves of experts for engines and operators: proposals, counts, and the interface."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -28,21 +28,21 @@ class LayerProposal(msgspec.Struct, frozen=True):
     layer: int
     placement: list[int]
     loads_now: list[float]
-    """Tokens of each rank, as counted, with the placement of now."""
+    """Counted tokens of each rank, with the current placement."""
     loads_then: list[float]
-    """The same tokens with the proposed one."""
+    """Counted tokens of each rank, with the proposed placement."""
     moves: int
     """Number of experts that are copied."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect of a rebalance; shown to operators, too."""
+    """Effect of a rebalance, also shown to operators."""
 
     balance_now: float
     """Mean ÷ max tokens of a rank, over all layers: Σ means ÷ Σ maxima."""
     balance_then: float
     gain: float
-    """Saved part of the busiest ranks' tokens."""
+    """Share of the busiest ranks' tokens that the rebalance saves."""
     moves: int
     move_bytes: int
     seconds: float
@@ -52,29 +52,29 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Counts = dict[int, np.ndarray]
-"""Rank → uint32 [layers, experts]: all that was counted since the start, modulo 2^32."""
+"""Rank → uint32 [layers, experts]: tokens since the start, modulo 2^32."""
 
 
 class Counted(NamedTuple):
-    """Answer to a `CountExperts`, of all ranks."""
+    """Answer to a `CountExperts`, with the counts of all ranks."""
 
     counts: Counts
     renewals: int = 0
-    """How often a lost step had taken the counts along, so that they began at zero."""
+    """Number of times that counts began at zero again because a lost step had destroyed them."""
     unread: str = ""
     """Why a process could not carry out the latest `ReadExperts`; empty where all could."""
 
 
 ReadCounts = Callable[[int, float], Counted]
-"""(number, seconds) → the answer to the `CountExperts` of that number. Raises EngineFailedError
-where it does not come within the seconds."""
+"""(number, seconds) → the answer to the `CountExperts` of that number. Raises EngineFailedError if
+it does not come within the seconds."""
 
 
 class MovesExperts(Protocol):
-    """Moves experts, as an engine knows it: an `ExpertBalancer`, or one in another runtime."""
+    """Interface through which engines move experts: a balancer here or in another runtime."""
 
     def start(self) -> None:
-        """Begins to count, from now on."""
+        """Begins to count."""
 
     def close(self) -> None:
         """Ends its thread."""
@@ -84,12 +84,12 @@ class MovesExperts(Protocol):
         ...
 
     def carried_out(self, actions: Sequence[Action]) -> None:
-        """All processes were told of the actions, and this one has carried them out."""
+        """Notes that the actions were told to all processes and carried out in this one."""
 
     def view(self) -> ExpertView:
-        """Where experts are, from any thread."""
+        """Placement and load of experts; may be called from any thread."""
         ...
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
-        """Proposes, and unless it is a dry run begins to move."""
+        """Makes a proposal and, unless it is a dry run, begins the moves."""
         ...

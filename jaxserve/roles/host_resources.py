@@ -1,8 +1,8 @@
-"""Memory and cores that this process may use: those of its devices, of the host, of its groups.
+"""Memory and cores that this process may use: of its devices, the host and its control groups.
 
 Control groups of containers and systemd units limit both; simulated devices share the host's
-memory. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and where
-sizes are chosen (`fleet/sizing.py`).
+memory. Called before anything is loaded (`fleet/assembly.py`, `fleet/role_runtime.py`) and to
+choose sizes (`fleet/sizing.py`).
 """
 
 import os
@@ -22,11 +22,11 @@ from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Folders of this process's control groups, innermost first, of version 2 and then 1.
 
-    Groups are in groups, as a unit in its slice. A container sees its own group as the outermost
+    Groups are nested, such as a unit in its slice. A container sees its own group as the outermost
     one, whatever the kernel calls it.
 
     Args:
-      root: the folder that has `proc` and `sys`.
+      root: the folder that contains `proc` and `sys`.
       controller: name of the controller in version 1: `memory` or `cpu`.
     """
     try:
@@ -45,8 +45,8 @@ LIMITS = (
     (("memory.max", "memory.high"), "memory.current", ""),
     (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
 )
-"""Files of control groups, version 2 and 1: limits, used bytes, and how the entries of memory.stat
-begin that count the groups inside, too."""
+"""Files of control groups, version 2 and 1: limits, used bytes, and the prefix of those entries of
+memory.stat that include nested groups."""
 
 
 def check_memory(
@@ -55,11 +55,11 @@ def check_memory(
     """Refuses a deployment that does not fit on this process's devices.
 
     Args:
-      devices: as of `available_memory`.
+      devices: see `available_memory`.
 
     Raises:
-      MemoryTakenError: it would fit, if others on this host needed nothing.
-      ConfigError: it would not.
+      MemoryTakenError: it would fit if other processes of this host used no memory.
+      ConfigError: it would not fit in any case.
     """
     try:
         check_capacity(config, deployment, available_memory(config, deployment, devices))
@@ -80,13 +80,13 @@ def available_memory(
     devices: Mapping[Role, Collection[jax.Device]],
     free: int | None = None,
 ) -> dict[Role, int | None]:
-    """Bytes that the deployment may use of a device, by role: the smaller of what it says and what
-    devices report. Simulated ones report nothing: what the deployment says, or their share of the
-    host's free memory.
+    """Returns the bytes that the deployment may use of a device, by role: the smaller of its own
+    limit and what devices report. Simulated devices report nothing: for them it is the deployment's
+    limit or, without one, their share of the host's free memory.
 
     Args:
-      devices: this process's, of each role that it has.
-      free: of the host; None: what is free now.
+      devices: devices of this process, by role.
+      free: free bytes of the host; None reads them now.
     """
     reported: dict[Role, int | None] = {}
     for role, own in devices.items():
@@ -102,8 +102,8 @@ def available_memory(
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Free bytes of the host's memory, or of the container's, the systemd unit's or its slices'
-    where they have fewer. Cached pages of files count as free: the kernel drops them first."""
+    """Returns the free bytes of the host or, if fewer, of the container, systemd unit or slice.
+    Cached pages of files count as free: the kernel drops them first."""
     sizes = _of_host(root, "MemAvailable:")
     for group, limit, current, prefix in _limits(root):
         try:
@@ -117,7 +117,7 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
 
 
 def whole_host_memory(root: Path = Path("/")) -> int | None:
-    """The same with nothing in memory yet."""
+    """Returns the bytes that would be free if nothing was in memory."""
     sizes = _of_host(root, "MemTotal:") + [limit for _, limit, _, _ in _limits(root)]
     return min(sizes, default=None)
 
@@ -132,7 +132,7 @@ def _of_host(root: Path, entry: str) -> list[int]:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int, str, str]]:
-    """The control groups of this process that have a limit: folder, limit, and the names of the
+    """Yields this process's control groups that have a limit: folder, limit, and the names of the
     used bytes, as in `LIMITS`."""
     for group in control_groups(root, "memory"):
         for names, current, prefix in LIMITS:
@@ -142,7 +142,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int, str, str]]:
 
 
 def _size(path: Path) -> int | None:
-    """The number in a file; None: there is none, or no limit ("max")."""
+    """Returns the number in a file; None if it is missing or says "max", no limit."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -152,8 +152,8 @@ def _size(path: Path) -> int | None:
 def simulated_memory(
     config: ModelConfig, deployment: Deployment, devices: Mapping[Role, int], free: int | None
 ) -> dict[Role, int | None]:
-    """Bytes that a simulated device of each role may have of `free` bytes, after the needs of the
-    other devices: less than its own need where all together need more.
+    """Returns the bytes of `free` that a simulated device of each role may have after the needs of
+    the other devices. It is less than its own need if all together need more.
 
     Args:
       devices: number of devices of each role in this process.

@@ -19,7 +19,7 @@ StageName = Literal["attend", "dispatch", "ffn", "combine", "leave"]
 
 
 class Stage(NamedTuple):
-    """One thing to enqueue. The driver's attend of layer 0 is the program `enter`."""
+    """A stage of one lane to enqueue. The driver's attend of layer 0 is the program `enter`."""
 
     name: StageName
     lane: int

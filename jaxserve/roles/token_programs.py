@@ -37,14 +37,14 @@ class StepContext(NamedTuple):
 
 
 class TokenPrograms:
-    """Shapes of a step, and its beginning and end on the mesh that has embedding and head."""
+    """Shapes of a step, and its first and last part on the mesh that has embedding and head."""
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         self.templates = templates
         self.config = templates.config
         self.dtype = templates.dtype
         self.deployment = deployment
-        self.mesh = cast(Mesh, mesh)  # an abstract one does for shapes
+        self.mesh = cast(Mesh, mesh)  # an abstract mesh suffices to compute shapes
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts
@@ -56,9 +56,8 @@ class TokenPrograms:
         self.tables = 1 + any(pool.ring for pool in pools)
         """Page tables of a step, whose entries of a page lie side by side."""
         self.divided = self.config.platform == "cpu" and deployment.attention.tp > 1
-        """Whether a device keeps its columns of the logits until a draw needs all columns: greedy
-        tokens do not. Not on GPUs, where conditions are nodes of a graph and may hold no
-        collectives."""
+        """Whether devices keep their columns of the logits until a draw needs all; greedy tokens do
+        not. Not on GPUs, where conditions are nodes of a graph and may hold no collectives."""
         self.logits_spec = PartitionSpec("dp", "tp") if self.divided else ROWS
 
     def logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
@@ -280,7 +279,7 @@ class KVArrays(NamedTuple):
 
 
 class GroupPut:
-    """Each DP group's row goes to the group's devices."""
+    """Puts each DP group's row of an array on the group's devices."""
 
     def __init__(self, programs: TokenPrograms):
         self._sharding = cached_sharding(programs.mesh, ROWS)
@@ -297,16 +296,16 @@ class GroupPut:
         self._puts: dict[tuple[tuple[int, ...], np.dtype], Put] = {}
 
     def __call__(self, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
-        """The batch array and page table of a lane's next plan: each comes here once, in order."""
+        """Returns batch array and page table of a lane's next plan. Takes plans once, in order."""
         batch, table = self._lanes[plan.lane].step(plan)
         return self.rows(batch), self.rows(table)
 
     def last_tokens(self) -> jax.Array:
-        """A lane's last tokens before its first step."""
+        """Returns a lane's last tokens before its first step."""
         return self.rows(np.zeros((self._groups, self._slots), np.int32))
 
     def rows(self, array: np.ndarray) -> jax.Array:
-        """An array with a row a DP group."""
+        """Puts an array with one row for each DP group on the mesh."""
         kind = array.shape, array.dtype
         put = self._puts.get(kind)
         if put is None:

@@ -41,7 +41,7 @@ the worker's mesh, or None."""
 
 
 class Observer(Protocol):
-    """Notes when a stage's output is there (`observe/timeline.py`)."""
+    """Observes when a stage's output is ready (`observe/timeline.py`)."""
 
     def observe(
         self,
@@ -57,7 +57,7 @@ class Observer(Protocol):
         """Called right after the stage was enqueued.
 
         Args:
-          load: of the step.
+          load: work of the step.
           begun: when its enqueueing began, in nanoseconds since the epoch.
         """
         ...

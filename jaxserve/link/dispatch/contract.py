@@ -35,7 +35,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       layers: kind of every layer's FFN, those of prediction modules included.
       dispatch: format of rows on their way to the ffn mesh.
       combine: format of rows on their way back.
-      instances: of the ffn mesh, each of which gets all messages and answers with a share.
+      instances: ffn instances, each of which gets all messages and answers with a share.
     """
 
     groups: int

@@ -1,7 +1,8 @@
-"""Arrays to other devices, out of shards and into shards, as cheaply for the host as JAX can.
+"""Copies arrays to other devices, and takes shards apart and together, at the least cost to the
+host.
 
-JAX's public functions check and look up on every call what never changes in a hot loop. What is
-private here proves itself once (`put.py`).
+On every call JAX's public functions check and look up facts that never change in a hot loop. The
+private functions used here are tried once (`put.py`).
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The two ends of a link as workers know them, and how a message lies on their meshes.
+"""The two ends of a link that workers use, and the layout of a message on their meshes.
 
-The link inside a runtime has both (`runtime_link.py`); between runtimes an attention worker has its
-end over `link/remote/client.py`.
+The link inside a runtime has both ends (`runtime_link.py`). Between runtimes an attention worker
+has its end over `link/remote/client.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,35 +14,35 @@ from jaxserve.mesh import cached_sharding
 
 Arrays = Sequence[jax.Array]
 SendMessage = Callable[[jax.Array], object]
-"""Takes a message."""
+"""Sends a message."""
 ReceiveAnswer = Callable[[], Arrays]
-"""Returns the answer to the oldest message without one: an array an instance of the ffn mesh."""
+"""Returns the answer to the oldest unanswered message, one array for each ffn instance."""
 
 
 class AttentionEnd(Protocol):
-    """Where an attention worker sends messages and receives answers."""
+    """End of a link at which an attention worker sends messages and receives answers."""
 
     def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
-        """For messages of a layer, in a lane's steps of so many tokens a DP group."""
+        """Makes the sender for a layer's messages in steps of this number of tokens a DP group."""
         ...
 
     def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
-        """For the answers to them."""
+        """Makes the receiver of the answers to them."""
         ...
 
 
 class FFNEnd(Protocol):
-    """Where an ffn worker of the same runtime receives messages and sends answers."""
+    """End at which an ffn worker of the same runtime receives messages and sends answers."""
 
     def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
-        """For messages of a layer, one array a slot."""
+        """Makes the receiver of a layer's messages, one array for each slot."""
         ...
 
     def sender(self, tokens: int) -> Callable[..., object]:
-        """For the answers, whose arrays it takes."""
+        """Makes the sender of answers, which takes their arrays."""
         ...
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """One piece of rows on every device of the mesh, in mesh order."""
+    """Sharding with one piece of rows on every device of the mesh, in mesh order."""
     return cached_sharding(mesh, PartitionSpec(tuple(mesh.axis_names)))

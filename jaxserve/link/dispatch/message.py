@@ -55,7 +55,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         return row_words(self.d_model, self.top_k, size, has_scale=has_scale)
 
     def pack(self, message: Message) -> UInt[Array, "tokens width"]:
-        """Quantises and packs; ids travel as int32, scales and gates as FP32."""
+        """Quantises and packs a message; ids travel as int32, scales and gates as FP32."""
         values, scales = message.encoded or encode_rows(message.tokens, self.rows)
         assert values.dtype == storage(self.rows)
         beside = []
@@ -74,10 +74,10 @@ class MessageFormat(msgspec.Struct, frozen=True):
         return jnp.concatenate(words, axis=1)
 
     def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> Message:
-        """The inverse; tokens dequantised to `dtype`.
+        """Unpacks a message, with tokens dequantised to `dtype`.
 
-        Rows stay rows: XLA would transpose a message that it has gathered from other devices, and
-        what is dequantised from it back (v7x, as in `row_words`: 732 thousand cycles, not 524).
+        Keeps rows as rows. XLA would otherwise transpose a message gathered from other devices, and
+        transpose the dequantised rows back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
         values = reinterpreted(packed[:, : self.d_model], storage(self.rows))  # one a word
@@ -103,7 +103,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
-    """The layout of a row of an answer: its values, quantised ones with their scale behind them.
+    """Layout of a row of an answer: its values and, if these are quantised, their scale.
 
     Attributes:
       d_model: values a row.
@@ -124,13 +124,13 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return result_words(self.d_model) if has_scales(self.rows) else self.d_model
 
     def pack(self, results: Sums) -> Array:
-        """Rows as they cross the link, [rows, width]."""
+        """Packs results for the link, [rows, width]."""
         if has_scales(self.rows):
             return results.packed(self.width)
         return results.total(self.dtype)
 
     def pieces(self, results: Sums, count: int) -> tuple[Array, ...]:
-        """The same in so many equal parts of the rows."""
+        """Packs results in this number of equal parts of the rows."""
         if has_scales(self.rows):
             return results.pieces(self.width, count)
         return tuple(jnp.split(self.pack(results), count))
@@ -148,8 +148,8 @@ def reinterpreted(x: Array, dtype: DTypeLike) -> Array:
 
 
 def to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
-    """The lowest bits first, as a bit-cast has them, which XLA does not fuse with what makes the
-    numbers: a launch less on GPUs."""
+    """Cuts numbers into words, lowest bits first, like a bit-cast. XLA does not fuse a bit-cast
+    with the code that makes the numbers; this saves a launch on GPUs."""
     size = 8 * word.itemsize
     shift = np.arange(0, 32, size, dtype=np.uint32)
     return (bits[:, :, None] >> shift).astype(word).reshape(bits.shape[0], -1)

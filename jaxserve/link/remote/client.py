@@ -1,11 +1,11 @@
 """The attention worker's end of a `pull` link: messages to ffn workers of other runtimes.
 
 The two runtimes share no `jax.distributed` group, and either may die. An ffn worker is pure, so the
-attention worker keeps every message until its answer is there, and sends it again, over the next
-connection that is up, when a connection is lost, a deadline passes or the ffn worker refuses it.
-Nothing is returned before it has arrived whole: a program that is given an array in error destroys
-the KV pages that are donated to it. `server.py` is the other end. Knows nothing of attention, ffn,
-plans or requests.
+attention worker can send a message again. It keeps each one until its answer has arrived, and sends
+it over the next connection when a connection is lost, a deadline passes or the ffn worker refuses.
+Answers are returned only once they have arrived whole: a program that is given an array in error
+destroys the KV pages that are donated to it. `server.py` is the other end. Knows nothing of
+attention, ffn, plans or requests.
 """
 
 import functools
@@ -31,9 +31,9 @@ from jaxserve.link.session.hello import Hello
 logger = logging.getLogger(__name__)
 
 MOST_REFUSALS = 3
-"""Refusals by ffn workers after which a message is given up, with their error."""
+"""Refusals by ffn workers after which a message is given up with their error."""
 MOST_POSTS = 12
-"""Deaths of ffn workers after a message that is then not sent again."""
+"""Number of times that a message is sent; if ffn workers keep dying after it, it is given up."""
 WAIT_SECONDS = 0.25
 
 PieceShape = Callable[[str, int], jax.ShapeDtypeStruct]
@@ -44,11 +44,11 @@ class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a link's work since it was opened.
 
     Attributes:
-      messages: answered.
+      messages: answered messages.
       resends: messages sent again.
       reconnects: connections beyond the first to every address.
       failures: connections lost while they were in use.
-      last_failure: why the last one was lost; empty where none was.
+      last_failure: why the last one was lost; empty if none was.
     """
 
     messages: int = 0
@@ -59,21 +59,21 @@ class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageClient:
-    """Sends messages to whichever ffn worker is up, and receives their answers.
+    """Sends messages to any ffn worker that is up, and receives their answers.
 
     `send` and `receive` are called by one thread.
 
     Args:
-      addresses: of ffn workers that do the same work. The first that is up is used until it is
-        lost; warm connections to the others are kept.
-      hello: what this worker is; ffn workers that differ are refused.
+      addresses: addresses of equivalent ffn workers. The first that is up is used until it is lost;
+        warm connections to the others are kept.
+      hello: this worker's facts; ffn workers with other facts are refused.
       token: the secret of the deployment.
       domain: name of this attention worker.
       transport: name of the transport of arrays.
-      mesh: of this worker alone.
+      mesh: mesh of this worker alone.
       answer_piece: shape of a piece of the answer to a message.
-      rows: of a piece: every number that messages will have.
-      deadlines: of every wait.
+      rows: all numbers of rows that a piece may have.
+      deadlines: deadlines of all waits.
 
     Raises:
       ConfigError: no address, or a bad one.
@@ -136,11 +136,11 @@ class MessageClient:
         """Sends a lane's message, which may still be computed; never waits.
 
         Args:
-          lane: without an unanswered message.
-          kind, rows: fix the shapes of message and answer; `kind` and `layer` say to the ffn
-            worker what to do.
-          packed: one piece on every device of the mesh. Kept until the answer is there, so not to
-            be donated.
+          lane: lane without an unanswered message.
+          kind, rows: fix the shapes of message and answer; `kind` and `layer` also tell the ffn
+            worker what to compute.
+          packed: one piece on every device of the mesh. Kept until the answer arrives, so it must
+            not be donated.
         """
         assert lane not in self._unanswered, lane
         message = Unanswered(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
@@ -152,7 +152,7 @@ class MessageClient:
     def receive(self, lane: int) -> jax.Array:
         """Waits for the answer to the lane's message and returns it, complete and without error.
 
-        Sends unanswered messages again, to whichever ffn worker is up, as often as that is needed.
+        Sends unanswered messages again, to any ffn worker that is up, as often as needed.
 
         Raises:
           EngineFailedError: no ffn worker was up for `deadlines.absent`, ffn workers refuse the
@@ -218,7 +218,7 @@ class MessageClient:
             self._failures += 1
             self._last_failure = self._active.failure
             self._active = None
-        # Whoever was lost last may be up again and answer probes, but not messages.
+        # The worker lost last may be up again and answer probes, but not messages.
         order = sorted(self.peers, key=lambda peer: peer.address == self._last_used)
         for wanted in (PeerState.UP, PeerState.SUSPECT):
             for peer in order:
@@ -229,7 +229,7 @@ class MessageClient:
         return None
 
     def _resend(self) -> None:
-        """Sends messages again that went over a lost connection or over none."""
+        """Sends messages again whose connection was lost, or that had none."""
         connection = self._wait_for_connection()
         for message in list(self._unanswered.values()):
             if message.connection is connection:
@@ -281,7 +281,7 @@ class MessageClient:
             self._changed.notify_all()
 
     def _silence_allowed(self, peer: Peer) -> float:
-        """A peer in use is given up sooner where another stands by."""
+        """Returns the silence allowed to a peer: less for the one in use if another stands by."""
         others = itertools.filterfalse(lambda other: other is peer, self.peers)
         if any(other.state is PeerState.UP for other in others):
             return self._deadlines.suspect

@@ -22,14 +22,14 @@ class Join(Greeting, frozen=True, tag="join"):
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
-    """The ffn worker takes the attention worker in."""
+    """Accepts an attention worker."""
 
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
-    """A message follows.
+    """Announces a message.
 
-    `rows` are those of a piece: with `kind` and the pieces they fix the shapes of message and
-    answer.
+    `rows` are the rows of a piece. With `kind` and the number of pieces they fix the shapes of
+    message and answer.
     """
 
     number: int

@@ -1,12 +1,12 @@
-"""The attention worker's connection to one ffn worker, kept up.
+"""Keeps up the attention worker's connection to one ffn worker.
 
 A `Peer` stands for an address. Its thread connects, serves the connection until it is lost, and
-begins again. `MessageClient` (`client.py`) sends over whichever peer is up.
+begins again. `MessageClient` (`client.py`) sends over any peer that is up.
 
     CONNECTING → UP ⇄ SUSPECT → DOWN → CONNECTING …      a refused peer is asked again, slowly, one
                                                          that compiles for this worker soon
 
-What happens on a connection is in `connection.py`. Knows nothing of attention and ffn.
+`connection.py` handles what happens on a connection. Knows nothing of attention and ffn.
 """
 
 import enum
@@ -65,7 +65,7 @@ class Peer:
         """Reason why the peer is not up, for people."""
         self.connections = 0
         self._state = PeerState.CONNECTING
-        self._said = False  # that it is suspect
+        self._said = False  # whether the log says that it is suspect
         self._us, self._token = us, token
         self._deadlines, self._transport = deadlines, transport
         self._on_change, self._limit = on_change, limit
@@ -113,10 +113,10 @@ class Peer:
                 self._become(state, str(error))
             except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
                 self._become(PeerState.CONNECTING, str(error) or type(error).__name__)
-            except Exception as error:  # A defect; but without this thread nobody would notice.
+            except Exception as error:  # A defect, which must not end this thread unnoticed.
                 logger.exception("link to %s", self.address)
                 self._become(PeerState.CONNECTING, f"{type(error).__name__}: {error}")
-            # A connection that lived for long is sought again at once.
+            # After a long-lived connection, connect again at once.
             self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
 
     def _live_once(self) -> None:
@@ -142,7 +142,8 @@ class Peer:
             channel.close()
 
     def _allowed(self) -> float:
-        """Seconds of silence; says when the peer becomes suspect, and when it is not any more."""
+        """Returns the seconds of silence allowed; logs when the peer becomes suspect or
+        recovers."""
         suspect = self.state is PeerState.SUSPECT
         if suspect and not self._said:
             logger.warning("link to %s is suspect: %s", self.address, self.describe())

@@ -33,19 +33,19 @@ from jaxserve.link.transports import opens
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""Domains at a time."""
+"""Most domains at a time."""
 
 
 class MessageServer:
     """Serves messages of any number of attention workers.
 
     Args:
-      address: to listen on; port 0 takes a free one.
-      hello: what this worker is; attention workers that differ are refused.
+      address: address to listen on; port 0 takes a free one.
+      hello: this worker's facts; attention workers with other facts are refused.
       token: the secret of the deployment.
       work: the worker; its `run` is called by one thread at a time.
       transport: name of the transport of arrays.
-      deadlines: of every wait.
+      deadlines: deadlines of all waits.
       on_question: answers questions of attention runtimes; called on any thread.
     """
 
@@ -84,12 +84,12 @@ class MessageServer:
 
     @property
     def domains(self) -> list[str]:
-        """Names of the attention workers that are connected."""
+        """Names of the connected attention workers."""
         return sorted(domain.name for domain in list(self._domains) if domain.name)
 
     @contextlib.contextmanager
     def between_messages(self) -> Iterator[None]:
-        """Keeps `work.run` from being called in the body: for what must not meet a message."""
+        """Keeps `work.run` from being called during the body."""
         with self.turns.take(self):
             yield
 
@@ -137,7 +137,7 @@ class _Domain(ServedSession[_Arrived]):
         return frames.Welcome(self._hello)
 
     def _asked(self, question: frames.Question) -> None:
-        """Answers on a thread of its own: that may take a while. One question at a time."""
+        """Answers a question on a thread of its own, as that may take a while. One at a time."""
 
         def run() -> None:
             try:
@@ -178,7 +178,7 @@ class _Domain(ServedSession[_Arrived]):
             del item  # or it would be kept until the next one comes
         self._answers.put(None)
         sender.join()
-        # Messages that were not served would keep their memory for as long as this object lives.
+        # Unserved messages would otherwise keep their memory for as long as this object lives.
         while not self._wanted.empty():
             self._wanted.get()
 
@@ -201,7 +201,7 @@ class _Domain(ServedSession[_Arrived]):
             pass
 
     def _send_next(self) -> bool:
-        """Waits for an answer and sends it; False at the end. Keeps no reference to it."""
+        """Waits for an answer and sends it; returns False at the end. Keeps no reference to it."""
         item = self._answers.get()
         if item is None:
             return False
@@ -220,6 +220,6 @@ class _Domain(ServedSession[_Arrived]):
         return True
 
     def _refuse(self, number: int, text: str) -> None:
-        """Tells the domain that a message gets no answer; it ends the connection then."""
+        """Tells the domain that a message gets no answer. The domain then ends the connection."""
         with contextlib.suppress(OSError):
             self.send(frames.Failed(number, text))
