@@ -10,7 +10,7 @@ from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, Router
 
 
 def deepseek_config(entries: Entries) -> ModelConfig:
-    """DeepSeek-V3's config.json."""
+    """Reads DeepSeek-V3's config.json."""
     decoder = entries.decoder()
     layers, dense = decoder.pop("layers"), FFN(d_ff=decoder.pop("d_ff"))
     rope_dim = entries.size("qk_rope_head_dim")

@@ -77,12 +77,12 @@ class PackedTensor(NamedTuple):
     path: Path
     packing: Packing
     shape: Shape
-    """[d_out, d_in]."""
+    """Shape of the values to read: [d_out, d_in], or [d_out, groups] for scales and zero points."""
     parts: dict[str, Tensor]
     """Stored tensors by suffix of the name (`qweight`, `scales`, ...)."""
     kind: str = "packed"
     seen: Literal["numbers", "codes", "scales", "zeros"] = "numbers"
-    """What reading delivers: the dequantised numbers, or one part of an INT4 matrix."""
+    """Result of reading: the dequantised numbers, or one part of an INT4 matrix."""
     group: int = 0
     """Columns per delivered scale or zero point; divides the group size of the packing."""
 

@@ -115,7 +115,7 @@ def _non_negative(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 class FitKey(NamedTuple):
-    """Key of a fit."""
+    """Identifies a fit: the stage, hardware, model and formats that it corrects."""
 
     stage: MeasuredStage
     hardware: str
@@ -124,7 +124,7 @@ class FitKey(NamedTuple):
     format: str
     """The number formats that matter to the stage, as `Formats.of` names them."""
     layers: int
-    """Which of the model's groups of equal layers; 0 where they are alike."""
+    """Index of the group of equal layers in the model; 0 if all layers are equal."""
 
 
 class Calibration:
@@ -186,7 +186,7 @@ class Asked(Calibration):
     def seconds(
         self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any
     ) -> Any:
-        """The roofline's."""
+        """Returns the roofline's seconds unchanged, and records terms and seconds."""
         longest = float(np.max(roof))
         key = FitKey(stage, hardware, self._model, form, layers)
         memory, compute = float(np.max(terms.memory)), float(np.max(terms.compute))

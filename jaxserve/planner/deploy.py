@@ -163,7 +163,7 @@ class Role(NamedTuple):
 
     @property
     def dollars(self) -> float:
-        """USD an hour."""
+        """Price in USD per hour."""
         return self.chips * self.hardware.price * self.hardware.jax_devices
 
 
@@ -182,17 +182,17 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dollars(self) -> float:
-        """USD an hour."""
+        """Price in USD per hour."""
         return sum(role.dollars for role in self.roles)
 
     @property
     def month(self) -> float:
-        """USD a month."""
+        """Price in USD per month."""
         return self.dollars * MONTH
 
     def millions(self, requests: Requests, rate: float) -> tuple[float, float]:
-        """USD a million tokens of prompts, found ones included, which prefill costs; and of
-        outputs, which decoding costs."""
+        """Cost of prefill in USD per million prompt tokens, cached tokens included; and cost of
+        decoding in USD per million output tokens."""
         prefill = sum(role.dollars for role in self.roles if role.name == "prefill")
         hourly = prefill, self.dollars - prefill
         tokens = requests.prompt, requests.output
@@ -318,11 +318,11 @@ class Sizer:
     # -------------------------------------------------------------------------- decode units
 
     def unit(self, plan: Plan, demand: Demand | None = None, most: int = 0) -> DecodeUnit | str:
-        """Returns a decode unit of the plan's layout, or why it is none.
+        """Returns a decode unit of the plan's layout, or the reason why it cannot work.
 
         Args:
-          demand: requests that it is for; None: those that the plan is for.
-          most: slots at most; 0: any number.
+          demand: requests to serve; None: the demand of the whole plan.
+          most: most slots; 0: any number.
         """
         layout, target = plan.layout, self.asked.tpot.seconds
         requests = self.requests(demand or self.asked.demand)

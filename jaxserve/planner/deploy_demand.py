@@ -169,7 +169,7 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """In a few words."""
+        """Describes failures and spares in one line."""
         if self.between:
             return (
                 f"a server fails every {self.between:g} h and is away for {self.repair:g} h; "

@@ -21,12 +21,12 @@ UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each 
 
 
 class Shown(NamedTuple):
-    """Everything that is shown.
+    """Contents of the report of `plan deploy`.
 
     Attributes:
-      prices: a line a kind of hardware.
-      of_file: times of the written file's own simulation.
-      command: the `plan simulate` of what was written; empty: nothing was.
+      prices: one line per kind of hardware.
+      of_file: times from the simulation of the written file.
+      command: `plan simulate` command for the written file; empty: no file was written.
     """
 
     title: str

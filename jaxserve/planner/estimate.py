@@ -21,7 +21,7 @@ from jaxserve.planner.measurements import Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
-"""The shared expert's kernels, each beside one of the last collectives of `ffn_moe`."""
+"""The shared expert's kernels. Each runs during one of the last collectives of `ffn_moe`."""
 STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
 """The stages that become measurements, each with its program."""
 
@@ -48,9 +48,9 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that run it in a step."""
     instructions: int
     bytes: int
-    """Read and written, without the pool of pages."""
+    """Bytes read and written, without the page pool."""
     arguments: int
-    """Arrays that a call takes."""
+    """Number of arrays that a call takes."""
     exchanging: int = 0
     """Part of `bytes` that collectives read and write, while the slower links move them."""
     absent: int = 0
@@ -60,7 +60,7 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of collectives by name and by the mesh axes, or the number of neighbours, that they go
     over. A second collective of the same name starts with "2. "."""
     beside: list[Beside] = []
-    """Collectives that kernels run beside; included in the counts above."""
+    """Collectives during which kernels run; included in the counts above."""
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

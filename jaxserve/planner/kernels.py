@@ -117,8 +117,8 @@ def _largest(draws: int) -> float:
 
 @functools.lru_cache(4096)
 def blocks_met(tokens: int, share: float) -> float:
-    """Mean number of blocks of `BLOCK_ROWS` rows that an expert has of so many tokens, each of
-    which chooses it with this probability: Σ P(rows > 8 j)."""
+    """Mean number of blocks of `BLOCK_ROWS` rows that an expert gets from `tokens` tokens, each of
+    which chooses it with probability `share`: Σ P(rows > 8 j)."""
     if share >= 1:
         return float(-(-tokens // BLOCK_ROWS))
     rows = np.arange(tokens + 1)

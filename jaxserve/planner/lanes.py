@@ -281,7 +281,7 @@ class Colocated(_Pipeline):
         return [lane for lane in self._all_lanes if lane not in begun]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """A step enters."""
+        """Adds a step of a lane."""
         self._begun.append((lane, number, times))
 
     def advance(self, now: float) -> tuple[int, float]:
@@ -379,7 +379,7 @@ class Overlapped(Colocated):
         return [lane for lane in self._all_lanes if lane not in inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """A step enters."""
+        """Adds a step of a lane."""
         self._inside.append(_Batch(lane, number, times, now))
 
     def advance(self, now: float) -> tuple[int, float]:

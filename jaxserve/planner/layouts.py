@@ -73,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices of both roles."""
         return self.attention_devices + self.ffn_devices
 
     @property
@@ -101,11 +101,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The target of a search."""
 
     tpot: float
-    """Seconds."""
+    """Seconds between a sequence's tokens."""
     max_devices: int = 64
     modes: tuple[PlannedMode, ...] = ("afd", "ep", "tp")
     most_drafts: int = 0
-    """Every number of drafts a step up to this one is tried."""
+    """Largest number of drafts per step; all smaller numbers are tried, too."""
     shared_ranks: bool = False
     """Whether ranks for the shared expert alone are tried, too."""
 

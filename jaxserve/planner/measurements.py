@@ -44,13 +44,13 @@ class Measurement(
     model: str
     """A known model, or a model folder."""
     batch: int
-    """Sequences a DP group."""
+    """Sequences per DP group."""
     context: int
-    """Tokens of a sequence, on the mean."""
+    """Mean tokens of a sequence."""
     format: FormatName
     """Number format of weights and cache."""
     seconds: float
-    """Mean of ordinary steps."""
+    """Mean over ordinary steps."""
     cache: FormatName | None = None
     """Number format of the cache, if it differs."""
     dispatch: FormatName = "bfloat16"
@@ -67,7 +67,7 @@ class Measurement(
     held: Literal["auto", "bfloat16", "float32"] = "auto"
     """Format of embedding and head; `auto`: as `rows`."""
     layers: int | None = None
-    """Which of the model's groups of equal layers; None: the largest."""
+    """Index of the group of equal layers in the model; None: the largest group."""
     tokens: int = 0
     """Tokens of a DP group; 0: one for each sequence."""
     pairs: int = 0

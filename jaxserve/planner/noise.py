@@ -48,7 +48,7 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether no noise is drawn: no spread and no stalls."""
         return not (any(self.spread.values()) or self.stall_probability)
 
     def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:

@@ -32,16 +32,16 @@ WAITING = 0.1
 _LaneStep = tuple[int, int]
 """A step's lane and number."""
 _Alike = tuple[int, ...]
-"""Key of steps that are alike."""
+"""Key shared by steps of similar load."""
 
 
 class Timed(NamedTuple):
-    """How long something took."""
+    """Duration of a stage in a trace."""
 
     number: int
-    """Spans that took any time, in all steps."""
+    """Spans with a duration above 0, in all steps."""
     seconds: float
-    """Mean of ordinary steps."""
+    """Mean over ordinary steps."""
 
 
 class Observed(NamedTuple):

@@ -58,7 +58,7 @@ class Case(NamedTuple):
     mix: str
     context: int
     tpot: float
-    """Seconds."""
+    """Target of the time between tokens, seconds."""
     best: Mapping[PlannedMode, Plan]
     """The cheapest plan of each mode that meets the TPOT."""
 

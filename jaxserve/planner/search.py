@@ -43,12 +43,12 @@ NO_DRAFTS = Acceptance(())
 
 
 class Pass(NamedTuple):
-    """One run of the module in a step."""
+    """One run of the multi-token-prediction module within a step."""
 
     batch: int
-    """Sequences a DP group."""
+    """Sequences per DP group."""
     rows: int
-    """Tokens of each."""
+    """Tokens per sequence."""
 
 
 def passes(batch: int, drafts: int) -> Iterator[Pass]:
@@ -62,14 +62,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: Layout
     batch: int
-    """Sequences a DP group and lane."""
+    """Sequences per DP group and lane."""
     tpot: float
     """Seconds between a sequence's tokens."""
     stages: dict[str, StageTime]
     """Times of the stages by name, for the most frequent kind of layer."""
     tokens_per_second: float
     dollars: float
-    """USD a million tokens."""
+    """USD per million tokens."""
     attention_bytes: float
     """Memory of an attention device: weights and cache."""
     ffn_bytes: float

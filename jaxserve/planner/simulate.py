@@ -93,7 +93,7 @@ class News(NamedTuple):
 
 
 class _Instant:
-    """Stage times of nothing."""
+    """Stage times of zero seconds, for steps that take no time."""
 
     overlapped = False
 
@@ -101,7 +101,7 @@ class _Instant:
         self.layers = layers
 
     def step(self, rows: Rows) -> StepTimes:
-        """Zeros."""
+        """Returns zeros for all stages."""
         zeros = [0.0] * self.layers
         return StepTimes([np.zeros(rows.groups)] * self.layers, zeros, zeros, zeros, 0.0)
 
@@ -282,31 +282,31 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a simulation, without its warm-up."""
 
     seconds: float
-    """Simulated."""
+    """Simulated seconds."""
     steps: int
     """Counted steps of all lanes."""
     tokens: float
     tokens_per_second: float
     tokens_per_device: float
-    """A second and device."""
+    """Tokens per second and device."""
     sequences: float
-    """Running at a time, on the mean."""
+    """Mean number of concurrently running sequences."""
     context: float
-    """Tokens of a running sequence, on the mean."""
+    """Mean tokens of a running sequence."""
     finished: int
-    """Requests."""
+    """Requests that finished."""
     preemptions: int
     tpot: Times | None
-    """Between the tokens of a request, over the requests with two and more."""
+    """Time between the tokens of a request, over requests with at least two tokens."""
     ttft: Times | None
     """From a request's arrival to its first token; without a rate, from its predecessor's end."""
     attention_busy: float
-    """Share of the time, of the mean attention device."""
+    """Share of the time that attention devices are busy, on average."""
     ffn_busy: float
     dispatch_busy: float
     combine_busy: float
     seen: dict[AFDStage, Seen] = {}
-    """Colocated: the collectives with their waiting."""
+    """Colocated only: durations of the collectives, waiting included."""
 
     @property
     def bubble(self) -> float:
@@ -315,11 +315,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Request(msgspec.Struct):
-    """One on its way."""
+    """A request that is being simulated."""
 
     arrival: float
     first: float = -1.0
-    """When its first counted token came."""
+    """Time of its first counted token."""
     last: float = -1.0
     tokens: int = 0
     whole: bool = False
@@ -327,7 +327,7 @@ class _Request(msgspec.Struct):
 
 
 class _LaneProgress(NamedTuple):
-    """When a lane's first and last counted step ended, and tokens after the first."""
+    """Times at which a lane's first and last counted steps ended, and tokens after the first."""
 
     first: float
     last: float
@@ -335,7 +335,7 @@ class _LaneProgress(NamedTuple):
 
 
 class Simulation(SimulatedEngine):
-    """One run; `run` once."""
+    """A single simulation; call `run` once."""
 
     def __init__(
         self,
@@ -389,7 +389,7 @@ class Simulation(SimulatedEngine):
         return max(self.now, self._next_arrival) if self._idle else self.now
 
     def run(self) -> tuple[Result, list[Span]]:
-        """Simulates to the end."""
+        """Simulates to the end; returns the result and the spans of the last steps."""
         tell = Progress()
         with no_garbage_collection():
             if not self._traffic.rate:

@@ -28,7 +28,7 @@ TIMES = Times.__struct_fields__
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulates and shows."""
+    """Runs `plan simulate`: simulates, and shows the report."""
     made, traffic, conditions = _asked(options)
 
     def simulated(loads: ExpertLoads | None) -> tuple[Result, list[Span]]:
@@ -46,17 +46,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Gain(NamedTuple):
-    """Gain of a rebalance: figures with experts at home, and where it puts them."""
+    """Gain of a rebalance: (figure with experts at home, figure after the rebalance)."""
 
     balance: tuple[float, float]
     """Mean ÷ max tokens of an ffn device."""
     tokens_per_second: tuple[float, float]
     tpot: tuple[float, float]
-    """Seconds, on the mean."""
+    """Mean seconds between tokens."""
 
     @classmethod
     def of(cls, home: ExpertLoads, moved: ExpertLoads, before: Result, after: Result) -> "Gain":
-        """Compares two runs."""
+        """Compares a run with experts at home and a run after a rebalance."""
         tpot = [0.0 if each.tpot is None else each.tpot.mean for each in (before, after)]
         rates = before.tokens_per_second, after.tokens_per_second
         return cls((home.balance, moved.balance), rates, (tpot[0], tpot[1]))
@@ -120,7 +120,7 @@ def _asked(options: argparse.Namespace) -> tuple[Scenario, Traffic, Conditions]:
 
 
 def _rows(result: Result, gain: Gain | None = None) -> list[list[str]]:
-    """A quantity a row."""
+    """Rows of the report's table, one per quantity."""
     rows = [["", *TIMES]]
     rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
     numbers = {

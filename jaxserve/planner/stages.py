@@ -195,8 +195,8 @@ class Calculator(NamedTuple):
         read: Any,
         pairs: Any,
     ) -> list[tuple[Any, Any, str]]:
-        """Attention and the linear maps, as (bytes, FLOPs, format); `tokens` and so on are numbers
-        or arrays. Products in INT8 count as so many fewer as their kernel is faster."""
+        """Costs of attention and of the linear maps as (bytes, FLOPs, format), from numbers or
+        arrays. FLOPs of INT8 products are divided by the speed-up of their kernel."""
         split, whole = group.split_parameters(self.model.d_model)
         flops = core_flops(group) / tp
         if group.int8_products:

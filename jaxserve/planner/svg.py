@@ -15,17 +15,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 58, 54
 
 
 class Series(NamedTuple):
-    """Points of one colour."""
+    """A series of points that share a colour."""
 
     label: str
     points: Sequence[tuple[float, float]]
     line: bool = True
-    """Joined by a line; else marks with the label beside the first."""
+    """True: the points are joined by a line; False: marks, with the label next to the first."""
     dashed: bool = False
     names: Sequence[str] = ()
-    """Beside each point."""
+    """Texts next to the points."""
     chosen: bool = False
-    """Marked with a ring."""
+    """Whether the points are marked with a ring."""
 
 
 def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: bool = False) -> str:
@@ -66,7 +66,7 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
 
 
 class _Axis:
-    """Values to pixels."""
+    """Maps values to pixels along one axis."""
 
     def __init__(
         self, values: Sequence[float], start: float, end: float, logarithmic: bool = False

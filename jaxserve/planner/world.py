@@ -135,12 +135,12 @@ def predict(one: Measurement, folder: Path = CONFIGS) -> float:
 
 
 def compare(folder: Path = CONFIGS) -> list[Compared]:
-    """All measurements, predicted."""
+    """Predicts every published measurement."""
     return [Compared(one, predict(one, folder)) for one in read_measurements(folder)]
 
 
 def world_report(found: Sequence[Compared]) -> Report:
-    """Every measurement beside our prediction, with its source and what was taken for granted."""
+    """Report with every measurement, our prediction, the source, and the assumptions."""
     rows = [["", "quantity", "measured", "predicted", "error"]]
     notes = [SCOPE]
     for each in found:

@@ -24,7 +24,7 @@ import jinja2.sandbox
 
 MAX_CHARACTERS = 2**25
 KEPT = 16
-"""Compiled templates."""
+"""Number of compiled templates that are cached."""
 FILE = "<template>"
 
 
