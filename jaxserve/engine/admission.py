@@ -230,18 +230,18 @@ class GroupLoad:
         """Updates the load after an admission."""
         free = self.group.free_pages
         self._used = self.group.pool.pages - free + self.group.promised
-        self._available = free - self.group.residents_count  # a page to spare for each of them
+        self._available = free - self.group.residents_count  # a spare page for each
 
     def cost(self, pages: int, prefix: list[PageNode]) -> int | None:
-        """Cost of admitting a sequence, in pages; None if the group has too few (xDeepServe
-        §4.3).
+        """Returns the cost of admitting a sequence, in pages; None if the group has too few
+        (xDeepServe §4.3).
 
-        The group's KV cache afterwards, with the pages that its sequences will need to come to
-        their full length, and once more the pages that have to be computed.
+        The cost is the size of the group's KV cache afterwards, including the pages that its
+        sequences need to reach full length, plus once more the pages that have to be computed.
 
         Args:
-          pages: that the sequence needs at once.
-          prefix: those that the group's prefix cache has.
+          pages: pages that the sequence needs at once.
+          prefix: pages of the sequence in the group's prefix cache.
         """
         computed = pages - len(prefix)
         # Pages without users count as free until now; they are the last ones of a path.
@@ -252,10 +252,10 @@ class GroupLoad:
 
 
 class AdmissionQueue:
-    """The sequences that wait for pages and a slot, the first due first.
+    """Sequences that wait for pages and a slot, in order of deadline.
 
     Args:
-      groups: where they are admitted to.
+      groups: DP groups that sequences are admitted to.
       page_size: tokens a page.
       fetches: begun for sequences whose first pages are elsewhere.
     """
@@ -266,7 +266,7 @@ class AdmissionQueue:
         self.prompt_tokens = 0
         """Prompt tokens that were looked up in the prefix cache, since the start."""
         self.prompt_tokens_found = 0
-        """How many of `prompt_tokens` were found there."""
+        """Part of `prompt_tokens` that was found there."""
         self._admitted: list[Sequence] = []
 
     def push(self, sequence: Sequence) -> None:
@@ -274,11 +274,11 @@ class AdmissionQueue:
         bisect.insort(self.waiting, sequence, key=rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out that will not be admitted."""
+        """Removes a sequence that will not be admitted."""
         self.waiting.remove(sequence)
 
     def take_admitted(self) -> list[Sequence]:
-        """The sequences that were admitted for the first time since this was called last."""
+        """Returns the sequences admitted for the first time since the last call."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -315,21 +315,21 @@ class AdmissionQueue:
                 loads.remove(load)
 
     def _pages(self, sequence: Sequence) -> int:
-        """How many pages the sequence needs at admission."""
+        """Returns the number of pages that the sequence needs at admission."""
         tokens = min(len(sequence.tokens) + 1, sequence.longest_cache)
         return pages_for(tokens, self._page_size)
 
 
 def rank(sequence: Sequence) -> tuple[float, int]:
-    """The sort key of waiting and resident sequences."""
+    """Sort key of waiting and resident sequences."""
     return sequence.rank
 
 
 def _cheapest(
     loads: Items[GroupLoad], sequence: Sequence, pages: int
 ) -> tuple[int, GroupLoad, list[PageNode]] | None:
-    """The least cost of taking the sequence in, the group that has it, and what its prefix cache
-    has of the sequence."""
+    """Returns the least cost of admitting the sequence, the group that offers it, and the
+    sequence's pages in that group's prefix cache."""
     best: tuple[int, GroupLoad, list[PageNode]] | None = None
     for load in loads:
         prefix = load.group.match(sequence)
@@ -340,11 +340,11 @@ def _cheapest(
 
 
 def choose_domain(schedulers: "Items[Scheduler]", request: Request) -> int:
-    """The domain with the most room.
+    """Returns the domain with the most room.
 
-    One that has a slot and pages now, of several the one where that costs least: the pages in use
-    and those to be computed, so a domain whose prefix cache has the prompt's beginning is cheap.
-    Where all would have to let it wait, the one with the fewest requests, the waiting ones first.
+    Prefers domains that have a slot and pages now, and of these the cheapest: the cost is the pages
+    in use and those to be computed, so a prefix in the cache makes a domain cheap. If the request
+    would wait everywhere, takes the domain with the fewest waiting, then the fewest running ones.
     """
     if len(schedulers) == 1:
         return 0

@@ -60,7 +60,7 @@ class FollowerState:
         self.suspect = False
         """True while the log says that it is silent."""
         self.collected = Collected(0, b"")
-        """Its answer to the latest question."""
+        """Answer of the follower to the latest question."""
 
     @property
     def problem(self) -> str:

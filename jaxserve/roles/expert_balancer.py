@@ -98,7 +98,7 @@ def propose(
 
 
 def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts) -> Placement:
-    """Returns the better balanced of both algorithms' placements, or the one with fewer moves."""
+    """Returns the better balanced of two placements; if alike, the one with fewer moves."""
     sizes, total = facts.sizes, slices.sum(axis=0).astype(np.float64)
     slots, ranks, width = sizes.total, sizes.ranks, sizes.width
     candidates = [rebalance(total.tolist(), slots, ranks, most=width, apart=True)]

@@ -27,16 +27,16 @@ from jaxserve.link.session.session import Session
 logger = logging.getLogger(__name__)
 
 ASKED_AHEAD = 4
-"""Pieces that are asked for or wait to be written at a time: while one crosses, the prefill worker
-reads the next one and the domain writes the one before."""
+"""Most pieces asked for or not yet written. While one crosses, the prefill worker reads the next
+one and the domain writes the one before."""
 
 
 class FetchError(Exception):
-    """A fetch failed, and not because of its connection.
+    """A fetch failed for another reason than its connection.
 
     Args:
-      text: why.
-      mismatch: whether what is held is something else than what is wanted.
+      text: the reason.
+      mismatch: whether other tokens are held than those wanted.
     """
 
     def __init__(self, text: str, *, mismatch: bool = False):
@@ -45,20 +45,20 @@ class FetchError(Exception):
 
 
 class Landing(Protocol):
-    """Landing of pieces on the devices; implemented by the owner of the pages."""
+    """Shapes and places in which pieces arrive; implemented by the owner of the pages."""
 
     @property
     def pieces(self) -> Sequence[int]:
-        """Tokens of a piece, ascending."""
+        """Sizes of pieces in tokens, ascending."""
         ...
 
     @property
     def imports(self) -> Sequence[str]:
-        """Formats that can be taken."""
+        """Formats in which pieces may arrive."""
         ...
 
     def landing(self, group: int, tokens: int, cache_format: str) -> Sequence[jax.ShapeDtypeStruct]:
-        """The arrays of a piece, with shardings."""
+        """Returns the shapes of a piece's arrays, with shardings."""
         ...
 
 
@@ -68,11 +68,11 @@ class Arrival(NamedTuple):
     first: int
     tokens: int
     size: int
-    """Tokens, padding included."""
+    """Size of the piece in tokens, padding included."""
     nbytes: int
     arrays: Sequence[jax.Array]
     done: Callable[[], object]
-    """To be called once, when they were written: another piece is asked for then."""
+    """The receiver calls this once it has written the piece; then another piece is asked for."""
 
 
 class _Asked(NamedTuple):
@@ -147,10 +147,10 @@ class PagesConnection(Session):
         landing: Landing,
         given_up: Callable[[], bool],
     ) -> Iterator[Arrival]:
-        """Asks for a range of tokens and gives its pieces as they arrive, in order.
+        """Asks for a range of tokens and yields its pieces as they arrive, in order.
 
         Args:
-          token_ids: all tokens that the source says it holds.
+          token_ids: all tokens that the source claims to hold.
           given_up: returns whether the caller has given up the fetch.
 
         Raises:
@@ -201,7 +201,7 @@ class PagesConnection(Session):
             self._busy_since = None
 
     def close(self) -> None:
-        """Ends it and frees the descriptors; by the owner alone."""
+        """Ends the connection and frees the descriptors. Called by the owner alone."""
         self.fail("closed here")
         self._reader.join()
         self._channel.close()
@@ -226,7 +226,7 @@ class PagesConnection(Session):
         return asked
 
     def _answer(self, number: int) -> "_Received":
-        """Returns a piece; passes over answers that no fetch waits for any more."""
+        """Returns a piece; skips answers that no fetch waits for any more."""
         while (answer := self._answers.get()) is not None:
             given, content = answer
             if given != number:
@@ -252,7 +252,7 @@ class PagesConnection(Session):
             self._on_tick(self)
 
     def _doubt(self, silent: float, waited: float) -> None:
-        """Says once what is the matter: nothing comes any more, or echoes do and pages do not."""
+        """Logs once that nothing arrives any more, or that echoes arrive and pages do not."""
         suspect = self._deadlines.suspect
         what = ""
         if silent > suspect:
@@ -300,13 +300,13 @@ class _Range(NamedTuple):
 
 
 def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
-    """The pieces of a hand-off: the largest ones, then what covers the rest."""
+    """Cuts a hand-off into pieces: the largest ones first, then those that cover the rest."""
     ranges = []
     while start < stop:
         rest = stop - start
         largest = max((size for size in pieces if size <= rest), default=pieces[0])
         size = next((size for size in pieces if size >= rest), largest)
-        # Several small pieces where one large one would be padding by an eighth and more.
+        # Uses several small pieces if an eighth or more of one large piece would be padding.
         if 8 * size > 9 * -(-rest // largest) * largest:
             size = largest
         ranges.append(_Range(start, min(stop, start + size), size))

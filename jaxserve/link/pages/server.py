@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 REGISTERED_BYTES = 1 << 30
-"""Cap of the pieces that are read or sent, over all connections; one piece always may."""
+"""Most bytes of pieces that are read or sent, over all connections; one piece is always allowed."""
 READ_AHEAD = 1
-"""Pieces of a connection that the engine reads while another one is sent."""
+"""Pieces of a connection that the engine reads ahead while another one is sent."""
 
 
 class Holder(Protocol):
     """Holder of the pages: the engine. Any thread may call it; no call waits."""
 
     def export(self, fetch: frames.Fetch, reply: "Future[Piece]") -> None:
-        """Reads a piece; the future gets it, computed or not, or an ExportError."""
+        """Reads a piece. The future gets it, perhaps still being computed, or an ExportError."""
         ...
 
     def renew(self, hand_offs: Sequence[str]) -> None:
@@ -63,15 +63,15 @@ class PagesServer:
     """Serves any number of decode workers.
 
     Args:
-      address: to listen on; port 0 takes a free one.
-      hello: what this worker is; decode workers that differ are refused.
+      address: address to listen on; port 0 takes a free one.
+      hello: this worker's facts; decode workers with other facts are refused.
       token: the secret of the deployment.
-      holder: of the pages.
-      cache_format: of the pages, as they cross.
-      token_bytes: that a token's entries take on the wire.
+      holder: holder of the pages.
+      cache_format: format of the pages on the wire.
+      token_bytes: bytes of a token's entries on the wire.
       registered_bytes: most bytes of pieces that are read or sent.
-      checksums: whether pieces are sent with them.
-      deadlines: of every wait.
+      checksums: whether pieces are sent with checksums.
+      deadlines: deadlines of all waits.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class PagesServer:
         self.hello, self.cache_format, self.holder = hello, cache_format, holder
         self.deadlines, self.checksums = deadlines, checksums
         self.epoch = secrets.randbits(63)
-        """Number of this server's life: leases of an earlier one are over."""
+        """Random number of this run of the server; leases of earlier runs are over."""
         self.address = ""
-        """Once it is started."""
+        """Address on which it listens, once it is started."""
         self.room = _Room(registered_bytes)
         self._listens, self._token = address, token
         self._token_bytes = token_bytes
@@ -109,7 +109,7 @@ class PagesServer:
 
     @property
     def counters(self) -> ExportCounters:
-        """Counts so far; from any thread."""
+        """Counters since the start. May be read from any thread."""
         return ExportCounters(
             transfers=self._transfers,
             bytes=self._bytes,
@@ -139,7 +139,7 @@ class PagesServer:
 
 
 class _Room:
-    """Bytes that may be taken, first come first served."""
+    """Budget of bytes, handed out first come, first served."""
 
     def __init__(self, most: int):
         self.taken = 0
@@ -147,8 +147,7 @@ class _Room:
         self._changed = threading.Condition()
 
     def take(self, size: int, given_up: Callable[[], bool]) -> bool:
-        """Waits until the bytes fit, or nothing else is taken; False once `given_up` while they do
-        not."""
+        """Waits until the bytes fit or nothing else is taken; False if `given_up` first."""
         with self._changed:
             while self.taken and self.taken + size > self._most:
                 if given_up():
@@ -193,7 +192,7 @@ class _Puller(ServedSession[frames.Fetch]):
     }
 
     def _work(self) -> None:
-        """Serves fetches in their order, each read while the one before it is sent."""
+        """Serves fetches in order; reads each while the one before it is sent."""
         read: deque[_Reading] = deque()
         following: frames.Fetch | None = None
         ended = False
@@ -215,8 +214,8 @@ class _Puller(ServedSession[frames.Fetch]):
                 following = None
 
     def _begin(self, fetch: frames.Fetch, *, wait: bool) -> "_Reading | None":
-        """Has a piece read once there is room; None if there is none and `wait` is not set, or the
-        connection is given up."""
+        """Starts to read a piece once there is room. Returns None if there is none and `wait` is
+        not set, or the connection is given up."""
         server, reply = self._server, Future[Piece]()
         size = server.piece_bytes(fetch.size)
         if not server.room.take(size, lambda: not wait or self.failure is not None):
@@ -229,7 +228,7 @@ class _Puller(ServedSession[frames.Fetch]):
         else:
             try:
                 server.holder.export(fetch, reply)
-            except Exception as error:  # told like one of the reading, which gives the room back
+            except Exception as error:  # reported like an error of the read; frees the room
                 reply.set_exception(ExportError(f"{type(error).__name__}: {error}"))
         return _Reading(fetch, size, reply)
 
@@ -274,5 +273,5 @@ class _Reading(NamedTuple):
 
     fetch: frames.Fetch
     size: int
-    """In bytes."""
+    """Size of the piece in bytes."""
     reply: Future[Piece]

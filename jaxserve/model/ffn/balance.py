@@ -1,4 +1,4 @@
-"""Algorithms that place experts by how many tokens they got: pure functions, layer by layer.
+"""Algorithms that place experts by their numbers of tokens: pure functions, layer by layer.
 
 `rebalance` is DeepSeek's EPLB (github.com/deepseek-ai/EPLB): all replicas are placed anew.
 `rebalance_slices` is xDeepServe's (§4.5): experts stay at home and replicas take the spare slots,
@@ -22,10 +22,10 @@ from jaxserve.model.ffn.placement import (
 
 
 def pack(weights: Floats, packs: int) -> list[list[int]]:
-    """Items in packs of equally many: the heaviest first, each to the lightest pack with room.
+    """Packs items, the same number in each pack: the heaviest first, each into the lightest pack.
 
     Args:
-      weights: of the items; their number is a multiple of `packs`.
+      weights: weights of the items; their number is a multiple of `packs`.
     """
     room = len(weights) // packs
     if room == 1:
@@ -40,11 +40,11 @@ def pack(weights: Floats, packs: int) -> list[list[int]]:
 
 
 def replicate(weights: Floats, slots: int, most: int | None = None) -> list[int]:
-    """Every item once, in order, and in each further slot another replica of the one whose replicas
-    carry most.
+    """Places every item once, in order, and in each further slot a replica of the item whose
+    replicas carry the most.
 
     Args:
-      most: replicas of one item; None: as many as it takes.
+      most: most replicas of one item; None: any number.
     """
     loads = np.asarray(weights, np.float64)
     counts = np.ones(len(loads))
@@ -93,7 +93,7 @@ def rebalance(
 
 
 def _part(packs: list[list[int]], items: Sequence[int], loads: Floats) -> None:
-    """Swaps places between packs until no pack has an item twice, or nothing helps; each swap is
+    """Swaps places between packs until no pack has an item twice, or nothing helps. Each swap is
     the one that changes loads least."""
     for pack_index, held in enumerate(packs):
         for place, item in enumerate(held):
@@ -116,9 +116,9 @@ class Selection(NamedTuple):
     """Experts chosen for further replicas (xDeepServe §4.5)."""
 
     experts: list[int]
-    """In the order of their choice."""
+    """Chosen experts, in order."""
     loads: list[float]
-    """Σ over slices of the busiest expert's tokens a replica: before, and after each choice."""
+    """Σ over slices of the busiest expert's tokens a replica: before and after each choice."""
 
 
 def select_replicas(
@@ -154,8 +154,8 @@ def select_replicas(
 def rebalance_slices(
     counts: Sequence[Floats] | np.ndarray, sizes: SlotSizes, budget: int | None = None
 ) -> Placement:
-    """xDeepServe's placement of one layer: homes stay, chosen replicas go by load, heaviest first,
-    to the least loaded rank with a free slot that has not got the expert.
+    """xDeepServe's placement of one layer. Homes stay. Chosen replicas go by load, heaviest first,
+    to the least loaded rank with a free slot that does not have the expert yet.
 
     Args:
       counts: [experts][slices] tokens.

@@ -241,7 +241,7 @@ class AllToAllExchange(NamedTuple):
             if sizes.shared_ranks:
                 shared = choose_shared_rank(own.experts, sizes, turn=turn)
                 ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
-            if axes.instances > 1:  # those of others are nowhere
+            if axes.instances > 1:  # ranks of other instances count as nowhere
                 ranks -= axes.first_rank()
                 ranks = jnp.where((ranks >= 0) & (ranks < axes.ranks), ranks, axes.ranks)
             beside = self._beside(packed, block, packing)
