@@ -21,7 +21,7 @@ from jaxserve.llm import LLM, RequestOutput
 from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import ids_of, raw_letters
+from tests.jaxserve.text.letters import ids_of, write_letters
 
 
 @pytest.fixture
@@ -36,11 +36,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder, as far as the tokenizer is concerned."""
-    raw_letters().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    return tmp_path
+    return write_letters(tmp_path)
 
 
 @pytest.fixture

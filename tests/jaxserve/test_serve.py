@@ -33,7 +33,7 @@ from jaxserve.server import choice
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.rpc import InferenceStub
 from tests import golden
-from tests.jaxserve.text.letters import raw_letters
+from tests.jaxserve.text.letters import write_letters
 from tests.jaxserve.waiting import until
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
@@ -75,10 +75,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder, as far as the tokenizer is concerned."""
-    raw_letters().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
-    return tmp_path
+    return write_letters(tmp_path)
 
 
 class Process:

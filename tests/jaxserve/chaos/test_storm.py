@@ -10,7 +10,7 @@ import pytest
 
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import REPOSITORY
-from tests.jaxserve.fleet.test_fleet_processes import write_tokenizer
+from tests.jaxserve.fleet.test_fleet_processes import with_tokenizer
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -20,11 +20,7 @@ OVERRIDES = layouts.LIMITS | {"mode": "colocated", "scheduler.max_length": 144}
 
 def storm(tiny_model, folder, overrides, *arguments, seconds=SECONDS):
     """Runs a storm. Returns its report, part → measure → value, and its output."""
-    model = folder / "tiny"
-    model.mkdir()
-    for file in tiny_model.iterdir():
-        (model / file.name).symlink_to(file)
-    write_tokenizer(model)
+    model = with_tokenizer(tiny_model, folder)
     report = folder / "report.json"
     command = [sys.executable, "-m", "jaxserve.chaos", "--model", str(model), "--json", str(report)]
     command += ["--vocab", f"{layouts.SIZES.vocab_size}", *arguments]

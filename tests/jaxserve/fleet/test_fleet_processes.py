@@ -60,8 +60,12 @@ def reference(tiny_model, colocated_runtime):
     return Reference.of(tiny_model, greedy), drawn, shared
 
 
-def write_tokenizer(model):
-    """A letter a token, as many as the model has."""
+def with_tokenizer(tiny_model, folder):
+    """Links to the files of a model, beside a tokenizer: a letter a token, as many as it has."""
+    model = folder / "tiny"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).symlink_to(file)
     letters = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocab = {letter: number for number, letter in enumerate(letters[: layouts.SIZES.vocab_size])}
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -69,6 +73,7 @@ def write_tokenizer(model):
     raw.add_special_tokens(letters[:2])
     raw.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    return model
 
 
 class Client:
@@ -110,11 +115,7 @@ class Client:
 @contextlib.contextmanager
 def fleet(tiny_model, folder, workers, overrides, *arguments):
     """A running fleet whose processes of these numbers say that they are ready, and its client."""
-    model = folder / "tiny"
-    model.mkdir()
-    for file in tiny_model.iterdir():
-        (model / file.name).symlink_to(file)
-    write_tokenizer(model)
+    model = with_tokenizer(tiny_model, folder)
     faces = {"server.grpc_port": 0, "server.http_port": 0}
     command = ["launch/local.py", "--fleet", "--model", str(model), *arguments]
     for key, value in (layouts.LIMITS | faces | overrides).items():

@@ -16,7 +16,7 @@ import pytest
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.fleet.launched import Launched, launched
-from tests.jaxserve.text.letters import raw_letters
+from tests.jaxserve.text.letters import write_letters
 
 pytestmark = pytest.mark.multihost
 
@@ -26,12 +26,10 @@ def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Launched]:
     """Two processes, with the failure that the test names by its parameter."""
-    raw_letters().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
     monkeypatch.setenv("FAILURE", getattr(request, "param", ""))
     settings = ("--set", "server.grpc_port=0", "--set", "server.http_port=-1")
     module = "tests.jaxserve.fleet.serve_process"
-    with launched("--config", str(tmp_path), *settings, module=module) as run:
+    with launched("--config", str(write_letters(tmp_path)), *settings, module=module) as run:
         yield run
 
 

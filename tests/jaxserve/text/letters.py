@@ -1,6 +1,7 @@
 """A tokenizer small enough to count in one's head: one token a byte."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -20,6 +21,13 @@ def raw_letters() -> tokenizers.Tokenizer:
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<s>", "</s>"])
     return raw
+
+
+def write_letters(folder: Path) -> Path:
+    """Makes a folder that of a model, as far as its tokenizer is concerned, and returns it."""
+    raw_letters().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
+    return folder
 
 
 LETTERS = Tokenizer(

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -88,6 +88,9 @@ class HttpRig:
         error = response.json()["error"]
         assert error["type"] == "invalid_request_error"
         return error
+
+
+Make = Callable[..., HttpRig]
 
 
 def events(response: httpx.Response) -> list[Any]:

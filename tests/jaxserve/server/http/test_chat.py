@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, as bodies and events on the wire."""
 
 from tests import golden
-from tests.jaxserve.server.http.rig import HttpRig, events
+from tests.jaxserve.server.http.rig import HttpRig, Make, events
 from tests.jaxserve.text.letters import ids_of
 
 
@@ -55,7 +55,6 @@ class TestReasoning:
         assert deltas(chunks, "content") == "Yes."
 
 
-def test_a_model_without_a_template() -> None:
-    rig = HttpRig(template=None)
+def test_a_model_without_a_template(make_rig: Make) -> None:
+    rig = make_rig(template=None)
     assert "no chat template" in rig.refused("/v1/chat/completions")["message"]
-    rig.close()

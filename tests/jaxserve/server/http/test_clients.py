@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,14 +13,6 @@ from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 from tests.jaxserve.text.letters import ids_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def sdk(rig: HttpRig) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{rig.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
-    ) as client:
-        yield client
 
 
 def test_completions(sdk: openai.OpenAI) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig
+from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make
 from tests.jaxserve.text.letters import ids_of
 
 
@@ -28,22 +28,20 @@ def text(rig: HttpRig, **fields: Any) -> str:
     return response.json()["choices"][0]["message"]["content"]
 
 
-def test_no_thoughts_to_limit() -> None:
-    rig = HttpRig(template=TEMPLATE.replace("<think>", ""))
+def test_no_thoughts_to_limit(make_rig: Make) -> None:
+    rig = make_rig(template=TEMPLATE.replace("<think>", ""))
     error = rig.refused("/v1/chat/completions", thinking_token_budget=3)
     assert error["param"] == "thinking_token_budget"
-    rig.close()
 
 
-def test_the_models_names() -> None:
-    rig = HttpRig(model_names=["small", "demo/small"])
+def test_the_models_names(make_rig: Make) -> None:
+    rig = make_rig(model_names=["small", "demo/small"])
     ids = [model["id"] for model in rig.client.get("/v1/models").json()["data"]]
     assert ids == ["small", "demo/small"]
     assert rig.client.get("/v1/models/small").json()["root"] == "fake"
     assert rig.chat(model="demo/small").json()["model"] == "demo/small"
     assert rig.chat().json()["model"] == "small"
     assert rig.chat(model="fake").status_code == 404
-    rig.close()
 
 
 def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
@@ -54,12 +52,11 @@ def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
     assert info["chat_template"] == TEMPLATE
 
 
-def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    rig = HttpRig()
+def test_ignored_fields_are_told_once(make_rig: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig()
     with caplog.at_level("WARNING", "jaxserve.server.http.service"):
         for _ in range(2):
             assert text(rig, user="me", verbosity="low", metadata={"a": "b"}, store=False)
-    rig.close()
     told = sorted(record.getMessage().split()[2] for record in caplog.records)
     assert told == ["metadata,", "user,", "verbosity,"]
 
@@ -75,9 +72,9 @@ def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
         assert "server.request_templates" in error["message"]
 
 
-def test_the_models_template_does_not_wait_for_those_of_requests() -> None:
+def test_the_models_template_does_not_wait_for_those_of_requests(make_rig: Make) -> None:
     endless = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
-    rig = HttpRig(request_templates=True)
+    rig = make_rig(request_templates=True)
     rig.client.timeout = 60  # two seconds of processor time take longer on a busy machine
     with ThreadPoolExecutor(1) as pool:
         hostile = pool.submit(rig.refused, "/v1/chat/completions", chat_template=endless)
@@ -87,11 +84,10 @@ def test_the_models_template_does_not_wait_for_those_of_requests() -> None:
     assert hostile.result()["param"] == "chat_template"
     assert "it took more than 2 s" in hostile.result()["message"]
     assert answered >= 10  # a rendering takes two seconds, and the template is rendered once
-    rig.close()
 
 
-def test_a_template_of_the_request() -> None:
-    rig = HttpRig(request_templates=True)
+def test_a_template_of_the_request(make_rig: Make) -> None:
+    rig = make_rig(request_templates=True)
     assert text(rig, chat_template=OWN) == "one two three"
     assert rig.engine.prompts == [ids_of("<hi>")]
     asked = {"messages": [{"role": "user", "content": "hi"}], "chat_template": OWN}
@@ -100,4 +96,3 @@ def test_a_template_of_the_request() -> None:
         error = rig.refused("/v1/chat/completions", chat_template=wrong)
         assert error["param"] in ("chat_template", "messages")
     assert text(rig) == "one two three"
-    rig.close()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxserve.text.calls import CALL_FORMATS
-from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, events
+from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make, events
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -65,7 +65,7 @@ NAMED = {"type": "function", "function": {"name": "bid"}}
 @pytest.mark.parametrize(
     ("written", "choice"), list(zip(FAMILIES, itertools.cycle(["required", NAMED]), strict=False))
 )
-def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> None:
+def test_a_call_in_the_form_of_every_family(make_rig: Make, written: str, choice: object) -> None:
     """Whatever else the model wants to say; the conversation has had a call before."""
     form = max(
         (form for form in CALL_FORMATS if all(mark in written for mark in form.known_by)),
@@ -73,7 +73,7 @@ def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> Non
     )
     mark = " ".join(form.known_by)
     template = TEMPLATE.replace("<tool_call>", mark)
-    rig = HttpRig(f"Sure, {written} What else?", template=template, max_length=2000)
+    rig = make_rig(f"Sure, {written} What else?", template=template, max_length=2000)
     called = {"name": "add", "arguments": {"a": 1}}
     messages = [
         {"role": "user", "content": "hi"},
@@ -85,18 +85,16 @@ def test_a_call_in_the_form_of_every_family(written: str, choice: object) -> Non
     (call,) = answer["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == ("bid", '{"b": 5}')
     assert LETTERS.decode(answer["token_ids"]) == written
-    rig.close()
 
 
-def test_a_name_that_the_model_cannot_write() -> None:
-    rig = HttpRig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"), max_length=2000)
+def test_a_name_that_the_model_cannot_write(make_rig: Make) -> None:
+    rig = make_rig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"), max_length=2000)
     tools = [{"type": "function", "function": {"name": "a\nb"}}]
     error = rig.refused("/v1/chat/completions", tools=tools, tool_choice="required")
     assert error["param"] == "tools[0].function.name"
-    rig.close()
 
 
-def test_values_of_elements_follow_their_schemas() -> None:
+def test_values_of_elements_follow_their_schemas(make_rig: Make) -> None:
     """A text never holds the mark that ends the calls: its last letter is not allowed."""
     properties = {
         "city": {"type": "string"},
@@ -105,7 +103,7 @@ def test_values_of_elements_follow_their_schemas() -> None:
         "left out": {"type": "boolean"},
     }
     tools = [tool("f", properties, required=["city", "days"])]
-    rig = HttpRig(
+    rig = make_rig(
         "<tool_call>\n<function=f>\n<parameter=city>\n<b></tool_call> a\n</parameter>\n"
         "<parameter=unit>\nKC\n</parameter>\n<parameter=days>\nx2\n</parameter>\n"
         "</function>\n</tool_call>",
@@ -116,4 +114,3 @@ def test_values_of_elements_follow_their_schemas() -> None:
     (call,) = choice["message"]["tool_calls"]
     found = json.loads(call["function"]["arguments"])
     assert found == {"city": "<b></tool_call a", "unit": "C", "days": 2}
-    rig.close()

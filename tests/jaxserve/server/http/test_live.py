@@ -19,7 +19,7 @@ from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
 from tests import golden
 from tests.browser import launched, needs_browser, sync_api
-from tests.jaxserve.server.http.rig import HttpRig
+from tests.jaxserve.server.http.rig import HttpRig, Make
 from tests.jaxserve.text.fake_engine import pipeline_view
 from tests.jaxserve.text.letters import ids_of
 
@@ -35,25 +35,6 @@ def browser() -> Iterator[Any]:
 
 
 Open = Callable[..., Any]
-Make = Callable[..., HttpRig]
-
-
-@pytest.fixture
-def make_rig() -> Iterator[Make]:
-    rigs = []
-
-    def make(*arguments: Any, **options: Any) -> HttpRig:
-        rigs.append(HttpRig(*arguments, **options))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def rig(make_rig: Make) -> HttpRig:
-    return make_rig()
 
 
 @pytest.fixture

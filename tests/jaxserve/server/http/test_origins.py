@@ -1,5 +1,6 @@
 """Web pages of other origins: refused by browsers unless the server names them."""
 
+import contextlib
 from collections.abc import Iterator
 
 import httpx
@@ -14,9 +15,8 @@ CORS = ("access-control-allow-origin", "access-control-allow-methods")
 
 @pytest.fixture(scope="module")
 def open_to_page() -> Iterator[HttpRig]:
-    rig = HttpRig(cors_origins=[PAGE])
-    yield rig
-    rig.close()
+    with contextlib.closing(HttpRig(cors_origins=[PAGE])) as rig:
+        yield rig
 
 
 def preflight(rig: HttpRig, origin: str) -> httpx.Response:

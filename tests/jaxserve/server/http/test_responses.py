@@ -1,12 +1,10 @@
 """/v1/responses: by the openai SDK, by hand, and what is refused."""
 
-from collections.abc import Iterator
-
 import openai
 import pydantic
 import pytest
 
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.server.http.rig import HttpRig, Make
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -14,14 +12,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_cal
 CITY = {"city": {"type": "string", "enum": ["x"]}}
 FUNCTION = tool("weather", CITY, required=["city"], additionalProperties=False)["function"]
 TOOL = {"type": "function", **FUNCTION}
-
-
-@pytest.fixture
-def sdk(wide: HttpRig) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{wide.url}/v1", api_key="none", timeout=SECONDS, max_retries=0
-    ) as client:
-        yield client
 
 
 class TestSdk:
@@ -117,18 +107,17 @@ class TestLogprobs:
             assert [one.token for one in part.logprobs] == [one.token for one in told]
 
 
-def test_truncation_where_roles_alternate() -> None:
+def test_truncation_where_roles_alternate(make_rig: Make) -> None:
     """A conversation that begins with an answer is refused by the template; two of 17 must go."""
     template = (
         "{% for message in messages %}"
         "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}"
         "{% endif %}{{ message.content }}{% endfor %}"
     )
-    rig = HttpRig(template=template, max_length=17 * 20)
+    rig = make_rig(template=template, max_length=17 * 20)
     roles = ["user", "assistant"] * 8 + ["user"]
     items = [{"role": role, "content": chr(97 + n) * 20} for n, role in enumerate(roles)]
     answer = rig.client.post("/v1/responses", json={"input": items, "truncation": "auto"})
     prompt = LETTERS.decode(rig.engine.prompts[-1])
-    rig.close()
     assert answer.status_code == 200
     assert prompt == "".join(item["content"] for item in items[2:])

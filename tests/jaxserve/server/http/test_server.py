@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError, DrainingError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, Make, events, until_first_event
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
@@ -140,13 +140,12 @@ def test_what_does_not_finish_in_time_is_cut_with_a_word(rig: HttpRig) -> None:
     assert "shut down before the request was complete" in rest[-1]
 
 
-def test_a_request_that_runs_too_long_is_given_up() -> None:
-    rig = HttpRig(request_seconds=0.3)
+def test_a_request_that_runs_too_long_is_given_up(make_rig: Make) -> None:
+    rig = make_rig(request_seconds=0.3)
     rig.engine.allowed = 3
     response = rig.complete()
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
     assert rig.engine.wait_until_idle()
-    rig.close()
 
 
 # --------------------------------------------------------------- clients that go, or are slow
@@ -196,10 +195,10 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("pending", [20, 10**6])
-def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
+def test_a_reader_that_stalls_is_dropped(make_rig: Make, monkeypatch, pending: int) -> None:
     """The limit is the number of tokens that wait, or the clock once the engine has finished."""
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
-    rig = HttpRig(tokenizer=Verbose("y" * 200_000), max_pending_tokens=pending)
+    rig = make_rig(tokenizer=Verbose("y" * 200_000), max_pending_tokens=pending)
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
     client = raw(rig)
@@ -210,12 +209,11 @@ def test_a_reader_that_stalls_is_dropped(monkeypatch, pending: int) -> None:
     until(lambda: not state.connections and not state.tasks)
     assert rig.generator.live == 0
     client.close()
-    rig.close()
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
+def test_a_connection_that_says_nothing_is_closed(make_rig: Make, monkeypatch) -> None:
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    rig = HttpRig()
+    rig = make_rig()
     silent, slow, second = raw(rig), raw(rig), raw(rig)
     slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
     second.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -227,16 +225,14 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
     # A request that is under way has its time.
     rig.engine.pace = 0.05
     assert events(rig.complete(stream=True))
-    rig.close()
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch) -> None:
+def test_a_body_that_does_not_come_is_given_up(make_rig: Make, monkeypatch) -> None:
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.3)
-    rig = HttpRig()
+    rig = make_rig()
     with raw(rig) as client:
         client.sendall(request_bytes(STREAM)[:-3])
         assert client.makefile("rb").readline() == b"HTTP/1.1 408 Request Timeout\r\n"
-    rig.close()
 
 
 def test_a_body_that_is_no_http_is_answered_once(
@@ -266,9 +262,11 @@ def test_a_body_that_is_too_large_gets_its_answer(rig: HttpRig) -> None:
 
 
 @pytest.mark.parametrize("limit", ["REST_SECONDS", "REST_BYTES"])
-def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch, limit: str) -> None:
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(
+    make_rig: Make, monkeypatch, limit: str
+) -> None:
     monkeypatch.setattr(server, limit, 0.3)
-    rig = HttpRig()
+    rig = make_rig()
     with raw(rig) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
         assert b" 404 " in client.makefile("rb").readline()
@@ -278,7 +276,6 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch, limit: str
                 client.sendall(b"x" * 100)
                 time.sleep(0.01)
         assert time.monotonic() - start < SECONDS / 2
-    rig.close()
 
 
 def wait_until_ended(client: socket.socket) -> None:

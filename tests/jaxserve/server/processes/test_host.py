@@ -21,7 +21,7 @@ from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.server.faces import rpc_error
 from tests.jaxserve.server.http.rig import events
 from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view
-from tests.jaxserve.text.letters import ids_of, raw_letters
+from tests.jaxserve.text.letters import ids_of, write_letters
 from tests.jaxserve.waiting import until
 
 SECONDS = 30
@@ -60,10 +60,7 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    raw_letters().save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
-    return path
+    return write_letters(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
