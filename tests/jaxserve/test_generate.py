@@ -68,16 +68,7 @@ def test_the_prompt_from_standard_input_and_every_parameter(address, engine, mon
     assert engine.params == [SamplingParams(**given, stop=("tw", "x"), ignore_eos=True)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("--server ADDRESS --prompt hi --temperature 3", 2, "temperature: 3.0 is not in [0, 2]"),
-        ("--server ADDRESS --prompt hi --seed -1", 2, "seed: -1 is not in"),
-        ("--server ADDRESS --prompt=", 2, "INVALID_ARGUMENT: prompt: is empty"),
-        ("--server 127.0.0.1:1 --prompt hi", 1, "UNAVAILABLE: "),
-        ("--config nowhere.yaml --prompt hi", 2, "deployment file nowhere.yaml: No such file"),
-    ],
-)
+@golden.table("commands/wrong_generations.yaml")
 def test_failures_end_in_one_line(address, capsys, arguments, code, message):
     assert generate.main(arguments.replace("ADDRESS", address).split()) == code
     error = capsys.readouterr().err

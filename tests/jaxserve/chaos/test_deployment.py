@@ -1,23 +1,10 @@
 """Roles and addresses of the launcher's processes."""
 
-import pytest
-
 from jaxserve.chaos.deployment import _STARTED, role_of
+from tests import golden
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("router", "router"),
-        ("prefill worker 0", "prefill"),
-        ("prefill worker 1, process 0", "prefill"),
-        ("prefill worker 1, process 1", "follower"),
-        ("domain 0, role decode", "domain"),
-        ("domain 2, role attention", "attention"),
-        ("domain 0, role decode, process 3", "follower"),
-        ("ffn worker, role ffn", "ffn"),
-    ],
-)
+@golden.table("chaos/roles.yaml")
 def test_roles(name, role):
     assert role_of(name) == role
 

@@ -15,6 +15,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import CheckpointError
+from tests import golden
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 BLOCK_NAMES = ["embedding", "head"] + [
@@ -220,15 +221,7 @@ def test_no_source(target, tmp_path):
     assert not target.exists()
 
 
-@pytest.mark.parametrize(
-    ("stored", "weights", "dtype"),
-    [
-        ("float32", None, "float32"),
-        ("bfloat16", None, "bfloat16"),
-        ("float32", "bf16", "bfloat16"),
-        ("float32", "int8", "float32"),
-    ],
-)
+@golden.table("checkpoint/dtypes.yaml")
 def test_dtype_of_what_is_not_quantised(stored, weights, dtype, target, tmp_path):
     convert(write_tiny_step3(tmp_path / "of", dtype=stored), target, weights)
     blocks = json.loads((target / MANIFEST).read_text())["blocks"]

@@ -10,6 +10,7 @@ from jaxserve.checkpoint.records import write_record
 from jaxserve.commands.checking import check
 from jaxserve.errors import ConfigError
 from jaxserve.storage.mirror import INT8_PRODUCTS
+from tests import golden
 from tests.jaxserve import layouts
 
 
@@ -25,15 +26,7 @@ def test_a_list_makes_kinds_of_layers(tiny_model):
         assert not any(kind.int8_products for kind in config.decoder)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "cache", "message"),
-    [
-        ([1], "bfloat16", "attention.int8_products = [1] multiplies with keys and values as INT8"),
-        ([1], "fp8", "but cache.format = fp8 is fp8"),
-        ([1, 9], "int8", "attention.int8_products = [1, 9]: layers of this model are 0 to "),
-        ("auto", "int8", "= auto: there is no "),
-    ],
-)
+@golden.table("checkpoint/int8_products.yaml")
 def test_what_is_refused(tiny_model, wanted, cache, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(deployment(tiny_model, wanted, cache))

@@ -163,15 +163,7 @@ class TestLayoutsThatDoNotFit:
             with pytest.raises(ConfigError, match=message):
                 expert_rows(deployment, config)
 
-    @pytest.mark.parametrize(
-        ("overrides", "d_ff", "field"),
-        [
-            ({"ffn.tp": 2}, 320, "ffn.tp = 2 leaves 160 of the experts' 320"),
-            ({"mode": "colocated", "attention.tp": 4}, 640, "attention.tp = 4 leaves 160 of"),
-            ({"ffn.tp": 2}, 512, None),
-            ({"ffn.tp": 1}, 320, None),
-        ],
-    )
+    @golden.table("model/whole_blocks.yaml")
     def test_rows_in_blocks_need_whole_blocks(self, overrides, d_ff, field):
         config = architecture(self.SIZES.config() | {"moe_intermediate_size": d_ff})
         config = msgspec.structs.replace(config, stored="fp8_block")

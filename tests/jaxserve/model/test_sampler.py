@@ -164,17 +164,7 @@ def assert_frequencies(tokens, probabilities):
 
 
 class TestFrequencies:
-    @pytest.mark.parametrize(
-        "row",
-        [
-            {},
-            {"temperature": 0.7},
-            {"temperature": 1.8, "top_k": 12},
-            {"top_p": 0.8},
-            {"min_p": 0.1},
-            {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-        ],
-    )
+    @golden.table("model/sampled_rows.yaml")
     def test_over_seeds(self, row):
         logits = random_logits(3)
         assert_frequencies(draws(logits, 4000, **row), probabilities(logits, **row))

@@ -263,15 +263,7 @@ class TestFit:
         config, deployment = load("deepseek-v3", attention_memory_gb=60, cache_pages=19_131)
         check_capacity(config, deployment, memory_of(deployment))
 
-    @pytest.mark.parametrize(
-        ("name", "changes", "said"),
-        [
-            ("deepseek-v3", {"attention_memory_gb": 60, "cache_pages": 19_132}, "up to 19131"),
-            ("qwen3-235b-a22b", {"ffn_memory_gb": 40}, r"ffn\.weights = fp8"),
-            ("qwen3-235b-a22b", {"attention_memory_gb": 40}, r"cache\.format = fp8"),
-            ("kimi-k2", {"attention_memory_gb": 0.1}, "no change of one key makes it fit"),
-        ],
-    )
+    @golden.table("roles/proposals.yaml")
     def test_what_would_help_is_proposed(self, name, changes, said):
         config, deployment = load(name, **changes)
         with pytest.raises(ConfigError, match=said):

@@ -95,22 +95,7 @@ def test_one_device_that_the_model_is_too_large_for():
         check_capacity(config, deployment, {"attention": GPU.memory, "ffn": GPU.memory})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ({"scheduler__slots": 5}, {"scheduler.slots": 5}),
-        ({"attention__tp": 2}, {"attention.tp": 2, "attention.dp": 4}),
-        ({"cache__pages": 100}, {"cache.pages": 100, "scheduler.max_length": 12_800}),
-        ({"attention__memory_gb": 9.0}, {"attention.memory_gb": 9.0}),
-        ({"scheduler__token_buckets": [7, 512], "scheduler__slots": 7}, {}),
-        ({"mode": "afd"}, {"mode": "afd", "attention.dp": 1, "ffn.ep": 1}),
-        ({"ffn__ep": 2}, {"mode": "afd", "ffn.ep": 2}),
-        ({"link__dispatch": "int8"}, {"mode": "afd"}),
-        ({"ffn__weights": "float32"}, {"dtype": "float32"}),
-        ({"dtype": "auto", "scheduler__max_length": "auto"}, {"scheduler.max_length": 40_960}),
-    ],
-    ids=str,
-)
+@golden.table("roles/written_sizes.yaml")
 def test_what_is_written_stays(overrides, expected):
     tree = msgspec.to_builtins(sized("qwen3-30b-a3b", TPUS, **overrides))
     written = {key.replace("__", "."): v for key, v in overrides.items() if v != "auto"}

@@ -16,6 +16,7 @@ from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.weights import zeroed
 from pallas_kernels import input_major
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
 from tests.jaxserve.roles.building import programs_of
@@ -99,18 +100,7 @@ def check(template, leaves, expected):
 
 
 # Of the sizes in `layouts.py` no axis divides: every one of these pads experts, d_ff or vocab.
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"attention.dp": 2, "attention.tp": 2},
-        {"ffn.ep": 2, "ffn.tp": 2},
-        {"ffn.ep": 3},
-        {"ffn.ep": 3, "ffn.redundant_slots": 1},
-        {"ffn.tp": 5},
-    ],
-    ids=str,
-)
+@golden.table("roles/loaded_layouts.yaml")
 def test_afd(tiny_model, overrides):
     programs, weights = load(tiny_model, overrides)
     templates = programs.templates

@@ -182,19 +182,11 @@ def test_no_text_is_lost_without_the_end_of_a_call(cut: bool) -> None:
         assert (said.strip(), made) == (content.strip(), found)
 
 
-@pytest.mark.parametrize(
-    ("continued", "text", "expected"),
-    [
-        ("One", "\n\nTwo", ("", "\n\nTwo", [])),
-        ("<think>", "\nHm.</think>\n\nSee.", ("Hm.", "See.", [])),
-        ("<think>Hm", "\nyes.</think>See.", ("\nyes.", "See.", [])),
-        ("<think>Hm</think>\n", "\nSee.", ("", "See.", [])),
-        ("One", "<think>", ("", "<think>", [])),
-    ],
-)
-def test_an_answer_that_is_continued(continued: str, text: str, expected: tuple) -> None:
+@golden.table("text/continued_answers.yaml")
+def test_an_answer_that_is_continued(continued: str, text: str, expected: list) -> None:
     form = AnswerFormat(thinks=True, calls=None)
-    assert parse(form.parser(f"[user]x{continued}", None, continued=continued), *text) == expected
+    parser = form.parser(f"[user]x{continued}", None, continued=continued)
+    assert [*parse(parser, *text)] == expected
 
 
 def test_more_calls_than_allowed_are_left_out() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests import golden
 from tests.jaxserve.model.attention.layers import (
     EXACT,
     MIXED_STEPS,
@@ -48,19 +49,7 @@ class TestGQA(BiasesSuite):
         np.testing.assert_array_equal(windowed[0][:5], plain[0][:5])
         assert np.abs(windowed[0][5:] - plain[0][5:]).max() > 0.1
 
-    @pytest.mark.parametrize(
-        ("name", "tp"),
-        [
-            ("biases", 2),
-            ("partial", 2),
-            ("columns", 2),
-            ("columns", 4),  # every device has all columns of keys
-            ("biases", 4),  # two K heads on four devices
-            ("one key head", 4),
-            ("as many key heads", 4),
-            ("eight queries", 4),
-        ],
-    )
+    @golden.table("model/shares_of_heads.yaml")
     def test_shares_of_the_devices_add_up(self, name, tp):
         layer = self.layer(name, tp=tp)
         check(in_pieces(layer, self.x, MIXED_STEPS), self.expected(name), EXACT)

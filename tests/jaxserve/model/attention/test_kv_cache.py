@@ -18,6 +18,7 @@ from jaxserve.model.attention.kv_cache import (
 )
 from pallas_kernels.rotate_and_write import Latents
 from pallas_kernels.rotate_and_write.reference import kept, read_back
+from tests import golden
 from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -42,16 +43,7 @@ LATENT = architecture(TinyDeepseek(kv_lora_rank=32, qk_rope_head_dim=8).config()
 GROUPED = architecture(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
 
 
-@pytest.mark.parametrize(
-    ("cache", "dtype", "kind"),
-    [
-        ("auto", "bfloat16", "bfloat16"),
-        ("auto", "float32", "float32"),
-        ("bfloat16", "float32", "bfloat16"),
-        ("fp8", "bfloat16", "uint8"),  # kept as its bits
-        ("int8", "bfloat16", "int8"),
-    ],
-)
+@golden.table("model/cache_formats.yaml")
 def test_formats(cache, dtype, kind):
     """Those in 8 bits have a scale a token and head."""
     overrides = {"cache.format": cache, "dtype": dtype}

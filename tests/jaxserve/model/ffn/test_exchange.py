@@ -31,6 +31,7 @@ from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_s
 from jaxserve.model.ffn.replicas import choose_shared_rank
 from jaxserve.model.message import Message
 from jaxserve.model.module import Formats, Template
+from tests import golden
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -274,16 +275,7 @@ def test_skewed_routings_with_padding_anywhere(mesh, seed, allowed, padding):
     check(one, x, experts, gates)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh", "redundant"),
-    [
-        ("gather", "AFD 4 x 2", 1),
-        ("gather", "colocated 8 x 1", 0),
-        ("alltoall", "AFD 4 x 2", 1),
-        ("alltoall", "AFD 8 x 1", 2),
-        ("alltoall", "colocated 4 x 2", 1),
-    ],
-)
+@golden.table("model/placed_exchanges.yaml")
 def test_any_placement_gives_the_same(kind, mesh, redundant):
     """Replicas of an expert share its rows."""
     one, draw = layer(kind, mesh, redundant), random.Random(3)
