@@ -275,30 +275,7 @@ def test_two_requests_do_not_share_a_grammar(chatty: LLM, engine: FakeEngine) ->
     assert engine.prompts == []
 
 
-TWO_MODELS = """
-import sys, threading, time
-import jax
-from jaxserve import LLM, SamplingParams
-from jaxserve.fleet import assembly
-from tests.jaxserve.layouts import LIMITS
-
-def live():
-    return sum(array.nbytes for array in jax.live_arrays())
-
-def small():
-    return LLM(sys.argv[1], overrides=LIMITS | {"mode": "colocated"})
-
-with small() as llm:
-    llm.generate([7, 8], SamplingParams(max_tokens=2, ignore_eos=True))
-    print(live())
-print(live())
-llm = small()
-for piece in llm.stream([7, 8], SamplingParams(max_tokens=100, ignore_eos=True)):
-    break
-threading.Thread(target=small, daemon=True).start()
-while not assembly._opening:
-    time.sleep(0.01)
-"""
+TWO_MODELS = golden.text("engine/two_models.txt")
 
 
 @pytest.mark.unoptimised

@@ -9,21 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests import golden
+
 KERNELS = Path(__file__).resolve().parents[2] / "pallas_kernels"
-TRY = """
-import sys
-sys.path[:0] = sys.argv[1:3]
-import importlib.util
-assert importlib.util.find_spec("jaxserve") is None
-import jax.numpy as jnp
-import pallas_kernels
-from pallas_kernels.estimate.model import estimates, read_counts
-from pallas_kernels.grouped_matmul import grouped_matmul
-assert pallas_kernels.__file__.startswith(sys.argv[1])
-product = grouped_matmul(jnp.ones((3, 4)), jnp.ones((1, 2, 4)), jnp.asarray([3], jnp.int32))
-assert product.tolist() == [[4.0, 4.0]] * 3
-assert estimates(read_counts())
-"""
+TRY = golden.text("pallas_kernels/try_of_wheel.txt")
 
 
 def metadata(folder):

@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import tune
 from pallas_kernels.bench.search import OutOfTime, Settings, Trials, search
+from tests import golden
 
 CHOICES = {"rows": [1, 2, 4, 8], "columns": [1, 2, 4]}
 
@@ -61,18 +62,7 @@ def test_trials_are_kept(tmp_path):
     assert Trials(path).get(again, lambda: pytest.fail("was tried")) == {"seconds": 1.5}
 
 
-SPEAKER = """
-import json, sys, time
-print("a library says hello")
-print(json.dumps({"calls": {}}), flush=True)
-for line in sys.stdin:
-    case = json.loads(line)["case"]
-    if case == "die":
-        sys.exit(3)
-    if case == "hang":
-        time.sleep(60)
-    print(json.dumps({"seconds": 2.0}), flush=True)
-"""
+SPEAKER = golden.text("pallas_kernels/speaker.txt")
 
 
 def test_a_worker_that_hangs_or_dies_is_started_again(monkeypatch):

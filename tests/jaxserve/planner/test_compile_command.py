@@ -9,6 +9,7 @@ from jaxserve.planner.compile_command import available, copied, failures, host_l
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.scheduled import count_collectives, exchanged_bytes
 from jaxserve.roles.layout import Bucket
+from tests import golden
 
 GOOD = CompiledProgram("attend_moe", "attention", Bucket(32, 32), 56, 20.0, "")
 HELD = RoleMemory("ffn", 32, int(30e9), 0, int(1e9), int(1e9), int(1e9), 0)
@@ -59,13 +60,7 @@ def test_copies_are_said():
 
 
 def test_collectives_are_counted_once():
-    text = """
-  %a = bf16[8,16]{1,0} all-gather(bf16[4,16] %x), dimensions={0}
-  %b = (bf16[4], bf16[8]) all-gather-start(bf16[4] %y), dimensions={0}
-  %c = bf16[8] all-gather-done((bf16[4], bf16[8]) %b)
-  %d = f32[2] reduce-scatter(f32[8] %z), to_apply=%add
-  ROOT %e = f32[2] add(f32[2] %d, f32[2] %d), metadata={op_name="all-reduce"}
-"""
+    text = golden.text("planner/counted.hlo")
     assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
     # 256 bytes and 16, the larger side of %b; 8 bytes on each of 4 devices.
     assert exchanged_bytes(text, 4) == {
@@ -76,13 +71,7 @@ def test_collectives_are_counted_once():
 
 
 def test_collectives_name_their_axes():
-    text = """
-  %a = u8[16,8]{1,0} all-gather(%x), replica_groups=mesh['ep'=2,'tp'=8] {'ep','tp'}, dimensions={0}
-  %b = bf16[2,8] all-to-all(%y), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, dimensions={0}
-  %c = ((bf16[2,4]), bf16[2,4]) all-to-all-start(%z), replica_groups=mesh['ep'=2,'tp'=8] {'ep'}
-  %d = f32[2] reduce-scatter(%w), replica_groups=mesh['ep'=2,'tp'=8] {'tp'}, to_apply=%add
-  %e = u8[64,8]{1,0:S(7)} ragged-all-to-all(%v, %empty, %s), replica_groups={{0,1,2,3}}
-"""
+    text = golden.text("planner/axes.hlo")
     assert exchanged_bytes(text, 16, ragged=12.5) == {
         "ragged-all-to-all over 4 neighbours": 100,
         "all-gather over ep tp": 128,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.plan import main
+from tests import golden
 from tests.browser import launched, needs_browser
 
 pytestmark = needs_browser
@@ -14,32 +15,8 @@ WIDTH = 1300
 ASKED = ["search", "--model", "qwen3-235b-a22b", "--hardware", "h800", "v6e", "--context", "4K"]
 ASKED += ["--tpot", "100ms", "--max-devices", "16", "--weights", "int8", "--cache", "int8"]
 
-CELLS = """
-tables => tables.map(table => ({
-  cut: table.parentElement.scrollWidth - table.parentElement.clientWidth,
-  rows: [...table.rows].map(row => [...row.cells].map(cell => {
-    const box = cell.getBoundingClientRect(), text = document.createRange();
-    text.selectNodeContents(cell);
-    const inner = text.getBoundingClientRect();
-    const outside = cell.textContent && Math.max(box.left - inner.left, inner.right - box.right,
-      box.top - inner.top, inner.bottom - box.bottom);
-    return {text: cell.textContent, left: box.left, right: box.right, outside: outside || 0};
-  }))
-}))
-"""
-PICTURE = """
-svg => {
-  const [dots, marks] = ["4", "9"].map(r => [...svg.querySelectorAll(`circle[r="${r}"]`)].map(
-    circle => [circle.cx.baseVal.value, circle.cy.baseVal.value]));
-  const frame = svg.getBoundingClientRect();
-  const words = [...svg.querySelectorAll("text")].map(text => {
-    const box = text.getBoundingClientRect();
-    return {text: text.textContent, inside: Math.min(box.left - frame.left, frame.right - box.right,
-      box.top - frame.top, frame.bottom - box.bottom)};
-  });
-  return {dots, marks, words};
-}
-"""
+CELLS = golden.text("planner/cells_of_tables.js")
+PICTURE = golden.text("planner/marks_of_picture.js")
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,9 @@ import pytest
 
 from jaxserve.text import limited_process
 from jaxserve.text.limited_process import LimitedProcess, LimitError
+from tests import golden
 
-TASK = """
-import os, signal, time
-
-def answer(request):
-    kind = request["kind"]
-    if kind == "memory":
-        bytearray(2**30)
-    if kind == "sleep":
-        time.sleep(60)
-    if kind == "exit":
-        os._exit(7)
-    if kind.startswith("SIG"):
-        os.kill(os.getpid(), signal.Signals[kind])
-    return {"pid": os.getpid(), "environment": dict(os.environ)}
-"""
+TASK = golden.text("text/task_of_limits.txt")
 
 
 @pytest.fixture
@@ -62,21 +49,7 @@ def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
     assert descriptors() == before
 
 
-BLOCKS = """
-import signal, sys, types
-from jaxserve.text.limited_process import LimitedProcess, LimitError
-
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF, signal.SIGABRT})
-signal.signal(signal.SIGPROF, signal.SIG_IGN)
-task = types.ModuleType("task")
-task.__file__ = sys.argv[1]
-process = LimitedProcess(task, "tests")
-for kind in ("SIGPROF", "SIGABRT"):
-    try:
-        process.ask({"kind": kind})
-    except LimitError as error:
-        print(error)
-"""
+BLOCKS = golden.text("text/blocked_signals.txt")
 
 
 def test_limits_hold_whatever_signals_the_caller_blocks(process: LimitedProcess) -> None:

@@ -8,39 +8,7 @@ from pathlib import Path
 from tests import golden
 from tests.conftest import REPOSITORY
 
-TOYS = {
-    "toy": """
-import jax
-from jaxserve.config.topology import Transport
-from jaxserve.link.dispatch.mesh_transport import MeshTransport
-
-TRANSPORT = Transport(collective=True)
-
-class Toy(MeshTransport):
-    def prepare(self):
-        pass
-
-    def copier(self):
-        return lambda arrays: [jax.device_put(one, self.destination_sharding) for one in arrays]
-
-OPENS = Toy
-""",
-    "far": """
-from jaxserve.config.topology import Transport
-from jaxserve.link.transports.pull import PullTransfers
-
-TRANSPORT = Transport(crosses_runtimes=True)
-
-class Far(PullTransfers):
-    sent = 0
-
-    def send(self, frame, arrays):
-        Far.sent += 1
-        super().send(frame, arrays)
-
-OPENS = Far
-""",
-}
+TOYS = {name: golden.text(f"link/{name}_transport.txt") for name in ("toy", "far")}
 USE = golden.text("link/use_of_toys.txt")
 
 

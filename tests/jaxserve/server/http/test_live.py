@@ -185,24 +185,7 @@ def test_a_conversation(make_rig: Make, visit: Open) -> None:
     assert page.evaluate("localStorage.length") == 0
 
 
-MARKDOWN = """# A *title*
-Two **bold** words, `a < b` and 2 * 3 * 4,
-[a link](http://elsewhere) and <b onclick=alert(1)>none</b>.
-
-1. one
-   - deep
-2. two
-
-| a | b |
-|---|---|
-| 1 | **2** |
-
-> said
-```html
-<script>alert(1)</script>
-```
-~~~
-open"""
+MARKDOWN = golden.text("server/answer.md")
 
 
 def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig: Make, visit: Open) -> None:
