@@ -1,6 +1,7 @@
 """Written plans are deployments."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +26,15 @@ def written(tmp_path, name: str, planned: Layout, batch: int = 32, **formats: st
     return load_deployment(tmp_path / "plan.yaml"), text
 
 
-AFD = msgspec.structs.replace(layout("afd", dp=8, ep=16, lanes=3), attention="h20")
+AFD = layout("afd", dp=8, ep=16, lanes=3)
 INT8 = {"weights": "int8", "cache": "bfloat16", "dispatch": "int8"}
 
 
-def other(**sizes: int) -> Layout:
-    return msgspec.structs.replace(AFD, **sizes)
+def other(**changes: Any) -> Layout:
+    return msgspec.structs.replace(AFD, **changes)
+
+
+TWO_KINDS = other(attention="h20", dp=16, ep=8, transport="pull")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def other(**sizes: int) -> Layout:
         ("drafts", "deepseek-v3", other(drafts=2), 32, {}),
         ("replicas", "deepseek-v3", other(redundant_slots=1), 32, {}),  # rebalanced at times
         ("colocated", "step3", layout("ep", dp=8), 7, {}),
-        ("two-kinds", "step3", other(dp=16, ep=8, transport="pull"), 32, {}),  # runtimes of a host
+        ("two-kinds", "step3", TWO_KINDS, 32, {}),  # runtimes of a host
         ("context", "qwen3-32b", AFD, 1, {}),  # as long as the model allows
     ],
 )

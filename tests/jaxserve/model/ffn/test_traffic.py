@@ -115,7 +115,8 @@ def test_description_names_both():
     (said,) = describe_exchange(*load("step3-alltoall"))[2:]
     assert "NCCL 2.29" in said
     assert said.endswith("tested at start")
-    assert len(describe_exchange(*load("step3-alltoall", ffn_hardware="v6e"))) == 2
+    tpus = {"attention_hardware": "v6e", "ffn_hardware": "v6e"}
+    assert len(describe_exchange(*load("step3-alltoall", **tpus))) == 2
     assert len(describe_exchange(*load("step3-alltoall", ffn_exchange="gather"))) == 2
     lines = describe_exchange(*load("qwen3-235b-a22b", link_combine="int8"))
     assert re.findall(r"[\d.]+ KB", lines[0]) == ["29.6 KB"] * 2 + ["19.7 KB"] * 2
