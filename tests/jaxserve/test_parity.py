@@ -63,6 +63,7 @@ AFD: dict[str, dict[str, Any]] = {
     "qwen3_window": {"attention.dp": 2, "ffn.tp": 2},
     "glm4_moe": {"attention.tp": 2, "ffn.ep": 2},
     "minimax_m2": {"attention.tp": 2, "ffn.ep": 2},
+    "step3p5": {"attention.tp": 2, "ffn.ep": 2},
 }
 """2A2F for every family; those with biases on devices that must not add them twice."""
 IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}

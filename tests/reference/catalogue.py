@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import TinyDeepseek, TinyGlm4, TinyMinimax, TinyQwen3, Yarn
+from tests.reference.tiny_sizes import (
+    TinyDeepseek,
+    TinyGlm4,
+    TinyMinimax,
+    TinyQwen3,
+    TinyStep3p5,
+    Yarn,
+)
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
@@ -115,6 +122,7 @@ def _entries() -> list[TinyModel]:
         ),
         TinyModel("minimax_m2", TinyMinimax()),
         TinyModel("minimax_m2_transformers5", TinyMinimax(), spelling="transformers 5"),
+        TinyModel("step3p5", TinyStep3p5(), sigma=0.3),
     ]
 
 

@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -89,10 +90,14 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
         "qwen3_moe": "Qwen3Moe",
         "glm4_moe": "Glm4Moe",
         "minimax_m2": "MiniMaxM2",
+        "step3p5": "Step3p7",
     }[model.sizes.model_type]
-    config_class = getattr(transformers, f"{name}Config")
-    model_class = getattr(transformers, f"{name}ForCausalLM")
+    last = "ForConditionalGeneration" if name == "Step3p7" else "ForCausalLM"
+    config_class, model_class = (getattr(transformers, f"{name}{x}") for x in ("Config", last))
     entries = json.loads((folder / "config.json").read_text())
+    if name == "Step3p7":  # which has a text model of Step-3.5's type and a tower for images
+        tower = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+        entries = {"text_config": entries, "vision_config": tower}
     entries["model_type"] = config_class.model_type
     config = config_class.from_dict(entries)
     with _moe_layer_freq(model.sizes):
@@ -131,10 +136,12 @@ def _moe_layer_freq(sizes: Any) -> Iterator[None]:
 
 
 def _check_loading(model: TinyModel, info: Any) -> None:
-    """Every tensor was used, but those of MTP modules, and none was made up."""
-    beyond = f"model.layers.{model.sizes.num_hidden_layers}."
-    unexpected = [name for name in info["unexpected_keys"] if not name.startswith(beyond)]
-    if unexpected or info["missing_keys"] or info["mismatched_keys"]:
+    """Every tensor was used, but those of MTP modules, and none was made up but for images."""
+    layers = range(model.sizes.num_hidden_layers, 8)
+    beyond = re.compile(rf"model\.(language_model\.)?layers\.[{layers[0]}-{layers[-1]}]\.")
+    unexpected = [name for name in info["unexpected_keys"] if not beyond.match(name)]
+    missing = [n for n in info["missing_keys"] if "vision_model" not in n and "multi_" not in n]
+    if unexpected or missing or info["mismatched_keys"]:
         raise AssertionError(f"{model.name}: {info}")
 
 
@@ -160,7 +167,7 @@ def _reference(network: Any, model: TinyModel, questions: Sequence[Sequence[int]
 def _router_margins(network: Any, model: TinyModel, margins: list[float]) -> Iterator[None]:
     """Notes how far every choice of a router is from another one."""
     hooks = []
-    for layer, block in enumerate(network.model.layers):
+    for layer, block in enumerate(network.get_decoder().layers):
         if model.sizes.is_moe(layer):
 
             def note(gate: Any, _: Any, output: Any, block: Any = block.mlp) -> None:
@@ -180,9 +187,9 @@ def _router_margins(network: Any, model: TinyModel, margins: list[float]) -> Ite
 def router_margin(model: TinyModel, logits: np.ndarray, bias: np.ndarray | None) -> float:
     """The closest choice of a router, [tokens, experts]: by biased score, or by logit."""
     sizes = model.sizes
+    scores = logits if bias is None else 1 / (1 + np.exp(-logits)) + bias
     if not isinstance(sizes, TinyDeepseek):
-        return _gap(logits, sizes.num_experts_per_tok)
-    scores = 1 / (1 + np.exp(-logits)) + bias
+        return _gap(scores, sizes.num_experts_per_tok)
     groups = scores.reshape(len(scores), sizes.n_group, -1)
     best_two = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
     kept = np.argsort(-best_two, axis=-1)[:, : sizes.topk_group]
