@@ -33,7 +33,6 @@ def test_columns():
     assert PLAN.rows.tolist() == [0, 2, 5]
     assert PLAN.token_counts.tolist() == [3, 1, 1]
     assert PLAN.kv_lengths.tolist() == [7, 9, 1]
-    assert PLAN.samples.tolist() == [False, True, True]
     assert PLAN.token_ids.tolist() == [11, 12, 13, FROM_DEVICE, 8]
     assert PLAN.token_starts(slots=4) == {0: (0, 0), 2: (0, 3), 5: (1, 0)}
 
