@@ -201,11 +201,19 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["minimax_m2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("glm4_moe", "kimi_k2"))],
+    ("name", "mode"),
+    [
+        ("minimax_m2", "colocated"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("glm4_moe", "colocated"), ("kimi_k2", "colocated"), ("step3p5", "afd"))
+        ),
+    ],
 )
-def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name: str, tmp_path: Path):
-    few = CHUNKED | {"mode": "colocated", "cache.pages": 12}
+def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(
+    name: str, mode: str, tmp_path: Path
+):
+    few = CHUNKED | {"mode": mode, "cache.pages": 12}
     expected = Expected.golden(name).tokens
     with LLM(CATALOGUE[name].write(tmp_path), overrides=few) as llm:
         for _ in range(2):

@@ -105,6 +105,11 @@ PAIRS = {
             "speculative.automatic": False,
         },
     ),
+    "GQA, layers that differ, pages of 32 to 8, prefill by two roles": (
+        "step3p5",
+        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16},
+        {"cache.page_size": 8, "cache.pages": 100},
+    ),
 }
 
 
