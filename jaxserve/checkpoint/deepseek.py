@@ -14,9 +14,8 @@ def deepseek_config(entries: Entries) -> ModelConfig:
     decoder = entries.decoder()
     layers, dense = decoder.pop("layers"), FFN(d_ff=decoder.pop("d_ff"))
     rope_dim = entries.size("qk_rope_head_dim")
-    rope = entries.rope(
-        "qk_rope_head_dim", rope_dim, interleaved=entries.flag("rope_interleave", default=True)
-    )
+    interleaved = entries.flag("rope_interleave", default=True)
+    rope = entries.rope("qk_rope_head_dim", rope_dim, interleaved=interleaved)
     # Implied by the other attention entries.
     entries.meaningless("num_key_value_heads", "head_dim", "qk_head_dim")
     attention = _attention(entries, rope, rope_dim)

@@ -73,6 +73,13 @@ class Entries:
             return self._wrong(name, value, "true or false", False)
         return value
 
+    def names(self, name: str) -> list[str]:
+        """A list of strings; empty where it is missing."""
+        _, value = self._first((name,), [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return self._wrong(name, value, "a list of names", [])
+        return value
+
     def section(self, name: str) -> dict[str, Any]:
         """An entry that is a JSON object; empty where it is missing."""
         _, value = self._first((name,), {})
@@ -99,10 +106,8 @@ class Entries:
         """Reports a problem if the entry is present with a value other than the supported ones."""
         _, value = self._first((name,), values[0])
         if not any(value == known and type(value) is type(known) for known in values):
-            known = " or ".join(map(repr, values))
-            self.problems.append(
-                f"{self._prefix}{name} = {_short(value)} is not supported, only {known}"
-            )
+            said = f"{self._prefix}{name} = {_short(value)} is not supported"
+            self.problems.append(f"{said}, only {' or '.join(map(repr, values))}")
 
     def meaningless(self, *names: str) -> None:
         """Marks entries as irrelevant in this family."""
@@ -209,15 +214,11 @@ class Entries:
             self.problems.append(f"{top_k} = {rule.top_k} of {experts} = {rule.experts}")
         size = rule.experts // rule.groups
         if rule.experts and rule.groups > 1 and (rule.experts % rule.groups or size < 2):
-            self.problems.append(
-                f"n_group = {rule.groups} does not cut {rule.experts} experts into equal "
-                "groups of at least 2"
-            )
+            said = f"n_group = {rule.groups} does not cut {rule.experts} experts"
+            self.problems.append(f"{said} into equal groups of at least 2")
         elif rule.top_groups > rule.groups or rule.top_groups * size < rule.top_k <= rule.experts:
-            self.problems.append(
-                f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts "
-                f"cannot hold {rule.top_k} experts a token"
-            )
+            said = f"topk_group = {rule.top_groups} of {rule.groups} groups of {size} experts"
+            self.problems.append(f"{said} cannot hold {rule.top_k} experts a token")
 
     def multiple(self, name: str, size: int, of: str, part: int) -> None:
         """Reports a problem unless the first entry's size is a multiple of the second one's."""
@@ -233,10 +234,8 @@ class Entries:
         for name in sorted(self._unread):
             value = self._tree[name]
             if value is not False and value not in ({}, [], ""):
-                self.problems.append(
-                    f"{self._prefix}{name} = {_short(value)} is not known, and might change what "
-                    "the model computes"
-                )
+                said = f"{self._prefix}{name} = {_short(value)} is not known"
+                self.problems.append(f"{said}, and might change what the model computes")
 
     def raise_problems(self) -> None:
         """Raises CheckpointError if there is a problem."""

@@ -52,9 +52,7 @@ def _moe_layers(entries: Entries, layers: int) -> frozenset[int]:
     """The MoE layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = entries.size("decoder_sparse_step", default=1)
     dense = entries.layers("mlp_only_layers", ())
-    return frozenset(
-        layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense
-    )
+    return frozenset(range(step - 1, layers, step)) - dense
 
 
 def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, frozenset[int]]:
@@ -63,14 +61,13 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
     used = entries.flag("use_sliding_window")
     window = entries.size("sliding_window") if used else 0
     first = entries.size("max_window_layers", least=0, default=28)
-    types = entries.any("layer_types")
+    types = entries.names("layer_types")
     entries.meaningless("sliding_window")
     sliding = frozenset(range(0 if all_layers else first, layers)) if used else frozenset[int]()
-    if types is None:
+    if not types:
         return window, sliding
     known = ("full_attention", "sliding_attention")
-    fits = isinstance(types, list) and len(types) == layers
-    if not fits or not all(kind in known for kind in types):
+    if len(types) != layers or not set(types) <= set(known):
         said = f"layer_types = {types!r} is not one of {known} for each of {layers} layers"
         entries.problems.append(said)
     elif not used and known[1] in types:

@@ -56,8 +56,8 @@ def moe_ffn(entries: Entries, none: int | None = None, **rule: Any) -> FFN:
     return FFN(
         d_ff=size("share_expert_dim"),
         router=Router(
-            experts=size("moe_num_experts"),
-            top_k=size("moe_top_k"),
+            experts=size("moe_num_experts", "n_routed_experts"),
+            top_k=size("moe_top_k", "num_experts_per_tok"),
             renormalise=entries.flag("norm_expert_weight"),
             **rule,
         ),

@@ -14,7 +14,7 @@ WINDOWED = "sliding_attention"
 LIMITS = "swiglu_limits", "swiglu_limits_shared"
 PER_LAYER = "layer_types", "rope_theta", "partial_rotary_factors", *LIMITS
 """Lists with an entry for every layer, those of prediction modules included; or one entry for all
-layers."""
+layers. transformers 5 writes the modules' types of layers apart, and RoPE's entries by type."""
 
 
 def step3p5_config(entries: Entries) -> ModelConfig:
@@ -22,14 +22,15 @@ def step3p5_config(entries: Entries) -> ModelConfig:
     decoder = entries.decoder()
     layers, d_ff = decoder.pop("layers"), decoder.pop("d_ff")
     count = layers + entries.size("num_nextn_predict_layers", least=0, default=0)
-    moe_layers = entries.layers("moe_layers_enum", range(1, layers))
+    ffns = entries.names("mlp_layer_types") + entries.names("mtp_mlp_layer_types")
+    sparse = [n for n, ffn in enumerate(ffns) if ffn != "dense"]
+    moe_layers = entries.layers("moe_layers_enum", sparse if ffns else range(1, layers))
     scaling = entries.number("moe_router_scaling_factor")
     moe = moe_ffn(entries, score="sigmoid", float32_logits=True, scaling=scaling, bias=True)
     full, windowed = _attention(entries, decoder["d_model"])
-    each = _by_layer(entries, count)
+    entries.only("query_pre_attn_scalar", full["head_dim"])
 
-    def kind(n: int) -> LayerKind:
-        own = each[n]
+    def kind(n: int, own: Entries) -> LayerKind:
         own.only("layer_types", "full_attention", WINDOWED)
         attention = windowed if own.any("layer_types") == WINDOWED else full
         share = own.number("partial_rotary_factors", default=1.0)
@@ -41,15 +42,15 @@ def step3p5_config(entries: Entries) -> ModelConfig:
         entries.problems += [said for said in own.problems if said not in entries.problems]
         return LayerKind(GQA(**attention, rope=rope, qk_norm="heads"), ffn)
 
-    kinds = tuple(map(kind, range(count)))
+    kinds = tuple(map(kind, range(count), _by_layer(entries, layers, count)))
     if len(set(kinds[layers:])) > 1:
         entries.problems.append("layers of prediction modules differ")
     for key in ("use_moe", "use_moe_router_bias", "use_qk_norm", "need_fp32_gate", "zero_centered"):
         entries.only(key, True)
     entries.only("att_impl_type", "GQA")
     entries.only("moe_router_activation", "sigmoid")
-    # moe_layers_enum replaces the first two.
-    entries.meaningless("moe_layer_offset", "moe_every_n_layer", "max_seq_len")
+    # moe_layers_enum replaces the first two; the last repeats num_sliding_attention_heads.
+    entries.meaningless("moe_layer_offset", "moe_every_n_layer", "max_seq_len", "per_layer_config")
     decoder |= {"decoder": kinds[:layers], "predictors": kinds[layers:]}
     return ModelConfig(**decoder, own_heads=True, unit_norms=True)
 
@@ -60,8 +61,9 @@ def _attention(entries: Entries, d_model: int) -> tuple[dict[str, Any], dict[str
     gate = "heads" if entries.flag("use_head_wise_attn_gate") else "none"
     full = entries.heads(d_model) | {"gate": gate}
     other = entries.inside("attention_other_setting", entries.section("attention_other_setting"))
+    q_heads = entries.size("num_sliding_attention_heads", default=full["q_heads"])
     windowed = {
-        "q_heads": other.size("num_attention_heads", default=full["q_heads"]),
+        "q_heads": other.size("num_attention_heads", default=q_heads),
         "kv_heads": other.size("num_attention_groups", default=full["kv_heads"]),
         "head_dim": other.size("head_dim", least=2, default=full["head_dim"]),
         "window": entries.size("sliding_window"),
@@ -73,19 +75,21 @@ def _attention(entries: Entries, d_model: int) -> tuple[dict[str, Any], dict[str
     return full, full | windowed
 
 
-def _by_layer(entries: Entries, count: int) -> list[Entries]:
+def _by_layer(entries: Entries, layers: int, count: int) -> list[Entries]:
     """Returns the entries of each layer. Frequencies of some types of layers are scaled."""
-    scaling, scaled = entries.any("rope_scaling"), entries.any("yarn_only_types")
-    if scaled is not None and not isinstance(scaled, list):
-        entries.problems.append(f"yarn_only_types = {scaled!r} is not a list of types of layers")
+    scaling, scaled = entries.any("rope_scaling"), entries.names("yarn_only_types")
+    by_type, modules = entries.section("rope_parameters"), entries.names("mtp_layer_types")
     lists = {name: entries.any(name) for name in PER_LAYER}
     for name, given in lists.items():
         values = given if isinstance(given, list) else [given] * count
+        if modules and len(values) == layers:
+            values = values + (modules if name == "layer_types" else [None] * len(modules))
         if len(values) < count:
             entries.problems.append(f"{name} has {len(values)} entries for {count} layers")
         lists[name] = values + values[-1:] * count
-    slowed = [not isinstance(scaled, list) or kind in scaled for kind in lists["layer_types"]]
-    lists["rope_scaling"] = [scaling if here else None for here in slowed]
+    types = lists["layer_types"]
+    lists["rope_scaling"] = [scaling if not scaled or kind in scaled else None for kind in types]
+    lists["rope_parameters"] = [by_type.get(str(kind)) for kind in types]
     return [
         entries.inside(f"layer {n}", {name: values[n] for name, values in lists.items()})
         for n in range(count)
@@ -100,5 +104,5 @@ def step3p5_names(config: ModelConfig) -> CheckpointNames:
         gate="moe.gate",
         bias="moe.router_bias",
         shared_head="transformer.shared_head",
-        ignored=("vision_model.", "vit_"),
+        ignored=("vision_model.", "vit_", "model.vision_model.", "model.multi_modal_projector."),
     )

@@ -371,12 +371,41 @@ class TinyStep3p5:
             }
             | dict.fromkeys(_STEP3P5_FLAGS, True)
         )
+        if spelling == "transformers 5":
+            entries = self._as_transformers_5(entries)
         if self.model_type == "step3p5":
             return entries
         return {
             "model_type": self.model_type,
             "text_config": entries | {"model_type": "step3p5"},
             "vision_config": {"hidden_size": 4},
+        }
+
+    def _as_transformers_5(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """As 5.23 writes them: modules' types apart, RoPE by type, other names of sizes."""
+        last, types = self.num_hidden_layers, entries["layer_types"]
+        ffns = ["sparse" if self.is_moe(n) else "dense" for n in range(8)]
+        thetas, shares = entries["rope_theta"], entries["partial_rotary_factors"]
+        rope = {
+            types[n]: {"rope_theta": thetas[n], "partial_rotary_factor": shares[n]} for n in (0, 1)
+        }
+        rope["full_attention"] |= entries["rope_scaling"]
+        heads = entries["attention_other_setting"]["num_attention_heads"]
+        gone = "rope_theta partial_rotary_factors rope_scaling attention_other_setting"
+        names = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok"}
+        names |= {"num_attention_groups": "num_key_value_heads"}
+        left = {k: v for k, v in entries.items() if k not in (*gone.split(), "moe_layers_enum")}
+        return {names.get(k, k): v for k, v in left.items()} | {
+            "layer_types": types[:last],
+            "mtp_layer_types": types[last:],
+            "mlp_layer_types": ffns[:last],
+            "mtp_mlp_layer_types": ffns[last:],
+            "swiglu_limits": entries["swiglu_limits"][:last],
+            "swiglu_limits_shared": entries["swiglu_limits_shared"][:last],
+            "rope_parameters": rope,
+            "num_sliding_attention_heads": heads,
+            "per_layer_config": {"1": {"num_attention_heads": heads}},
+            "query_pre_attn_scalar": self.head_dim,
         }
 
     def is_moe(self, layer: int) -> bool:

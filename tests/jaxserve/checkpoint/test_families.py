@@ -19,7 +19,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
 from tests import golden
 from tests.reference.catalogue import CATALOGUE
-from tests.reference.tiny_models import write_safetensors
+from tests.reference.tiny_models import TinyModel, write_safetensors
 from tests.reference.tiny_sizes import (
     TinyDeepseek,
     TinyGlm4,
@@ -211,6 +211,20 @@ def test_the_text_model_of_a_model_with_images(tmp_path: Path):
     tree["text_config"] = text | {"quantization_config": {"quant_method": "x"}}
     with pytest.raises(CheckpointError, match=r"quantization_config.quant_method = 'x' is not"):
         read(tree)
+
+
+def test_step3p5_as_transformers_5_writes_it():
+    tiny = TinyStep3p5(model_type="step3p7")
+    assert read(tiny.config("transformers 5")) == read(TinyStep3p5().config())
+
+
+def test_towers_of_step3p7_are_skipped(tmp_path):
+    model = TinyModel("step3p7", TinyStep3p5(model_type="step3p7"))
+    model.write(tmp_path)
+    towers = ("vision_model.", "vit_large_projector.", "model.vision_model.")
+    extra = {f"{tower}x.weight": np.zeros((2, 2), np.float32) for tower in towers}
+    write_safetensors(tmp_path, model.tensors() | extra, 1)
+    HFCheckpoint(tmp_path, read_config(tmp_path)[1])
 
 
 def test_prediction_modules_of_minimax_are_skipped(tmp_path):
