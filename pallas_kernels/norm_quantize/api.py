@@ -50,8 +50,7 @@ def rms_norm_quantize(
         raise ValueError(f"x is {x.dtype}{x.shape}, needs floats [tokens, d] with d > 0")
     if weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
-            f"weight is {weight.dtype}{weight.shape}, needs {x.dtype}({x.shape[1]},), as x has it, "
-            "or float32"
+            f"weight is {weight.dtype}{weight.shape}, needs ({x.shape[1]},) in float32 or x's dtype"
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
