@@ -349,7 +349,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> dict[str, Sequence[Message]]:
-    """What errors call a conversation → the conversation."""
+    """Returns conversations by the name that errors use for each."""
     if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping | str):
         several = cast(Sequence[Sequence[Message]], messages)
         return {f"messages[{index}]": one for index, one in enumerate(several)}

@@ -32,7 +32,7 @@ from pallas_kernels.coverage import refuse_fallbacks
 
 SWITCH_SECONDS = 2e-4
 """Longest wait of a link's threads for the interpreter while another one computes. With Python's 5
-ms, two lanes of the demo over `pull` made 60 tokens/s instead of 140 (two loaded cores, FP32)."""
+ms, the engine's thread delays the threads that send and receive its messages."""
 AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model", "weights")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
 
