@@ -32,7 +32,8 @@ def step3_config(entries: Entries) -> ModelConfig:
         rope=entries.rope("head_dim", head_dim),
     )
     # A model without experts may leave out their sizes.
-    moe = moe_ffn(entries, none=None if moe_layers or mtp_layers else 0)
+    none, renormalise = None if moe_layers or mtp_layers else 0, entries.flag("norm_expert_weight")
+    moe = moe_ffn(entries, none, renormalise=renormalise)
     config = ModelConfig(
         **decoder,
         decoder=decoder_layers(layers, attention, dense, moe, moe_layers),
@@ -58,7 +59,6 @@ def moe_ffn(entries: Entries, none: int | None = None, **rule: Any) -> FFN:
         router=Router(
             experts=size("moe_num_experts", "n_routed_experts"),
             top_k=size("moe_top_k", "num_experts_per_tok"),
-            renormalise=entries.flag("norm_expert_weight"),
             **rule,
         ),
         expert_d_ff=size("moe_intermediate_size"),

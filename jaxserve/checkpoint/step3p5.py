@@ -26,7 +26,10 @@ def step3p5_config(entries: Entries) -> ModelConfig:
     sparse = [n for n, ffn in enumerate(ffns) if ffn != "dense"]
     moe_layers = entries.layers("moe_layers_enum", sparse if ffns else range(1, layers))
     scaling = entries.number("moe_router_scaling_factor")
-    moe = moe_ffn(entries, score="sigmoid", float32_logits=True, scaling=scaling, bias=True)
+    # transformers 5 always has gates that add up to 1 and gates of heads, and writes neither key.
+    rule: dict[str, Any] = {"renormalise": entries.flag("norm_expert_weight", default=True)}
+    rule |= {"score": "sigmoid", "float32_logits": True, "scaling": scaling, "bias": True}
+    moe = moe_ffn(entries, **rule)
     full, windowed = _attention(entries, decoder["d_model"])
     entries.only("query_pre_attn_scalar", full["head_dim"])
 
@@ -58,7 +61,7 @@ def step3p5_config(entries: Entries) -> ModelConfig:
 def _attention(entries: Entries, d_model: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the attention of layers that see all tokens, and of those with a window, as fields of
     `GQA`."""
-    gate = "heads" if entries.flag("use_head_wise_attn_gate") else "none"
+    gate = "heads" if entries.flag("use_head_wise_attn_gate", default=True) else "none"
     full = entries.heads(d_model) | {"gate": gate}
     other = entries.inside("attention_other_setting", entries.section("attention_other_setting"))
     q_heads = entries.size("num_sliding_attention_heads", default=full["q_heads"])
