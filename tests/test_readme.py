@@ -72,8 +72,8 @@ def test_the_first_page_is_short_and_leads_to_the_others() -> None:
 
 def test_every_path_in_a_command_exists() -> None:
     pattern = re.compile(r"(?<![\w/.])(?:configs|launch|tests)/[\w./-]+")
-    paths = each(pattern, commands)
-    assert {("README.md", "configs/demo.yaml"), ("README.md", "launch/local.py")} <= set(paths)
+    paths = list(each(pattern, commands))
+    assert ("README.md", "configs/demo.yaml") in paths
     assert [hit for _, hit in paths if not (ROOT / hit).exists()] == []
 
 

@@ -1,9 +1,9 @@
 """`python -m jaxserve.chaos --config FILE --minutes M --seed S`: faults under load with known
 answers. With `--requests N` it causes no fault: it asks N requests and compares their answers.
 
-Starts a fleet with `launch/local.py`, whose supervisor starts dead processes again. Exit code 0: no
-wrong token, no hang, no lost request, every fault noticed and recovered from in time; 1: something
-missed its limit; 2: a wrong option.
+Starts a fleet with `jaxserve.launch.local`, whose supervisor starts dead processes again. Exit code
+0: no wrong token, no hang, no lost request, every fault noticed and recovered from in time; 1:
+something missed its limit; 2: a wrong option.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.bench.report import Part, amount, count, publish
-from jaxserve.chaos.deployment import LAUNCHER, Deployment
+from jaxserve.chaos.deployment import Deployment
 from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
 from jaxserve.chaos.schedule import KINDS
@@ -162,8 +162,6 @@ def _measured(options: argparse.Namespace) -> Iterator[Part]:
 
 
 def _storm(options: argparse.Namespace) -> Found:
-    if not LAUNCHER.exists():
-        raise ConfigError(f"{LAUNCHER}: no such file; chaos runs from the source tree alone")
     # The launcher chooses its own addresses.
     elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]
     deployment = read_deployment(options.config, options.model, [*options.set, *elsewhere])

@@ -1,5 +1,5 @@
-"""A deployment under test: `launch/local.py` with its processes and everything that they print, and
-a proxy in front of every process that listens elsewhere than others dial.
+"""A deployment under test: the launcher with its processes and everything that they print, and a
+proxy in front of every process that listens elsewhere than others dial.
 
 Used by `storm.py`.
 """
@@ -21,7 +21,6 @@ import msgspec
 from jaxserve.bench.workers import BenchError, prepare
 from jaxserve.chaos.proxy import Proxy
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "launch" / "local.py"
 """Starts the processes of a deployment on this host; exists in a source tree only."""
 FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.processes.child", 1000, 2000
 """Mark in the command line of a face process, and first numbers of faces and of links: the launcher
@@ -104,7 +103,7 @@ class Deployment:
         self._offsets: dict[Path, int] = {}
         self._rest: dict[Path, bytes] = {}
         self._launcher = subprocess.Popen(
-            [sys.executable, str(LAUNCHER), "--logs", str(self._logs), *arguments],
+            [sys.executable, "-m", "jaxserve.launch.local", "--logs", str(self._logs), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

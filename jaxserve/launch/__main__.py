@@ -2,7 +2,8 @@
 
 Renders files from the deployment file: its roles, sizes, prefill workers, domains, ffn workers and
 addresses. Prints the files, or writes them into a folder. Starts nothing and asks no cluster. Exit
-code 2: the deployment cannot be started that way.
+code 2: the deployment cannot be started that way. `--target local` is the exception: it starts the
+processes on this host, and has options of its own (`local/`).
 """
 
 import argparse
@@ -20,6 +21,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
 from jaxserve.launch.checked import on_slice, refuse_unfit, sized, with_host_memory
+from jaxserve.launch.local import __main__ as local
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import (
     Workload,
@@ -69,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m jaxserve.launch",
         description="Write what starts a deployment on a cluster or a host.",
-        epilog="; ".join(f"{name}: {target.help}" for name, target in TARGETS.items()),
+        epilog="; ".join(f"{name}: {target.help}" for name, target in TARGETS.items())
+        + "; local: starts it on this host (--target local --help)",
     )
     add_deployment_arguments(made)
     made.add_argument("--target", required=True, choices=TARGETS, help="where it is to run")
@@ -187,6 +190,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints or writes the files; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    target = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    target.add_argument("--target")
+    chosen, others = target.parse_known_args(given)
+    if chosen.target == "local":
+        return local.main(others)
     made = parser()
     options = made.parse_args(given)
     if options.config is None and options.model is None:

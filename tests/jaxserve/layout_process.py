@@ -1,4 +1,4 @@
-"""One process of a run of `layouts.py` in several: started by `launch/local.py`, see
+"""One process of a run of `layouts.py` in several: started by the local launcher, see
 `test_layouts_processes.py`. Process 0 leads an engine through all prompts, with --figures until the
 pipeline was measured, with --moving while experts move, and writes the tokens of the last round and
 what was seen of the pipeline."""

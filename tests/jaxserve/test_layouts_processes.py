@@ -33,7 +33,7 @@ class Written(NamedTuple):
 
 def run(model, overrides, processes, folder, *arguments):
     written = folder / "written.json"
-    command = [sys.executable, str(REPOSITORY / "launch" / "local.py")]
+    command = [sys.executable, "-m", "jaxserve.launch.local"]
     command += ["--processes", str(processes), "--module", "tests.jaxserve.layout_process"]
     command += ["--model", str(model), "--overrides", json.dumps(overrides)]
     command += ["--written", str(written), *arguments]

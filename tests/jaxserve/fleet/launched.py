@@ -1,4 +1,4 @@
-"""Runs `launch/local.py` with a small deployment, and checks that all of its processes end."""
+"""Runs the local launcher with a small deployment, and checks that all of its processes end."""
 
 import contextlib
 import json
@@ -99,8 +99,8 @@ def launched(
     Args:
       followers_end_in: seconds after the leader's end, after which the launcher ends them.
     """
-    launcher = "tests/jaxserve/fleet/quick_local.py"
-    command = [launcher, str(followers_end_in), "--module", module, *arguments]
+    launcher = "tests.jaxserve.fleet.quick_local"
+    command = ["-m", launcher, str(followers_end_in), "--module", module, *arguments]
     for deadline in deadlines:
         command += ["--set", deadline]
     with started(command, {"JAX_PLATFORMS": "cpu"}) as run:

@@ -1,9 +1,9 @@
 """One process of a small deployment without a model: what `serve` does with the cluster layer.
 
-Started by the tests through `launch/local.py --module tests.jaxserve.fleet.process`. The leader
-broadcasts a boundary every few milliseconds; with `--hosts-of 2`, two processes each say that they
-are on a host of their own. With `--jax`, each makes one array go round: a
-transfer to the first ffn device, one more than it was there, and back.
+Started by the tests with `jaxserve.launch.local --module`. The leader broadcasts a boundary every
+few milliseconds; with `--hosts-of 2`, two processes each say that they are on a host of their own.
+With `--jax`, each makes one array go round: a transfer to the first ffn device, one more than it
+was there, and back.
 """
 
 import argparse

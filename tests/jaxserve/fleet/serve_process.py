@@ -1,6 +1,6 @@
 """`jaxserve.serve` as two processes with a fake engine, whose warm-up really crosses between them.
 
-Started by `test_serve_processes.py` through `launch/local.py`. The variable FAILURE says what goes
+Started by `test_serve_processes.py` through the local launcher. The variable FAILURE says what goes
 wrong after the first transfer: nothing, an error on one of the processes, or a leader that takes
 its time, while the follower waits inside a device call as in a real warm-up.
 """

@@ -1,4 +1,4 @@
-"""A fleet of real processes, as `launch/local.py --fleet` starts it: over HTTP every request gets
+"""A fleet of real processes, as `launch.local --fleet` starts it: over HTTP every request gets
 the colocated tokens, also when a domain and a prefill worker are killed in the middle."""
 
 import contextlib
@@ -117,7 +117,7 @@ def fleet(tiny_model, folder, workers, overrides, *arguments):
     """A running fleet whose processes of these numbers say that they are ready, and its client."""
     model = with_tokenizer(tiny_model, folder)
     faces = {"server.grpc_port": 0, "server.http_port": 0}
-    command = ["launch/local.py", "--fleet", "--model", str(model), *arguments]
+    command = ["-m", "jaxserve.launch.local", "--fleet", "--model", str(model), *arguments]
     for key, value in (layouts.LIMITS | faces | overrides).items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     with started(command, {"JAX_PLATFORMS": "cpu"}) as run:

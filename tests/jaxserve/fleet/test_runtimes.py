@@ -1,4 +1,4 @@
-"""Attention and ffn in runtimes that share nothing, as `launch/local.py --runtimes` starts them:
+"""Attention and ffn in runtimes that share nothing, as `launch.local --runtimes` starts them:
 the tokens of one runtime, also where ffn workers are killed in the middle."""
 
 import json
@@ -24,7 +24,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     started again has its weights from the other one, whose experts move."""
     overrides = layouts.LIMITS | {"lanes": 3, "attention.dp": 3, "ffn.ep": 2}
     overrides |= {"ffn.redundant_slots": 1, "experts.move_gb_per_second": 1e-4}
-    command = ["launch/local.py", "--runtimes", "--standbys", "1", "--peers"]
+    command = ["-m", "jaxserve.launch.local", "--runtimes", "--standbys", "1", "--peers"]
     command += ["--model", str(tiny_model)]
     command += ["--module", "tests.jaxserve.fleet.runtime_process"]
     for key, value in overrides.items():

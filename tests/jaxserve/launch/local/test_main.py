@@ -1,4 +1,4 @@
-"""`launch/local.py` with processes that need no `jax.distributed`."""
+"""The local launcher with processes that need no `jax.distributed`."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_three_signals_end_everything_at_once() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    command = [sys.executable, "launch/local.py", "--processes", "0"]
+    command = [sys.executable, "-m", "jaxserve.launch", "--target=local", "--processes", "0"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--processes" in done.stderr

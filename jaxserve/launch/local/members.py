@@ -1,18 +1,14 @@
-"""A fleet on this host: `local.py --fleet`, a process each for router, prefill workers and domains.
+"""The processes that a deployment has on this host: their roles, arguments and addresses.
 
-How many there are is what the deployment says (`prefill.workers`, `domains`); with `link.transport:
-pull` an ffn worker serves the domains. All listen on free ports of loopback, whatever addresses
-the deployment has. The router's end is the end of all. A process that dies stays dead, unless
-`--restart` says otherwise: then it is started again, as a service manager would, the router
-included, and a worker of several processes as a whole.
+All listen on free ports of loopback, whatever addresses the deployment has. Starts nothing; called
+by the launcher's command.
 """
 
 import argparse
-import sys
-from collections.abc import Sequence
-
-from processes import free_ports, say
-from supervisor import Member, Restarts, Supervisor, with_peers
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
@@ -20,25 +16,62 @@ from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
 
 
-def run(options: argparse.Namespace, forwarded: Sequence[str]) -> int:
-    """Starts all processes, prints their roles, and returns the router's exit code."""
-    try:
-        members = fleet_of(
-            _deployment(forwarded), options.processes, options.apart, options.standbys
+class Member(NamedTuple):
+    """A process that the supervisor runs.
+
+    Attributes:
+      name: name for human readers.
+      arguments: its own arguments, after the common command.
+      environment: its own variables.
+      runtime: number of its runtime; processes of one runtime share it.
+      listens: address on which it listens, if that differs from the dialled address.
+      dialled: address that other processes dial.
+      pages: both addresses of a prefill worker's pages server.
+      role: role of a worker.
+      spared_by: role of the workers that do its work while it is gone; empty: requests wait for it.
+    """
+
+    name: str
+    arguments: list[str]
+    runtime: int
+    listens: str = ""
+    dialled: str = ""
+    pages: tuple[str, ...] = ()
+    role: str = ""
+    spared_by: str = ""
+    environment: Mapping[str, str] = {}
+
+
+def runtime_of(count: int, process: Member) -> list[Member]:
+    """Returns the `count` processes of a runtime, which find each other on loopback."""
+    if count == 1:
+        return [process]
+    coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
+    shared = {
+        "JAXSERVE_PROCESSES": f"{count}",
+        "JAXSERVE_COORDINATOR": coordinator,
+        "JAXSERVE_CONTROL": control,
+    }
+    return [
+        process._replace(
+            name=f"{process.name}, process {one}",
+            environment={**shared, "JAXSERVE_PROCESS_ID": f"{one}"},
         )
-    except ConfigError as error:
-        say(f"{error}")
-        return 2
-    if options.peers:
-        members = [members[0], *with_peers(members[1:])]
-    restarted = range(len(members)) if options.restart else ()
-    return Supervisor(
-        [sys.executable, "-u", "-m", options.module, *forwarded],
-        members,
-        Restarts(restarted, options.restart_seconds),
-        pin=options.pin,
-        logs=options.logs,
-    ).run()
+        for one in range(count)
+    ]
+
+
+def roles_apart(standbys: int) -> list[Member]:
+    """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`);
+    the ffn workers behind the first wait to take over."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + standbys)]
+    settings = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
+    shared = _set(*settings, f"link.addresses={addresses}")
+    members = [Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)]
+    for runtime, address in enumerate(addresses, 1):
+        arguments = [*shared, "--role", "ffn", "--listen", address]
+        members.append(Member("role ffn, runtime ffn", arguments, runtime))
+    return members
 
 
 def fleet_of(
@@ -80,7 +113,7 @@ def fleet_of(
                 "and there are no prefill workers"
             )
         settings.append(f"link.addresses={rest[domains:]}")
-    shared = [word for setting in settings for word in ("--set", setting)]
+    shared = _set(*settings)
     role = "attention" if pull else "decode"
     names = [(f"prefill worker {n}", "prefill", n) for n in range(prefill.workers)]
     names += [(f"domain {n}, role {role}", role, n) for n in range(domains)]
@@ -94,12 +127,11 @@ def fleet_of(
             listens, dialled = links[2 * number : 2 * number + 2]
             arguments += ["--set", f"pages.listen={listens}", "--set", f"pages.address={dialled}"]
             worker = worker._replace(pages=(listens, dialled))
-        members += _worker(
-            worker,
-            1 if role == "attention" else processes,
-            listening[runtime - 1],
-            addresses[runtime - 1],
-        )
+        own, dialled = listening[runtime - 1], addresses[runtime - 1]
+        if own != dialled:
+            arguments += ["--listen", own]
+            worker = worker._replace(listens=own, dialled=dialled)
+        members += runtime_of(1 if role == "attention" else processes, worker)
     for runtime in range(len(names) + 1, workers + 1):
         listens, dialled = listening[runtime - 1], addresses[runtime - 1]
         arguments = [*shared, "--role", "ffn", "--listen", listens]
@@ -109,27 +141,35 @@ def fleet_of(
     return members
 
 
-def _worker(worker: Member, processes: int, listens: str, dialled: str) -> list[Member]:
-    """The processes of one worker."""
-    name, arguments = worker.name, worker.arguments
-    if listens != dialled:
-        worker = worker._replace(
-            arguments=[*arguments, "--listen", listens], listens=listens, dialled=dialled
-        )
-    if processes == 1:
-        return [worker]
-    coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
-    shared = ["--processes", f"{processes}", "--coordinator", coordinator, "--control", control]
-    return [
-        worker._replace(
-            name=f"{name}, process {one}",
-            arguments=[*worker.arguments, *shared, "--process-id", f"{one}"],
-        )
-        for one in range(processes)
-    ]
+def with_peers(workers: Sequence[Member]) -> list[Member]:
+    """Adds arguments so that each worker serves its weights, and loads from the others on start."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(workers))]
+    given = []
+    for worker, address in zip(workers, addresses, strict=True):
+        own = _set(f"weights.address={address}", f"weights.peers={addresses}")
+        given.append(worker._replace(arguments=[*worker.arguments, *own]))
+    return given
 
 
-def _deployment(forwarded: Sequence[str]) -> Deployment:
+def _set(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different free ports of the loopback interface."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def deployment_for(forwarded: Sequence[str]) -> Deployment:
+    """Reads the deployment from the arguments that every process gets.
+
+    Raises:
+      ConfigError: it is wrong, or not named.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_deployment_arguments(parser)
     known, _ = parser.parse_known_args(forwarded)

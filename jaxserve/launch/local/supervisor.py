@@ -1,10 +1,7 @@
-"""Starts processes of this host again when they die, as a service manager does on a cluster.
+"""Runs the processes of a deployment on this host, and starts those again that die, as a service
+manager does on a cluster. The processes of one runtime die and start together."""
 
-The processes of one runtime die and start together.
-
-Used by `fleet.py` and `runtimes.py`.
-"""
-
+import math
 import os
 import resource
 import secrets
@@ -16,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
-
 from jaxserve.commands import priority
+from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
+from jaxserve.launch.local.members import Member
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
@@ -38,53 +35,23 @@ CAP_SYS_NICE = 23
 """Number of the capability that lowers a niceness (capabilities(7))."""
 
 
-class Member(NamedTuple):
-    """A process that the supervisor runs.
+class Rules(NamedTuple):
+    """What follows when a process ends.
 
     Attributes:
-      name: name for human readers.
-      arguments: its own arguments, after the common command.
-      runtime: number of its runtime; processes of one runtime share it.
-      listens: address on which it listens, if that differs from the dialled address.
-      dialled: address that other processes dial.
-      pages: both addresses of a prefill worker's pages server.
-      role: role of a worker.
-      spared_by: role of the workers that do its work while it is gone; empty: requests wait for it.
-    """
-
-    name: str
-    arguments: list[str]
-    runtime: int
-    listens: str = ""
-    dialled: str = ""
-    pages: tuple[str, ...] = ()
-    role: str = ""
-    spared_by: str = ""
-
-
-def with_peers(workers: Sequence[Member]) -> list[Member]:
-    """Adds arguments so that each worker serves its weights, and loads from the others on start."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(workers))]
-    given = []
-    for worker, address in zip(workers, addresses, strict=True):
-        own = [f"weights.address={address}", f"weights.peers={addresses}"]
-        arguments = [word for setting in own for word in ("--set", setting)]
-        given.append(worker._replace(arguments=[*worker.arguments, *arguments]))
-    return given
-
-
-class Restarts(NamedTuple):
-    """Rules for restarting processes.
-
-    Attributes:
-      members: numbers of the processes that are restarted.
+      restarted: numbers of the processes that are started again.
       seconds: delay between a death and the restart.
       hopeless: exit codes after which a restart would fail in the same way.
+      grace: seconds that the first process has to end after another one that is not started again;
+        infinite: it need not.
+      followers: seconds that the others have to end after the first.
     """
 
-    members: Collection[int]
-    seconds: float
+    restarted: Collection[int] = ()
+    seconds: float = 0.5
     hopeless: Collection[int] = (2,)
+    grace: float = math.inf
+    followers: float = 0.0
 
 
 class Supervisor:
@@ -93,7 +60,7 @@ class Supervisor:
     Args:
       command: common command line, before each process's own arguments.
       members: the processes.
-      restarts: rules for restarting them.
+      rules: what follows when one ends.
       pin: bind process i to the i-th allowed core.
       logs: folder for their output, one file each (`0.log`); None: output is printed here.
     """
@@ -102,12 +69,12 @@ class Supervisor:
         self,
         command: Sequence[str],
         members: Sequence[Member],
-        restarts: Restarts,
+        rules: Rules,
         *,
         pin: bool = False,
         logs: Path | None = None,
     ):
-        self._command, self._members, self._restarts = command, members, restarts
+        self._command, self._members, self._rules = command, members, rules
         self._pin, self._logs = pin, logs
         self._environment: Mapping[str, str] = {
             **os.environ,
@@ -120,53 +87,62 @@ class Supervisor:
         self._starting: dict[int, float] = {}  # those that are nicer → until when they may be
         self._recent: deque[float] = deque()
         self._signals: list[int] = []
+        self._told = 0  # signals that have been passed on
+        self._deadline = math.inf  # when those that are left are ended
 
     def run(self) -> int:
-        """Starts all, and returns the exit code of the first."""
+        """Starts all, and returns the exit code of the first, or 128 + its signal; 1 if it had to
+        be ended."""
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda n, frame: self._signals.append(n))
         try:
             for number in range(len(self._members)):
                 self._begin(number)
-            told = False
-            while not self._over(told):
-                if self._signals:
-                    told = True
-                    self._children[0].send_signal(self._signals.pop(0))
-                if not told:
-                    if not self._look():
-                        return 1
+            while any(child.poll() is None for child in self._children.values()) or self._due:
+                if self._signals and not self._tell(self._signals.pop(0)):
+                    break
+                if not self._look():
+                    return 1
+                if time.monotonic() > self._deadline:
+                    self._name_late()
+                    break
+                if not self._told:
                     self._start_due()
                     self._hurry()
                 time.sleep(LOOK_SECONDS)
-            code = self._children[0].returncode
-            return 128 - code if code < 0 else code
+            code = self._children[0].poll()
+            return 1 if code is None else 128 - code if code < 0 else code
         finally:
             end([child for _, child in sorted(self._children.items())])
             time.sleep(STOP_SECONDS / 50)  # for the last lines
 
-    def _over(self, told: bool) -> bool:
-        first = self._children[0].poll()
-        return first is not None and (told or first == 0 or 0 not in self._restarts.members)
+    def _tell(self, number: int) -> bool:
+        """Passes a signal to the first process, which ends the others; False after the third."""
+        self._told += 1
+        if self._told > 2:
+            say("ending everything")
+            return False
+        say(f"{signal.Signals(number).name}: telling process 0")
+        self._children[0].send_signal(number)
+        return True
+
+    def _name_late(self) -> None:
+        late = [number for number, child in self._children.items() if child.poll() is None]
+        if late and self._rules.followers:
+            names = ", ".join(map(str, sorted(late)))
+            say(f"still there: process {names}; ending what is left")
 
     def _begin(self, number: int, again: bool = False) -> None:
         member = self._members[number]
-        environment, nicer = self._environment, 0
+        environment, nicer = {**self._environment, **member.environment}, 0
         if again and member.spared_by and may_become_less_nice():
             environment = {**environment, priority.VARIABLE: f"{os.nice(0)}"}
             nicer = START_NICENESS
             self._starting[number] = time.monotonic() + PATIENCE_SECONDS
-        child = start(
-            [*self._command, *member.arguments],
-            environment,
-            number,
-            self._pin,
-            None if self._logs is None else self._logs / f"{number}.log",
-            nicer,
-        )
+        log = None if self._logs is None else self._logs / f"{number}.log"
+        command = [*self._command, *member.arguments]
+        child = start(command, environment, number, self._pin, log, nicer)
         self._children[number] = child
-        if self._logs is None:
-            print_output({number: child})
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
         if member.pages:
             place += ", pages on {} for {}".format(*member.pages)
@@ -197,25 +173,29 @@ class Supervisor:
 
     def _look(self) -> bool:
         """Notices processes that have ended; False if all is to end."""
+        now = time.monotonic()
         for number, child in self._children.items():
             code = child.poll()
             runtime = self._members[number].runtime
             if code is None or number in self._ended:
                 continue
-            if number not in self._restarts.members:
-                said = self._said(number, code)
-                say(f"{said}; it is not started again (--restart)" if number else said)
+            final = self._told or (code == 0 and not number)
+            if final or number not in self._rules.restarted:
+                stays = "; it is not started again (--restart)" if number else ""
+                if code or not self._told:
+                    say(self._said(number, code) + (stays if self._rules.grace == math.inf else ""))
                 self._ended.add(number)
+                seconds = self._rules.grace if number else self._rules.followers
+                self._deadline = min(self._deadline, now + seconds)
             elif runtime not in self._due:
                 say(f"{self._said(number, code)}; starting it again")
-                now = time.monotonic()
                 while self._recent and self._recent[0] < now - 60.0:
                     self._recent.popleft()
-                if len(self._recent) >= MOST_RESTARTS_A_MINUTE or code in self._restarts.hopeless:
+                if len(self._recent) >= MOST_RESTARTS_A_MINUTE or code in self._rules.hopeless:
                     say(f"process {number} does not stay; ending everything")
                     return False
                 self._recent.append(now)
-                self._due[runtime] = now + self._restarts.seconds
+                self._due[runtime] = now + self._rules.seconds
                 self._kill_at[runtime] = now + LAST_WORDS_SECONDS
         return True
 

@@ -1,12 +1,8 @@
-"""Child processes of the launchers. No child outlives its launcher; outputs are printed together.
-
-Used by `local.py` and `supervisor.py`.
-"""
+"""Child processes of the local launcher, none of which outlives it; called by `supervisor.py`."""
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,11 +25,17 @@ def start(
     log: Path | None = None,
     nicer: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this launcher. `pin` binds it to the core with its number;
-    `nicer` is added to its niceness. Output goes to pipes, or is appended to the file `log`."""
+    """Starts a process that ends with this launcher.
+
+    Args:
+      process: number of the process; `pin` binds it to the allowed core of that number.
+      log: file to which output is appended; None: output is printed here, line by line, with the
+        process's number.
+      nicer: what is added to the niceness.
+    """
     with contextlib.ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
-        return subprocess.Popen(
+        child = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -44,20 +46,16 @@ def start(
             # `prepare` makes only system calls, so locks of printing threads do no harm.
             preexec_fn=_prepare(process, pin, nicer),  # noqa: PLW1509
         )
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different free ports of the loopback interface."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+        if source is not None:
+            copying = (process, source, target.buffer)
+            threading.Thread(target=_copy, args=copying, daemon=True).start()
+    return child
 
 
 def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
-    """Returns a function for a child to run before `exec`: binds the process to a core, sets its
-    niceness, and lets it end with this launcher."""
+    """Returns what a child runs before `exec`: it binds the process to a core, sets its niceness,
+    and lets it end with this launcher."""
     cores = sorted(os.sched_getaffinity(0)) if pin else []
     end_with_launcher = ending_with_parent(signal.SIGTERM)
 
@@ -77,26 +75,12 @@ def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
 _printing = threading.Lock()
 
 
-def print_output(processes: Mapping[int, subprocess.Popen[bytes]]) -> list[threading.Thread]:
-    """Starts threads that print the output of processes, line by line, with their numbers."""
-
-    def copy(process: int, source: IO[bytes], target: IO[bytes]) -> None:
-        with source:
-            for line in source:
-                with _printing, contextlib.suppress(OSError, ValueError):
-                    target.write(f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
-                    target.flush()
-
-    printers = []
-    for process, child in processes.items():
-        for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-            assert source is not None
-            printer = threading.Thread(
-                target=copy, args=(process, source, target.buffer), daemon=True
-            )
-            printer.start()
-            printers.append(printer)
-    return printers
+def _copy(process: int, source: IO[bytes], target: IO[bytes]) -> None:
+    with source:
+        for line in source:
+            with _printing, contextlib.suppress(OSError, ValueError):
+                target.write(f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
+                target.flush()
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

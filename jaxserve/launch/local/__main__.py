@@ -1,6 +1,6 @@
 """Starts one deployment as several processes on this host.
 
-    python launch/local.py --processes 2 --config configs/demo.yaml --set lanes=3
+    jaxserve launch --target local --processes 2 --config demo --set lanes=3
 
 runs `python -m jaxserve.serve` (or `--module`) N times with the same arguments, joined over
 loopback: what every host of a cluster would run, told apart by JAXSERVE_* variables. Lines of
@@ -8,63 +8,75 @@ output carry the number of their process. SIGINT and SIGTERM go to the leader, p
 ends the others (a third one ends all at once); when a process dies, the leader has `--grace`
 seconds to report it before everything is ended. The exit code is the leader's.
 
-    python launch/local.py --runtimes --standbys 1 --config configs/demo.yaml --set lanes=3
+    jaxserve launch --target local --runtimes --standbys 1 --config demo --set lanes=3
 
-starts attention and ffn as runtimes of their own (`runtimes.py`), which any of them outlives.
+starts attention and ffn as runtimes of their own. An ffn worker that dies is started again; the
+attention runtime's end is the end of all.
 
-    python launch/local.py --fleet --config configs/demo-fleet.yaml
+    jaxserve launch --target local --fleet --config demo-fleet
 
-starts a router, prefill workers and domains (`fleet.py`), and with `link.transport: pull` an ffn
-worker and `--standbys` further ones.
+starts a process each for router, prefill workers and domains, as many as the deployment says, and
+with `link.transport: pull` an ffn worker and `--standbys` further ones. The router's end is the end
+of all. A process that dies stays dead, unless `--restart` is given: then it is started again, the
+router included, and a worker of several processes as a whole.
 """
 
 import argparse
 import os
-import secrets
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import runtimes
-from processes import STOP_SECONDS, describe, end, free_ports, print_output, say, start
+from jaxserve.errors import ConfigError
+from jaxserve.launch.local.children import say
+from jaxserve.launch.local.members import (
+    Member,
+    deployment_for,
+    fleet_of,
+    roles_apart,
+    runtime_of,
+    with_peers,
+)
+from jaxserve.launch.local.supervisor import Rules, Supervisor
 
 FOLLOWER_SECONDS = 5.0
 """For the followers after the leader has ended: they see its connection close."""
+RUNTIME_SECONDS = 0.1
+"""Before an ffn worker that died is started again, so that one that cannot start does not spin."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the processes, waits for them, and returns the leader's exit code."""
+    """Starts the processes, waits for them, and returns the first one's exit code."""
     options, forwarded = _parse(sys.argv[1:] if arguments is None else arguments)
-    if options.runtimes:
-        return runtimes.run(options, forwarded)
-    if options.fleet:
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-        import fleet  # it reads the deployment, with the package
-
-        return fleet.run(options, forwarded)
-    command = [sys.executable, "-u", "-m", options.module, *forwarded]
-    processes: list[subprocess.Popen[bytes]] = []
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        for process, environment in enumerate(_environments(options.processes)):
-            processes.append(start(command, environment, process, options.pin))
-        printers = print_output(dict(enumerate(processes)))
-        code = _watch(processes, signals, options)
-    finally:
-        end(processes)
-    for printer in printers:
-        printer.join(STOP_SECONDS)
-    return code
+        members, rules = _members(options, forwarded)
+    except ConfigError as error:
+        say(f"{error}")
+        return 2
+    command = [sys.executable, "-u", "-m", options.module, *forwarded]
+    return Supervisor(command, members, rules, pin=options.pin, logs=options.logs).run()
+
+
+def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[list[Member], Rules]:
+    if options.runtimes:
+        members = roles_apart(options.standbys)
+        rules = Rules(range(1, len(members)), RUNTIME_SECONDS, hopeless=(1, 2))
+        return with_peers(members) if options.peers else members, rules
+    if options.fleet:
+        deployment = deployment_for(forwarded)
+        members = fleet_of(deployment, options.processes, options.apart, options.standbys)
+        if options.peers:
+            members = [members[0], *with_peers(members[1:])]
+        return members, Rules(
+            range(len(members)) if options.restart else (), options.restart_seconds
+        )
+    members = runtime_of(options.processes, Member("deployment", [], 0))
+    return members, Rules(grace=options.grace, followers=FOLLOWER_SECONDS)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="launch/local.py",
+        prog="jaxserve launch --target local",
         description="Starts one deployment as several processes on this host.",
         epilog="All other arguments go to every process.",
         allow_abbrev=False,
@@ -149,56 +161,6 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.pin and not hasattr(os, "sched_setaffinity"):
         parser.error("--pin: this system cannot pin a process to a core")
     return options, forwarded
-
-
-def _environments(processes: int) -> list[dict[str, str]]:
-    """One environment a process: its number, the two addresses, a secret of this run."""
-    coordinator, control = free_ports(2)
-    shared = {
-        **os.environ,
-        "JAXSERVE_PROCESSES": str(processes),
-        "JAXSERVE_COORDINATOR": f"127.0.0.1:{coordinator}",
-        "JAXSERVE_CONTROL": f"127.0.0.1:{control}",
-        "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16),
-    }
-    return [{**shared, "JAXSERVE_PROCESS_ID": str(process)} for process in range(processes)]
-
-
-def _watch(
-    processes: Sequence[subprocess.Popen[bytes]], signals: list[int], options: argparse.Namespace
-) -> int:
-    """Waits until all have ended or the grace after the first end is over.
-
-    Passes signals to the leader. Returns the leader's exit code, or 128 + signal.
-    """
-    deadline = float("inf")
-    ended: set[int] = set()
-    told = 0
-    while len(ended) < len(processes):
-        if signals:
-            number, told = signals.pop(0), told + 1
-            if told > 2:
-                say("ending everything")
-                break
-            say(f"{signal.Signals(number).name}: telling process 0")
-            processes[0].send_signal(number)
-        for process, child in enumerate(processes):
-            if process in ended or child.poll() is None:
-                continue
-            ended.add(process)
-            if child.returncode:
-                say(f"process {process} ended with {describe(child.returncode)}")
-            grace = options.grace if process else FOLLOWER_SECONDS
-            deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
-            late = sorted(set(range(len(processes))) - ended)
-            say(f"still there: process {', '.join(map(str, late))}; ending what is left")
-            break
-        time.sleep(0.05)
-    code = processes[0].poll()
-    if code is None:
-        return 1
-    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":
