@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.checkpoint.families import FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
 RUNTIMES = {"colocated_runtime", "cell_runtime", "domain_runtime"}
@@ -164,12 +166,19 @@ def test_imported_names() -> None:
 
 
 def reach(part: str) -> dict[str, str]:
-    """Source text by module, of everything that a process which plays this part can import."""
+    """Source text by module, of everything that a process which plays this part can import:
+    of the model families, which are imported by name, the one with the most code."""
     modules = [f"jaxserve.{start}" for start in PARTS[part] if source_of(f"jaxserve.{start}")]
-    if len(modules) == len(PARTS[part]):
-        return closure(*modules)
-    text = assembly(*(start for start in PARTS[part] if f"jaxserve.{start}" not in modules))
-    return closure(*modules, *imported_names(ast.parse(text)), **{ASSEMBLY: text})
+    found: dict[str, str] = {}
+    if len(modules) < len(PARTS[part]):
+        text = assembly(*(start for start in PARTS[part] if f"jaxserve.{start}" not in modules))
+        found, modules = {ASSEMBLY: text}, [*modules, *imported_names(ast.parse(text))]
+    found = closure(*modules, **found)
+    if "jaxserve.checkpoint.families" not in found:
+        return found
+    files = {place.partition(":")[0] for place in FAMILIES.values()}
+    each = [closure(f"jaxserve.checkpoint.{file}", **found) for file in files]
+    return max(each, key=lambda texts: sum(map(code_lines, texts.values())))
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -5,7 +5,16 @@ import functools
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
-from jaxserve.checkpoint.source import Source, Sources, View, matrices, matrix, vector
+from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.source import (
+    Source,
+    Sources,
+    View,
+    decoder_names,
+    matrices,
+    matrix,
+    vector,
+)
 from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, Router, decoder_layers
 
 
@@ -113,3 +122,11 @@ def latent_attention(config: ModelConfig, sizes: Attention, name: str) -> Source
             "attention.out_bias": vector(f"{name}o_proj.bias", d),
         }
     return sources
+
+
+_NAMES = functools.partial(decoder_names, attention=latent_attention)
+_OTHER_PARTS = "vision_tower.", "mm_projector."
+DEEPSEEK = Family(deepseek_config, _NAMES)
+KIMI_K25 = Family(
+    deepseek_config, functools.partial(_NAMES, outer="language_model.", ignored=_OTHER_PARTS)
+)

@@ -1,21 +1,18 @@
 """The model families, by `model_type` of config.json. A family is data: a reader of its config and
-the names of its tensors."""
+the names of its tensors.
 
-import functools
+A process imports the file of its own model's family only.
+"""
+
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.checkpoint.deepseek import deepseek_config, latent_attention
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.checkpoint.glm4_moe import glm4_moe_config
-from jaxserve.checkpoint.minimax_m2 import minimax_m2_config, minimax_m2_names
 from jaxserve.checkpoint.quantization_config import stored_format, text_part
-from jaxserve.checkpoint.qwen3 import qwen3_config
-from jaxserve.checkpoint.source import CheckpointNames, decoder_names
-from jaxserve.checkpoint.step3 import step3_config, step3_names
-from jaxserve.checkpoint.step3p5 import step3p5_config, step3p5_names
+from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.model import ModelConfig
 
 
@@ -31,26 +28,26 @@ class Family(NamedTuple):
     kv_heads: str = "num_key_value_heads"
 
 
-_STEP3 = Family(step3_config, step3_names, "moe_num_experts", "moe_top_k", "num_attention_groups")
-_STEP3P5 = Family(step3p5_config, step3p5_names, *_STEP3[2:])
-_LATENT = functools.partial(decoder_names, attention=latent_attention)
-_DEEPSEEK = Family(deepseek_config, _LATENT)
-_QWEN3 = Family(qwen3_config, decoder_names, "num_experts")
-_K25 = {"outer": "language_model.", "ignored": ("vision_tower.", "mm_projector.")}
-
-FAMILIES: dict[str, Family] = {
-    "step3_vl": _STEP3,
-    "step3_text": _STEP3,
-    "step3p5": _STEP3P5,
-    "step3p7": _STEP3P5,
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "kimi_k25": Family(deepseek_config, functools.partial(_LATENT, **_K25)),
-    "glm4_moe": Family(glm4_moe_config, decoder_names),
-    "minimax_m2": Family(minimax_m2_config, minimax_m2_names, "num_local_experts"),
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3,
+FAMILIES = {
+    "step3_vl": "step3:STEP3",
+    "step3_text": "step3:STEP3",
+    "step3p5": "step3p5:STEP3P5",
+    "step3p7": "step3p5:STEP3P5",
+    "deepseek_v3": "deepseek:DEEPSEEK",
+    "kimi_k2": "deepseek:DEEPSEEK",
+    "kimi_k25": "deepseek:KIMI_K25",
+    "glm4_moe": "glm4_moe:GLM4_MOE",
+    "minimax_m2": "minimax_m2:MINIMAX_M2",
+    "qwen3": "qwen3:QWEN3",
+    "qwen3_moe": "qwen3:QWEN3",
 }
+"""File in this folder, and name in it, of each known `model_type`'s `Family`."""
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a known `model_type`."""
+    found: Family = pkgutil.resolve_name(f"jaxserve.checkpoint.{FAMILIES[model_type]}")
+    return found
 
 
 def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:
@@ -62,7 +59,7 @@ def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
     Raises:
       CheckpointError: with every entry that is missing, of a wrong type, or not supported.
     """
-    entries, family = Entries(text_part(tree), ignored), FAMILIES[tree["model_type"]]
+    entries, family = Entries(text_part(tree), ignored), family_of(tree["model_type"])
     config = family.config(entries)
     stored = stored_format(entries)
     entries.only("hidden_act", "silu")

@@ -3,6 +3,8 @@ experts are DeepSeek-V3's."""
 
 from jaxserve.checkpoint.deepseek import all_layers
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.source import decoder_names
 from jaxserve.config.model import FFN, GQA, ModelConfig
 
 
@@ -16,3 +18,6 @@ def glm4_moe_config(entries: Entries) -> ModelConfig:
     rope = entries.rope("head_dim", heads["head_dim"], share=share)
     attention = GQA(**heads, rope=rope, qk_norm="heads" if norm else "none", qkv_bias=bias)
     return ModelConfig(**decoder, **all_layers(entries, attention, layers, dense))
+
+
+GLM4_MOE = Family(glm4_moe_config, decoder_names)

@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.checkpoint.families import FAMILIES, architecture, family_of
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
 from jaxserve.checkpoint.quantization_config import (
@@ -58,7 +58,7 @@ def read_config(
         raise CheckpointError(
             f"{path}: model_type {model_type!r} is not known; known: {', '.join(FAMILIES)}"
         )
-    family, text = FAMILIES[model_type], text_part(tree)
+    family, text = family_of(model_type), text_part(tree)
     if not text[SECTION]:
         for name in OLDER_SECTIONS:  # of AutoGPTQ and llm-awq
             if (path.parent / name).is_file():

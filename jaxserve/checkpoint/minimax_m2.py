@@ -1,6 +1,7 @@
 """MiniMax-M2, M2.1 and M2.5 (`model_type` minimax_m2): their config.json and their tensors."""
 
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import CheckpointNames, Sources, decoder_names, per_expert
 from jaxserve.config.model import FFN, GQA, ModelConfig, Router, decoder_layers
 
@@ -47,3 +48,6 @@ def minimax_m2_names(config: ModelConfig) -> CheckpointNames:
 
 def _experts(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
     return per_expert(config, ffn, f"{layer}block_sparse_moe.experts.", ("w1", "w3", "w2"))
+
+
+MINIMAX_M2 = Family(minimax_m2_config, minimax_m2_names, "num_local_experts")

@@ -3,6 +3,8 @@
 import msgspec
 
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.source import decoder_names
 from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, Router
 
 
@@ -76,3 +78,6 @@ def _window(entries: Entries, layers: int, *, all_layers: bool) -> tuple[int, fr
     elif not all_layers:
         sliding = frozenset(layer for layer, kind in enumerate(types) if kind == known[1])
     return window, sliding
+
+
+QWEN3 = Family(qwen3_config, decoder_names, "num_experts")

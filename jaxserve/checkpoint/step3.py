@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import (
     CheckpointNames,
     Source,
@@ -95,3 +96,6 @@ def step3_ffn(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
         for leaf, shape in shapes.items()
     }
     return sources | (swiglu("dense", f"{layer}share_expert.", d, ffn.d_ff) if ffn.d_ff else {})
+
+
+STEP3 = Family(step3_config, step3_names, "moe_num_experts", "moe_top_k", "num_attention_groups")

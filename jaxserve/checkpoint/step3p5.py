@@ -7,7 +7,7 @@ import msgspec
 
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.source import CheckpointNames, decoder_names
-from jaxserve.checkpoint.step3 import moe_ffn, step3_ffn
+from jaxserve.checkpoint.step3 import STEP3, moe_ffn, step3_ffn
 from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig
 
 WINDOWED = "sliding_attention"
@@ -109,3 +109,6 @@ def step3p5_names(config: ModelConfig) -> CheckpointNames:
         shared_head="transformer.shared_head",
         ignored=("vision_model.", "vit_", "model.vision_model.", "model.multi_modal_projector."),
     )
+
+
+STEP3P5 = STEP3._replace(config=step3p5_config, names=step3p5_names)

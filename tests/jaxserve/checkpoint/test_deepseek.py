@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.checkpoint.families import architecture, family_of
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
@@ -42,7 +42,7 @@ def test_no_tensor_says_what_a_missing_number_was(name: str):
 
 def test_keys_and_values_are_parts_of_one_tensor():
     """kv_b_proj holds, head by head, the rows of W^UK (16) and of W^UV (12)."""
-    attention = FAMILIES["deepseek_v3"].names(architecture(TREE)).attention[0]
+    attention = family_of("deepseek_v3").names(architecture(TREE)).attention[0]
     key, value = attention["attention.key_up"], attention["attention.value_up"]
     assert key.names == value.names == ("model.layers.0.self_attn.kv_b_proj.weight",)
     assert key.shapes == value.shapes == ((4 * 28, 32),)

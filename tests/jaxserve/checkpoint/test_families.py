@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.checkpoint.families import architecture, family_of
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.source import CheckpointNames
@@ -40,7 +40,7 @@ def read(tree: dict[str, Any], *ignored: str) -> ModelConfig:
 
 
 def names_of(tree: dict[str, Any]) -> CheckpointNames:
-    return FAMILIES[tree["model_type"]].names(read(tree))
+    return family_of(tree["model_type"]).names(read(tree))
 
 
 def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.checkpoint.families import architecture, family_of
 from jaxserve.checkpoint.source import Source
 from jaxserve.config.load import load_deployment
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
@@ -78,7 +78,7 @@ class Layer:
 
     def __init__(self, model: Model, options: Options = Options()):  # noqa: B008
         tree = model.config()
-        family = FAMILIES[tree["model_type"]]
+        family = family_of(tree["model_type"])
         config = architecture(tree)
         deployment = load_deployment(
             Path(__file__).parent,
