@@ -245,6 +245,10 @@ class Server(Section, frozen=True):
     request_templates: bool = False
     """Whether requests may bring a chat template of their own (`chat_template`). It runs with
     limits, but takes time of the process that renders for all."""
+    unknown_fields: Literal["warn", "refuse"] = "warn"
+    """Fields of HTTP requests that this server does not know: they are left out, and the log names
+    each once; or the request is refused. Fields of other servers that would change the answer are
+    always refused, by name."""
     processes: Annotated[int, Meta(ge=0, le=64)] = 0
     """Processes of their own for gRPC and HTTP, which share the ports; 0: threads of the engine's
     process, which is best for few streams. One suffices for some thousand streams."""

@@ -116,6 +116,7 @@ class LocalFaces:
                 socket_path=server.http_socket,
                 cors_origins=server.cors_origins,
                 request_templates=server.request_templates,
+                unknown_fields=server.unknown_fields == "warn",
                 messages_a_second=messages_a_second,
             )
 

@@ -59,6 +59,7 @@ class App:
         if scope["type"] != "http":
             return
         exchange = HttpExchange(scope, receive, send)
+        exchange.left_out = self._service.left_out
         scope["app"], scope["exchange"] = self, exchange
         try:
             try:

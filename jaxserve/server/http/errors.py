@@ -138,10 +138,10 @@ def http_error(error: Exception, request_id: str) -> HttpError:
             return HttpError(500, f"internal error; request {request_id}", code="internal")
 
 
-_PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
-_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
+STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
 MAX_KEYS = 8
 """Wrong keys that are shown."""
 MAX_SHOWN = 60
@@ -161,11 +161,11 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequestError("body", f"is no JSON: {message}")
     path, of_key = "", False
-    if place := _PLACE.search(message):
+    if place := PLACE.search(message):
         message, path = message[: place.start()], place["path"]
         of_key = place[0].startswith(" - at `key` in")
     field = path.removeprefix(".").replace("[...]", "")  # msgspec's word for any key
-    if unknown := _UNKNOWN.match(message):
+    if unknown := UNKNOWN.match(message):
         name = unknown["name"][:MAX_SHOWN]
         return InvalidRequestError(f"{field}.{name}" if field else name, "is not known here")
     if missing := _MISSING.match(message):
@@ -188,7 +188,7 @@ def _wrong_keys(body: bytes, path: str) -> str:
 def _at(body: bytes, path: str) -> Any:
     """The value at msgspec's path; raises LookupError, TypeError where that leads nowhere."""
     value: Any = msgspec.json.decode(body)
-    for step in _STEP.finditer(path):
+    for step in STEP.finditer(path):
         value = value[step["name"] if step["name"] is not None else int(step["index"])]
     return value
 

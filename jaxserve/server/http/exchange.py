@@ -8,7 +8,7 @@ cancelled when its client disconnects. Made by `app.py` for every request.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.errors import ErrorForm, HttpError, decoding_error
+from jaxserve.server.http.foreign_fields import understood
+from jaxserve.server.http.requests import Strict
 from jaxserve.text.generation import checked_request_id, new_request_id
 
 MAX_HEADERS = 100
@@ -65,6 +67,8 @@ class HttpExchange:
       log: further fields of the access log.
       reason: code of the error that ended it; None without one.
       error_form: whose API it calls, as errors are written.
+      left_out: called with the name of an unknown field of the body; None: only our own
+        fields are taken.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
@@ -78,6 +82,7 @@ class HttpExchange:
         self.log: dict[str, Any] = {}
         self.reason: str | None = None
         self.error_form: ErrorForm = "openai"
+        self.left_out: Callable[[str], None] | None = None
         self.arrival = time.monotonic()
         self._receive = receive
         self._send = send
@@ -124,6 +129,11 @@ class HttpExchange:
                 fields = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
                 self.asked = f"{self.scope['path']}\n".encode() + fields
             return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            # Bodies of this server's own routes are strict.
+            if self.left_out is None or not issubclass(kind, Strict):
+                raise decoding_error(error, body) from None
+            return understood(body, kind, self.left_out)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise decoding_error(error, body) from None
 

@@ -63,6 +63,7 @@ class HttpServer(LoopThread):
       socket_path: of a Unix socket to listen on instead; empty: none.
       cors_origins: whose web pages may call; `*`: all.
       request_templates: whether requests may bring a chat template.
+      unknown_fields: whether unknown fields of requests are left out.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
     """
 
@@ -82,6 +83,7 @@ class HttpServer(LoopThread):
         socket_path: str = "",
         cors_origins: Sequence[str] = (),
         request_templates: bool = False,
+        unknown_fields: bool = False,
         messages_a_second: float = MESSAGES_A_SECOND,
     ):
         super().__init__("HTTP")
@@ -96,7 +98,7 @@ class HttpServer(LoopThread):
         self._share_port = share_port
         self._socket_path = socket_path
         self._cors_origins = list(cors_origins)
-        self._request_templates = request_templates
+        self._request_templates, self._unknown_fields = request_templates, unknown_fields
         self._messages_a_second = messages_a_second
 
     def open(
@@ -173,6 +175,7 @@ class HttpServer(LoopThread):
             self._messages_a_second,
             self._model_names,
             request_templates=self._request_templates,
+            unknown_fields=self._unknown_fields,
         )
         config = uvicorn.Config(
             self._application(),

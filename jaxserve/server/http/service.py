@@ -6,6 +6,7 @@ Made by `server.py`, used by the handlers. Knows no routes and no bodies.
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from jaxserve.text.output import GenerationOutput
 
 logger = logging.getLogger(__name__)
 
+MAX_TOLD, MAX_NAME = 1000, 100
+"""Most names of unknown fields that are logged, and most characters of one."""
 MAX_ACTIVE = 2048
 """Requests that are read, run or answered at a time; more are refused before they are read."""
 
@@ -39,6 +42,7 @@ class Service(FrontEnd):
       messages_a_second: see `FrontEnd`.
       model_names: what the model may be called; empty: the engine says.
       request_templates: whether requests may bring a chat template.
+      unknown_fields: whether unknown fields of requests are left out.
 
     Attributes:
       template: of chats; None where the model has none.
@@ -56,6 +60,7 @@ class Service(FrontEnd):
         model_names: Sequence[str] = (),
         *,
         request_templates: bool = False,
+        unknown_fields: bool = False,
     ):
         super().__init__(MAX_ACTIVE, max_pending_tokens, messages_a_second)
         self.template: ChatTemplate | None = None
@@ -67,6 +72,7 @@ class Service(FrontEnd):
         self._model_names = tuple(model_names)
         self._request_templates = request_templates
         self._told: set[str] = set()
+        self.left_out = self._note_unknown if unknown_fields else None
 
     def model_names(self) -> tuple[str, ...]:
         """Returns the names that requests may call the model by; the first is its name."""
@@ -117,6 +123,12 @@ class Service(FrontEnd):
         tokenizer = self.ready().tokenizer
         bos = tokenizer.bos_token_id
         return {} if bos is None else {"bos_token": tokenizer.decode([bos], special=True)}
+
+    def _note_unknown(self, name: str) -> None:
+        name = re.sub(r"\.\d+(?=\.|$)", "[]", name)
+        if name not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(name)
+            logger.warning("requests set %r, which is not known here; told once", name[:MAX_NAME])
 
     def note_ignored(self, request: SamplingFields) -> None:
         """Warns, once for each field, of what a request has set without effect."""

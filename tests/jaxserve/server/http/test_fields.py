@@ -3,9 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make
+from jaxserve.server.http.foreign_fields import understood
+from jaxserve.server.http.requests import ChatRequest
+from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig, Make
 from tests.jaxserve.text.letters import ids_of
 
 
@@ -96,3 +99,59 @@ def test_a_template_of_the_request(make_rig: Make) -> None:
         error = rig.refused("/v1/chat/completions", chat_template=wrong)
         assert error["param"] in ("chat_template", "messages")
     assert text(rig) == "one two three"
+
+
+LEFT_OUT = (
+    *("keep_alive", "num_ctx", "chat_id", "session_id", "provider", "cache_prompt", "id_slot"),
+    *("user_id", "trace", "usage", "stream_reasoning", "separate_reasoning", "custom"),
+)
+
+
+def test_unknown_fields_are_left_out_and_told_once(
+    make_rig: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(unknown_fields=True)
+    given: dict[str, Any] = dict.fromkeys(LEFT_OUT, True)
+    given |= {"stream_options": {"include_usage": None, "x": 1}, "best_of": None, "tfs_z": 1}
+    with caplog.at_level("WARNING", "jaxserve.server.http.service"):
+        for _ in range(2):
+            assert text(rig, **given) == "one two three"
+        told = sorted(record.getMessage().split("'")[1] for record in caplog.records)
+        assert told == sorted([*LEFT_OUT, "stream_options.x"])
+        for name, value in {"mirostat": 2, "images": ["x"], "separate_reasoning": False}.items():
+            assert rig.refused("/v1/chat/completions", **{name: value})["param"] == name
+
+
+def test_null_is_a_missing_field(make_rig: Make) -> None:
+    rig = make_rig(unknown_fields=True)
+    nothing = {"system": None, "tools": None, "nobody": None, "stop_sequences": None}
+    answer = rig.client.post("/v1/messages", json=RIGHT["/v1/messages"] | nothing)
+    assert answer.status_code == 200, answer.text
+    tokens = rig.client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": None})
+    assert tokens.status_code == 200, tokens.text
+    assert "messages" in rig.refused("/v1/chat/completions", messages=None)["message"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"options": {"num_predict": 2, "seed": 3}}, {"max_tokens": 2, "seed": 3}),
+        ({"max_new_tokens": 2, "num_predict": -1}, {"max_tokens": 2}),
+        ({"regex": "t[a-z]+"}, {"structured_outputs": {"regex": "t[a-z]+"}}),
+        ({"ebnf": 'start: "two"'}, {"structured_outputs": {"grammar": 'start: "two"'}}),
+        ({"format": "json"}, {"response_format": {"type": "json_object"}}),
+        ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"think": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            {"reasoning": {"effort": "low", "max_tokens": 9, "exclude": True}},
+            {"reasoning_effort": "low", "thinking_token_budget": 9, "include_reasoning": False},
+        ),
+    ],
+)
+def test_other_servers_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    base = {"messages": [{"role": "user", "content": "hi"}]}
+    body = msgspec.json.encode(base | theirs | {"stop": "x"})
+    assert understood(body, ChatRequest, pytest.fail) == msgspec.convert(
+        base | ours | {"stop": "x"}, ChatRequest
+    )
