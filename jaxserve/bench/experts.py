@@ -24,8 +24,7 @@ from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import Message
-from jaxserve.roles.expert_balancer import propose
-from jaxserve.roles.expert_moves import ExpertFacts
+from jaxserve.roles.expert_balancer import ExpertFacts, propose
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256

@@ -20,9 +20,9 @@ from jaxserve.fleet.assembly import build_cell
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
-from jaxserve.model.float_matrices import placed
+from jaxserve.model.matrix_formats import placed
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention import AttentionWorker, Cell, Workers
 from jaxserve.roles.attention_programs import (
     AttentionExecutables,

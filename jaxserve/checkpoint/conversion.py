@@ -54,8 +54,9 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
-from jaxserve.model.blocks import ModelTemplates, weight_format
+from jaxserve.model.matrix_formats import weight_format
 from jaxserve.model.module import Template
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.storage.mirror import local_folder, weight_files
 from pallas_kernels.quantize import in_bytes
 

@@ -32,8 +32,8 @@ from jaxserve.config.model import LayerKind
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import page_arrays
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
 
 PAGE = 16

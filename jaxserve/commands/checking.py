@@ -27,6 +27,7 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.link_load import check_link, link_load
+from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.storage.mirror import local_folder, weight_files
 
 
@@ -58,7 +59,7 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
-            check_capacity(models[title], worker, memory_of(worker, reported))
+            check_capacity(models[title], worker, memory_of(worker, reported), role_bytes)
         check_link(models[""], deployment)
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)

@@ -183,7 +183,8 @@ def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
     """Whether a deployment would run here: devices, then what `serve --check` says."""
     from jaxserve.checkpoint.int8_products import read_model
     from jaxserve.fleet.sizing import on_named_hardware
-    from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
+    from jaxserve.roles.capacity import check_capacity, memory_of
+    from jaxserve.roles.role_bytes import role_bytes
 
     def say(text: str, state: str = "ok") -> Finding:
         return Finding("deployments", name, text, state)
@@ -192,7 +193,7 @@ def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
         deployment = load_deployment(path)
         config = on_named_hardware(read_model(deployment)[0], deployment)
         roles = role_bytes(config, deployment)
-        check_capacity(config, deployment, memory_of(deployment))
+        check_capacity(config, deployment, memory_of(deployment), role_bytes)
     except (ConfigError, CheckpointError) as error:
         return say(str(error).splitlines()[0], "wrong")
     needed = sum(role.devices for role in roles)

@@ -14,13 +14,13 @@ from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
-from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
+from jaxserve.roles.layout import deployment_buckets
 from jaxserve.roles.program import Program
 from pallas_kernels.coverage import collect_fallbacks
 from pallas_kernels.target import target_of, use_target

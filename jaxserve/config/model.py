@@ -243,7 +243,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     represents the values of both."""
     platform: Platform = "tpu"
     """Platform that runs the ffn role, or the whole model. On CPUs float matrices lie input by
-    input, and may be narrower than the activations (`model/float_matrices.py`)."""
+    input, and may be narrower than the activations (`model/matrix_formats.py`)."""
     modules: int = 0
     """Prediction modules that are loaded; their layers are numbered behind the decoder's."""
     own_heads: bool = False

@@ -25,7 +25,7 @@ from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
     from jaxserve.engine.interface import NeededLink
-    from jaxserve.model.blocks import ModelTemplates
+    from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jaxserve.fleet.follower import Follower
     from jaxserve.fleet.leader import Leader
     from jaxserve.mesh import Submeshes
-    from jaxserve.model.blocks import ModelTemplates
+    from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
     from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
@@ -196,8 +196,8 @@ def build_cell(
     from jaxserve.mesh import has_local_devices
     from jaxserve.roles.attention import AttentionWorker, Cell, Workers
     from jaxserve.roles.attention_programs import build_attention
-    from jaxserve.roles.capacity import token_sizes
     from jaxserve.roles.ffn import FFNWorker, build_ffn
+    from jaxserve.roles.layout import token_sizes
     from jaxserve.roles.schedule import Rotation
 
     contract, sizes = Contract.of(templates.config, deployment), token_sizes(deployment)
@@ -231,9 +231,10 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     from jaxserve.fleet.attention_runtime import attention_cell
     from jaxserve.fleet.expert_control import RemoteExperts
     from jaxserve.fleet.role_runtime import open_role
-    from jaxserve.roles.capacity import deployment_buckets
+    from jaxserve.roles.attention_bytes import attention_bytes
+    from jaxserve.roles.layout import deployment_buckets
 
-    role = open_role(deployment, "attention")
+    role = open_role(deployment, "attention", attention_bytes)
     source = (options.weights or open_folder)(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
     experts = RemoteExperts(client.ask) if role.config.experts else None
@@ -245,7 +246,7 @@ def _whole(
     deployment: Deployment, model: "OpenModel", driver: "Cell | ColocatedWorker"
 ) -> "Runtime":
     from jaxserve.engine.runtime import Runtime
-    from jaxserve.roles.capacity import deployment_buckets
+    from jaxserve.roles.layout import deployment_buckets
 
     buckets = deployment_buckets(deployment)
     return Runtime(deployment, model.config, driver, buckets, model.templates)
@@ -283,10 +284,11 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel
     from jaxserve.checkpoint.int8_products import read_model, with_int8_products
     from jaxserve.checkpoint.store import open_folder
     from jaxserve.mesh import Submeshes
-    from jaxserve.model.blocks import ModelTemplates
-    from jaxserve.model.float_matrices import placed
+    from jaxserve.model.matrix_formats import placed
+    from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.compilation import use_compilation_cache
     from jaxserve.roles.host_resources import check_memory
+    from jaxserve.roles.role_bytes import role_bytes
     from pallas_kernels.coverage import refuse_fallbacks
 
     use_compilation_cache()
@@ -299,7 +301,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel
     config = placed(config, meshes.ffn)
     attention = {device for mesh in meshes.domains for device in mesh.local_devices}
     ffn = set(meshes.ffn.local_devices)
-    check_memory(config, deployment, {"attention": attention, "ffn": ffn})
+    check_memory(config, deployment, {"attention": attention, "ffn": ffn}, role_bytes)
     templates = ModelTemplates(config, deployment, meshes)
     source = (options.weights or open_folder)(deployment, names)
     return OpenModel(config, names, meshes, templates, source)

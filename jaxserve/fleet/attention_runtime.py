@@ -12,9 +12,11 @@ from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import ReceiveAnswer, SendMessage
 from jaxserve.link.dispatch.message import answer_format
 from jaxserve.link.remote.client import MessageClient
+from jaxserve.mesh import AbstractSubmeshes
+from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.roles.attention import AttentionWorker, Cell, Workers
 from jaxserve.roles.attention_programs import build_attention
-from jaxserve.roles.capacity import token_sizes
+from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.weights import LeafSource
 from jaxserve.roles.worker import Observer
@@ -52,7 +54,8 @@ def attention_cell(
       EngineFailedError: no ffn worker came within `link.absent_seconds`.
     """
     answer = answer_format(role.contract)
-    built = build_attention(role.templates, deployment, role.mesh, source, role.names)
+    templates = AttentionTemplates(role.config, deployment, AbstractSubmeshes(deployment))
+    built = build_attention(templates, deployment, role.mesh, source, role.names)
     client = MessageClient(
         deployment.link.addresses,
         role.hello,

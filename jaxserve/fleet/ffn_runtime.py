@@ -31,7 +31,8 @@ from jaxserve.link.remote.work import MessageLanding
 from jaxserve.link.session.channel import listen
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
-from jaxserve.roles.capacity import token_sizes
+from jaxserve.mesh import AbstractSubmeshes
+from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.roles.compilation import compile_steps
 from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
@@ -43,7 +44,9 @@ from jaxserve.roles.ffn import (
     build_ffn,
     ffn_executables,
 )
+from jaxserve.roles.ffn_bytes import ffn_bytes
 from jaxserve.roles.held_weights import serve_weights
+from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import LeafSource
 
 LOOK_SECONDS = 0.1
@@ -104,7 +107,7 @@ def open_ffn(
     """
     if deployment.ffn.shrink:
         deployment = shrunk(deployment, "ffn", jax.local_device_count())
-    role = open_role(deployment, "ffn")
+    role = open_role(deployment, "ffn", ffn_bytes)
     source = open_weights(deployment, role.names, token=token)
     return message_server(role, deployment, source, token, address)
 
@@ -118,7 +121,8 @@ def message_server(
     It is ready for domains with the attention mesh and the step sizes of the deployment; for others
     it gets ready when they join.
     """
-    built = build_ffn(role.templates, deployment, role.mesh, source, role.names)
+    templates = FFNTemplates(role.config, deployment, AbstractSubmeshes(deployment))
+    built = build_ffn(templates, deployment, role.mesh, source, role.names)
     work = FFNMessages(role, deployment, *built)
     work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
     server = MessageServer(
@@ -155,10 +159,11 @@ class FFNMessages:
         self._landings = {
             role.contract.attention_devices: MessageLanding(programs.route, role.mesh)
         }
+        self._templates = programs.templates
         self._programs: dict[int, FFNPrograms] = {}
         self._worker = FFNWorker(programs, executables, weights, slots)
         self._name = secrets.token_hex(4)
-        self.experts = make_balancer(role.templates, deployment, slots)
+        self.experts = make_balancer(programs.templates, deployment, slots)
 
     def serve_weights(self, token: str) -> WeightsServer | None:
         """Hands its weights out to workers that start, where the deployment says so."""
@@ -224,6 +229,6 @@ class FFNMessages:
         if pieces not in self._programs:
             contract = self._role.contract.of_pieces(pieces)
             self._programs[pieces] = FFNPrograms(
-                self._role.templates, self._deployment, self._role.mesh, contract
+                self._templates, self._deployment, self._role.mesh, contract
             )
         return self._programs[pieces]

@@ -23,9 +23,9 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
-from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, AbstractSubmeshes, mesh_rows
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.float_matrices import placed
+from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, mesh_rows
+from jaxserve.model.matrix_formats import placed
+from jaxserve.roles.capacity import Sizes
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.host_resources import check_memory
 from pallas_kernels.coverage import refuse_fallbacks
@@ -62,7 +62,6 @@ class RoleRuntime(NamedTuple):
 
     config: ModelConfig
     names: CheckpointNames
-    templates: ModelTemplates
     mesh: Mesh
     contract: Contract
     deployment: Deployment
@@ -76,9 +75,7 @@ class RoleRuntime(NamedTuple):
         sys.setswitchinterval(SWITCH_SECONDS)
         mesh = role_mesh(deployment, role)
         config = placed(config, mesh)
-        templates = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
-        contract = Contract.of(config, deployment)
-        return cls(config, names, templates, mesh, contract, deployment, role)
+        return cls(config, names, mesh, Contract.of(config, deployment), deployment, role)
 
     @property
     def hello(self) -> Hello:
@@ -91,8 +88,11 @@ class RoleRuntime(NamedTuple):
         return make_hello(self.role, facts, versions=versions)
 
 
-def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
+def open_role(deployment: Deployment, role: Role, sizes: Sizes) -> RoleRuntime:
     """Reads the model's configuration and checks that the role's part of it fits here.
+
+    Args:
+      sizes: computes the needs of the role.
 
     Raises:
       ConfigError, CheckpointError: it does not, or is not readable.
@@ -103,7 +103,7 @@ def open_role(deployment: Deployment, role: Role) -> RoleRuntime:
     config, names = read_model(deployment)
     runtime = RoleRuntime.of(config, names, deployment, role)
     own = {role: runtime.mesh.local_devices}
-    check_memory(runtime.config, deployment, own)
+    check_memory(runtime.config, deployment, own, sizes)
     return runtime
 
 

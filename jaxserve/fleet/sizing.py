@@ -63,6 +63,7 @@ class Sizing:
     def reported(self, config: "ModelConfig", deployment: Deployment) -> "dict[Role, int | None]":
         """Bytes of a device of each role, where sizes were chosen for the devices here."""
         from jaxserve.roles.host_resources import simulated_memory
+        from jaxserve.roles.role_bytes import role_bytes
         from jaxserve.roles.sizing import DEVICE_PART, HOST_PART
 
         machine = self._machine
@@ -73,7 +74,8 @@ class Sizing:
             return {"attention": size, "ffn": size}
         config = msgspec.structs.replace(config, platform="cpu")
         devices = {role: getattr(deployment, role).devices for role in deployment.topology.roles}
-        return simulated_memory(config, deployment, devices, round(machine.memory / HOST_PART))
+        free = round(machine.memory / HOST_PART)
+        return simulated_memory(config, deployment, devices, free, role_bytes)
 
     @property
     def line(self) -> str:

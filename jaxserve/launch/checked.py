@@ -22,7 +22,8 @@ from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.slice_layout import slice_layouts
-from jaxserve.roles.capacity import GB, role_bytes
+from jaxserve.roles.capacity import GB
+from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.storage.bucket import is_url
 
 ROLES: tuple[Role, ...] = ("attention", "ffn")

@@ -22,9 +22,9 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
-from jaxserve.model.float_matrices import placed
+from jaxserve.model.matrix_formats import placed
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import (
     Copy,
@@ -35,13 +35,13 @@ from jaxserve.planner.scheduled import (
     windows,
 )
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
-from jaxserve.roles.capacity import deployment_buckets, role_bytes
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.program import Program
+from jaxserve.roles.role_bytes import role_bytes
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
 

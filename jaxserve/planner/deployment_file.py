@@ -64,15 +64,16 @@ class PlanFile(NamedTuple):
           ConfigError: the deployment does not fit on its devices; gives the numbers.
         """
         from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
+        from jaxserve.roles.role_bytes import role_bytes
 
         self.path.write_text(text, encoding="utf-8")
         try:
             deployment = load_deployment(self.path)
             loaded = self._loaded(deployment)
-            check_capacity(loaded, deployment, memory_of(deployment))
+            check_capacity(loaded, deployment, memory_of(deployment), role_bytes)
             if deployment.prefill.workers:
                 worker = deployment_of(deployment, "prefill")
-                check_capacity(loaded, worker, memory_of(worker))
+                check_capacity(loaded, worker, memory_of(worker), role_bytes)
         except ConfigError:
             self.path.unlink()
             raise
@@ -80,7 +81,7 @@ class PlanFile(NamedTuple):
     def pages_beside(self) -> int:
         """Pages of a DP group of the file's prefill workers, with most of the memory that their
         least number leaves, as `serve` counts."""
-        from jaxserve.roles.capacity import role_bytes  # imports JAX
+        from jaxserve.roles.role_bytes import role_bytes  # imports JAX
 
         whole = load_deployment(self.path)
         worker = deployment_of(whole, "prefill")

@@ -10,7 +10,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.model.ffn.traffic import deployment_row_bytes, exchange_of
+from jaxserve.model.ffn.traffic import exchange_of
+from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.measurements import read_measurements

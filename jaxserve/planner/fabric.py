@@ -10,13 +10,8 @@ far parts of a slice exchange shares the links between them. Knows hardware, not
 import math
 from typing import NamedTuple
 
-from jaxserve.model.ffn.traffic import (
-    ExchangeKind,
-    ExchangeMesh,
-    RowBytes,
-    alltoall_moves,
-    gather_moves,
-)
+from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, alltoall_moves, gather_moves
+from jaxserve.model.row_width import RowBytes
 from jaxserve.planner.hardware import Hardware
 
 

@@ -19,12 +19,12 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import by_process, role_groups
 from jaxserve.model.ffn.traffic import (
     alltoall_moves,
-    deployment_row_bytes,
     exchange_mesh,
     exchange_of,
     gather_moves,
     ranks_met,
 )
+from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.planner.fabric import rings
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.ici import Hops, SliceDevice, Torus, count

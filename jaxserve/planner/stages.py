@@ -14,15 +14,8 @@ import numpy as np
 
 from jaxserve.config.formats import scaled
 from jaxserve.config.model import Platform
-from jaxserve.model.ffn.traffic import (
-    ExchangeKind,
-    ExchangeMesh,
-    RowBytes,
-    choose,
-    ranks_met,
-    reach,
-    row_bytes,
-)
+from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
+from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
 from jaxserve.planner.fabric import (

@@ -29,17 +29,17 @@ from jaxserve.mesh import (
     expert_axes,
     ffn_rules,
 )
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.placement import home_slots, replica_table
 from jaxserve.model.ffn.traffic import ExchangeKind
-from jaxserve.model.float_matrices import placed
+from jaxserve.model.matrix_formats import placed
 from jaxserve.model.message import Message
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.preflight.layers import only_layers
 from jaxserve.preflight.outcomes import Failed, Skipped
-from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.ffn import FFNPrograms
+from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import load_leaves
 
 WIDTH = 128

@@ -33,15 +33,16 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.link.transports import opens
 from jaxserve.mesh import Submeshes, memory_limit
 from jaxserve.model.attention.kv_cache import ring_pages
-from jaxserve.model.float_matrices import placed
+from jaxserve.model.matrix_formats import placed
 from jaxserve.observe.recorder import Recorder
 from jaxserve.preflight.exchange import exchange, narrow
 from jaxserve.preflight.layers import first_of_each_kind, only_layers
 from jaxserve.preflight.leaves import DeviceLeaves, open_on_devices
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
-from jaxserve.roles.capacity import GB, role_bytes, token_sizes
+from jaxserve.roles.capacity import GB
 from jaxserve.roles.host_resources import check_memory
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, token_sizes
+from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 Found = tuple[str, dict[str, Any]]
@@ -85,7 +86,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
                 f"{part.role}.memory_gb = {written:g}, but a device has {limit / GB:.1f} GB",
                 details,
             )
-    check_memory(config, deployment, own)
+    check_memory(config, deployment, own, role_bytes)
     return "; ".join(lines), details
 
 
@@ -292,9 +293,9 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
 
 def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Runtime:
     """The model on one device of this process, in one program a step."""
-    from jaxserve.model.blocks import ModelTemplates
-    from jaxserve.roles.capacity import deployment_buckets
+    from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.colocated import ColocatedWorker, build_colocated
+    from jaxserve.roles.layout import deployment_buckets
 
     tree = msgspec.to_builtins(deployment)
     tree |= {"mode": "colocated", "domains": 1, "link": {}, "fleet": {}}
@@ -406,10 +407,11 @@ def attention_steps(deployment: Deployment, options: argparse.Namespace) -> Foun
     """Runs the decode steps of an attention worker whose ffn worker is another runtime."""
     from jaxserve.fleet.attention_runtime import attention_cell
     from jaxserve.fleet.role_runtime import open_role
-    from jaxserve.roles.capacity import deployment_buckets
+    from jaxserve.roles.attention_bytes import attention_bytes
+    from jaxserve.roles.layout import deployment_buckets
 
     begun = time.monotonic()
-    role = open_role(deployment, "attention")
+    role = open_role(deployment, "attention", attention_bytes)
     token = from_arguments(options).token
     cell, client = attention_cell(role, deployment, DeviceLeaves(), token)
     try:
@@ -424,8 +426,9 @@ def ffn_steps(deployment: Deployment, options: argparse.Namespace) -> Found:
     """Starts the ffn worker of a runtime of its own; it answers until its process is ended."""
     from jaxserve.fleet.ffn_runtime import message_server
     from jaxserve.fleet.role_runtime import open_role
+    from jaxserve.roles.ffn_bytes import ffn_bytes
 
-    role = open_role(deployment, "ffn")
+    role = open_role(deployment, "ffn", ffn_bytes)
     address, token = deployment.link.addresses[0], from_arguments(options).token
     server, _ = message_server(role, deployment, DeviceLeaves(), token, address)
     listening = server.start()

@@ -6,9 +6,10 @@ number.
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.model.ffn.traffic import ExchangeMesh
+if TYPE_CHECKING:
+    from jaxserve.model.ffn.traffic import ExchangeMesh
 
 FP32 = 4
 
@@ -78,7 +79,7 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> i
 
 
 def ffn_activations(
-    step: StepSizes, mesh: ExchangeMesh, dp: int, pieces: int, kinds: Iterable[FFNWidths]
+    step: StepSizes, mesh: "ExchangeMesh", dp: int, pieces: int, kinds: Iterable[FFNWidths]
 ) -> int:
     """Returns the bytes of activations on an ffn device, which sees the rows of all DP groups.
 

@@ -22,12 +22,11 @@ from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
-from jaxserve.roles.capacity import deployment_buckets
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
-from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.layout import BatchLayout, Bucket, deployment_buckets
 from jaxserve.roles.prediction_programs import (
     PassStart,
     enter_module,
@@ -44,7 +43,7 @@ from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, l
 class AttentionPrograms(TokenPrograms):
     """Programs of the attention mesh in a deployment with a separate ffn role."""
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
+    def __init__(self, templates: AttentionTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
         self.contract = Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
@@ -358,7 +357,7 @@ def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecut
 
 
 def build_attention(
-    templates: ModelTemplates,
+    templates: AttentionTemplates,
     deployment: Deployment,
     mesh: Mesh,
     source: LeafSource,

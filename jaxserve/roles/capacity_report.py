@@ -10,14 +10,15 @@ from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     Moved,
     alltoall_moves,
-    deployment_row_bytes,
     exchange_mesh,
     exchange_of,
     gather_moves,
     ranks_met,
 )
-from jaxserve.roles.capacity import RoleBytes, gb_text, role_bytes
+from jaxserve.model.row_width import deployment_row_bytes
+from jaxserve.roles.capacity import RoleBytes, gb_text
 from jaxserve.roles.parameters import count_parameters
+from jaxserve.roles.role_bytes import role_bytes
 
 
 def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:

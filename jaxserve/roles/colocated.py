@@ -12,14 +12,13 @@ from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.mesh import ATTENTION_RULES, COLOCATED_FFN_RULES
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
-from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
 from jaxserve.roles.drafting import Drafting, DraftingExecutables, StepEnd, drafting_executables
 from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.sampling import Finished, Sampling, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import GroupPut, KVArrays

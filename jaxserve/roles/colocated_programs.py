@@ -17,9 +17,9 @@ from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh, placed
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
@@ -36,6 +36,8 @@ _Leaves = tuple[dict[int, Any], dict[int, Any]]
 
 class ColocatedPrograms(TokenPrograms):
     """The whole step in one program: the oracle of every AFD layout, and a product."""
+
+    templates: ModelTemplates
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)

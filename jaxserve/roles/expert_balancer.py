@@ -23,11 +23,12 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.balance import rebalance, rebalance_slices
+from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.placement import (
     Placement,
     Round,
+    SlotSizes,
     aligned,
     balance_of,
     home_slots,
@@ -42,13 +43,24 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.expert_moves import Counted, ExpertFacts, LayerProposal, Proposal, ReadCounts
+from jaxserve.roles.expert_moves import Counted, LayerProposal, Proposal, ReadCounts
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.expert_view import ExpertView
 
 CLOSE = 0.02
 """How much busier, as a share of the mean, the busiest rank may be for fewer moves."""
+
+
+class ExpertFacts(msgspec.Struct, frozen=True):
+    """Sizes of the experts that can be moved, equal in every process of a deployment."""
+
+    layers: list[int]
+    sizes: SlotSizes
+    slot_bytes: int
+    """Bytes of one expert's weights in one layer."""
+    pieces: int = 1
+    """Number of pieces in which an expert is fetched."""
 
 
 def propose(
@@ -150,7 +162,7 @@ Placements = dict[int, Placement]
 """Layer → the expert of every slot."""
 
 
-def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | None:
+def expert_facts(templates: FFNTemplates, settings: Experts) -> ExpertFacts | None:
     """Returns the facts of a model's experts, or None where it has no routed ones."""
     config, sizes = templates.config, templates.slots
     if (template := templates.moe) is None:
@@ -161,7 +173,7 @@ def expert_facts(templates: ModelTemplates, settings: Experts) -> ExpertFacts | 
 
 
 def make_balancer(
-    templates: ModelTemplates,
+    templates: FFNTemplates,
     deployment: Deployment,
     slots: ExpertSlots | None,
     others: ReadCounts | None = None,

@@ -6,20 +6,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_view import ExpertView
-
-
-class ExpertFacts(msgspec.Struct, frozen=True):
-    """Sizes of the experts that can be moved, equal in every process of a deployment."""
-
-    layers: list[int]
-    sizes: SlotSizes
-    slot_bytes: int
-    """Bytes of one expert's weights in one layer."""
-    pieces: int = 1
-    """Number of pieces in which an expert is fetched."""
 
 
 class LayerProposal(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import AnyMesh, Rules, placed
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template, TemplateLeaf
@@ -64,7 +64,7 @@ def expert_bytes(template: Template, sizes: SlotSizes) -> int:
     return total // sizes.all_slots
 
 
-def move_pieces(templates: ModelTemplates, settings: Experts) -> int:
+def move_pieces(templates: FFNTemplates, settings: Experts) -> int:
     """Returns the number of pieces in which an expert is fetched, so that a device gets at most
     `experts.move_mb_per_step` between two steps. Not more than its largest leaf has rows."""
     template, tensor_ranks = templates.moe, templates.ranks[1]
@@ -95,7 +95,7 @@ class ExpertPrograms:
 
     def __init__(
         self,
-        templates: ModelTemplates,
+        templates: FFNTemplates,
         settings: Experts,
         mesh: AnyMesh,
         rules: Rules,

@@ -27,14 +27,13 @@ from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.exchange import Blocks, make_exchanges
-from jaxserve.roles.capacity import token_sizes
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
 from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
 from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, token_sizes
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
 from jaxserve.roles.worker import Passed, Stages, layers_of
@@ -52,7 +51,7 @@ class FFNPrograms:
 
     def __init__(
         self,
-        templates: ModelTemplates,
+        templates: FFNTemplates,
         deployment: Deployment,
         mesh: AnyMesh,
         contract: Contract | None = None,
@@ -176,7 +175,7 @@ def ffn_executables(programs: FFNPrograms, token_sizes: Sequence[int], get: Get)
 
 
 def build_ffn(
-    templates: ModelTemplates,
+    templates: FFNTemplates,
     deployment: Deployment,
     mesh: Mesh,
     source: LeafSource,

@@ -16,7 +16,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError, MemoryTakenError
 from jaxserve.mesh import memory_limit
-from jaxserve.roles.capacity import check_capacity, memory_of, role_bytes
+from jaxserve.roles.capacity import Sizes, check_capacity, memory_of
 
 
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -50,23 +50,27 @@ memory.stat that include nested groups."""
 
 
 def check_memory(
-    config: ModelConfig, deployment: Deployment, devices: Mapping[Role, Collection[jax.Device]]
+    config: ModelConfig,
+    deployment: Deployment,
+    devices: Mapping[Role, Collection[jax.Device]],
+    sizes: Sizes,
 ) -> None:
     """Refuses a deployment that does not fit on this process's devices.
 
     Args:
-      devices: see `available_memory`.
+      devices, sizes: see `available_memory`.
 
     Raises:
       MemoryTakenError: it would fit if other processes of this host used no memory.
       ConfigError: it would not fit in any case.
     """
     try:
-        check_capacity(config, deployment, available_memory(config, deployment, devices))
+        available = available_memory(config, deployment, devices, sizes)
+        check_capacity(config, deployment, available, sizes)
     except ConfigError as error:
-        whole = available_memory(config, deployment, devices, free=whole_host_memory())
+        whole = available_memory(config, deployment, devices, sizes, whole_host_memory())
         try:
-            check_capacity(config, deployment, whole)
+            check_capacity(config, deployment, whole, sizes)
         except ConfigError:
             raise error from None
         raise MemoryTakenError(
@@ -78,6 +82,7 @@ def available_memory(
     config: ModelConfig,
     deployment: Deployment,
     devices: Mapping[Role, Collection[jax.Device]],
+    sizes: Sizes,
     free: int | None = None,
 ) -> dict[Role, int | None]:
     """Returns the bytes that the deployment may use of a device, by role: the smaller of its own
@@ -86,6 +91,7 @@ def available_memory(
 
     Args:
       devices: devices of this process, by role.
+      sizes: computes the needs of these roles.
       free: free bytes of the host; None reads them now.
     """
     reported: dict[Role, int | None] = {}
@@ -95,7 +101,7 @@ def available_memory(
     if jax.default_backend() == "cpu" and all(size is None for size in reported.values()):
         counts = {role: len(own) for role, own in devices.items() if own}
         free = free_host_memory() if free is None else free
-        shares = simulated_memory(config, deployment, counts, free)
+        shares = simulated_memory(config, deployment, counts, free, sizes)
         silent = [role for role in shares if not getattr(deployment, role).memory_gb]
         reported |= {role: shares[role] for role in silent}
     return memory_of(deployment, reported)
@@ -150,18 +156,23 @@ def _size(path: Path) -> int | None:
 
 
 def simulated_memory(
-    config: ModelConfig, deployment: Deployment, devices: Mapping[Role, int], free: int | None
+    config: ModelConfig,
+    deployment: Deployment,
+    devices: Mapping[Role, int],
+    free: int | None,
+    sizes: Sizes,
 ) -> dict[Role, int | None]:
     """Returns the bytes of `free` that a simulated device of each role may have after the needs of
     the other devices. It is less than its own need if all together need more.
 
     Args:
       devices: number of devices of each role in this process.
+      sizes: computes the needs of these roles.
     """
     if free is None:
         return dict.fromkeys(devices)
     needed = {
-        part.role: part.total * devices.get(part.role, 0) for part in role_bytes(config, deployment)
+        part.role: part.total * devices.get(part.role, 0) for part in sizes(config, deployment)
     }
     spare = free - sum(needed.values())
     return {role: max(0, spare + needed.get(role, 0)) // count for role, count in devices.items()}

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve.config.deployment import Deployment
+
 NO_TOKEN = -2
 """Sampled in place of a token where logits are not finite (NaN or infinite)."""
 
@@ -166,3 +168,26 @@ def _cut(rows: Any, sizes: dict[str, int]) -> dict[str, Any]:
         fields[name] = rows[..., start : start + size]
         start += size
     return fields
+
+
+def step_multiple(deployment: Deployment) -> int:
+    """Returns the number that a DP group's tokens are a multiple of, so that all pieces of a
+    message are equal."""
+    return 1 if deployment.topology.has("colocated") else deployment.attention.tp
+
+
+def deployment_buckets(deployment: Deployment) -> list[Bucket]:
+    """All buckets that a step may use, ascending; tokens are rounded up to `step_multiple`."""
+    limits, multiple = deployment.scheduler, step_multiple(deployment)
+    tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
+    return [
+        Bucket(size, pages, drafts)
+        for size in tokens
+        for pages in limits.page_buckets
+        for drafts in ((0, deployment.drafts) if size > deployment.drafts > 0 else (0,))
+    ]
+
+
+def token_sizes(deployment: Deployment) -> list[int]:
+    """The sizes of steps in tokens a DP group, ascending."""
+    return sorted({bucket.tokens for bucket in deployment_buckets(deployment)})

@@ -8,8 +8,8 @@ import msgspec
 from jaxserve.config.deployment import Deployment, SchedulerLimits
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import AbstractSubmeshes
-from jaxserve.model.blocks import ModelTemplates
 from jaxserve.model.module import Template
+from jaxserve.model.templates import ModelTemplates
 
 
 class Parameters(NamedTuple):

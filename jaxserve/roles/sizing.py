@@ -13,8 +13,9 @@ from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.errors import ConfigError
-from jaxserve.roles.capacity import GB, RoleBytes, role_bytes
+from jaxserve.roles.capacity import GB, RoleBytes
 from jaxserve.roles.parameters import count_parameters
+from jaxserve.roles.role_bytes import role_bytes
 
 HOST_PART, DEVICE_PART = 0.5, 0.9
 """Part of a host's free memory, or of the memory that an accelerator reports, for a deployment. The

@@ -20,7 +20,7 @@ from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pool, page_pools
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
 from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
@@ -39,7 +39,7 @@ class StepContext(NamedTuple):
 class TokenPrograms:
     """Shapes of a step, and its first and last part on the mesh that has embedding and head."""
 
-    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
+    def __init__(self, templates: AttentionTemplates, deployment: Deployment, mesh: AnyMesh):
         self.templates = templates
         self.config = templates.config
         self.dtype = templates.dtype

@@ -13,7 +13,7 @@ from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.roles.capacity import deployment_buckets
+from jaxserve.roles.layout import deployment_buckets
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.test_domains import FFN, TOKEN, role_of
 from tests.jaxserve.layouts import COLOCATED, LAYOUTS

@@ -36,7 +36,7 @@ from pallas_kernels.grouped_matmul.routed import Choices, Order, sort_choices
 from pallas_kernels.target import current_target
 
 if TYPE_CHECKING:
-    from jaxserve.model.blocks import FFNBlock
+    from jaxserve.model.ffn.block import FFNBlock
 
 
 class Packing(Protocol):

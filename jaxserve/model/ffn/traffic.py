@@ -8,9 +8,8 @@ average it sends as many. Knows sizes, not arrays.
 from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.config.model import ModelConfig, Platform
-from jaxserve.model.row_width import result_words, row_words
+from jaxserve.model.row_width import RowBytes, deployment_row_bytes
 
 ExchangeKind = Literal["gather", "alltoall"]
 
@@ -60,18 +59,6 @@ class ExchangeMesh(NamedTuple):
     def peers(self) -> int:
         """Devices with rows of their own, which they exchange."""
         return (self.ranks * self.tensor if self.split else self.ranks) // self.instances
-
-
-class RowBytes(NamedTuple):
-    """Bytes of a row."""
-
-    packed: int
-    """Bytes of a row on its way to the experts."""
-    result: int
-    """Bytes of a result, or of a part of its sum, on its way back."""
-    added: int = 0
-    """Bytes of a part of a sum that is added up on the way, in the model's dtype; 0: same as
-    `result`."""
 
 
 class Moved(NamedTuple):
@@ -151,22 +138,6 @@ def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     return ExchangeMesh(
         ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared, ffn.instances
     )
-
-
-def row_bytes(d_model: int, top_k: int, sent: str, dtype: str, returned: str = "") -> RowBytes:
-    """Bytes of rows that a model in `dtype` sends in the format `sent`. Results return in
-    `returned`, if that has scales, else in `dtype`."""
-    size, result = FORMATS[sent].bits // 8, d_model * FORMATS[dtype].bits // 8
-    words = row_words(d_model, top_k, size, has_scale=scaled(sent))
-    if scaled(returned):
-        return RowBytes(words * size, result_words(d_model), added=result)
-    return RowBytes(words * size, result)
-
-
-def deployment_row_bytes(config: ModelConfig, deployment: Deployment) -> RowBytes:
-    """Bytes of the rows of layers with routed experts."""
-    sent, returned = deployment.dispatch_format, deployment.combine_format
-    return row_bytes(config.d_model, config.top_k, sent, deployment.dtype, returned)
 
 
 def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
 from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms

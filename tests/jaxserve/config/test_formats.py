@@ -8,8 +8,8 @@ from jaxserve.config.auto import page_tokens
 from jaxserve.config.formats import FORMATS, NumberFormat, choices, scaled, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.model.attention.kv_cache import page_arrays
-from jaxserve.model.blocks import weight_format
-from jaxserve.model.ffn.traffic import row_bytes
+from jaxserve.model.matrix_formats import weight_format
+from jaxserve.model.row_width import row_bytes
 from tests.jaxserve.config.test_topology import ROOT, compared
 from tests.jaxserve.model.attention.test_kv_cache import GROUPED
 from tests.jaxserve.planner.making import calculator

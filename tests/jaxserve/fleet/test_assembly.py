@@ -11,8 +11,7 @@ from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.fleet.assembly import build_runtime, open_engine, open_model
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.capacity import deployment_buckets
-from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.layout import FROM_DEVICE, Bucket, deployment_buckets
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised

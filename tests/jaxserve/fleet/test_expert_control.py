@@ -11,8 +11,7 @@ from jaxserve.fleet.expert_answers import answer
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.roles.actions import MoveExperts
-from jaxserve.roles.expert_balancer import ExpertBalancer
-from jaxserve.roles.expert_moves import ExpertFacts
+from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
 
 SIZES = SlotSizes(4, 2, 1)
 HOME = home_slots(SIZES)  # 0 1 -, 2 3 -

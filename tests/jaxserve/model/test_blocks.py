@@ -12,7 +12,9 @@ from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates, check_layout, expert_rows
+from jaxserve.model.blocks import check_attention
+from jaxserve.model.ffn.block import check_ffn, expert_rows
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests import golden
@@ -124,7 +126,9 @@ class TestLayoutsThatDoNotFit:
 
     def check(self, overrides, **sizes):
         config = architecture(dataclasses.replace(self.SIZES, **sizes).config())
-        check_layout(config, load_deployment(REPOSITORY, overrides))
+        deployment = load_deployment(REPOSITORY, overrides)
+        check_attention(config, deployment)
+        check_ffn(config, deployment)
 
     @pytest.mark.parametrize(
         "overrides",

@@ -7,7 +7,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import Memory, token_budget, usable
 from jaxserve.planner.models import model_config, model_folder
-from jaxserve.roles.capacity import role_bytes
+from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H800, layout
 

@@ -9,7 +9,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import cost_model, load_model, model_config
 from jaxserve.planner.stages import Calculator
-from jaxserve.roles.capacity import role_bytes
+from jaxserve.roles.role_bytes import role_bytes
 from tests import golden
 
 

@@ -6,7 +6,7 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.ffn import FFNPrograms
 from tests.jaxserve import layouts
 

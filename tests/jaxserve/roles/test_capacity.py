@@ -15,12 +15,13 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
-from jaxserve.model.blocks import ModelTemplates
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of, role_bytes
+from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
+from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.weights import zeroed
 from tests import golden
 from tests.jaxserve import layouts
@@ -241,12 +242,12 @@ class TestFit:
             workers.append(deployment_of(deployment, "prefill"))
         for worker in workers:
             assert memory_of(worker)["attention"] is not None
-            check_capacity(config, worker, memory_of(worker))
+            check_capacity(config, worker, memory_of(worker), role_bytes)
 
     def test_says_what_is_too_much_and_what_would_fit(self):
         config, deployment = load("deepseek-v3", attention_memory_gb=60, ffn_ep=4)
         with pytest.raises(ConfigError) as refused:
-            check_capacity(config, deployment, memory_of(deployment))
+            check_capacity(config, deployment, memory_of(deployment), role_bytes)
         golden.check("roles/does_not_fit.txt", f"{refused.value}\n")
 
     def test_an_expert_that_moves_needs_room(self):
@@ -261,18 +262,18 @@ class TestFit:
 
     def test_the_pages_it_names_fit(self):
         config, deployment = load("deepseek-v3", attention_memory_gb=60, cache_pages=19_131)
-        check_capacity(config, deployment, memory_of(deployment))
+        check_capacity(config, deployment, memory_of(deployment), role_bytes)
 
     @golden.table("roles/proposals.yaml")
     def test_what_would_help_is_proposed(self, name, changes, said):
         config, deployment = load(name, **changes)
         with pytest.raises(ConfigError, match=said):
-            check_capacity(config, deployment, memory_of(deployment))
+            check_capacity(config, deployment, memory_of(deployment), role_bytes)
 
     def test_memory_that_nobody_knows_is_not_checked(self):
         config, deployment = load("kimi-k2", attention_memory_gb=0, ffn_memory_gb=0, ffn_ep=1)
         assert memory_of(deployment) == {"attention": None, "ffn": None}
-        check_capacity(config, deployment, memory_of(deployment))
+        check_capacity(config, deployment, memory_of(deployment), role_bytes)
 
     @pytest.mark.parametrize("written", [0, 130])
     def test_what_devices_report_counts_where_it_is_less(self, written):
@@ -281,7 +282,7 @@ class TestFit:
         assert memory == {"attention": 100 * 10**9, "ffn": 130 * 10**9}
         message = r"of 100\.00 GB \(reported\) on each of the 8"
         with pytest.raises(ConfigError, match=message):
-            check_capacity(config, deployment, memory)
+            check_capacity(config, deployment, memory, role_bytes)
 
 
 class TestDescription:

@@ -9,12 +9,12 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.fleet.sizing import this_machine, usable_cores
-from jaxserve.roles.capacity import role_bytes
 from jaxserve.roles.host_resources import (
     free_host_memory,
     simulated_memory,
     whole_host_memory,
 )
+from jaxserve.roles.role_bytes import role_bytes
 
 POD = "kubepods.slice/pod1/abc"
 
@@ -149,11 +149,13 @@ def test_a_role_has_what_the_other_leaves():
     config = read_config(deployment.model)[0]
     attention, ffn = role_bytes(config, deployment)
     both = 2 * attention.total + ffn.total
-    assert simulated_memory(config, deployment, {"attention": 2, "ffn": 1}, both) == {
+    assert simulated_memory(config, deployment, {"attention": 2, "ffn": 1}, both, role_bytes) == {
         "attention": attention.total,
         "ffn": ffn.total,
     }
-    short = simulated_memory(config, deployment, {"attention": 2, "ffn": 1}, both - 2)
+    short = simulated_memory(config, deployment, {"attention": 2, "ffn": 1}, both - 2, role_bytes)
     assert short == {"attention": attention.total - 1, "ffn": ffn.total - 2}
-    assert simulated_memory(config, deployment, {"ffn": 1}, 1000) == {"ffn": 1000}
-    assert simulated_memory(config, deployment, {"attention": 2}, None) == {"attention": None}
+    assert simulated_memory(config, deployment, {"ffn": 1}, 1000, role_bytes) == {"ffn": 1000}
+    assert simulated_memory(config, deployment, {"attention": 2}, None, role_bytes) == {
+        "attention": None
+    }

@@ -12,7 +12,8 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import Sizing, named_machine
-from jaxserve.roles.capacity import check_capacity, role_bytes
+from jaxserve.roles.capacity import check_capacity
+from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.sizing import Machine
 from tests import golden
 
@@ -71,11 +72,11 @@ def test_a_dense_model_on_eight_chips():
     assert limits.token_buckets == [128, 512]
     assert limits.page_buckets == [20, 80, 320]
     config = read_config(deployment.model)[0]
-    check_capacity(config, deployment, {"attention": TPUS.memory, "ffn": TPUS.memory})
+    check_capacity(config, deployment, {"attention": TPUS.memory, "ffn": TPUS.memory}, role_bytes)
     more = msgspec.structs.replace(deployment.cache, pages=deployment.cache.pages + 1)
     one_more = msgspec.structs.replace(deployment, cache=more)
     with pytest.raises(ConfigError, match="does not fit"):
-        check_capacity(config, one_more, {"attention": TPUS.memory, "ffn": TPUS.memory})
+        check_capacity(config, one_more, {"attention": TPUS.memory, "ffn": TPUS.memory}, role_bytes)
 
 
 def test_kv_heads_are_not_copied():
@@ -92,7 +93,7 @@ def test_one_device_that_the_model_is_too_large_for():
     assert deployment.scheduler.max_length == 40960
     config = read_config(deployment.model)[0]
     with pytest.raises(ConfigError, match=r"weights 470\.\d\d \+ KV pages"):
-        check_capacity(config, deployment, {"attention": GPU.memory, "ffn": GPU.memory})
+        check_capacity(config, deployment, {"attention": GPU.memory, "ffn": GPU.memory}, role_bytes)
 
 
 @golden.table("roles/written_sizes.yaml")

@@ -6,7 +6,7 @@ import pytest
 from jaxserve.checkpoint.families import architecture
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import message_formats
-from jaxserve.model.ffn.traffic import deployment_row_bytes
+from jaxserve.model.row_width import deployment_row_bytes
 from tests.jaxserve import layouts
 
 

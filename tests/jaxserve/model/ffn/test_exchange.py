@@ -22,9 +22,9 @@ from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
-from jaxserve.model.blocks import FFNBlock, shared_parts
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.balance import rebalance
+from jaxserve.model.ffn.block import FFNBlock, shared_parts
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_slots, replica_table

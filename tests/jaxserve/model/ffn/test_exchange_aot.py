@@ -23,8 +23,8 @@ from jaxserve.config.model import Router as Rule
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
-from jaxserve.model.blocks import FFNBlock
 from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.block import FFNBlock
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind

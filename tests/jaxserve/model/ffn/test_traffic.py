@@ -8,11 +8,10 @@ import pytest
 
 from jaxserve.config.deployment import Deployment, FFNRole, Link
 from jaxserve.errors import ConfigError
-from jaxserve.model.blocks import check_layout
+from jaxserve.model.ffn.block import check_ffn
 from jaxserve.model.ffn.traffic import (
     ExchangeMesh,
     Moved,
-    RowBytes,
     alltoall_moves,
     choose,
     exchange_mesh,
@@ -20,8 +19,8 @@ from jaxserve.model.ffn.traffic import (
     gather_moves,
     ranks_met,
     reach,
-    row_bytes,
 )
+from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.roles.capacity_report import describe_exchange
 from tests import golden
 from tests.jaxserve.roles.test_capacity import load
@@ -124,7 +123,7 @@ def test_description_names_both():
 
 def test_refusals():
     def call(name, **changes):
-        check_layout(*load(name, ffn_exchange="alltoall", **changes))
+        check_ffn(*load(name, ffn_exchange="alltoall", **changes))
 
     golden.check_arguments("model/alltoall.txt", ConfigError, call, globals())
 

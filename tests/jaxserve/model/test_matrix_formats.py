@@ -14,9 +14,9 @@ from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
-from jaxserve.model.blocks import ModelTemplates
-from jaxserve.model.float_matrices import placed
-from jaxserve.roles.capacity import role_bytes
+from jaxserve.model.matrix_formats import placed
+from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve import layouts
 from tests.jaxserve.both_roles import load_both
 from tests.reference.tiny_step3 import write_tiny_step3

@@ -1,0 +1,57 @@
+"""Computes the bytes that the attention role takes on each of its devices."""
+
+from jax.sharding import NamedSharding
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import MLA, Attention, ModelConfig
+from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
+from jaxserve.model.blocks import AttentionTemplates
+from jaxserve.roles.activations import attention_activations, latent_width
+from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
+
+
+def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
+    """Returns the bytes on a device of the attention role; see `role_bytes`.
+
+    Raises:
+      ConfigError: the model cannot be divided over the role's mesh.
+    """
+    meshes = AbstractSubmeshes(deployment)
+    templates = AttentionTemplates(config, deployment, meshes)
+    kinds = [config.layer(layer) for layer in range(config.all_layers)]
+    blocks = [
+        (templates.embedding, 1),
+        (templates.head, 1),
+        (templates.prediction, config.modules),
+        *((template, kinds.count(kind)) for kind, template in templates.attention.items()),
+    ]
+    sharding = NamedSharding(meshes.attention, PAGES_SPEC)
+    held = {True: 0, False: 0}
+    for pool in page_pools(config, deployment):
+        arrays = [shard_bytes(array.shape, array.dtype, sharding) for array in pool.arrays]
+        held[pool.ring] += len(pool.layers) * sum(arrays)
+    part = RoleBytes(
+        "attention",
+        deployment.attention.devices,
+        block_bytes(blocks, meshes.attention, ATTENTION_RULES),
+        held[False],
+        _activations(config, deployment),
+        rings=held[True],
+    )
+    return (part,)
+
+
+def _activations(config: ModelConfig, deployment: Deployment) -> int:
+    """Bytes of a step's activations on an attention device."""
+    step, tp = step_sizes(config, deployment), deployment.attention.tp
+
+    def activations(sizes: Attention) -> int:
+        if isinstance(sizes, MLA):
+            query = sizes.nope_dim + sizes.rope_dim
+            width = latent_width(query, sizes.kv_latent, sizes.rope_dim, sizes.v_dim)
+        else:
+            width = 3 * sizes.head_dim
+        return attention_activations(step, sizes.q_heads, tp, width)
+
+    return max(map(activations, config.attentions()))
