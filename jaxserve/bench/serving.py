@@ -9,7 +9,6 @@ throughput, and goodput: the requests that met all latency targets (SLA).
 import argparse
 import asyncio
 import functools
-import html
 import itertools
 import random
 import re
@@ -33,6 +32,7 @@ from jaxserve.bench.report import (
     publish,
 )
 from jaxserve.errors import ConfigError
+from jaxserve.planner import view
 from jaxserve.planner.svg import Series, chart
 
 HELP = "load on a running server"
@@ -246,22 +246,16 @@ def _write_page(file: Path | None, outcomes: Sequence[Outcome], report: Report) 
     """Writes an HTML page with the numbers and the distributions."""
     if file is None:
         return
-    rows = "".join(
-        f"<tr><td>{html.escape(m.name)}<td align=right>{m.value:.2f}<td>{html.escape(m.unit)}"
-        for m in report.parts[0].measures
-    )
+    rows = [[m.name, f"{m.value:.2f}", m.unit] for m in report.parts[0].measures]
     charts = []
     for name, values in latencies(outcomes)._asdict().items():
         if values:
             points = [(percentile(values, p) * 1e3, float(p)) for p in range(1, 101)]
             line = Series(name, points)
             charts.append(chart(f"{name}: percent that took at most", "ms", "%", [line]))
-    where = html.escape(describe_machine(report.machine))
-    text = (
-        "<!doctype html><meta charset=utf-8><title>jaxserve bench serve</title>"
-        f"<h1>Load on a server</h1><p>{where}<table>{rows}</table>{''.join(charts)}"
-    )
+    where = describe_machine(report.machine)
+    part = view.Part(where, [["", "value", "unit"], *rows], pictures=charts)
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(view.Report("Load on a server", [part], None).page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {file}: {error.strerror}") from None

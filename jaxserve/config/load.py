@@ -68,14 +68,14 @@ def load_deployment(
             if isinstance(server.get(key), str) and server[key]:
                 server[key] = str((base / server[key]).resolve())
     for key, value in _override_items(overrides):
-        _set(tree, key, value)
+        set_key(tree, key, value)
     expand_roles(tree)
     _check_keys(tree, Deployment, "")
     drop_auto(tree)
     deployment = _converted(tree)
     if choose is not None:
         for key, value in choose(deployment, written_keys(tree)).items():
-            _set(tree, key, value)
+            set_key(tree, key, value)
         deployment = _converted(tree)
     deployment = complete(deployment)
     if deployment.prefill.workers:
@@ -156,7 +156,8 @@ def _override_items(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[
     return items
 
 
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Sets a value in its section, which is made if it is missing."""
     *parents, last = dotted.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

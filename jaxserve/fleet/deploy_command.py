@@ -1,35 +1,32 @@
 """`plan deploy`: its options, and the plan of a whole deployment. Called by `plan.py`.
 
-With `--write` it writes the deployment file, and with `--simulate` it runs that file in simulated
-time (`simulation.py`), by the `plan simulate` command that it prints.
+Every fleet that the sizer asks about runs in simulated time (`simulated`), with the same lengths
+and the same gaps between requests, so that two plans differ by what they are and not by chance. Of
+a large fleet a part is run, with its part of the requests: the router balances over a few workers
+nearly as well as over many. With `--write` the deployment file is written, and `--simulate` runs
+that file by the `plan simulate` command that is printed.
 """
 
 import argparse
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.planned_fleet import prediction, simulated
+from jaxserve.fleet.simulation import FleetSimulation
 from jaxserve.fleet.simulation_command import read_simulation
-from jaxserve.planner.advice import why_not
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.deploy import (
-    Asked,
-    Deployment,
-    Hosts,
-    NoUnitError,
-    Planned,
-    Prediction,
-    Sizer,
-    Trial,
-)
+from jaxserve.planner.deploy import Asked, Deployment, Hosts, Part, Planned, Sizer
 from jaxserve.planner.deploy_demand import Demand, Spares
+from jaxserve.planner.deploy_fleet import Fleet, Slowed
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
@@ -43,7 +40,8 @@ from jaxserve.planner.options import (
     read_hardware,
     read_searcher,
 )
-from jaxserve.planner.simulate import Progress
+from jaxserve.planner.simulate import Constant, FleetResult, Progress
+from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
@@ -51,6 +49,32 @@ UNLIMITED = 2**22
 COUNTED, LEAST_COUNTED, TOKENS = 500, 100, 500_000
 """Requests of the file's simulation that count, fewer where outputs are long, but not below a
 number; and output tokens from which they are fewer: some seconds."""
+SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50
+"""The same of a fleet that is sized, five times as many for percentiles above 95; and the steps of
+a role from which they are fewer."""
+GROUPS = 64
+"""DP groups of the prefill workers that are simulated at most."""
+SEQUENCES = 1024
+"""Sequences that decode at a time in a simulation at most."""
+ROUNDED = 0.02
+"""Share by which workers for each unit may differ in the part of a fleet that is simulated."""
+COARSE = 0.05
+"""Part of the TTFT's target that a simulated step takes at most, where it stands for several."""
+PACED_SLOTS = 4096
+PACED = {
+    "mode": "colocated",
+    "ffn.ep": None,
+    "ffn.tp": None,
+    "cache.pages": 2**24,
+    "attention.dp": 1,
+    "attention.tp": 1,
+    "scheduler.slots": PACED_SLOTS,
+    "scheduler.token_budget": PACED_SLOTS,
+    "scheduler.token_buckets": [PACED_SLOTS],
+}
+"""Keys of a domain that keeps its pace whatever the batch, with room for every sequence."""
+HOST_SECONDS = 1e-4
+"""Time of the host at every step's end, as `plan simulate` has it."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,19 +88,15 @@ def run(options: argparse.Namespace) -> int:
     asked = _asked(options, hardware, formats)
     context = round(asked.demand.requests(asked.longest, asked.page).context)
     searcher = read_searcher(options, attention, ffn, context, formats)
-    request_seconds = searcher.calculator.assumed.request_seconds
-
-    def simulate(trial: Trial) -> Prediction:
-        tell(lambda: f"simulates {trial.fleet.text} ({trial.part})")
-        return simulated(trial, request_seconds)
-
     tell = Progress()
+
+    def simulate(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
+        tell(lambda: f"simulates {fleet.text} ({part})")
+        return simulated(sizer, part, fleet, demand)
+
     sizer = Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate)
     try:
         planned = sizer.plan()
-    except NoUnitError as error:
-        print(f"error: {why_not(searcher, asked.target, error.found)}", file=sys.stderr)
-        return 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -91,6 +111,101 @@ def run(options: argparse.Namespace) -> int:
     title = f"{options.model}: {asked.text}"
     show(options, deploy_report(Shown(title, sizer, planned, prices, file_simulated, command)))
     return 0
+
+
+def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
+    """Returns the times of a fleet's requests."""
+    asked, requests, layout = sizer.asked, sizer.requests(demand), fleet.unit.layout
+    workers, units = _part(fleet, part)
+    share = workers / fleet.workers if part == "prefill" else units / fleet.units
+    # Where few sequences decode at a time, they take many steps for a few requests.
+    each = units / (demand.rate * share * fleet.pace)
+    if part == "whole" and workers and each * LEAST > 2 * SIZING_STEPS:
+        prefill = simulated(sizer, "prefill", fleet, demand)
+        decode = simulated(sizer, "decode", fleet, demand)
+        busy = {**decode.busy, "prefill": prefill.busy["prefill"]}
+        tpot = {"tpot": decode.tpot, "tpot_asked": decode.tpot_asked}
+        return msgspec.structs.replace(prefill, **tpot, busy=busy)
+    percents = asked.ttft.percent, asked.tpot.percent
+    counted = SIZING * (5 if max(percents) > 95 else 1)
+    keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests, sizer.model)
+    warm, stride, prompt, output = 0, 1, demand.prompt, demand.output
+    running: tuple[tuple[int, int], ...] = ()
+    if workers:
+        groups = fleet.worker.layout.dp
+        steps = float((requests.prompt - requests.found).mean()) / fleet.worker.chunk
+        counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
+        warm = min(counted, 2 * workers * groups)
+    if part == "prefill":
+        output = 1
+        domain: StageTimes = Constant(1, 1, fleet.pace / layout.lanes)
+        keys |= PACED
+    else:
+        most = min(SIZING_TOKENS // output, int(SIZING_STEPS / each))
+        counted = min(counted, max(LEAST, most))
+        if not workers:
+            stride = max(1, min(round(counted * each / SIZING_STEPS), output // 16))
+        if part == "whole" and not workers:  # units compute prompts, in chunks of several steps
+            stride = max(1, min(stride, int(COARSE * asked.ttft.seconds / fleet.pace)))
+            budget = stride * keys["scheduler.token_budget"]
+            keys["scheduler.token_budget"] = budget
+            keys["scheduler.token_buckets"] = [keys["scheduler.slots"], budget]
+        else:
+            length, left = requests.running(max(1, round(fleet.sequences * units / fleet.units)))
+            left = np.maximum(1, left // stride)
+            running = tuple(zip(length.tolist(), left.tolist(), strict=True))
+        output //= stride
+        if part == "decode":
+            prompt += (demand.output - output) // 2 * (stride > 1)
+            keys["fleet.domain_waiting"] = PACED_SLOTS
+        drafts = fleet.unit.pace.drafts(max(1, round(fleet.taken)))
+        domain = Slowed(sizer.times(layout, fleet.unit.hardware), drafts, stride)
+    if keys["mode"] == "afd":
+        keys["fleet.domains"] = [f"decode-{one}:1" for one in range(units)]
+        if workers:
+            keys["fleet.prefill"] = [f"prefill-{one}:1" for one in range(workers)]
+    else:
+        keys["domains"] = units
+    own = fleet.worker.hardware
+    return FleetSimulation(
+        load_deployment(Path(), {key: one for key, one in keys.items() if one is not None}),
+        FleetTraffic(
+            lengths=msgspec.structs.replace(
+                demand.lengths(asked.longest), prompt=prompt, output=output
+            ),
+            rate=demand.rate * share,
+            requests=warm + counted,
+            warm_up=warm,
+            hits=demand.hits,
+            running=running,
+            percents=percents,
+        ),
+        FleetConditions(
+            pages=sizer.link(fleet),
+            host_seconds=HOST_SECONDS,
+            request_seconds=sizer.searcher.calculator.assumed.request_seconds,
+            prefilled=part == "decode",
+            tokens_a_step=stride,
+        ),
+        domain=domain,
+        prefill=sizer.times(fleet.worker.layout, (own, own)) if workers else None,
+    ).run()
+
+
+def _part(fleet: Fleet, part: Part) -> tuple[int, int]:
+    """Workers and units that are simulated: as few as stand for the fleet, in its proportion."""
+    groups, sequences = fleet.worker.layout.dp, fleet.sequences / fleet.units
+    workers = min(fleet.workers, max(2, GROUPS // groups))
+    if part == "prefill":
+        return workers, max(1, round(fleet.units * workers / fleet.workers))
+    units = min(fleet.units, max(1, int(SEQUENCES / sequences)))
+    if part == "decode" or not fleet.workers:
+        return 0, units
+    for count in range(units, fleet.units):
+        exact = fleet.workers * count / fleet.units
+        if round(exact) >= 1 and abs(round(exact) / exact - 1) <= ROUNDED:
+            return round(exact), count
+    return fleet.workers, fleet.units
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -158,7 +273,8 @@ def _write(
 
 
 def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> list[str]:
-    """Returns the arguments of `plan` that simulate the file, in the middle of things."""
+    """Returns the arguments of `plan` that simulate the file, in the middle of things; where units
+    compute prompts, from its start."""
     demand, fleet, layout = asked.demand, made.fleet, made.plan.layout
     uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
     values = {
@@ -170,7 +286,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
         "prefix-hits": f"{demand.hits:g}",
         "requests": uncounted + max(LEAST_COUNTED, min(COUNTED, TOKENS // demand.output)),
         "uncounted": uncounted,
-        "running": max(1, round(fleet.sequences)),
+        "running": max(1, round(fleet.sequences)) if fleet.workers else 0,
         "pages-latency": f"{1e3 * options.pages_latency:g}ms",
     }
     if layout.topology.has("ffn"):
@@ -189,10 +305,11 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
     return arguments + (["--assume", *options.assume] if options.assume else [])
 
 
-def _simulate(arguments: list[str], asked: Asked) -> Prediction:
+def _simulate(arguments: list[str], asked: Asked) -> FleetResult:
     """Runs the `plan simulate` command that the plan prints."""
     parser = Parser()
     add_command(parser, "simulate")
     options = parser.parse_args(arguments[1:])
-    ready = read_simulation(options, load_deployment(options.config, options.set))
-    return prediction(ready.simulation, asked)
+    deployment = load_deployment(options.config, options.set)
+    percents = asked.ttft.percent, asked.tpot.percent
+    return read_simulation(options, deployment, percents).simulation.run()

@@ -31,6 +31,7 @@ from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, 
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.planner.simulate import (
+    FleetResult,
     Progress,
     SimulatedEngine,
     Times,
@@ -45,37 +46,6 @@ RUNNING, OWN = "running ", 2**29
 """Beginning of the ids of sequences that run at the start, and the first of their token ids."""
 LEAST_TOKENS = 8
 """Tokens after which a request that has not ended has a pace."""
-
-
-class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulated fleet.
-
-    Attributes:
-      seconds: simulated, from the first counted arrival to the last token.
-      finished: requests.
-      refused: requests that the router did not take.
-      tokens_per_second: of all domains.
-      ttft: from a request's arrival at the router to its first token.
-      tpot: between the tokens of a request, over those with two and more.
-      waits: by role, the seconds that a request waited: for a prefill worker ("prefill") and for a
-        domain ("domain"), at the router and in the worker's queue; for the pages link and its bytes
-        ("pages").
-      replays: requests that went on elsewhere because their worker was lost.
-      found: part of the prompts' tokens that prefill workers found in their prefix caches.
-      busy: by role, the share of the time in which its devices attend ("prefill", "domain"; where
-        they are colocated, or run the FFN), and of the domains' ffn worker ("ffn").
-    """
-
-    seconds: float
-    finished: int
-    refused: int
-    tokens_per_second: float
-    ttft: Times | None
-    tpot: Times | None
-    waits: dict[str, Times | None]
-    busy: dict[str, float]
-    replays: int = 0
-    found: float = 0.0
 
 
 class _Seen(msgspec.Struct):
@@ -163,14 +133,15 @@ class FleetSimulation:
         """Simulates until every request has ended; with `running`, has had its first token."""
         workers, tell = self._workers.items(), Progress()
         # Without prefill workers, sequences go to domains at once.
+        found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
+        for worker in self._computing() if found else ():
+            for prefix in range(self._traffic.prefixes):
+                worker.engine.warm([SHARED + prefix] * found)
         for name, worker in ((n, w) for n, w in workers if w.role == "domain"):
             self._join(name, worker)
         for number, (length, left) in enumerate(self._traffic.running):
             self._submit(f"{RUNNING}{number}", [OWN + number] * length, left, whole=True)
-        found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
         for name, worker in ((n, w) for n, w in workers if w.role == "prefill"):
-            for prefix in range(self._traffic.prefixes if found else 0):
-                worker.engine.warm([SHARED + prefix] * found)
             self._join(name, worker)
         for number, at in enumerate(self._arrivals()):
             self._at(at, functools.partial(self._arrive, number))
@@ -178,6 +149,12 @@ class FleetSimulation:
             while not (self._traffic.running and not self._without_token) and self._turn():
                 tell(lambda: f"{self._now:.1f} s simulated, {self._without_token} requests to come")
         return self._result()
+
+    def _computing(self) -> list[_Worker]:
+        """Workers that compute prompts: prefill workers, or the domains of a fleet without any."""
+        workers = self._workers.values()
+        prefill = [worker for worker in workers if worker.role == "prefill"]
+        return prefill or ([] if self._conditions.prefilled else [*workers])
 
     def _arrivals(self) -> list[float]:
         """Times of the requests, at exactly the rate on the mean."""
@@ -323,9 +300,8 @@ class FleetSimulation:
         """When so many tokens' entries have crossed that are asked for now."""
         if not tokens:
             return self._now
-        link = self._conditions.pages
         free = max(self._now, *(self._link_free.get(end, 0.0) for end in (prefill, domain)))
-        done = free + link.latency + link.seconds_per_token * tokens
+        done = free + self._conditions.pages.seconds(tokens)
         self._link_free[prefill] = self._link_free[domain] = done
         return done
 
@@ -378,8 +354,8 @@ class FleetSimulation:
                     seen = self._seen[name]
                     seen.last, seen.tokens = request.last_at, len(request.emitted)
             paced = [seen for seen in self._seen.values() if seen.tokens > LEAST_TOKENS]
-        several = [seen for seen in paced if seen.tokens > 1]
-        return ttft, [(seen.last - seen.first) / (seen.tokens - 1) for seen in several]
+        steps, several = self._conditions.tokens_a_step, [s for s in paced if s.tokens > 1]
+        return ttft, [(s.last - s.first) / (s.tokens - 1) / steps for s in several]
 
     def waits(self) -> dict[str, list[float]]:
         """Seconds that each request that counts waited, as `FleetResult.waits`."""
@@ -399,7 +375,11 @@ class FleetSimulation:
         counted = self._counted()
         begin = min((seen.arrival for seen in counted), default=0.0)
         end = max((seen.last for seen in counted), default=0.0)
-        ttft, tpot = self.samples()
+        samples = self.samples()
+        ttft_asked, tpot_asked = (
+            float(np.percentile(each or [0.0], percent))
+            for each, percent in zip(samples, self._traffic.percents, strict=True)
+        )
         busy: dict[str, list[float]] = {}
         for worker in self._workers.values():
             times, length = worker.engine.busy, max(self._now, 1e-12)
@@ -414,8 +394,10 @@ class FleetSimulation:
             finished=len(counted),
             refused=self._refused,
             tokens_per_second=sum(seen.tokens for seen in counted) / max(end - begin, 1e-12),
-            ttft=Times.of(ttft),
-            tpot=Times.of(tpot),
+            ttft=Times.of(samples[0]),
+            tpot=Times.of(samples[1]),
+            ttft_asked=ttft_asked,
+            tpot_asked=tpot_asked,
             waits={role: Times.of(found) for role, found in self.waits().items()},
             replays=self._coordinator.replays,
             found=self._found(),

@@ -1,88 +1,279 @@
-"""`plan simulate` of a fleet: prefill workers, the pages link and domains, with arrivals.
+"""`plan simulate`: a deployment, or a fleet with a router, in simulated time.
 
-A deployment file with `prefill.workers` is a fleet; any other is simulated by
-`planner/simulate_command.py`, whose options these are added to.
+A deployment file with `prefill.workers`, or any file with `--requests`, is a fleet with arrivals
+(`simulation.py`). Any other file is one deployment, whose lanes make a number of steps
+(`planner/simulate.py`).
 """
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import FleetResult, FleetSimulation, decode_workers
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
-from jaxserve.planner import simulate_command
+from jaxserve.fleet.simulation import FleetSimulation, decode_workers
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
+from jaxserve.observe import timeline_view
+from jaxserve.observe.timeline import steady_window, summarise, typical_steps
 from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.noise import ExpertLoads, Lengths, read_skew
 from jaxserve.planner.options import (
     jitter,
     read_deployment,
     read_scenario,
+    reader,
     seconds,
     tokens,
 )
 from jaxserve.planner.scenario import Roles, Scenario, scenario
-from jaxserve.planner.simulate_command import TIMES, check_lengths, times_row
-from jaxserve.planner.view import Part, Report, show
+from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times, Traffic
+from jaxserve.planner.view import Part, Report, show, times_row
+
+PREFILL_ELSEWHERE = (
+    "decode only: prompts come computed from elsewhere, so TTFT is the wait for a slot and a first "
+    "step; `--prefill here` computes them, `prefill.workers` in the file makes it a fleet"
+)
+PREFILL_HERE = "prompts are computed here"
+REQUESTS = 500
+"""Requests of a fleet's simulation."""
+NUMBERS = {
+    "tokens_per_second": ("tokens/s", ".0f"),
+    "tokens_per_device": ("tokens/s/device", ".1f"),
+    "sequences": ("sequences", ".0f"),
+    "context": ("context", ".0f"),
+    "finished": ("requests finished", "d"),
+    "refused": ("requests refused", "d"),
+    "replays": ("requests begun again elsewhere", "d"),
+    "preemptions": ("preemptions", "d"),
+    "found": ("prompt tokens found by prefill workers", ".1%"),
+    "attention_busy": ("attention busy", ".1%"),
+    "ffn_busy": ("ffn busy", ".1%"),
+    "dispatch_busy": ("dispatch busy", ".1%"),
+    "combine_busy": ("combine busy", ".1%"),
+    "bubble": ("bubble", ".1%"),
+    "seconds": ("simulated s", ".3f"),
+}
+"""Label and format of the results' numbers, by their names; no result has all."""
+
+
+loss = reader(
+    r"(.+)@(.*)\+(.*)",
+    "WORKER@AT+FOR, as in domain 0@20s+5s",
+    lambda worker, at, back: Loss(worker=worker, at=seconds(at), seconds=seconds(back)),
+)
+"""Reads `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
 
 
 def shared_tokens(text: str) -> int:
-    """Parses `0` or a number of tokens."""
+    """Reads `0` or a number of tokens."""
     return 0 if text == "0" else tokens(text)
 
 
-def loss(text: str) -> Loss:
-    """Parses `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
-    worker, _, times = text.rpartition("@")
-    at, _, back = times.partition("+")
-    if not worker or not back:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected WORKER@AT+FOR, as in domain 0@20s+5s")
-    return Loss(worker=worker, at=seconds(at), seconds=seconds(back))
-
-
 def run(options: argparse.Namespace) -> None:
-    """Simulates the deployment, a fleet or any other, and shows the result."""
+    """Simulates the deployment, or the fleet, and shows the result."""
     deployment = read_deployment(options)
-    if not deployment.prefill.workers:
-        return simulate_command.run(options)
-    ready = read_simulation(options, deployment)
-    result = ready.simulation.run()
-    parts = {"traffic": ready.traffic, "conditions": ready.conditions, "result": result}
-    tree = {name: msgspec.to_builtins(part) for name, part in parts.items()}
-    told = [f"{name}: {msgspec.json.encode(parts[name]).decode()}" for name in tree]
-    shown = [Part(rows=_rows(deployment, result)), Part("What went in", lines=told[:2], aside=True)]
-    return show(options, Report("A fleet, simulated", shown, tree))
+    fleet = deployment.prefill.workers or options.requests is not None
+    show(options, _fleet(options, deployment) if fleet else _alone(options))
+
+
+def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]:
+    """Returns table rows, one for each quantity: times, numbers, and more numbers."""
+    rows = [["", *Times.__struct_fields__]]
+    rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
+    if isinstance(result, FleetResult):
+        rows += [times_row(f"wait for {role} ms", found) for role, found in result.waits.items()]
+        more |= {f"{role} busy": f"{share:.1%}" for role, share in result.busy.items()}
+    numbers = {
+        label: format(getattr(result, name), form)
+        for name, (label, form) in NUMBERS.items()
+        if hasattr(result, name)
+    }
+    rows += [[name, text, "", "", "", ""] for name, text in (numbers | more).items()]
+    for stage, seen in result.seen.items() if isinstance(result, Result) else ():
+        name = f"{stage} with waiting µs"
+        rows.append([name, f"{seen.mean * 1e6:.0f}", "", "", "", f"{seen.most * 1e6:.0f} most"])
+    return rows
+
+
+def _read_loads(
+    options: argparse.Namespace, made: Scenario
+) -> tuple[ExpertLoads | None, ExpertLoads | None]:
+    """Returns how tokens fall on a deployment's ffn devices with experts at home, and, with
+    --placed, where a rebalance puts them.
+
+    Raises:
+      ConfigError: the options do not say.
+    """
+    if options.skew is None:
+        if options.placed:
+            raise ConfigError("--placed needs --skew: without, all experts are alike")
+        return None, None
+    skew = read_skew(options.skew)
+    home = made.expert_loads(skew, seed=options.seed)
+    return home, made.expert_loads(skew, seed=options.seed, placed=True) if options.placed else None
+
+
+def _lengths(options: argparse.Namespace, made: Scenario) -> Lengths:
+    """Returns the lengths of prompts and outputs.
+
+    Raises:
+      ConfigError: a sequence of mean lengths is longer than the deployment allows.
+    """
+    longest = made.deployment.scheduler.max_length
+    if options.prompt + options.output > longest:
+        raise ConfigError(
+            f"--prompt {options.prompt} and --output {options.output} exceed scheduler.max_length "
+            f"= {longest}"
+        )
+    lengths = {"prompt": options.prompt, "output": options.output}
+    return Lengths(**lengths, spread=options.spread, longest=longest)
+
+
+# ------------------------------------------------------------------------------ one deployment
+
+
+def _alone(options: argparse.Namespace) -> Report:
+    """Simulates steps of a deployment; with --placed, before and after a rebalance."""
+    if options.warm_up >= options.steps:
+        raise ConfigError(f"--warm-up {options.warm_up}: expected 0 to {options.steps - 1}")
+    made = read_scenario(options, options.prompt + options.output // 2)
+    traffic = Traffic(
+        lengths=_lengths(options, made),
+        rate=options.rate,
+        prefill=options.prefill or ("here" if options.rate else "elsewhere"),
+    )
+    afd = made.deployment.topology.has("ffn")
+    conditions = Conditions(
+        domains=options.domains or (made.deployment.domains if afd else 1),
+        steps=options.steps,
+        warm_up=options.warm_up,
+        link=options.link,
+        jitter=jitter(options),
+        host_seconds=options.host,
+        tokens_a_step=1 + options.acceptance,
+        seed=options.seed,
+    )
+    home, placed = _read_loads(options, made)
+    results = []
+    for loads in [home] if placed is None else [home, placed]:
+        simulation = Simulation(made.deployment, made.rooflines(loads), traffic, conditions)
+        result, spans = simulation.run()
+        results.append(result)
+    if options.timeline:
+        timeline_view.write(options.timeline, spans, "as simulated")
+    scope = PREFILL_ELSEWHERE if traffic.prefill == "elsewhere" else PREFILL_HERE
+    parts = {"traffic": traffic, "conditions": conditions, "result": result}
+    tree: dict[str, Any] = {"scope": scope, **msgspec.to_builtins(parts)}
+    tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
+    tree["result"]["bubble"] = result.bubble
+    more = {}
+    if home is not None and placed is not None:
+        tree["experts"] = gain = _gain((home, placed), results)
+        more = _gain_rows(gain)
+    notes = [scope]
+    if not result.steps:
+        notes.append("nothing was counted: more --steps, or fewer of --warm-up")
+    layout = made.layout
+    told = [
+        f"{conditions.domains} x {layout.attention_devices} {made.roles.attention.name} for "
+        f"attention (dp {layout.dp}, tp {layout.tp}), {layout.ffn_devices} {made.roles.ffn.name} "
+        f"for the FFN (ep {layout.ep}, tp {layout.ffn_tp}), {layout.lanes} lanes",
+        *_told(traffic=traffic, conditions=conditions, assumed=made.attention.assumed),
+    ]
+    steady = summarise(spans, steady_window(spans, typical_steps(spans)))
+    picture = timeline_view.svg(spans, steady, "as simulated")
+    shown = [
+        Part(rows=_rows(result, more), lines=notes),
+        Part("The last steps", pictures=[picture], aside=True),
+        Part("What went in", lines=told, aside=True),
+    ]
+    return Report("A deployment, simulated", shown, tree)
+
+
+def _told(**parts: msgspec.Struct) -> list[str]:
+    return [f"{name}: {msgspec.json.encode(part).decode()}" for name, part in parts.items()]
+
+
+def _gain(loads: tuple[ExpertLoads, ExpertLoads], results: list[Result]) -> dict[str, Any]:
+    """Returns figures with experts at home, and where a rebalance puts them. `balance` is the mean
+    over the most tokens of an ffn device, `tpot` the mean."""
+    figures = {
+        "balance": [one.balance for one in loads],
+        "tokens_per_second": [one.tokens_per_second for one in results],
+        "tpot": [0.0 if one.tpot is None else one.tpot.mean for one in results],
+    }
+    return {
+        name: dict(zip(("at_home", "placed"), pair, strict=True)) for name, pair in figures.items()
+    }
+
+
+def _gain_rows(gain: dict[str, Any]) -> dict[str, str]:
+    balance, rate, tpot = gain["balance"], gain["tokens_per_second"], gain["tpot"]
+    ratio = rate["placed"] / rate["at_home"] if rate["at_home"] else 0.0
+    return {
+        "balance of experts, at home": f"{balance['at_home']:.3f}",
+        "tokens/s, at home": f"{rate['at_home']:.0f}",
+        "TPOT ms, at home": f"{tpot['at_home'] * 1e3:.2f}",
+        "balance of experts, placed": f"{balance['placed']:.3f}",
+        "tokens/s, placed ÷ at home": f"{ratio:.3f}",
+    }
+
+
+# ------------------------------------------------------------------------------------- a fleet
 
 
 class Ready(NamedTuple):
     """A prepared simulation that has not run."""
 
     simulation: FleetSimulation
-    deployment: Deployment
     traffic: FleetTraffic
     conditions: FleetConditions
 
 
-def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Ready:
+def _fleet(options: argparse.Namespace, deployment: Deployment) -> Report:
+    """Simulates requests to a fleet."""
+    ready = read_simulation(options, deployment)
+    result = ready.simulation.run()
+    parts = {"traffic": ready.traffic, "conditions": ready.conditions, "result": result}
+    workers = f"{deployment.prefill.workers}, {decode_workers(deployment)}"
+    told = _told(traffic=ready.traffic, conditions=ready.conditions)
+    shown = [
+        Part(rows=_rows(result, {"prefill workers, domains": workers})),
+        Part("What went in", lines=told, aside=True),
+    ]
+    return Report("A fleet, simulated", shown, msgspec.to_builtins(parts))
+
+
+def read_simulation(
+    options: argparse.Namespace,
+    deployment: Deployment,
+    percents: tuple[float, float] = (95.0, 95.0),
+) -> Ready:
     """Prepares the simulation that the options describe.
+
+    Args:
+      percents: as in `FleetTraffic`.
 
     Raises:
       ConfigError: an option is wrong.
     """
+    count = REQUESTS if options.requests is None else options.requests
     if not options.rate:
         raise ConfigError("--rate 0: a fleet needs a rate above 0")
-    if 2 * options.uncounted >= options.requests:
-        raise ConfigError(
-            f"--uncounted {options.uncounted}: none of --requests {options.requests} are left"
-        )
+    if 2 * options.uncounted >= count:
+        raise ConfigError(f"--uncounted {options.uncounted}: none of --requests {count} are left")
     domain = read_scenario(options, options.prompt + options.output // 2)
-    prefill = _prefill(domain, options.prompt // 2, options.configs)
-    lengths = check_lengths(options, domain)
+    workers = [domain]
+    if deployment.prefill.workers:
+        workers.append(_prefill(domain, options.prompt // 2, options.configs))
+    elif options.running:
+        raise ConfigError(f"--running {options.running}: there is no prefill worker in the file")
+    lengths = _lengths(options, domain)
     demand = Demand(
         rate=options.rate, prompt=options.prompt, output=options.output, spread=options.spread
     )
@@ -91,36 +282,42 @@ def read_simulation(options: argparse.Namespace, deployment: Deployment) -> Read
     traffic = FleetTraffic(
         lengths=lengths,
         rate=options.rate,
-        requests=options.requests,
-        warm_up=options.requests // 10 if options.uncounted < 0 else options.uncounted,
+        requests=count,
+        warm_up=count // 10 if options.uncounted < 0 else options.uncounted,
         cool_down=0 if options.running else max(0, options.uncounted),
         shared=options.shared,
         prefixes=options.prefixes,
         hits=options.prefix_hits,
         running=tuple(zip(*running, strict=True)),
+        percents=percents,
     )
+    # The pages link has the rate of its slower end.
+    network = [one.roles.attention.network * one.deployment.attention.devices for one in workers]
     conditions = FleetConditions(
         request_seconds=domain.attention.assumed.request_seconds,
-        pages=_pages(domain, prefill, options),
+        pages=Handoff(
+            token_bytes=domain.attention.handed_over,
+            bytes_per_second=options.pages_gb_s * 1e9 or min(network),
+            latency=options.pages_latency,
+        ),
         host_seconds=options.host,
         jitter=jitter(options),
         seed=options.seed,
         losses=tuple(options.lose),
     )
+    times = []
+    for one in workers:
+        home, placed = _read_loads(options, one)
+        times.append(one.rooflines(placed or home))
     simulation = FleetSimulation(
         deployment,
         traffic,
         conditions,
-        domain=domain.rooflines(_loads(options, domain)),
-        prefill=prefill.rooflines(_loads(options, prefill)),
+        domain=times[0],
+        prefill=times[1] if len(times) > 1 else None,
     )
     # The report leaves out the lengths of thousands of sequences.
-    return Ready(simulation, deployment, msgspec.structs.replace(traffic, running=()), conditions)
-
-
-def _loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
-    home, placed = simulate_command.read_loads(options, made)
-    return placed or home
+    return Ready(simulation, msgspec.structs.replace(traffic, running=()), conditions)
 
 
 def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
@@ -135,33 +332,3 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
         roles = Roles(hardware, hardware, (named, named))
     assumed, measured = calculator.assumed, calculator.measured
     return scenario(made, calculator.model, domain.stored, roles, context, assumed, measured)
-
-
-def _pages(domain: Scenario, prefill: Scenario, options: argparse.Namespace) -> PagesLink:
-    """Returns the pages link, at the rate of its slower end."""
-    size = domain.attention.handed_over
-    ends = [
-        made.roles.attention.network * made.deployment.attention.devices
-        for made in (domain, prefill)
-    ]
-    speed = options.pages_gb_s * 1e9 or min(ends)
-    return PagesLink(seconds_per_token=size / speed, latency=options.pages_latency)
-
-
-def _rows(deployment: Deployment, result: FleetResult) -> list[list[str]]:
-    """Returns table rows, one for each quantity."""
-    prefill = deployment.prefill.workers
-    rows = [["", *TIMES]]
-    rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
-    rows += [times_row(f"wait for {role} ms", found) for role, found in result.waits.items()]
-    numbers = {
-        "tokens/s": f"{result.tokens_per_second:.0f}",
-        "requests finished": str(result.finished),
-        "requests refused": str(result.refused),
-        "requests begun again elsewhere": str(result.replays),
-        "prompt tokens found by prefill workers": f"{result.found:.1%}",
-        **{f"{role} busy": f"{share:.1%}" for role, share in result.busy.items()},
-        "prefill workers, domains": f"{prefill}, {decode_workers(deployment)}",
-        "simulated s": f"{result.seconds:.3f}",
-    }
-    return rows + [[name, text, "", "", "", ""] for name, text in numbers.items()]

@@ -2,19 +2,8 @@
 
 import msgspec
 
+from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.noise import Jitter, Lengths
-
-
-class PagesLink(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed at which KV pages cross between workers.
-
-    Attributes:
-      seconds_per_token: at either end, which handles one hand-off at a time.
-      latency: seconds of a hand-off beside its bytes.
-    """
-
-    seconds_per_token: float = 0.0
-    latency: float = 0.0
 
 
 class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,10 +17,11 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
       shared: tokens of a beginning that a prompt shares with others.
       prefixes: number of such beginnings, all equally frequent.
       hits: share of every prompt, beside `shared`, that is the beginning of a text common to all
-        prompts; every DP group of the prefill workers has it at the start.
+        prompts; every DP group that computes prompts has it at the start.
       running: cache lengths, and tokens still to come, of sequences that decode at the start. With
         them the simulation ends when the last request has its first token, since the fleet would go
         on; without them it begins and ends empty.
+      percents: percentiles of TTFT and TPOT that are reported beside the usual ones.
     """
 
     lengths: Lengths
@@ -44,6 +34,7 @@ class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: int = 1
     hits: float = 0.0
     running: tuple[tuple[int, int], ...] = ()
+    percents: tuple[float, float] = (95.0, 95.0)
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,12 +57,14 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       request_seconds: added to every TTFT: HTTP, the router and its messages.
       prefilled: whether prompts arrive with their KV entries although no worker computes them.
+      tokens_a_step: tokens that a sequence gains with each simulated token.
     """
 
-    pages: PagesLink = PagesLink()
+    pages: Handoff = Handoff()
     host_seconds: float = 0.0
     jitter: Jitter = Jitter()
     seed: int = 0
     losses: tuple[Loss, ...] = ()
     request_seconds: float = 0.0
     prefilled: bool = False
+    tokens_a_step: float = 1.0

@@ -6,7 +6,6 @@ Called by `__main__.py`. A deployment is refused with the reasons of `serve --ch
 import contextlib
 import io
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -48,42 +47,28 @@ def sized(deployment: Deployment, hardware: str) -> Deployment:
     `memory_gb` becomes the same part of the new device's memory, and `cache.pages` what then fits,
     at most what all sequences can fill. The same holds for prefill workers.
     """
-    changed = {role: _on(getattr(deployment, role), hardware) for role in ROLES}
-    prefill: dict[str, Any] = {
-        role: _on_keys(getattr(deployment.prefill, role), hardware) for role in ROLES
-    }
-    made = msgspec.structs.replace(
-        deployment, **changed, prefill=msgspec.structs.replace(deployment.prefill, **prefill)
-    )
+    tree = msgspec.to_builtins(deployment)
+    for part in (tree, tree["prefill"]):
+        for role in ROLES:
+            _move(part[role], hardware)
+    made = msgspec.convert(tree, Deployment)
     if made.attention.memory_gb == deployment.attention.memory_gb:
         return made
     if made.prefill.workers and "pages" in made.prefill.cache:
-        keys = made.prefill.cache | {"pages": _fitting_pages(deployment_of(made, "prefill"))}
-        prefill["cache"] = keys
-    return msgspec.structs.replace(
-        made,
-        cache=msgspec.structs.replace(made.cache, pages=_fitting_pages(made)),
-        prefill=msgspec.structs.replace(made.prefill, **prefill),
-    )
+        tree["prefill"]["cache"]["pages"] = _fitting_pages(deployment_of(made, "prefill"))
+    tree["cache"]["pages"] = _fitting_pages(made)
+    return msgspec.convert(tree, Deployment)
 
 
-def _on(section: Any, hardware: str) -> Any:
-    """Returns a role's section on this hardware, if it names any."""
-    return msgspec.convert(
-        _on_keys(msgspec.to_builtins(section), hardware), type(section), strict=False
-    )
-
-
-def _on_keys(keys: Mapping[str, Any], hardware: str) -> dict[str, Any]:
-    """Returns keys of a role with this hardware, if they name any."""
-    named, made = keys.get("hardware"), dict(keys)
+def _move(keys: dict[str, Any], hardware: str) -> None:
+    """Puts a role's keys on this hardware, if they name any."""
+    named = keys.get("hardware")
     if not named or named == hardware:
-        return made
-    made["hardware"] = hardware
+        return
+    keys["hardware"] = hardware
     if keys.get("memory_gb"):
         part = keys["memory_gb"] / load_hardware(named).memory_gb
-        made["memory_gb"] = round(part * load_hardware(hardware).memory_gb, 1)
-    return made
+        keys["memory_gb"] = round(part * load_hardware(hardware).memory_gb, 1)
 
 
 def _fitting_pages(deployment: Deployment) -> int:

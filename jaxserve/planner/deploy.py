@@ -4,9 +4,12 @@ at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
 Arithmetic gives every layout the most requests a second that it could serve, which orders the
 layouts by what they would cost at least. From the cheapest on, a simulation with the engine's own
 schedulers and the router's own policy (`fleet/planned_fleet.py`) says how many it takes; a layout
-that costs more at least than the best one costs is not looked at. No queue is approximated.
+that costs more at least than the best one costs is not simulated. Where one unit that computes
+prompts, too, meets the targets for less, that is the plan. No queue is approximated.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -15,25 +18,17 @@ import numpy as np
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
+from jaxserve.planner.advice import why_not
 from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
-from jaxserve.planner.deploy_fleet import (
-    Chunks,
-    DecodeUnit,
-    Fleet,
-    Handoff,
-    Pace,
-    PrefillWorker,
-    Slowed,
-    Tree,
-)
+from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Fleet, Handoff, Pace, PrefillWorker
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
-from jaxserve.planner.simulate import Times
-from jaxserve.planner.stage_times import Rooflines, StageTimes
+from jaxserve.planner.simulate import FleetResult
+from jaxserve.planner.stage_times import Rooflines
 
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
@@ -53,9 +48,10 @@ FURTHER = 4
 for."""
 GROWN = 8
 """Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
-WAITS = ("prefill", "domain")
 
 Part = Literal["prefill", "decode", "whole"]
+"""Part of a fleet to simulate: prefill with decode units that keep their pace; decode with computed
+prompts; or both."""
 
 
 class Hosts(NamedTuple):
@@ -101,52 +97,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a simulated fleet's requests, in seconds.
-
-    Attributes:
-      ttft_asked, tpot_asked: at the percentiles that were asked for.
-      parts: of TTFT: waiting for a prefill worker; waiting for and crossing the pages link; waiting
-        for a domain.
-      busy: share of the time, by role.
-      refused: requests that the router did not take.
-      requests: number of requests that count.
-    """
-
-    ttft: Times
-    ttft_asked: float
-    tpot: Times
-    tpot_asked: float
-    parts: dict[str, Times]
-    busy: dict[str, float]
-    refused: int
-    requests: int
-
-
-class Trial(NamedTuple):
-    """A fleet to simulate.
-
-    Attributes:
-      part: prefill with decode units that keep their pace; decode with prompts that are computed
-        already; or both.
-      domain, prefill: stage times of the two roles.
-      keys: configuration keys of the fleet's deployment.
-    """
-
-    part: Part
-    fleet: Fleet
-    demand: Demand
-    requests: Requests
-    asked: Asked
-    link: Handoff
-    keys: Tree
-    domain: StageTimes
-    prefill: StageTimes
-
-
-Simulate = Callable[[Trial], Prediction]
-
-
 class Role(NamedTuple):
     """Devices that one role rents."""
 
@@ -171,8 +121,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """A plan for a whole deployment."""
 
     fleet: Fleet
+    demand: Demand
     link: Handoff
-    prediction: Prediction
+    prediction: FleetResult
     roles: tuple[Role, ...]
 
     @property
@@ -190,17 +141,15 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         """Price in USD per month."""
         return self.dollars * MONTH
 
-    def millions(self, requests: Requests, rate: float) -> tuple[float, float]:
-        """Cost of prefill in USD per million prompt tokens, cached tokens included; and cost of
-        decoding in USD per million output tokens."""
+    def millions(self, requests: Requests) -> dict[str, float]:
+        """Cost of prefill in USD per million prompt tokens ("in"), cached tokens included; and cost
+        of decoding in USD per million output tokens ("out")."""
         prefill = sum(role.dollars for role in self.roles if role.name == "prefill")
-        hourly = prefill, self.dollars - prefill
-        tokens = requests.prompt, requests.output
-        found = (
-            dollars / 3600 / (rate * float(each.mean())) * 1e6
-            for dollars, each in zip(hourly, tokens, strict=True)
-        )
-        return next(found), next(found)
+        millions = 3600 * self.demand.rate / 1e6
+        return {
+            "in": prefill / (millions * float(requests.prompt.mean())),
+            "out": (self.dollars - prefill) / (millions * float(requests.output.mean())),
+        }
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +162,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
     best: Deployment
     found: Found
-    reasons: tuple[tuple[str, str], ...]
+    reasons: dict[str, str]
 
 
 class Sizer:
@@ -225,7 +174,7 @@ class Sizer:
       simulate: runs a fleet in simulated time.
     """
 
-    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked, simulate: Simulate):
+    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked, simulate: "Simulate"):
         self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
         self.asked, self._simulate = asked, simulate
         self._requests: dict[Demand, Requests] = {}
@@ -260,35 +209,65 @@ class Sizer:
             plan for plan in found.plans if asked.decode_devices in (0, plan.layout.devices)
         ]
         if not candidates:
-            raise NoUnitError(found)
+            raise ConfigError(why_not(self.searcher, asked.target, found))
         workers = sorted(self._workers(), key=self._least_prefill)
         if not workers:
             raise ConfigError(self._no_worker())
-        units = sorted(self._units(candidates), key=self._least_units)
-        fleet: Fleet | None = None
-        for unit in units:
-            least, name = self._least_units(unit), f"decode: {unit.layout.text}"
-            self._reasons[name] = f"at least {least:,.2f} USD an hour"
-            if fleet is not None and least >= _decode_dollars(fleet):
-                continue
-            sized = self._decoding(Fleet(workers[0], 1, unit, 1, 1.0), asked.demand)
-            if sized is None:
-                self._reasons[name] = f"no number of units meets {asked.tpot.text}"
-                continue
-            self._reasons[name] = f"{sized.units}, {_decode_dollars(sized):,.2f} USD an hour"
-            if fleet is None or _decode_dollars(sized) < _decode_dollars(fleet):
-                fleet = sized
-        if fleet is None:
-            told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
-            raise ConfigError(f"no deployment meets it: {told}")
-        best = self._cheapest(fleet, workers)
+        units = sorted(self._units(candidates), key=self._least_decode)
+        best = self._apart(units, workers)
+        for unit in () if asked.prefill_devices else units:
+            computes = unit.layout.topology.has("colocated") and not unit.layout.drafts
+            if computes and (best is None or unit.dollars < best.dollars):
+                best = self._together(Fleet(workers[0], 0, unit, 1, 1.0)) or best
         if best is None:
             raise ConfigError(
                 f"no prefill worker of up to {asked.target.max_devices} devices meets "
                 f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
                 "such a prompt with nothing else to do"
             )
-        return Planned(best=best, found=found, reasons=tuple(self._reasons.items()))
+        return Planned(best=best, found=found, reasons=self._reasons)
+
+    def _apart(self, units: list[DecodeUnit], workers: list[PrefillWorker]) -> Deployment | None:
+        """The cheapest deployment with prefill workers; None: none of them meets the TTFT.
+
+        Raises:
+          ConfigError: no number of units of any kind meets the TPOT.
+        """
+        fleet: Fleet | None = None
+        for unit in units:
+            least, name = self._least_decode(unit), f"decode: {unit.layout.text}"
+            self._reasons[name] = f"at least {least:,.2f} USD an hour"
+            if fleet is not None and least >= fleet.decode_dollars:
+                continue
+            sized = self._decoding(Fleet(workers[0], 1, unit, 1, 1.0), self.asked.demand)
+            if sized is None:
+                self._reasons[name] = f"no number of units meets {self.asked.tpot.text}"
+                continue
+            self._reasons[name] = f"{sized.units}, {sized.decode_dollars:,.2f} USD an hour"
+            if fleet is None or sized.decode_dollars < fleet.decode_dollars:
+                fleet = sized
+        if fleet is None:
+            told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
+            raise ConfigError(f"no deployment meets it: {told}")
+        return self._cheapest(fleet, workers)
+
+    def _together(self, fleet: Fleet) -> Deployment | None:
+        """The deployment of one colocated unit that computes prompts, too; None: it misses a
+        target."""
+        asked, demand = self.asked, self.asked.demand
+        name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
+        busy = Chunks(unit.layout, self.times(unit.layout, unit.hardware), CHUNKS[0])
+        prompts = demand.rate * busy.busy(self.requests(demand)) / unit.layout.dp
+        self._reasons[name] = "one is too slow for these requests"
+        if prompts + demand.rate / unit.capacity > MOST_BUSY:
+            return None
+        fleet = self._with_units(fleet, 1, demand)
+        found = self.simulated("whole", fleet, demand)
+        self._reasons[name] = (
+            f"TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2g} s, TPOT p{asked.tpot.percent:g} "
+            f"{found.tpot_asked * 1e3:.3g} ms, {unit.dollars:,.2f} USD an hour"
+        )
+        return self._deployment(fleet, demand, found) if self._meets(found) else None
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
         """Decode units of the layouts that come closest."""
@@ -327,7 +306,7 @@ class Sizer:
         layout, target = plan.layout, self.asked.tpot.seconds
         requests = self.requests(demand or self.asked.demand)
         hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
-        pace = Pace(self.searcher, layout, self._times(layout, hardware), requests)
+        pace = Pace(self.searcher, layout, self.times(layout, hardware), requests)
         room = min(self._room(plan, requests), most or plan.batch)
         slots = pace.largest(room, target)
         if not slots:
@@ -348,7 +327,7 @@ class Sizer:
         longer = requests.context / self.context
         return max(1, int(plan.batch / longer / (1 + more)))
 
-    def _least_units(self, unit: DecodeUnit) -> float:
+    def _least_decode(self, unit: DecodeUnit) -> float:
         """USD an hour of the fewest units that could do."""
         return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
@@ -391,7 +370,7 @@ class Sizer:
 
     def _worker(self, layout: Layout, chunk: int, hardware: Hardware, pages: int) -> PrefillWorker:
         requests = self.requests(self.asked.demand)
-        chunks = Chunks(layout, self._times(layout, (hardware, hardware)), chunk)
+        chunks = Chunks(layout, self.times(layout, (hardware, hardware)), chunk)
         prompt, found = requests.quantile(self.asked.ttft.percent / 100)
         capacity = layout.dp / chunks.busy(requests)
         alone = chunks.alone(prompt, found)
@@ -418,16 +397,15 @@ class Sizer:
             least = self._least_prefill(worker)[0]
             if worker.alone > self.asked.ttft.seconds:
                 reason = f"a prompt by itself takes {worker.alone:.2g} s"
-            elif left == 0 or (best is not None and least >= _prefill_dollars(best.fleet)):
+            elif left == 0 or (best is not None and least >= best.fleet.prefill_dollars):
                 reason = f"at least {least:,.2f} USD an hour"
             else:
                 left -= 1
                 made = self._sized(fleet._replace(worker=worker))
                 reason = "no number of workers meets the TTFT"
                 if made is not None:
-                    reason = (
-                        f"{made.fleet.workers}, {_prefill_dollars(made.fleet):,.2f} USD an hour"
-                    )
+                    dollars = made.fleet.prefill_dollars
+                    reason = f"{made.fleet.workers}, {dollars:,.2f} USD an hour"
                     best = made if best is None or made.dollars < best.dollars else best
             if len(self._reasons) < REASONS:
                 text = f"prefill: {worker.layout.text}, chunks of {worker.chunk}"
@@ -452,10 +430,13 @@ class Sizer:
         for _ in range(GROWN):
             found = self.simulated("whole", fleet, demand)
             if self._meets(found):
-                return self._deployment(fleet, found)
+                return self._deployment(fleet, demand, found)
             slow = found.ttft_asked > self.asked.ttft.seconds
-            waits = [found.parts[name].p95 if name in found.parts else 0.0 for name in WAITS]
-            if slow and waits[0] >= waits[1]:
+            prefill, domain = (
+                0.0 if waits is None else waits.p95
+                for waits in (found.waits.get("prefill"), found.waits.get("domain"))
+            )
+            if slow and fleet.workers and prefill >= domain:
                 fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // 10))
             else:
                 fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10), demand)
@@ -467,28 +448,12 @@ class Sizer:
 
     # ------------------------------------------------------------------------------- together
 
-    def simulated(self, part: Part, fleet: Fleet, demand: Demand) -> Prediction:
+    def simulated(self, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
         """Runs a fleet, or a part of it, in simulated time."""
-        requests, layout = self.requests(demand), fleet.unit.layout
-        times = self._times(layout, fleet.unit.hardware)
-        domain: StageTimes = times
-        if layout.drafts:
-            domain = Slowed(times, fleet.unit.pace.drafts(max(1, round(fleet.taken))))
-        own = fleet.worker.hardware
-        trial = Trial(
-            part=part,
-            fleet=fleet,
-            demand=demand,
-            requests=requests,
-            asked=self.asked,
-            link=self.link(fleet),
-            keys=fleet.keys(self.asked.longest, self.asked.page, requests, self.model),
-            domain=domain,
-            prefill=self._times(fleet.worker.layout, (own, own)),
-        )
-        return self._simulate(trial)
+        return self._simulate(self, part, fleet, demand)
 
-    def _times(self, layout: Layout, hardware: tuple[Hardware, Hardware]) -> Rooflines:
+    def times(self, layout: Layout, hardware: tuple[Hardware, Hardware]) -> Rooflines:
+        """Stage times of a layout, with its experts placed as the engine places them."""
         calculator, moe, loads = self._calculator, self._calculator.model.moe, None
         if self.searcher.skew is not None and moe is not None and layout.ep > 1:
             sizes = layout.slots(moe.experts)
@@ -510,24 +475,25 @@ class Sizer:
             token_bytes=self._calculator.handed_over,
             bytes_per_second=min(ends),
             latency=self.asked.pages_latency,
-            page=self.asked.page,
         )
 
-    def _deployment(self, fleet: Fleet, found: Prediction) -> Deployment:
-        spares, layout = self.asked.spares, fleet.unit.layout
-        a, f = fleet.unit.hardware
+    def _deployment(self, fleet: Fleet, demand: Demand, found: FleetResult) -> Deployment:
+        layout, (a, f) = fleet.unit.layout, fleet.unit.hardware
+        name = "decode" if layout.topology.has("colocated") else "attention"
         parts = [
             ("prefill", fleet.worker.hardware, fleet.workers * fleet.worker.layout.devices),
-            ("attention", a, fleet.units * layout.attention_devices),
+            (name, a, fleet.units * layout.attention_devices),
             ("ffn", f, fleet.units * layout.ffn_devices),
         ]
-        if layout.topology.has("colocated"):
-            parts = [parts[0], ("decode", *parts[1][1:])]
+        spares = self.asked.spares
         roles = tuple(
             Role(name, hardware, devices, spares.hosts(-(-devices // hardware.devices_per_host)))
             for name, hardware, devices in parts
+            if devices
         )
-        return Deployment(fleet=fleet, link=self.link(fleet), prediction=found, roles=roles)
+        return Deployment(
+            fleet=fleet, demand=demand, link=self.link(fleet), prediction=found, roles=roles
+        )
 
     def again(self, made: Deployment, demand: Demand, most: int = 0) -> Deployment | None:
         """Returns a deployment of the same kinds of workers and units for another demand; None: no
@@ -540,16 +506,17 @@ class Sizer:
         unit = self.unit(made.plan, demand, most)
         if isinstance(unit, str):
             return None
-        chunks = Chunks(old.layout, self._times(old.layout, (old.hardware,) * 2), old.chunk)
+        chunks = Chunks(old.layout, self.times(old.layout, (old.hardware,) * 2), old.chunk)
         worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests(demand)))
-        fleet = Fleet(worker, self._least_workers(worker, demand.rate), unit, 1, 1.0)
+        workers = self._least_workers(worker, demand.rate) if made.fleet.workers else 0
+        fleet = Fleet(worker, workers, unit, 1, 1.0)
         fleet = self._with_units(fleet, _ceil(demand.rate / unit.capacity), demand)
         same = (fleet.workers, fleet.units) == (made.fleet.workers, made.fleet.units)
-        if demand == self.asked.demand and not most and same and self._meets(made.prediction):
+        if demand == made.demand and not most and same and self._meets(made.prediction):
             return made
         return self._whole(fleet, demand)
 
-    def _meets(self, found: Prediction) -> bool:
+    def _meets(self, found: FleetResult) -> bool:
         asked = self.asked
         return found.ttft_asked <= asked.ttft.seconds and found.tpot_asked <= asked.tpot.seconds
 
@@ -569,38 +536,24 @@ class Sizer:
         return again
 
 
-class NoUnitError(ConfigError):
-    """No decode unit meets the TPOT; carries what the search found."""
-
-    def __init__(self, found: Found):
-        super().__init__("no decode unit meets the TPOT")
-        self.found = found
-
-
-def _prefill_dollars(fleet: Fleet) -> float:
-    return fleet.workers * fleet.worker.dollars
-
-
-def _decode_dollars(fleet: Fleet) -> float:
-    return fleet.units * fleet.unit.dollars
+Simulate = Callable[[Sizer, Part, Fleet, Demand], FleetResult]
+"""Simulates a fleet, or a part of it, for a demand that may differ from the sizer's."""
 
 
 def _ceil(number: float) -> int:
     """The least whole number not below, at least 1."""
-    return max(1, int(np.ceil(number - 1e-9)))
+    return max(1, math.ceil(number - 1e-9))
 
 
 def _fewest(meets: Callable[[int], bool], least: int) -> int | None:
     """The least number from `least` on that meets what all larger ones meet, too; None: none up to
-    `FURTHER` times as many, and a few, does."""
+    `FURTHER` times as many more, and a few, does."""
     if meets(least):
         return least
-    low, step = least, 1
-    while not meets(high := low + step):
-        low, step = high, 2 * step
-        if low > FURTHER * least + 4:
+    step = 1
+    while not meets(least + step):
+        step *= 2
+        if step > FURTHER * least + 4:
             return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(middle) else (middle, high)
-    return high
+    low = least + step // 2
+    return low + 1 + bisect_left(range(low + 1, least + step), True, key=meets)

@@ -5,17 +5,14 @@ Called by `deploy.py`. Lengths are quantiles of `noise.Lengths` instead of draws
 the same every time, and changes no more than what it is for.
 """
 
-import argparse
-import contextlib
 import math
-import re
 from statistics import NormalDist
 
 import msgspec
 import numpy as np
 
 from jaxserve.planner.noise import Lengths
-from jaxserve.planner.options import seconds
+from jaxserve.planner.options import reader, seconds, within
 
 SAMPLE = 4096
 """Requests that stand for all where no queue matters."""
@@ -93,17 +90,17 @@ class Requests(msgspec.Struct, frozen=True):
         mixed = np.random.default_rng(0).permutation(count)
         return (self.prompt[which] + done)[mixed], (self.output[which] - done)[mixed]
 
-    def quantile(self, share: float) -> tuple[int, int]:
-        """Tokens of a prompt that this share of prompts stays below, and those of it found."""
-        place = int(np.argsort(self.prompt, kind="stable")[int(share * (len(self.prompt) - 1))])
-        return int(self.prompt[place]), int(self.found[place])
+    def quantile(self, share: float, *, of_tokens: bool = False) -> tuple[int, int]:
+        """Tokens of a prompt that this share of prompts stays below, and those of it found.
 
-    def at_token(self, share: float) -> tuple[int, int]:
-        """The same of the prompt with the token that this share of all computed tokens, in the
-        order of their prompts' lengths, comes before."""
+        Args:
+          of_tokens: of all computed tokens, in the order of their prompts' lengths, this share
+            comes before the prompt's.
+        """
         order = np.argsort(self.prompt, kind="stable")
-        tokens = np.cumsum((self.prompt - self.found)[order])
-        place = int(order[np.searchsorted(tokens, share * tokens[-1])])
+        each = (self.prompt - self.found)[order] if of_tokens else np.ones(len(order))
+        before = np.cumsum(each)
+        place = int(order[np.searchsorted(before, share * before[-1])])
         return int(self.prompt[place]), int(self.found[place])
 
 
@@ -120,16 +117,12 @@ class Level(msgspec.Struct, frozen=True):
         return f"p{self.percent:g}={shown}"
 
 
-def level(text: str) -> Level:
-    """Reads `p95=2s`; a time alone is p95."""
-    name, equals, time = text.rpartition("=")
-    match = re.fullmatch(r"\s*p([0-9]{2}(?:\.[0-9]+)?)\s*", name) if equals else None
-    percent = float(match[1]) if match else 0.0
-    if equals and not 50 <= percent <= 99.9:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected a percentile from p50 to p99.9 and a time, as in p95=2s"
-        )
-    return Level(percent if equals else 95.0, seconds(time))
+level = reader(
+    r"(?:p(\d\d(?:\.\d+)?)\s*=)?(.*)",
+    "a percentile from p50 to p99.9 and a time, as in p95=2s",
+    lambda percent, time: Level(within(50, float(percent or 95), 99.9), seconds(time)),
+)
+"""Reads `p95=2s`; a time alone is p95."""
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,14 +171,9 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.count} servers of every role, as asked" if self.count else "none asked for"
 
 
-def failures(text: str) -> tuple[float, float]:
-    """Reads `1000h:12h`: hours from one failure of a server to its next, and those that it is
-    away."""
-    match = re.fullmatch(r"\s*([0-9.]+)h:([0-9.]+)h\s*", text)
-    with contextlib.suppress(ValueError):
-        if match and 0 < float(match[2]) <= float(match[1]):
-            return float(match[1]), float(match[2])
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: expected hours between a server's failures, and those that it is away, as in "
-        "1000h:12h"
-    )
+failures = reader(
+    r"([\d.]+)h:([\d.]+)h",
+    "hours between a server's failures, and those that it is away, as in 1000h:12h",
+    lambda between, away: (float(between), within(1e-9, float(away), float(between))),
+)
+"""Reads `1000h:12h`: hours from one failure of a server to its next, and those that it is away."""

@@ -6,6 +6,7 @@ a prompt of its own, and all groups step together, because the experts are divid
 decode unit decodes by itself: an attention and an ffn role together, or a colocated worker.
 """
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import msgspec
@@ -80,11 +81,6 @@ class DecodeUnit(NamedTuple):
         return self.layout.dp * self.layout.lanes
 
     @property
-    def sequences(self) -> int:
-        """Most concurrent sequences."""
-        return self.lanes * self.slots
-
-    @property
     def dollars(self) -> float:
         """Price in USD per hour."""
         a, f = self.hardware
@@ -95,15 +91,8 @@ class DecodeUnit(NamedTuple):
         law); at most the slots."""
         taken = 1.0
         for _ in range(12):
-            taken, before = (
-                min(
-                    rate * output * self.pace.seconds(max(1, round(taken))) / self.lanes,
-                    float(self.slots),
-                ),
-                taken,
-            )
-            if abs(taken - before) < 0.5:
-                break
+            pace = self.pace.seconds(max(1, round(taken)))
+            taken = min(rate * output * pace / self.lanes, float(self.slots))
         return taken
 
 
@@ -146,15 +135,7 @@ class Pace:
 
     def largest(self, room: int, tpot: float) -> int:
         """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
-        if self.seconds(1) > tpot:
-            return 0
-        if self.seconds(room) <= tpot:
-            return room
-        low, high = 1, room
-        while high - low > max(1, low // 50):
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.seconds(middle) <= tpot else (low, middle)
-        return low
+        return bisect_right(range(1, room + 1), tpot, key=self.seconds)
 
 
 def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
@@ -214,7 +195,8 @@ class Chunks:
     def busy(self, requests: Requests) -> float:
         """Mean seconds of a DP group for a request, with all groups busy."""
         chunks = float((requests.prompt - requests.found).mean()) / self._chunk
-        prompts = (requests.at_token((n + 0.5) / QUANTILES) for n in range(QUANTILES))
+        shares = ((n + 0.5) / QUANTILES for n in range(QUANTILES))
+        prompts = (requests.quantile(share, of_tokens=True) for share in shares)
         return chunks * float(
             np.mean([self._mean(self._layout.dp, found, prompt) for prompt, found in prompts])
         )
@@ -231,25 +213,54 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       token_bytes: bytes of a token's entries in all layers.
-      bytes_per_second: rate of the slower end, for one worker.
+      bytes_per_second: rate of the slower end, for one worker, which does one hand-off at a time.
       latency: seconds of a hand-off in addition to the time of its bytes.
-      page: tokens of a page; whole pages cross, without the prompt's last token.
     """
 
-    token_bytes: float
-    bytes_per_second: float
-    latency: float
-    page: int
+    token_bytes: float = 0.0
+    bytes_per_second: float = 1.0
+    latency: float = 0.0
 
-    def tokens(self, requests: Requests) -> float:
-        """Mean tokens that cross for a request."""
-        return float(((requests.prompt - 1) // self.page * self.page).mean())
+    def seconds(self, tokens: int) -> float:
+        """Time that a hand-off of these tokens keeps both ends busy."""
+        return self.latency + tokens * self.token_bytes / self.bytes_per_second
+
+
+def unit_keys(
+    layout: Layout, slots: int, longest: int, page: int, pages: int, domains: int = 1
+) -> Tree:
+    """Configuration keys, dotted, of a decode unit's meshes, cache and scheduler; None: not set.
+
+    Args:
+      slots: sequences of a DP group and lane.
+      longest: most tokens of a sequence.
+      page: tokens of a page.
+      pages: pages of a DP group.
+      domains: runtimes that the DP groups are divided over.
+    """
+    colocated, budget = layout.topology.has("colocated"), token_budget(slots, layout.drafts)
+    return {
+        "mode": "colocated" if colocated else "afd",
+        "lanes": layout.lanes,
+        "domains": domains if domains > 1 else None,
+        "attention.dp": layout.dp // domains,
+        "attention.tp": layout.tp,
+        "ffn.ep": None if colocated else layout.ep,
+        "ffn.tp": None if colocated else layout.ffn_tp,
+        "cache.page_size": page,
+        "cache.pages": pages,
+        "scheduler.slots": slots,
+        "scheduler.max_length": longest,
+        "scheduler.token_budget": budget,
+        "scheduler.token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
+    }
 
 
 class Fleet(NamedTuple):
     """The workers and units that are rented, without spares.
 
     Attributes:
+      workers: prefill workers; 0: the units compute prompts themselves.
       taken: sequences of a DP group and lane that decode at a time.
     """
 
@@ -263,6 +274,16 @@ class Fleet(NamedTuple):
     def text(self) -> str:
         """Numbers of workers and units."""
         return f"{self.workers} prefill workers and {self.units} decode units"
+
+    @property
+    def prefill_dollars(self) -> float:
+        """Price of the prefill workers in USD per hour."""
+        return self.workers * self.worker.dollars
+
+    @property
+    def decode_dollars(self) -> float:
+        """Price of the decode units in USD per hour."""
+        return self.units * self.unit.dollars
 
     @property
     def sequences(self) -> float:
@@ -282,70 +303,64 @@ class Fleet(NamedTuple):
         return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
 
     def keys(self, longest: int, page: int, requests: Requests, model: CostModel) -> Tree:
-        """Keys of the fleet's deployment that its schedulers and its router read.
+        """Configuration keys, dotted, that the fleet's schedulers and its router read.
 
         Args:
           longest: most tokens of a sequence.
           page: tokens of a page.
         """
-        worker, layout, slots = self.worker, self.unit.layout, self.slots
-        pages = -(-longest // page)
-        running = layout.lanes * slots
+        worker, layout, pages = self.worker, self.unit.layout, -(-longest // page)
+        running = layout.lanes * self.slots
         tokens = running * (requests.context + page)
         tokens += 2 * requests.context_spread * running**0.5
-        budget = token_budget(slots, layout.drafts)
+        held = max(pages + 1, -int(-tokens // page))
+        keys = unit_keys(layout, self.slots, longest, page, held)
+        keys["scheduler.page_buckets"] = sorted({-(-pages // 4), pages})
+        if layout.topology.has("colocated") and self.units > 1:
+            keys["domains"] = self.units
+        if not self.workers:
+            return keys
         heads = [group.layers * group.q_heads * group.head_dim for group in model.attention]
-        colocated = layout.topology.has("colocated")
-        return {
-            "mode": "colocated" if colocated else "afd",
-            "lanes": layout.lanes,
-            "attention": {"dp": layout.dp, "tp": layout.tp},
-            "ffn": {} if colocated else {"ep": layout.ep, "tp": layout.ffn_tp},
-            "cache": {
-                "page_size": page,
-                "pages": max(pages + 1, -int(-tokens // page)),
-            },
-            "scheduler": {
-                "slots": slots,
-                "max_length": longest,
-                "page_buckets": sorted({-(-pages // 4), pages}),
-                "token_budget": budget,
-                "token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
-            },
-            **({"domains": self.units} if colocated else {}),
-            "prefill": {
-                "workers": self.workers,
-                "mode": "colocated",
-                "lanes": 1,
-                "quadratic_tokens": max(1, round(model.activated / sum(heads))),
-                "attention": {"dp": worker.layout.dp, "tp": worker.layout.tp},
-                "cache": {"pages": max(pages + 1, worker.pages)},
-                "scheduler": {
-                    "slots": HELD_SLOTS,
-                    "token_budget": worker.chunk,
-                    "token_buckets": [worker.chunk // 4, worker.chunk],
-                },
-            },
-            "pages": {"on_failure": "recompute", "recompute_tokens": 8192, "held": 256},
-            "fleet": {"prefill_waiting": max(64, 8 * worker.layout.dp)},
+        return keys | {
+            "prefill.workers": self.workers,
+            "prefill.mode": "colocated",
+            "prefill.lanes": 1,
+            "prefill.quadratic_tokens": max(1, round(model.activated / sum(heads))),
+            "prefill.attention.dp": worker.layout.dp,
+            "prefill.attention.tp": worker.layout.tp,
+            "prefill.cache.pages": max(pages + 1, worker.pages),
+            "prefill.scheduler.slots": HELD_SLOTS,
+            "prefill.scheduler.token_budget": worker.chunk,
+            "prefill.scheduler.token_buckets": [worker.chunk // 4, worker.chunk],
+            "pages.on_failure": "recompute",
+            "pages.recompute_tokens": 8192,
+            "pages.held": 256,
+            "fleet.prefill_waiting": max(64, 8 * worker.layout.dp),
         }
 
 
 class Slowed:
-    """Stage times of steps that each take `factor` times as long, as with drafts."""
+    """Stage times of steps that each take `factor` times as long, as with drafts.
 
-    def __init__(self, times: StageTimes, factor: float):
+    Args:
+      stride: steps that a simulated one stands for; it has all tokens that they compute of prompts.
+    """
+
+    def __init__(self, times: StageTimes, factor: float, stride: int = 1):
         self.layers, self.overlapped = times.layers, times.overlapped
-        self._times, self._factor = times, factor
+        self._times, self._factor, self._stride = times, factor * stride, stride
 
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""
+        if self._stride > 1:
+            tokens = np.maximum(1, rows.tokens // self._stride)
+            most = int(np.bincount(rows.group, tokens, rows.groups).max(initial=1))
+            rows = rows._replace(tokens=tokens, padded=most)
         step, factor = self._times.step(rows), self._factor
-        return StepTimes(
+        return step._replace(
             attend=[factor * layer for layer in step.attend],
             dispatch=[factor * layer for layer in step.dispatch],
             ffn=[factor * layer for layer in step.ffn],
             combine=[factor * layer for layer in step.combine],
             leave=factor * step.leave,
-            host=step.host,
         )

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxserve.planner.deploy import Asked, Deployment, Planned, Prediction, Sizer
-from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.deploy import Asked, Deployment, Planned, Sizer
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.search_view import front_svg, plan_tree
-from jaxserve.planner.simulate import Times
-from jaxserve.planner.view import Part, Report
+from jaxserve.planner.simulate import FleetResult, Times
+from jaxserve.planner.view import Part, Report, times_row
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."
 UNCHANGED = "Fleets of the same kinds of workers and units, sized anew for each row."
@@ -33,7 +32,7 @@ class Shown(NamedTuple):
     sizer: Sizer
     planned: Planned
     prices: list[str]
-    of_file: Prediction | None
+    of_file: FleetResult | None
     command: str
 
     @property
@@ -54,12 +53,13 @@ def deploy_report(shown: Shown) -> Report:
     picture = front_svg(title, shown.planned.found, asked.target, made.plan)
     command = [f"in simulated time: {shown.command}"] if shown.command else []
     sensitivity = _sensitivity(shown)
+    reasons = [["layout", ""], *map(list, shown.planned.reasons.items())]
     parts = [
         Part(shown.title, _role_rows(made)),
         Part("Latency", _latency_rows(shown)),
         Part("Load and cost", lines=_facts(shown)),
         Part(f"Sensitivity. {UNCHANGED}", _sensitivity_rows(asked, sensitivity)),
-        Part("What else was looked at", [["layout", ""], *map(list, shown.planned.reasons)]),
+        Part("What else was looked at", reasons),
         Part("What decode units cost", pictures=[picture], aside=True),
         Part(lines=[PREDICTED, *command]),
     ]
@@ -68,49 +68,46 @@ def deploy_report(shown: Shown) -> Report:
 
 def _role_rows(made: Deployment) -> list[list[str]]:
     fleet = made.fleet
-    worker, unit = fleet.worker.layout, fleet.unit
-    dp, tp = unit.layout.dp, unit.layout.tp
+    worker, unit = fleet.worker.layout, fleet.unit.layout
+    meshes = f"{fleet.units} x (dp {unit.dp} tp {unit.tp})"
     parts = {
         "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), chunks of "
         f"{fleet.worker.chunk} a group",
-        "attention": f"{fleet.units} x (dp {dp} tp {tp}), {unit.layout.lanes} lanes of "
-        f"{fleet.slots}",
-        "ffn": f"{fleet.units} x (ep {unit.layout.ep} tp {unit.layout.ffn_tp})",
-        "decode": f"{fleet.units} x (dp {dp} tp {tp}), {MODES[unit.layout.mode]}, "
-        f"{fleet.slots} a group",
+        "attention": f"{meshes}, {unit.lanes} lanes of {fleet.slots}",
+        "ffn": f"{fleet.units} x (ep {unit.ep} tp {unit.ffn_tp})",
+        "decode": f"{meshes}, {MODES[unit.mode]}, {fleet.slots} a group"
+        + ("" if fleet.workers else ", prompts, too"),
     }
-
-    def row(devices: int, spares: int, chips: float, dollars: float) -> list[str]:
-        money = f"{dollars:,.2f}", f"{dollars * MONTH:,.0f}"
-        return [str(devices), str(spares), f"{chips:g}", *money]
-
     rows = [["", "workers", "hardware", "devices", "spare servers", "chips", "USD an hour"]]
     rows[0].append("USD a month")
     numbers = [(role.devices, role.spare_hosts, role.chips, role.dollars) for role in made.roles]
-    for role, each in zip(made.roles, numbers, strict=True):
-        rows.append([role.name, parts[role.name], role.hardware.name, *row(*each)])
-    devices, spares, chips, dollars = (sum(column) for column in zip(*numbers, strict=True))
-    return [*rows, ["together", "", "", *row(int(devices), int(spares), chips, dollars)]]
+    sums = tuple(map(sum, zip(*numbers, strict=True)))
+    heads = [[role.name, parts[role.name], role.hardware.name] for role in made.roles]
+    for head, each in zip([*heads, ["together", "", ""]], [*numbers, sums], strict=True):
+        devices, spares, chips, dollars = each
+        money = [f"{dollars:,.2f}", f"{dollars * MONTH:,.0f}"]
+        rows.append([*head, str(devices), str(spares), f"{chips:g}", *money])
+    return rows
 
 
 def _latency_rows(shown: Shown) -> list[list[str]]:
     """TTFT and TPOT as sized, and as the written file's simulation gave them."""
     asked, found, of_file = shown.asked, shown.made.prediction, shown.of_file
-    rows = [["ms", "mean", "p50", "p90", "p95", "p99", "asked for", "there"]]
+    rows = [["ms", *Times.__struct_fields__, "asked for", "there"]]
 
-    def row(name: str, times: Times, target: str = "", there: float | None = None) -> None:
-        values = msgspec.structs.astuple(times)
-        last = "" if there is None else f"{there * 1e3:.1f}"
-        rows.append([name, *(f"{value * 1e3:.1f}" for value in values), target, last])
+    def row(name: str, result: FleetResult | None) -> None:
+        if result is not None:
+            level, field = (asked.ttft, "ttft") if "TTFT" in name else (asked.tpot, "tpot")
+            there = f"{getattr(result, f'{field}_asked') * 1e3:.1f}"
+            rows.append([*times_row(name, getattr(result, field), 1), level.text, there])
 
-    row("TTFT", found.ttft, asked.ttft.text, found.ttft_asked)
-    for name, times in found.parts.items():
-        row(f"  wait for {name}", times)
-    if of_file:
-        row("  of the file", of_file.ttft, asked.ttft.text, of_file.ttft_asked)
-    row("TPOT", found.tpot, asked.tpot.text, found.tpot_asked)
-    if of_file:
-        row("  of the file", of_file.tpot, asked.tpot.text, of_file.tpot_asked)
+    row("TTFT", found)
+    for part, times in found.waits.items():
+        if times is not None:
+            rows.append([*times_row(f"  wait for {part}", times, 1), "", ""])
+    row("  TTFT of the file", of_file)
+    row("TPOT", found)
+    row("  TPOT of the file", of_file)
     return rows
 
 
@@ -119,25 +116,34 @@ def _facts(shown: Shown) -> list[str]:
     made, demand, sizer = shown.made, shown.asked.demand, shown.sizer
     found, fleet, link = made.prediction, made.fleet, made.link
     requests, layout = sizer.requests(demand), fleet.unit.layout
-    million_in, million_out = made.millions(requests, demand.rate)
-    crossing = link.tokens(requests) * link.token_bytes
+    millions = made.millions(requests)
+    pace = 0.0 if found.tpot is None else found.tpot.mean
+    sequences = demand.rate * float(requests.output.mean()) * pace
+    slots = fleet.slots * fleet.unit.lanes
     busy = ", ".join(f"{role} {share:.0%}" for role, share in found.busy.items())
     lines = [
-        f"simulated: {found.requests} requests that count, {found.refused} refused; busy: {busy}",
+        f"simulated: {found.finished} requests that count, {found.refused} refused; busy: {busy}",
         f"decoding at a time (Little's law): {demand.rate:g} a second x "
-        f"{requests.output.mean():,.0f} tokens x {found.tpot.mean * 1e3:.1f} ms = "
-        f"{_sequences(shown):,.0f} sequences, {_sequences(shown) / _slots(made):.0%} of "
-        f"{fleet.units} x {fleet.slots * fleet.unit.lanes:,} slots, {requests.context:,.0f} tokens "
-        "each",
-        f"KV hand-off: {link.token_bytes / 1e3:.1f} KB a token, {crossing / 1e6:.1f} MB a request, "
-        f"{demand.rate * crossing / 1e9:.2f} GB/s in all; {link.bytes_per_second / 1e9:.0f} GB/s a "
-        "worker",
+        f"{requests.output.mean():,.0f} tokens x {pace * 1e3:.1f} ms = {sequences:,.0f} sequences, "
+        f"{sequences / (fleet.units * slots):.0%} of {fleet.units} x {slots:,} slots, "
+        f"{requests.context:,.0f} tokens each",
+    ]
+    if fleet.workers:
+        # Whole pages cross, without the prompt's last token.
+        tokens = float(((requests.prompt - 1) // shown.asked.page * shown.asked.page).mean())
+        crossing = tokens * link.token_bytes
+        lines.append(
+            f"KV hand-off: {link.token_bytes / 1e3:.1f} KB a token, {crossing / 1e6:.1f} MB a "
+            f"request, {demand.rate * crossing / 1e9:.2f} GB/s in all; "
+            f"{link.bytes_per_second / 1e9:.0f} GB/s a worker"
+        )
+    lines += [
         f"drafts: {layout.drafts} a step, {made.plan.tokens_a_step:.2f} tokens; redundant slots of "
         f"experts: {layout.redundant_slots} a rank (prefill "
         f"{fleet.worker.layout.redundant_slots})",
         f"spares: {shown.asked.spares.text}",
-        f"USD: {made.month:,.0f} a month; {million_in:.3f} a million tokens in (prefill, found "
-        f"ones included), {million_out:.3f} a million out (decoding), at this rate around the "
+        f"USD: {made.month:,.0f} a month; {millions['in']:.3f} a million tokens in (prefill, found "
+        f"ones included), {millions['out']:.3f} a million out (decoding), at this rate around the "
         "clock",
     ]
     assumed = sizer.searcher.calculator.assumed
@@ -154,66 +160,51 @@ def _facts(shown: Shown) -> list[str]:
     return lines + shown.prices
 
 
-def _sequences(shown: Shown) -> float:
-    """Sequences that decode at a time, by Little's law."""
-    demand = shown.asked.demand
-    output = float(shown.sizer.requests(demand).output.mean())
-    return demand.rate * output * shown.made.prediction.tpot.mean
-
-
-def _slots(made: Deployment) -> int:
-    return made.fleet.units * made.fleet.unit.lanes * made.fleet.slots
-
-
-def _variants(demand: Demand) -> Iterator[tuple[str, Demand, float]]:
-    """Yields demands a fifth less and more: (name, demand, factor of prices)."""
+def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
+    """Yields demands, prices and targets a fifth less and more: (name, what is asked, factor of
+    prices)."""
+    replace, demand = msgspec.structs.replace, asked.demand
+    factors = {"-20 %": 0.8, "+20 %": 1.2}
     fields = {"rate": "rate", "prompts": "prompt", "outputs": "output", "hits": "hits"}
     for name, field in fields.items():
         value = getattr(demand, field)
-        for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
+        for sign, factor in factors.items() if value else ():
             changed = {"hits": min(0.99, value * factor), "rate": value * factor}
             more = {field: changed.get(field, round(value * factor))}
-            if value:
-                yield f"{name} {sign}", msgspec.structs.replace(demand, **more), 1.0
-    yield "prices -20 %", demand, 0.8
-    yield "prices +20 %", demand, 1.2
+            yield f"{name} {sign}", replace(asked, demand=replace(demand, **more)), 1.0
+    for sign, factor in factors.items():
+        yield f"prices {sign}", asked, factor
+    for name in ("ttft", "tpot"):
+        level = getattr(asked, name)
+        for sign, factor in factors.items():
+            moved = replace(level, seconds=level.seconds * factor)
+            yield f"{name.upper()} {sign}", replace(asked, **{name: moved}), 1.0
 
 
 def _sensitivity(shown: Shown) -> list[dict[str, Any]]:
     """The fleet of the same kinds of workers and units that another demand, or targets a fifth
     tighter or looser, would take: seconds and USD by name; only the change, where none does."""
-    sizer, made, asked = shown.sizer, shown.made, shown.asked
-    found: list[dict[str, Any]] = []
-
-    def add(name: str, other: Deployment | None, demand: Demand, factor: float = 1.0) -> None:
-        if other is None:
-            found.append({"change": name})
-            return
-        millions = other.millions(sizer.requests(demand), demand.rate)
-        found.append(
-            {
-                "change": name,
-                "ttft": other.prediction.ttft_asked,
-                "tpot": other.prediction.tpot_asked,
-                "workers": other.fleet.workers,
-                "units": other.fleet.units,
-                "dollars_a_month": other.month * factor,
+    asked, found = shown.asked, []
+    for name, one, factor in [("as planned", asked, 1.0), *_variants(asked)]:
+        sizer = shown.sizer
+        made: Deployment | None = shown.made
+        row: dict[str, Any] = {"change": name}
+        if one != asked:
+            sizer = sizer.asking(one)
+            made = sizer.again(shown.made, one.demand)
+        if made is not None:
+            millions = made.millions(sizer.requests(one.demand))
+            row |= {
+                "ttft": made.prediction.ttft_asked,
+                "tpot": made.prediction.tpot_asked,
+                "workers": made.fleet.workers,
+                "units": made.fleet.units,
+                "dollars_a_month": made.month * factor,
                 "dollars_per_million_tokens": {
-                    name: one * factor for name, one in zip(("in", "out"), millions, strict=True)
+                    side: usd * factor for side, usd in millions.items()
                 },
             }
-        )
-
-    add("as planned", made, asked.demand)
-    for name, demand, factor in _variants(asked.demand):
-        again = made if demand == asked.demand else sizer.again(made, demand)
-        add(name, again, demand, factor)
-    for name in ("ttft", "tpot"):
-        level = getattr(asked, name)
-        for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
-            moved = msgspec.structs.replace(level, seconds=level.seconds * factor)
-            other = sizer.asking(msgspec.structs.replace(asked, **{name: moved}))
-            add(f"{name.upper()} {sign}", other.again(made, asked.demand), asked.demand)
+        found.append(row)
     return found
 
 
@@ -233,10 +224,8 @@ def _sensitivity_rows(asked: Asked, found: list[dict[str, Any]]) -> list[list[st
 def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
     """The plan for programs: seconds, bytes, USD."""
     made, asked, fleet = shown.made, shown.asked, shown.made.fleet
-    requests = shown.sizer.requests(asked.demand)
-    million_in, million_out = made.millions(requests, asked.demand.rate)
     return {
-        "demand": msgspec.to_builtins(asked.demand),
+        "demand": asked.demand,
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
         "roles": [
             {
@@ -252,20 +241,16 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
         "prefill": {
             "workers": fleet.workers,
             "chunk": fleet.worker.chunk,
-            "layout": msgspec.to_builtins(fleet.worker.layout),
+            "layout": fleet.worker.layout,
         },
-        "decode": {
-            "units": fleet.units,
-            "slots": fleet.slots,
-            "plan": plan_tree(made.plan),
-        },
-        "link": msgspec.to_builtins(made.link),
-        "prediction": msgspec.to_builtins(made.prediction),
-        "of_file": msgspec.to_builtins(shown.of_file),
+        "decode": {"units": fleet.units, "slots": fleet.slots, "plan": plan_tree(made.plan)},
+        "link": made.link,
+        "prediction": made.prediction,
+        "of_file": shown.of_file,
         "dollars_a_month": made.month,
-        "dollars_per_million_tokens": {"in": million_in, "out": million_out},
+        "dollars_per_million_tokens": made.millions(shown.sizer.requests(asked.demand)),
         "prices": shown.prices,
         "sensitivity": sensitivity,
-        "alternatives": dict(shown.planned.reasons),
+        "alternatives": shown.planned.reasons,
         "simulate": shown.command,
     }

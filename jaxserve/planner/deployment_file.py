@@ -8,23 +8,25 @@ refuse is written with fewer slots, or not at all.
 import argparse
 import os
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import yaml
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.deployment import Deployment as Config
-from jaxserve.config.load import deployment_of, load_deployment
+from jaxserve.config.load import deployment_of, known_keys, load_deployment, set_key
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
 from jaxserve.planner.deploy import Asked, Deployment
 from jaxserve.planner.deploy_demand import Requests
+from jaxserve.planner.deploy_fleet import Tree, unit_keys
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.memory import token_budget, usable
+from jaxserve.planner.memory import usable
 from jaxserve.planner.models import CostModel, model_config, model_folder
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.stages import Calculator
@@ -33,14 +35,11 @@ REBALANCE_SECONDS = 600
 """Interval of plans with slots for replicas, whose predicted balance needs a placement by counts:
 ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
 PORT = 9100
-PULL = {"transport": "pull", "addresses": [f"ffn-0:{PORT}"]}
-"""The link between two kinds of hardware, and where the ffn worker listens."""
+"""Where workers listen."""
 PRECISION = 0.02
 """Share of a fleet's slots within which the most that `serve` takes is found."""
 USED = 0.95
 """Share of a prefill worker's free memory that becomes pages."""
-
-Tree = dict[str, Any]
 
 
 class PlanFile(NamedTuple):
@@ -126,80 +125,66 @@ def write_plan(file: PlanFile, plan: Plan, searcher: Searcher) -> None:
 
 def deployment_text(file: PlanFile, plan: Plan, calculator: Calculator) -> str:
     """The deployment of a plan as YAML, with what is predicted as comments."""
-    return _yaml(_tree(file, plan, calculator), _comments(file, plan, calculator))
+    return _yaml(_keys(file, plan, calculator), _comments(file, plan, calculator))
 
 
-def _yaml(tree: Tree, comments: Sequence[str]) -> str:
-    head = "".join(f"# {line}\n" for line in comments)
+def _yaml(keys: Tree, comments: Sequence[str]) -> str:
+    """Writes dotted keys in the order of their declarations, without those that are None."""
+    declared = known_keys()
+
+    def place(key: str) -> int:
+        return next(n for n, known in enumerate(declared) if f"{key}.".startswith(f"{known}."))
+
+    head, tree = "".join(f"# {line}\n" for line in comments), Tree()
+    for key in sorted(keys, key=place):
+        if keys[key] is not None:
+            set_key(tree, key, keys[key])
     return head + yaml.safe_dump(tree, sort_keys=False, width=100, default_flow_style=None)
 
 
-def _tree(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
-    """The keys of a plan's deployment."""
+def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
+    """Configuration keys of a plan's deployment, dotted; None: not set."""
     layout, formats, assumed = plan.layout, calculator.formats, calculator.assumed
     a, f = file.hardware[layout.attention], file.hardware[layout.ffn]
+    colocated, apart = layout.topology.has("colocated"), layout.topology.crosses_runtimes
+    # A worker over `pull` is one process of one host.
+    domains = max(1, layout.attention_devices // a.devices_per_host) if apart else 1
     page = page_tokens(a.platform, formats.cache)
-    colocated = layout.topology.has("colocated")
+    longest = min(file.config.max_positions, 2 * calculator.context)
+    sequences = layout.lanes * plan.batch
+    pages = max(-(-longest // page), sequences * -(-calculator.context // page))
+    unit = unit_keys(layout, plan.batch, longest, page, pages, domains)
     kept = file.config.stored == "fp8_block" and formats.weights == "fp8"
     weights = "auto" if kept else formats.weights
-    longest = min(file.config.max_positions, 2 * calculator.context)
-    budget = token_budget(plan.batch, layout.drafts)
     group = max(calculator.model.ffn, key=lambda each: each.experts)
     exchange = calculator.exchange_kind(group, layout.ffn_mesh, f)
-    ffn: Tree = {"weights": weights}
-    if not colocated:
-        memory = round(usable(f, assumed.reserve) / 1e9, 1)
-        ffn = {"ep": layout.ep, "tp": layout.ffn_tp, **ffn, "memory_gb": memory}
-        ffn |= _hardware(layout.ffn)
-    for name in ("redundant_slots", "shared_ranks"):
-        if number := getattr(layout, name):
-            ffn[name] = number
-    domains, apart = 1, layout.topology.crosses_runtimes
-    if apart:  # a worker over `pull` is one process of one host
-        domains = max(1, layout.attention_devices // a.devices_per_host)
-        ffn["runtime"] = "ffn"
-    if assumed.alltoall and exchange == "alltoall":
-        ffn["exchange"] = exchange
-    combine = {} if formats.combine == "auto" else {"combine": formats.combine}
-    sequences = layout.lanes * plan.batch
-    tree = {
+
+    def of_role(role: str, name: str, hardware: Hardware) -> Tree:
+        return {
+            f"{role}.weights": weights,
+            f"{role}.memory_gb": round(usable(hardware, assumed.reserve) / 1e9, 1),
+            f"{role}.hardware": name if hardware_file(name) else None,
+            f"{role}.runtime": role if apart else None,
+        }
+
+    return {
         "model": _path(file.model, file.path.resolve().parent),
-        "mode": "colocated" if colocated else "afd",
         "dtype": "float32" if a.platform == "cpu" else "bfloat16",
-        "lanes": layout.lanes,
-        **({"domains": domains} if domains > 1 else {}),
-        "attention": {
-            "dp": layout.dp // domains,
-            "tp": layout.tp,
-            "weights": weights,
-            "memory_gb": round(usable(a, assumed.reserve) / 1e9, 1),
-            **_hardware(layout.attention),
-            **({"runtime": "attention"} if apart else {}),
-        },
-        "ffn": ffn,
-        "link": {"dispatch": formats.dispatch, **combine, **(PULL if apart else {})},
-        "cache": {
-            "format": formats.cache,
-            "page_size": page,
-            "pages": max(-(-longest // page), sequences * -(-calculator.context // page)),
-        },
-        "scheduler": {
-            "slots": plan.batch,
-            "max_length": longest,
-            "token_budget": budget,
-            "token_buckets": sorted({plan.batch, plan.batch * (1 + layout.drafts), budget}),
-        },
+        **unit,
+        **of_role("attention", layout.attention, a),
+        **({"ffn.weights": weights} if colocated else of_role("ffn", layout.ffn, f)),
+        "ffn.redundant_slots": layout.redundant_slots or None,
+        "ffn.shared_ranks": layout.shared_ranks or None,
+        "ffn.exchange": exchange if assumed.alltoall and exchange == "alltoall" else None,
+        "link.dispatch": formats.dispatch,
+        "link.combine": None if formats.combine == "auto" else formats.combine,
+        "link.transport": "pull" if apart else None,
+        "link.addresses": [f"ffn-0:{PORT}"] if apart else None,
+        "cache.format": formats.cache,
+        "experts.rebalance_seconds": REBALANCE_SECONDS if layout.redundant_slots else None,
+        "speculative.method": "mtp" if layout.drafts else None,
+        "speculative.drafts": layout.drafts or None,
     }
-    if layout.redundant_slots:
-        tree["experts"] = {"rebalance_seconds": REBALANCE_SECONDS}
-    if layout.drafts:
-        tree["speculative"] = {"method": "mtp", "drafts": layout.drafts}
-    return tree
-
-
-def _hardware(name: str) -> Tree:
-    """Names a role's hardware, where it comes with the package."""
-    return {"hardware": name} if hardware_file(name) else {}
 
 
 def _path(model: Path, folder: Path) -> str:
@@ -231,8 +216,8 @@ def _beyond(calculator: Calculator) -> list[str]:
 def largest_written(
     file: PlanFile, write: Callable[[int], None], most: int, part: float = 0.0
 ) -> int:
-    """Writes with the largest accepted number from 1 to `most`, found by bisection, perhaps less by
-    the share `part`. Returns the number, and prints a note if it is below `most`.
+    """Writes with the largest accepted number from 1 to `most`, perhaps less by `part` of `most`.
+    Returns the number, and prints a note if it is below `most`.
 
     Args:
       write: writes with a number; raises ConfigError if `serve` would refuse the result.
@@ -240,29 +225,25 @@ def largest_written(
     Raises:
       ConfigError: even 1 is refused.
     """
-    try:
-        write(most)
-        return most
-    except ConfigError:
-        if most == 1:
-            raise
-    low, high, last = 1, most, 1  # what is taken, what is refused, and what was tried last
-    write(low)
-    while high - low > max(1, part * low):
-        last = (low + high) // 2
+
+    def taken(number: int) -> bool:
         try:
-            write(last)
-            low = last
+            write(number)
         except ConfigError:
-            high = last
-    if last != low:
-        write(low)
+            return False
+        return True
+
+    numbers = [*range(most, 1, -max(1, int(part * most))), 1]
+    if taken(most):
+        return most
+    found = numbers[min(bisect_left(numbers, True, key=taken), len(numbers) - 1)]
+    write(found)
     print(
-        f"{file.path}: {low} sequences a DP group and lane, not {most}: with activations, as serve "
-        "counts them, more do not fit",
+        f"{file.path}: {found} sequences a DP group and lane, not {most}: with activations, as "
+        "serve counts them, more do not fit",
         file=sys.stderr,
     )
-    return low
+    return found
 
 
 class FleetFile(NamedTuple):
@@ -281,42 +262,46 @@ class FleetFile(NamedTuple):
         """
 
         def write(slots: int) -> None:
-            tree, comments = self._tree(made, requests, slots), self._comments(made)
-            self.file.write(_yaml(tree, comments))
-            tree["prefill"]["cache"]["pages"] = self.file.pages_beside()
-            self.file.write(_yaml(tree, comments))
+            keys, comments = self._keys(made, requests, slots), self._comments(made)
+            self.file.write(_yaml(keys, comments))
+            if made.fleet.workers:
+                keys["prefill.cache.pages"] = self.file.pages_beside()
+                self.file.write(_yaml(keys, comments))
 
         return largest_written(self.file, write, made.fleet.slots, PRECISION)
 
-    def _tree(self, made: Deployment, requests: Requests, slots: int) -> Tree:
+    def _keys(self, made: Deployment, requests: Requests, slots: int) -> Tree:
         fleet, asked = made.fleet, self.asked
         unit, worker = fleet.unit.layout, fleet.worker
         plan = msgspec.structs.replace(made.plan, batch=slots)
-        tree = _tree(self.file, plan, self.calculator)
+        keys = _keys(self.file, plan, self.calculator)
         fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
-        for name, value in fewer.keys(asked.longest, asked.page, requests, self.cost).items():
-            tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
-        tree["attention"]["hardware"] = unit.attention
+        of_fleet = fewer.keys(asked.longest, asked.page, requests, self.cost)
+        if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
+            del of_fleet["attention.dp"], of_fleet["domains"]
+        keys |= of_fleet
+        keys["attention.hardware"] = unit.attention
         if unit.topology.has("ffn"):
-            tree["ffn"]["hardware"] = unit.ffn
+            keys["ffn.hardware"] = unit.ffn
+        if fleet.workers or fleet.units > 1:
+            keys |= {
+                "fleet.domains": [f"decode-{number}:{PORT}" for number in range(fleet.units)],
+                "fleet.ttft_seconds": asked.ttft.seconds,
+                "fleet.tpot_seconds": asked.tpot.seconds,
+            }
+        if not fleet.workers:
+            return keys
         usable = 1 - self.calculator.assumed.reserve / 2
-        tree["prefill"]["attention"] |= {
-            "memory_gb": round(worker.hardware.memory_gb * usable, 1),
-            "hardware": worker.layout.attention,
+        replicas = worker.layout.redundant_slots or unit.redundant_slots
+        return keys | {
+            "fleet.prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
+            "prefill.attention.memory_gb": round(worker.hardware.memory_gb * usable, 1),
+            "prefill.attention.hardware": worker.layout.attention,
+            "prefill.ffn.redundant_slots": worker.layout.redundant_slots if replicas else None,
+            "prefill.ffn.shared_ranks": 0 if unit.shared_ranks else None,
+            # Their number follows from the memory that one prompt leaves (`pages_beside`).
+            "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
         }
-        if worker.layout.redundant_slots or unit.redundant_slots:
-            tree["prefill"]["ffn"] = {"redundant_slots": worker.layout.redundant_slots}
-        if unit.shared_ranks:
-            tree["prefill"]["ffn"] = {**tree["prefill"].get("ffn", {}), "shared_ranks": 0}
-        # Their number follows from the memory that one prompt leaves (`pages_beside`).
-        tree["prefill"]["cache"]["pages"] = -(-asked.longest // asked.page) + 1
-        tree["fleet"] |= {
-            "prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
-            "domains": [f"decode-{number}:{PORT}" for number in range(fleet.units)],
-            "ttft_seconds": asked.ttft.seconds,
-            "tpot_seconds": asked.tpot.seconds,
-        }
-        return tree
 
     def _comments(self, made: Deployment) -> list[str]:
         fleet, asked, found = made.fleet, self.asked, made.prediction
@@ -327,13 +312,20 @@ class FleetFile(NamedTuple):
             if role.spare_hosts
         ]
         names = dict.fromkeys(one.name for one in fleet.unit.hardware)
+        units = f"{layout.devices} {' and '.join(names)} ({layout.mode})"
+        workers = (
+            f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
+            f"{fleet.units} decode units of {units}"
+        )
+        start = "a router, every worker of `prefill` and every domain, each at its address"
+        if not fleet.workers:
+            workers = f"{fleet.units} of {units}, for prompts and decoding"
+            start = "`serve`" if fleet.units == 1 else "a router and every domain"
         return [
             f"For {asked.text}.",
-            f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
-            f"{fleet.units} decode units of {layout.devices} {' and '.join(names)} "
-            f"({layout.mode}). Standing by: {', '.join(spare) or 'nothing'}.",
+            f"{workers}. Standing by: {', '.join(spare) or 'nothing'}.",
             f"Simulated, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
             f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
             *_beyond(self.calculator),
-            "Start: a router, every worker of `prefill` and every domain, each at its address.",
+            f"Start: {start}.",
         ]

@@ -42,86 +42,87 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def number(low: float, high: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """Returns a reader of numbers in a range that includes both ends."""
+def reader[T](pattern: str, expected: str, made: Callable[..., T]) -> Callable[[str], T]:
+    """Returns a reader of texts of one form.
 
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {low:g} to {high:g}")
+    Args:
+      pattern: regular expression of the whole text, but for spaces around it.
+      expected: what the error asks for.
+      made: takes the texts of the pattern's groups; it refuses them by a ValueError.
+    """
+
+    def read(text: str) -> T:
+        match = re.fullmatch(rf"\s*{pattern}\s*", text, re.ASCII)
+        with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
+            if match:
+                return made(*match.groups())
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
 
     return read
 
 
-def seconds(text: str) -> float:
-    """Reads `50ms`, `200us`, `0.05s`; a bare number is in milliseconds."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|us|s|)\s*", text, re.ASCII)
-    value = float(match[1]) * {"s": 1.0, "us": 1e-6}.get(match[2], 1e-3) if match else 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a time above 0, as in 50ms")
+def within[T: float](low: float, value: T, high: float) -> T:
+    """Returns a value from `low` to `high`; raises ValueError for any other one."""
+    if not low <= value <= high:
+        raise ValueError
     return value
 
 
-def tokens(text: str) -> int:
-    """Reads `8192`, or `8K`, which is 8 × 1024."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*([kK]?)\s*", text)
-    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
-    if not 0 < value <= 2**24:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, as in 8192 or 8K")
-    return value
+def number(low: float, high: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Returns a reader of numbers in a range that includes both ends."""
+    return reader("(.*)", f"{low:g} to {high:g}", lambda text: within(low, kind(text), high))
 
 
-def bucket(text: str) -> Bucket:
-    """Reads `128x64`: tokens and pages."""
-    rows, _, pages = text.partition("x")
-    if not (rows.isdecimal() and pages.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected tokens x pages, as in 128x64")
-    return Bucket(int(rows), int(pages))
+STAGES = get_args(AFDStage)
+LEAST = 1e-9
+"""Least of what has to be above 0."""
 
-
-def numbers(text: str) -> list[int]:
-    """Reads `8,32`."""
-    items = text.split(",")
-    if not all(item.isdecimal() for item in items):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in 8,32")
-    return list(map(int, items))
-
-
-def price(text: str) -> tuple[str, float]:
-    """Reads `h100=1.9`: USD for a device and hour."""
-    name, _, value = text.partition("=")
-    with contextlib.suppress(ValueError):
-        if name and 0 < float(value) < 1e6:
-            return name.strip().lower(), float(value)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected name=USD an hour, as in h100=1.9")
-
-
-def spread(text: str) -> dict[AFDStage, float]:
-    """Reads `0.05`, of every stage, or `combine=0.3`, of one."""
-    names = get_args(AFDStage)
-    name, equals, value = text.rpartition("=")
-    with contextlib.suppress(ValueError):
-        if (not equals or name in names) and 0 <= float(value) <= 10:
-            return dict.fromkeys((name,) if equals else names, float(value))
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: expected a spread from 0 to 10, of all stages or of one of "
-        f"{', '.join(names)}, as in 0.05 or combine=0.3"
-    )
-
-
-def stall(text: str) -> tuple[float, float, float]:
-    """Reads `0.001:1ms`, or with the exponent of a heavy tail `0.001:1ms:1.5`."""
-    chance, *times = text.split(":")
-    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
-        exponent = float(times[1]) if times[1:] else 0.0
-        possible = exponent == 0.0 if not times[1:] else 0.5 <= exponent <= 100
-        if possible and len(times) in (1, 2) and 0 <= float(chance) <= 1:
-            return float(chance), seconds(times[0]), exponent
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: expected probability:time, as in 0.001:1ms, and perhaps an exponent from 0.5 "
-        "to 100, as in 0.001:1ms:1.5"
-    )
+seconds = reader(
+    r"(\d+\.?\d*|\.\d+)\s*(ms|us|s|)",
+    "a time above 0, as in 50ms",
+    lambda time, unit: within(LEAST, float(time) * {"s": 1.0, "us": 1e-6}.get(unit, 1e-3), 1e9),
+)
+"""Reads `50ms`, `200us`, `0.05s`; a bare number is in milliseconds."""
+tokens = reader(
+    r"(\d+)\s*([kK]?)",
+    "a number of tokens, as in 8192 or 8K",
+    lambda count, kilo: within(1, int(count) * (1024 if kilo else 1), 2**24),
+)
+"""Reads `8192`, or `8K`, which is 8 × 1024."""
+bucket = reader(
+    r"(\d+)x(\d+)",
+    "tokens x pages, as in 128x64",
+    lambda rows, pages: Bucket(int(rows), int(pages)),
+)
+"""Reads `128x64`: tokens and pages."""
+numbers = reader(
+    r"(\d+(?:,\d+)*)", "numbers, as in 8,32", lambda items: list(map(int, items.split(",")))
+)
+"""Reads `8,32`."""
+price = reader(
+    r"([^=]*[^=\s]\s*)=(.*)",
+    "name=USD an hour, as in h100=1.9",
+    lambda name, usd: (name.strip().lower(), within(LEAST, float(usd), 1e6)),
+)
+"""Reads `h100=1.9`: USD for a device and hour."""
+spread = reader(
+    rf"(?:({'|'.join(STAGES)})=)?(.*)",
+    f"a spread from 0 to 10, of all stages or of one of {', '.join(STAGES)}, as in 0.05 or "
+    "combine=0.3",
+    lambda name, size: dict.fromkeys((name,) if name else STAGES, within(0, float(size), 10)),
+)
+"""Reads `0.05`, of every stage, or `combine=0.3`, of one."""
+stall = reader(
+    r"([^:]*):([^:]*)(?::([^:]*))?",
+    "probability:time, as in 0.001:1ms, and perhaps an exponent from 0.5 to 100, as in "
+    "0.001:1ms:1.5",
+    lambda chance, time, exponent: (
+        within(0, float(chance), 1),
+        seconds(time),
+        0.0 if exponent is None else within(0.5, float(exponent), 100),
+    ),
+)
+"""Reads `0.001:1ms`, or with the exponent of a heavy tail `0.001:1ms:1.5`."""
 
 
 def jitter(options: argparse.Namespace) -> Jitter:

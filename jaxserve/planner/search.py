@@ -8,7 +8,9 @@ A step with k drafts feeds 1 + k tokens a sequence; the multi-token-prediction m
 times: once over all of the step's tokens, then over one token a sequence (xDeepServe §4.6).
 """
 
+import functools
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -167,7 +169,9 @@ class Searcher:
                     break
                 best = plan
             if best is not None:
-                plans.append(self._largest(best, min(room, 2 * best.batch), target.tpot))
+                larger = range(best.batch + 1, min(room, 2 * best.batch) + 1)
+                more = bisect_right(larger, target.tpot, key=functools.partial(self._tpot, layout))
+                plans.append(self.evaluate(layout, best.batch + more))
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
 
@@ -180,17 +184,8 @@ class Searcher:
             if layout.lanes == 1
         )
 
-    def _largest(self, plan: Plan, end: int, tpot: float) -> Plan:
-        """The largest batch up to `end` within `tpot`, from one that is."""
-        low, high = plan.batch, end
-        while low < high:
-            middle = (low + high + 1) // 2
-            tried = self.evaluate(plan.layout, middle)
-            if tried.tpot <= tpot:
-                low, plan = middle, tried
-            else:
-                high = middle - 1
-        return plan
+    def _tpot(self, layout: Layout, batch: int) -> float:
+        return self.evaluate(layout, batch).tpot
 
     def layouts(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""

@@ -5,7 +5,7 @@ Its pictures and trees are those of `plan deploy`, too.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from jaxserve.errors import ConfigError
 from jaxserve.planner.advice import checks, why_not
 from jaxserve.planner.deployment_file import plan_file, write_plan
-from jaxserve.planner.hardware import MONTH, Hardware
+from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.options import (
     positions,
@@ -24,7 +24,6 @@ from jaxserve.planner.options import (
     read_target,
 )
 from jaxserve.planner.search import STAGES, Found, Plan, front
-from jaxserve.planner.stages import Calculator
 from jaxserve.planner.svg import Series, chart
 from jaxserve.planner.view import Part, Report, show
 
@@ -36,50 +35,6 @@ LEGEND = (
     "batch: DP groups x lanes x sequences. A stage's time is of one layer and lane, with what "
     "bounds it: memory, compute, network, overhead."
 )
-
-
-def search_report(
-    model: str,
-    calculator: Calculator,
-    target: Target,
-    found: Found,
-    hardware: Mapping[str, Hardware],
-    prices: Sequence[str],
-    best: int,
-) -> Report:
-    """Everything about the plans of a search.
-
-    Args:
-      hardware: of all roles, by name.
-      prices: a line a kind of hardware.
-      best: plans of each mode.
-    """
-    parts = [Part(lines=[DECODE_ONLY, *prices])]
-    tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
-    tree["checks"] = {}
-    for mode in target.modes:
-        plans = _best(found.plans, mode, best)
-        tree["front"] += map(plan_tree, _front(found, mode))
-        if not plans:
-            parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
-            continue
-        layout = plans[0].layout
-        roles = hardware[layout.attention], hardware[layout.ffn]
-        rules = checks(calculator.model, calculator.context, target.tpot, *roles, plans[0])
-        parts.append(Part(MODES[mode], _rows(plans), [rule.text for rule in rules]))
-        tree["best"] += map(plan_tree, plans)
-        tree["checks"][mode] = [rule._asdict() for rule in rules]
-    cheapest = found.plans[0]
-    tree["assumptions"] = assumed = msgspec.to_builtins(calculator.assumed)
-    money = f"{cheapest.dollars:.3f} USD a million tokens out, {_month(cheapest):,.0f} USD a month"
-    parts.append(Part(lines=[LEGEND, f"cheapest: {cheapest.layout.text}, {money}"]))
-    title = f"{model}, {calculator.context:,} tokens, decode alone: cost against TPOT"
-    picture = front_svg(title, found, target, cheapest)
-    parts.append(Part("Cost against TPOT", pictures=[picture], aside=True))
-    values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
-    parts.append(Part("Assumptions", lines=[values], aside=True))
-    title = f"{model} at {calculator.context:,} tokens within {target.tpot * 1e3:g} ms"
-    return Report(title, parts, tree)
 
 
 def _month(plan: Plan) -> float:
@@ -187,14 +142,36 @@ def run(options: argparse.Namespace) -> int:
     if not found.plans:
         print(f"error: {why_not(searcher, target, found)}", file=sys.stderr)
         return 1
+    cheapest, calculator = found.plans[0], searcher.calculator
     if options.write:
-        write_plan(plan_file(options, hardware), found.plans[0], searcher)
-    prices = price_lines(hardware, options.price)
-    calculator, best = searcher.calculator, options.best
-    report = search_report(options.model, calculator, target, found, hardware, prices, best)
+        write_plan(plan_file(options, hardware), cheapest, searcher)
+    title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
+    picture = front_svg(title, found, target, cheapest)
     if options.svg:
-        title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
-        picture = front_svg(title, found, target, found.plans[0])
         options.svg.write_text(picture, encoding="utf-8")
-    show(options, report)
+    prices, assumed = price_lines(hardware, options.price), msgspec.to_builtins(calculator.assumed)
+    parts = [Part(lines=[DECODE_ONLY, *prices])]
+    tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
+    tree |= {"checks": {}, "assumptions": assumed}
+    for mode in target.modes:
+        plans = _best(found.plans, mode, options.best)
+        tree["front"] += map(plan_tree, _front(found, mode))
+        if not plans:
+            parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
+            continue
+        layout = plans[0].layout
+        roles = hardware[layout.attention], hardware[layout.ffn]
+        rules = checks(calculator.model, options.context, options.tpot, *roles, plans[0])
+        parts.append(Part(MODES[mode], _rows(plans), [rule.text for rule in rules]))
+        tree["best"] += map(plan_tree, plans)
+        tree["checks"][mode] = [rule._asdict() for rule in rules]
+    money = f"{cheapest.dollars:.3f} USD a million tokens out, {_month(cheapest):,.0f} USD a month"
+    values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
+    parts += [
+        Part(lines=[LEGEND, f"cheapest: {cheapest.layout.text}, {money}"]),
+        Part("Cost against TPOT", pictures=[picture], aside=True),
+        Part("Assumptions", lines=[values], aside=True),
+    ]
+    title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
+    show(options, Report(title, parts, tree))
     return 0

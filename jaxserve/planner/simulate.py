@@ -92,18 +92,19 @@ class News(NamedTuple):
     outputs: StepOutputs
 
 
-class _Instant:
-    """Stage times of zero seconds, for steps that take no time."""
+class Constant:
+    """Stage times of steps that take equally long, whatever the batch."""
 
     overlapped = False
 
-    def __init__(self, layers: int):
+    def __init__(self, layers: int, groups: int, seconds: float = 0.0):
         self.layers = layers
+        zeros, attend = [0.0] * layers, np.full(groups, seconds / layers)
+        self._step = StepTimes([attend] * layers, zeros, zeros, zeros, 0.0)
 
     def step(self, rows: Rows) -> StepTimes:
-        """Returns zeros for all stages."""
-        zeros = [0.0] * self.layers
-        return StepTimes([np.zeros(rows.groups)] * self.layers, zeros, zeros, zeros, 0.0)
+        """The same for all sequences."""
+        return self._step
 
 
 class SimulatedEngine:
@@ -174,7 +175,7 @@ class SimulatedEngine:
     def warm(self, prompt: list[int]) -> None:
         """Puts a prompt into the prefix cache of every DP group before time begins."""
         times, host = self._times, self._host
-        self._times, self._host = _Instant(times.layers), 0.0
+        self._times, self._host = Constant(times.layers, self.deployment.attention.dp), 0.0
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         for group in range(self.deployment.attention.dp):
             made = Request(request_id=f"warm {group}", prompt=prompt, params=params)
@@ -237,8 +238,6 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     request follows each that ends."""
     prefill: Literal["here", "elsewhere"] = "elsewhere"
     """`elsewhere`: a prompt's cache comes ready from a prefill deployment (Step-3, xDeepServe)."""
-    staggered: bool = True
-    """With `rate` 0: the first requests start at different points within their outputs."""
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,6 +313,40 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - max(self.attention_busy, self.ffn_busy)
 
 
+class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a simulated fleet (`fleet/simulation.py`).
+
+    Attributes:
+      seconds: simulated, from the first counted arrival to the last token.
+      finished: requests.
+      refused: requests that the router did not take.
+      tokens_per_second: of all domains.
+      ttft: from a request's arrival at the router to its first token.
+      tpot: between the tokens of a request, over those with two and more.
+      ttft_asked, tpot_asked: the same in seconds at `FleetTraffic.percents`; 0 without requests.
+      waits: by role, the seconds that a request waited: for a prefill worker ("prefill") and for a
+        domain ("domain"), at the router and in the worker's queue; for the pages link and its bytes
+        ("pages").
+      replays: requests that went on elsewhere because their worker was lost.
+      found: part of the prompts' tokens that prefill workers found in their prefix caches.
+      busy: by role, the share of the time in which its devices attend ("prefill", "domain"; where
+        they are colocated, or run the FFN), and of the domains' ffn worker ("ffn").
+    """
+
+    seconds: float
+    finished: int
+    refused: int
+    tokens_per_second: float
+    ttft: Times | None
+    tpot: Times | None
+    ttft_asked: float
+    tpot_asked: float
+    waits: dict[str, Times | None]
+    busy: dict[str, float]
+    replays: int = 0
+    found: float = 0.0
+
+
 class _Request(msgspec.Struct):
     """A request that is being simulated."""
 
@@ -324,14 +357,6 @@ class _Request(msgspec.Struct):
     tokens: int = 0
     whole: bool = False
     """Whether the first counted token was its first."""
-
-
-class _LaneProgress(NamedTuple):
-    """Times at which a lane's first and last counted steps ended, and tokens after the first."""
-
-    first: float
-    last: float
-    tokens: int
 
 
 class Simulation(SimulatedEngine):
@@ -370,14 +395,14 @@ class Simulation(SimulatedEngine):
         self._done: list[_Request] = []
         self._count = 0
         self._next_arrival = 0.0
-        self._indices: list[deque[int]] = [deque() for _ in range(self._lanes)]
-        """Global indices of the steps that are not complete, by lane, oldest first."""
+        self._read_steps = 0
         self._last = conditions.steps + 2
         """Steps of the lane that has the most of them."""
         self._uncounted = 2**62
-        """Global index of the first step that no longer counts."""
+        """Number of steps after which none counts."""
         self._counted = 0
-        self._progress: dict[int, _LaneProgress] = {}
+        self._ended: list[list[tuple[float, int]]] = [[] for _ in range(self._lanes)]
+        """End and tokens of every counted step, by lane."""
         self._running = 0.0
         self._length = 0.0
         self._start: tuple[float, Busy] | None = None
@@ -401,13 +426,11 @@ class Simulation(SimulatedEngine):
         return self._result(), self._kept_spans()
 
     def _fill(self) -> None:
-        """A request for every slot, for a start in the middle of things."""
+        """A request for every slot, at different points within their outputs."""
         for _ in range(self._lanes * self._slots):
             prompt, output = self._traffic.lengths.draw(self._random)
-            if self._traffic.staggered:
-                age = int(self._random.integers(output))
-                prompt, output = prompt + age, output - age
-            self._add(prompt, output, 0.0)
+            age = int(self._random.integers(output))
+            self._add(prompt + age, output - age, 0.0)
 
     def _add(self, prompt: int, output: int, arrival: float) -> None:
         """A request, to the domain whose turn it is."""
@@ -436,7 +459,6 @@ class Simulation(SimulatedEngine):
         return (lane for lane in self._pipeline.idle_lanes if not self._all_issued)
 
     def _begin(self, lane: int, plan: StepPlan) -> Rows:
-        self._indices[lane].append(self._steps)
         if self._loop.issued[lane] == self._last - 1:
             self._uncounted = min(self._uncounted, self._steps)
         rows = super()._begin(lane, plan)
@@ -448,20 +470,15 @@ class Simulation(SimulatedEngine):
 
     def _read(self) -> News:
         """Waits for the oldest step in flight and takes its result."""
-        lane, _ = self._loop.in_flight[0]
-        end, number = self._ends[0], self._indices[lane].popleft()
+        (lane, _), end = self._loop.in_flight[0], self._ends[0]
         news = super()._read()
-        if number >= self._uncounted:
+        self._read_steps += 1
+        if self._read_steps > self._uncounted:
             self._end = self._end or (self.now, self.busy)
             return news
-        outputs = news.outputs
         if self._start is not None:
-            # A lane's clock runs from the end of its first counted step.
-            before = self._progress.setdefault(lane, _LaneProgress(end, end, 0))
-            if before.first < end:
-                tokens = before.tokens + len(outputs)
-                self._progress[lane] = before._replace(last=end, tokens=tokens)
-        for output in outputs:
+            self._ended[lane].append((end, len(news.outputs)))
+        for output in news.outputs:
             self._deliver(output, end)
         if self._start is None and min(self._loop.issued) >= self._conditions.warm_up:
             self._start = self.now, self.busy
@@ -499,14 +516,19 @@ class Simulation(SimulatedEngine):
         a = self.deployment
         devices = self._domains * a.attention.devices
         devices += 0 if a.topology.has("colocated") else a.ffn.devices
-        lanes = [lane for lane in self._progress.values() if lane.tokens]
-        rate = factor * sum(lane.tokens / (lane.last - lane.first) for lane in lanes)
+        # A lane's clock runs from the end of its first counted step.
+        tokens = [sum(tokens for _, tokens in steps[1:]) for steps in self._ended]
+        rate = factor * sum(
+            count / (steps[-1][0] - steps[0][0])
+            for count, steps in zip(tokens, self._ended, strict=True)
+            if count
+        )
         counted = max(1, self._counted)
         colocated = self._pipeline if isinstance(self._pipeline, Colocated) else None
         return Result(
             seconds=seconds,
             steps=self._counted,
-            tokens=factor * sum(lane.tokens for lane in lanes),
+            tokens=factor * sum(tokens),
             tokens_per_second=rate,
             tokens_per_device=rate / devices,
             sequences=self._running / counted * self._lanes,

@@ -108,6 +108,14 @@ def grid(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def times_row(name: str, found: msgspec.Struct | None, digits: int = 2) -> list[str]:
+    """A row of a mean and percentiles in milliseconds (`simulate.Times`); "-" for each without
+    them."""
+    if found is None:
+        return [name, *["-"] * 5]
+    return [name, *(f"{value * 1e3:.{digits}f}" for value in msgspec.structs.astuple(found))]
+
+
 def _table(rows: Rows) -> str:
     """Formats a table. Cells that end in an exclamation mark are red."""
     heading, *others = rows

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 
 from jaxserve.config.load import deployment_of, load_deployment
+from jaxserve.fleet.deploy_command import _part
 from jaxserve.plan import main
 from jaxserve.serve import main as serve
 from tests import golden
@@ -35,7 +37,7 @@ def test_the_written_file_does_as_the_plan(made):
     _, tree = made
     plan, of_file = tree["prediction"], tree["of_file"]
     assert of_file["refused"] == plan["refused"] == 0
-    assert of_file["requests"] >= 500
+    assert of_file["finished"] >= 500
     for what, share in (("ttft", 0.15), ("tpot", 0.05)):
         for name in ("mean", "p50", "p90", "p95"):
             assert plan[what][name] == pytest.approx(of_file[what][name], rel=share)
@@ -90,3 +92,23 @@ def test_what_is_wrong_is_named(capsys):
 def test_what_cannot_be_met_is_said(capsys, more, message):
     assert main([*DEPLOY, "--modes", "tp", *more]) == 1
     assert message in capsys.readouterr().err
+
+
+def fleet(workers: int, units: int, groups: int = 8, sequences: float = 100.0):
+    worker = SimpleNamespace(layout=SimpleNamespace(dp=groups))
+    return SimpleNamespace(worker=worker, workers=workers, units=units, sequences=sequences * units)
+
+
+@pytest.mark.parametrize(
+    ("made", "prefill", "decode", "whole"),
+    [
+        (fleet(2, 3), (2, 3), (0, 3), (2, 3)),  # small: all of it
+        (fleet(80, 40), (8, 4), (0, 10), (20, 10)),
+        (fleet(30, 41, sequences=128), (8, 11), (0, 8), (8, 11)),  # 30 to 41 is nearly 8 to 11
+        (fleet(3, 4, sequences=2000), (3, 4), (0, 1), (3, 4)),  # no fewer have the proportion
+        (fleet(9, 3, groups=64), (2, 1), (0, 3), (9, 3)),
+    ],
+)
+def test_a_part_in_the_proportions_of_the_whole(made, prefill, decode, whole):
+    found = [_part(made, part) for part in ("prefill", "decode", "whole")]
+    assert found == [prefill, decode, whole]

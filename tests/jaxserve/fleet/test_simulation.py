@@ -8,8 +8,9 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetSimulation
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss, PagesLink
+from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.plan import main
+from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.noise import Lengths
 from tests.jaxserve.planner.making import Given
 
@@ -52,9 +53,8 @@ def simulate(
         running=running,
         hits=hits,
     )
-    conditions = FleetConditions(
-        pages=PagesLink(seconds_per_token=1e-4, latency=0.01), losses=losses
-    )
+    pages = Handoff(token_bytes=1.0, bytes_per_second=1e4, latency=0.01)
+    conditions = FleetConditions(pages=pages, losses=losses)
     prefill = times if deployment.prefill.workers else None
     return FleetSimulation(deployment, traffic, conditions, domain=times, prefill=prefill)
 

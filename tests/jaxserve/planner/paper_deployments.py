@@ -8,13 +8,14 @@ prints the comparison, `test_paper_deployments.py` holds it.
 import msgspec
 
 from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.deploy import CHUNKS, Asked, Hosts, Prediction, Sizer, Trial
+from jaxserve.planner.deploy import CHUNKS, Asked, Hosts, Sizer
 from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Pace
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.search import Searcher
+from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import layout
@@ -158,7 +159,7 @@ def _sizer(
     return Sizer(searcher, Hosts(hosts, hosts, hosts), asked, _nothing)
 
 
-def _nothing(trial: Trial) -> Prediction:
+def _nothing(*_: object) -> FleetResult:
     raise AssertionError("no fleet is simulated here")
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.deploy import Asked, Hosts, Prediction, Sizer, _fewest
+from jaxserve.planner.deploy import Asked, Hosts, Sizer, _fewest
 from jaxserve.planner.deploy_demand import Demand, Level, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.simulate import Times
+from jaxserve.planner.simulate import FleetResult, Times
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H100, calculator, layout, searcher
 
@@ -21,20 +21,21 @@ class Fleets:
         self._workers, self._units = workers, units
         self.parts: list[str] = []
 
-    def __call__(self, trial) -> Prediction:
-        self.parts.append(trial.part)
-        ttft = 0.1 if trial.fleet.workers >= self._workers else 0.9
-        tpot = 0.01 if trial.fleet.units >= self._units else 0.09
-        late, each = (Times.of([seconds]) for seconds in (ttft, tpot))
-        return Prediction(
-            ttft=late,
-            ttft_asked=ttft,
-            tpot=each,
-            tpot_asked=tpot,
-            parts={},
-            busy={},
+    def __call__(self, sizer, part, fleet, demand) -> FleetResult:
+        self.parts.append(part if fleet.workers else "together")
+        ttft = 0.1 if fleet.workers >= self._workers else 0.9
+        tpot = 0.01 if fleet.units >= self._units else 0.09
+        return FleetResult(
+            seconds=1.0,
+            finished=1,
             refused=0,
-            requests=1,
+            tokens_per_second=1.0,
+            ttft=Times.of([ttft]),
+            tpot=Times.of([tpot]),
+            ttft_asked=ttft,
+            tpot_asked=tpot,
+            waits={},
+            busy={},
         )
 
 
@@ -59,6 +60,21 @@ def test_as_many_as_the_simulation_asks_for():
     assert (made.fleet.workers, made.fleet.units) == (7, 5)
     assert made.dollars == pytest.approx((7 + 5) * H100.price)
     assert fleets.parts[-1] == "whole"
+
+
+def test_light_loads_get_one_colocated_worker():
+    """Apart they take two; at 200 requests a second one is not even simulated."""
+    light = Demand(rate=0.2, prompt=512, output=32)
+    made = sizer(Fleets(workers=0, units=1), light).plan().best
+    assert (made.fleet.workers, made.fleet.units) == (0, 1)
+    assert [role.name for role in made.roles] == ["decode"]
+    assert made.dollars == H100.price
+    slow = sizer(Fleets(workers=1, units=1), light).plan()
+    assert (slow.best.fleet.workers, slow.best.fleet.units) == (1, 1)
+    assert any("TTFT p95 0.9 s" in reason for reason in slow.reasons.values())
+    busy = Fleets(workers=0, units=1)
+    assert sizer(busy).plan().best.fleet.workers > 0
+    assert "together" not in busy.parts
 
 
 def test_no_fewer_than_the_work_takes():
