@@ -18,7 +18,6 @@ from jaxserve.launch.options import (
 )
 from jaxserve.launch.settings import Places, deployment_text, to_yaml
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
-from jaxserve.planner.machines import gpu_product
 
 Tree = dict[str, Any]
 
@@ -302,7 +301,7 @@ def _placement(work: Workload, options: Options) -> Tree:
         }
     preferred = "preferredDuringSchedulingIgnoredDuringExecution"
     affinity: Tree = {}
-    if product := gpu_product(work.hardware):
+    if product := work.hardware.gpu_product:
         # GPU feature discovery sets the label. GKE's nodes lack it unless it is installed.
         own = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [product]}
         term = {"weight": 100, "preference": {"matchExpressions": [own]}}

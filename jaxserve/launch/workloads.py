@@ -11,8 +11,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import process_shares
+from jaxserve.planner.fabric import TpuSlice, tpu_slice
 from jaxserve.planner.hardware import Hardware, load_hardware
-from jaxserve.planner.machines import TpuSlice, tpu_slice
 
 WORKER_PORT, FFN_PORT, COORDINATOR_PORT, CONTROL_PORT = 9100, 9000, 9001, 9002
 """Ports on which workers listen for routers, ffn workers for attention workers, and process 0 of a
@@ -66,7 +66,8 @@ class Workload(NamedTuple):
         """Each of the slices of a worker, where it runs on TPUs."""
         if self.hardware is None or self.hardware.platform != "tpu":
             return None
-        return tpu_slice(self.hardware_name, self.accelerators * self.processes // self.slices)
+        chips = self.accelerators * self.processes // self.slices
+        return tpu_slice(self.hardware_name, self.hardware, chips)
 
 
 def host_processes(deployment: Deployment, work: Workload) -> list[str]:
@@ -169,7 +170,7 @@ def processes_on_hosts(devices: int, hardware: Hardware | None, name: str) -> in
     if hardware is None:
         return 1
     if hardware.platform == "tpu":
-        return tpu_slice(name, devices // hardware.jax_devices).hosts
+        return tpu_slice(name, hardware, devices // hardware.jax_devices).hosts
     host = hardware.devices_per_host
     if devices > host and devices % host:
         raise ConfigError(f"{devices} devices do not fill hosts of {host} {hardware.name}")

@@ -1,18 +1,23 @@
-"""Bandwidth of a device's fast link, a switch or a torus, when many devices use it at once; and the
-seconds in which the devices of the ffn role exchange a layer's rows.
+"""Shapes of TPU slices; bandwidth of a device's fast link, a switch or a torus, when many devices
+use it at once; and the seconds in which the devices of the ffn role exchange a layer's rows.
 
-Called by `stages.py`. The bytes are those of `model/ffn/traffic.py`, which the engine runs by;
-between islands of the fast link they cross the network. A switch (NVLink) gives every device its
-bandwidth, whatever it talks to. On a torus (TPU) a device has a link to each neighbour, so what two
-far parts of a slice exchange shares the links between them. Knows hardware, not models.
+Called by `stages.py`, and by `launch` and `slice_layout.py` for slices. The bytes are those of
+`model/ffn/traffic.py`, which the engine runs by; between islands of the fast link they cross the
+network. A switch (NVLink) gives every device its bandwidth, whatever it talks to. On a torus (TPU)
+a device has a link to each neighbour, so two far parts of a slice share the links between them.
+Knows hardware, not models.
 """
 
 import math
 from typing import NamedTuple
 
+from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, alltoall_moves, gather_moves
 from jaxserve.model.row_width import RowBytes
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import Hardware, TpuNames
+
+LARGEST = 4096
+"""Chips of the largest slice that Google Cloud lists by its dimensions."""
 
 
 def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
@@ -81,6 +86,48 @@ def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
 def _link(hardware: Hardware) -> float:
     """Bytes/s of a JAX device, one way, over one of its chip's links."""
     return hardware.link / (2 * hardware.torus)
+
+
+class TpuSlice(NamedTuple):
+    """A slice: `hosts` machines of `chips_per_host` chips each."""
+
+    kind: TpuNames
+    topology: str
+    hosts: int
+    chips_per_host: int
+
+    @property
+    def chips(self) -> int:
+        """Number of chips."""
+        return self.hosts * self.chips_per_host
+
+    @property
+    def accelerator_type(self) -> str:
+        """Name of the slice in `gcloud compute tpus`, like `v6e-64`."""
+        return f"{self.kind.slice_type}-{self.chips * self.kind.counts}"
+
+
+def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
+    """Returns the slice with `chips` chips.
+
+    Args:
+      name: name of the hardware, for messages.
+      hardware: a JAX device of it.
+
+    Raises:
+      ConfigError: no such slice exists; lists the existing slices.
+    """
+    if hardware.tpu is None:
+        raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
+    most, flat = min(LARGEST, hardware.link_devices // hardware.jax_devices), hardware.torus == 2
+    known = [1] * flat + [4 << power for power in range(11) if 4 << power <= most]
+    if chips not in known:
+        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}")
+    sizes = shape(hardware, chips * hardware.jax_devices)
+    whole = chips if flat and chips <= 8 else 4
+    # A dimension of one chip comes last: 2x2x1.
+    text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))
+    return TpuSlice(hardware.tpu, text, chips // whole, whole)
 
 
 class Rows(NamedTuple):

@@ -6,7 +6,7 @@ Called by `plan.py`, `tables.py` and `search.py`. It knows nothing of models.
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import yaml
@@ -24,6 +24,22 @@ MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "netw
 
 MONTH = 730.0
 """Hours of a month, for prices by the hour."""
+
+
+class TpuNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Google Cloud names a TPU; a cluster refuses wrong values.
+
+    Attributes:
+      label: value of the node label `cloud.google.com/gke-tpu-accelerator`.
+      slice_type: Cloud TPU's type, before the number; empty: only available on GKE.
+      counts: what that number counts, per chip: 1 for chips, 2 for cores.
+      software: runtime version of its VMs.
+    """
+
+    label: str
+    slice_type: str = ""
+    counts: Count = 1
+    software: str = ""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +71,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     int8_attention: Positive = 1.0
     """Speed-up of attention by `attention.int8_products` over BF16 products, both on INT8 pages, if
     the products set the time; 1: no kernel."""
+    tpu: TpuNames | None = None
     sources: dict[str, str]
     """Source of each figure, by field."""
     device_kinds: list[str] = []
@@ -90,6 +107,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def is_hopper(self) -> bool:
         """Whether it is a GPU that has kernels."""
         return any(name in kind for kind in self.device_kinds for name in HOPPER)
+
+    @property
+    def gpu_product(self) -> str:
+        """Value of the node label `nvidia.com/gpu.product` (GPU feature discovery); empty:
+        unknown."""
+        return self.device_kinds[0].replace(" ", "-") if self.device_kinds else ""
 
     def slice_of(self, devices: int) -> bool:
         """Whether this number of JAX devices can be rented: TPUs come as slices of 1, 2, 4, 8, …
@@ -213,12 +236,20 @@ def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
       ConfigError: it is not YAML, a key is unknown or missing, or a value is wrong.
     """
     try:
-        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return msgspec.convert(yaml.safe_load(path.read_bytes()), kind)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def read_json[Kind](path: Path, kind: type[Kind]) -> Kind:
+    """Reads a JSON file; raises as `read_struct`."""
     try:
-        return msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

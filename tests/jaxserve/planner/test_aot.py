@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.planner.fabric import tpu_slice
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.machines import tpu_slice
 
 pytestmark = [
     pytest.mark.tpu_aot,
@@ -41,8 +41,9 @@ def compile_for(
 
 def slice_of(path, name: str) -> str:
     """The topology that `launch` asks for to run a deployment on this hardware."""
-    chips = load_deployment(path).devices // load_hardware(name).jax_devices
-    return f"{name}:{tpu_slice(name, chips).topology}"
+    hardware = load_hardware(name)
+    chips = load_deployment(path).devices // hardware.jax_devices
+    return f"{name}:{tpu_slice(name, hardware, chips).topology}"
 
 
 def files_for_tpus() -> dict[str, str]:
