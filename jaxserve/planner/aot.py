@@ -25,16 +25,18 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
+from jaxserve.planner.estimate import ProgramCounts
+from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import busiest_by_chance
 from jaxserve.planner.scheduled import (
     Copy,
-    Window,
     copies,
     count_collectives,
     exchanged_bytes,
     windows,
 )
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
+from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import wanted
@@ -84,8 +86,6 @@ class CompiledProgram(NamedTuple):
     error: str
     """The compiler's error; empty if it compiled."""
     arguments: int = 0
-    arrays: int = 0
-    """Number of arrays among the arguments."""
     padding: int = 0
     """Bytes of padding that the memory layout adds to the arguments."""
     outputs: int = 0
@@ -93,19 +93,9 @@ class CompiledProgram(NamedTuple):
     temporaries: int = 0
     code: int = 0
     collectives: Mapping[str, int] = {}
-    instructions: int = 0
-    """Instructions that compute or copy something: on a GPU, launches."""
-    moved: int = 0
-    """Bytes that they read and write, without the pool of pages and, where tokens are embedded,
+    counted: ProgramCounts | None = None
+    """Launches and bytes of a run; None: it did not compile. Where tokens are embedded, bytes are
     without the table."""
-    exchanging: int = 0
-    """Bytes of `moved` that collectives read and write."""
-    absent: int = 0
-    """Bytes, of the others, of rows that have room here but are on other devices on average."""
-    exchanged: Mapping[str, int] = {}
-    """Bytes of the larger side of collectives, by name."""
-    windows: Sequence[Window] = ()
-    """Collectives that kernels run beside."""
     copied: int = 0
     """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
     in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
@@ -321,18 +311,21 @@ def _compile(
         seconds,
         "",
         arguments=arguments,
-        arrays=len(program.arguments),
         padding=max(0, arguments - _argument_bytes(program)),
         outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         temporaries=int(memory.temp_size_in_bytes),
         code=int(memory.generated_code_size_in_bytes),
         collectives=count_collectives(text),
-        instructions=traffic.instructions,
-        moved=traffic.bytes,
-        exchanging=traffic.exchanged,
-        absent=traffic.absent,
-        exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
-        windows=windows(counted, program.mesh.size, rows.ragged),
+        counted=ProgramCounts(
+            layers=layers,
+            instructions=traffic.instructions,
+            bytes=traffic.bytes,
+            arguments=len(program.arguments),
+            exchanging=traffic.exchanged,
+            absent=traffic.absent,
+            exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
+            beside=windows(counted, program.mesh.size, rows.ragged),
+        ),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )
 
@@ -343,6 +336,12 @@ def _argument_bytes(program: Program) -> int:
         array_bytes(argument.sharding.shard_shape(argument.shape), argument.dtype)
         for argument in program.arguments
     )
+
+
+def available(deployment: Deployment, hardware: Hardware) -> Mapping[Role, int | None]:
+    """Returns the bytes that each role may use of a device."""
+    size = round(hardware.memory)
+    return memory_of(deployment, {"attention": size, "ffn": size})
 
 
 def memory(

@@ -128,40 +128,28 @@ class FitKey(NamedTuple):
 
 
 class Calibration:
-    """Fits, and the model that they are asked for.
+    """Fits of measured stages. Without any, stages take what rooflines say."""
 
-    Args:
-      fits: by what they are for.
-      model: its name; see `of`.
-    """
-
-    def __init__(self, fits: Mapping[FitKey, Fit], model: str = ""):
+    def __init__(self, fits: Mapping[FitKey, Fit]):
         self.fits = fits
-        self._model = model
 
-    def of(self, model: str) -> "Calibration":
-        """The same for a calculator of this model."""
-        return Calibration(self.fits, model) if self.fits else NOTHING
+    def seconds(self, key: FitKey, terms: Terms, roof: Any) -> Any:
+        """Seconds of a stage, a number or an array.
 
-    def seconds(
-        self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any
-    ) -> Any:
-        """Seconds of a stage, a number or an array; `roof`, what rooflines say, without a fit.
+        Without a fit of its own, a stage takes that of other layers of the model, and a step's
+        first attention that of the others.
 
-        Where other layers of the model were measured in this stage, and not these, their fit; where
-        attention was measured, and not a step's first, that of the others.
+        Args:
+          roof: what rooflines say, for stages without any fit.
         """
         if not self.fits:
             return roof
-        key = FitKey(stage, hardware, self._model, form, layers)
         found = self.fits.get(key)
         if found is None:
-            alike = (
-                one for other, one in self.fits.items() if other._replace(layers=layers) == key
-            )
-            found = next(alike, None)
-        if found is None and stage == "enter":
-            return self.seconds("attend", hardware, form, layers, terms, roof)
+            fits = self.fits.items()
+            found = next((one for at, one in fits if at._replace(layers=key.layers) == key), None)
+        if found is None and key.stage == "enter":
+            return self.seconds(key._replace(stage="attend"), terms, roof)
         return roof if found is None else found.seconds(terms)
 
 
@@ -169,26 +157,18 @@ NOTHING = Calibration({})
 
 
 class Asked(Calibration):
-    """Corrects nothing, and keeps what it was asked for: what a fit of a measurement is made of.
+    """Corrects nothing, and records what it was asked for, of which fits are made.
 
     Attributes:
-      terms: of each key that was asked for, terms and roofline seconds.
+      terms: for each key that was asked for, terms and roofline seconds.
     """
 
-    def __init__(self, model: str):
-        super().__init__({}, model)
+    def __init__(self) -> None:
+        super().__init__({})
         self.terms: dict[FitKey, tuple[Terms, float]] = {}
 
-    def of(self, model: str) -> "Asked":
-        """Itself, which was made for its model."""
-        return self
-
-    def seconds(
-        self, stage: MeasuredStage, hardware: str, form: str, layers: int, terms: Terms, roof: Any
-    ) -> Any:
+    def seconds(self, key: FitKey, terms: Terms, roof: Any) -> Any:
         """Returns the roofline's seconds unchanged, and records terms and seconds."""
-        longest = float(np.max(roof))
-        key = FitKey(stage, hardware, self._model, form, layers)
         memory, compute = float(np.max(terms.memory)), float(np.max(terms.compute))
-        self.terms[key] = Terms(memory, compute, terms.fixed), longest
+        self.terms[key] = Terms(memory, compute, terms.fixed), float(np.max(roof))
         return roof

@@ -4,22 +4,20 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.errors import ConfigError
+from jaxserve.planner import aot
+from jaxserve.planner.aot import CompiledProgram, RoleMemory
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.measurements import hardware_of
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.options import read_deployment
 from jaxserve.planner.view import Part, Report, show
 from jaxserve.roles.layout import Bucket
-
-if TYPE_CHECKING:
-    from jaxserve.planner.aot import CompiledProgram, RoleMemory
 
 GB = 1e9
 
@@ -32,8 +30,6 @@ def run(options: argparse.Namespace) -> int:
     config = model_config(model_folder(deployment.model, options.configs))
     if config is None:
         raise ConfigError(f"{deployment.model}: the engine cannot run it, only plan it")
-    from jaxserve.planner import aot  # imports JAX
-
     config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
     hardware = hardware_of(there.device_kind, options.configs)
@@ -75,13 +71,13 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _line(one: "CompiledProgram") -> str:
+def _line(one: CompiledProgram) -> str:
     said = one.error[:120] if one.error else "compiled"
     return f"{one.name} {_size(one.bucket)}: {said}, {one.seconds:.1f} s"
 
 
 def host_lines(
-    programs: Sequence["CompiledProgram"], hosts: Mapping[int, tuple[str, ...]]
+    programs: Sequence[CompiledProgram], hosts: Mapping[int, tuple[str, ...]]
 ) -> list[str]:
     """Lists what each host compiles without a compile cache, hosts alike in one line."""
     lines = []
@@ -98,23 +94,17 @@ def host_lines(
     return lines
 
 
-def available(deployment: Deployment, role: str, hardware: Hardware) -> float:
-    """Bytes that a role may use of a device: all, or `memory_gb` if that is less."""
-    size = hardware.memory
-    wanted: float = getattr(deployment, role).memory_gb * GB
-    return min(wanted or size, size)
-
-
 def failures(
     deployment: Deployment,
-    programs: Sequence["CompiledProgram"],
-    held: Sequence["RoleMemory"],
+    programs: Sequence[CompiledProgram],
+    held: Sequence[RoleMemory],
     hardware: Hardware,
 ) -> list[str]:
     """Lists what would go wrong on the pod."""
     found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
+    memory = aot.available(deployment, hardware)
     for part in held:
-        there = available(deployment, part.role, hardware)
+        there = memory[part.role] or 0
         if part.total > there:
             found.append(
                 f"{part.role}: {part.total / GB:.2f} GB on each of {part.devices} devices, which "
@@ -145,7 +135,7 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
     return found
 
 
-def copied(programs: Sequence["CompiledProgram"]) -> list[str]:
+def copied(programs: Sequence[CompiledProgram]) -> list[str]:
     """Lists what programs copy before they compute, which takes time in every step, and memory."""
     return [
         f"{one.name} {_size(one.bucket)} writes {one.copied / GB:.2f} GB of weights or pages again "
@@ -159,7 +149,7 @@ def _size(bucket: Bucket) -> str:
     return f"{bucket.tokens}x{bucket.pages}"
 
 
-def _program_rows(programs: Sequence["CompiledProgram"]) -> list[list[str]]:
+def _program_rows(programs: Sequence[CompiledProgram]) -> list[list[str]]:
     rows = [["MB a device", "bucket", "layers", "arguments", "tiles", "outputs", "temporaries"]]
     rows[0] += ["code", "seconds", "collectives"]
     for one in programs:
@@ -179,12 +169,13 @@ def _program_rows(programs: Sequence["CompiledProgram"]) -> list[list[str]]:
 
 
 def _memory_rows(
-    held: Sequence["RoleMemory"], deployment: Deployment, hardware: Hardware
+    held: Sequence[RoleMemory], deployment: Deployment, hardware: Hardware
 ) -> list[list[str]]:
     rows = [["GB a device", "devices", "weights", "KV pages", "tiles", "messages", "temporaries"]]
     rows[0] += ["code", "sum", "of"]
+    memory = aot.available(deployment, hardware)
     for part in held:
-        there = available(deployment, part.role, hardware)
+        there = memory[part.role] or 0
         sizes = (
             *(part.weights, part.cache, part.padding, part.messages, part.temporaries),
             *(part.code, part.total, there),

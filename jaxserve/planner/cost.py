@@ -4,8 +4,10 @@ Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `advice.py`."""
 import math
 from typing import NamedTuple
 
+from jaxserve.config.model import MLA
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.models import AttentionLayers, CostModel
+from jaxserve.planner.kernels import core_flops
+from jaxserve.planner.models import AttentionLayers, CostModel, Lightning
 
 STAGE_SECONDS = 0.0166
 """A third of 50 ms, as the paper rounds it (§3.1, §6)."""
@@ -39,7 +41,7 @@ def token_cost(model: CostModel, context: int) -> TokenCost:
 def cache_bytes(group: AttentionLayers, context: int) -> float:
     """Bytes of cache traffic per layer, at 8 bits per number unless the model fixes the format. A
     state is read and written, so it counts twice."""
-    times = 2 if group.kind == "lightning" else 1
+    times = 2 if isinstance(group.spec, Lightning) else 1
     return times * (group.cache_bytes or 1) * group.cached_numbers(context)
 
 
@@ -49,10 +51,9 @@ def attention_flops(group: AttentionLayers, context: int) -> float:
     For latent attention the paper takes the cached row's width, 576, for both products; the true
     cost of the absorbed form is 5.6 % less.
     """
-    if group.kind == "lightning":
-        return 10.0 * group.q_heads * group.head_dim**2
-    tokens = min(context, group.window) if group.window else context
-    return 4.0 * group.q_heads * group.head_dim * tokens
+    if isinstance(group.spec, Lightning):
+        return core_flops(group)
+    return 4.0 * group.spec.q_heads * group.key_dim * group.seen(context)
 
 
 def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> float:
@@ -140,8 +141,8 @@ def attention_fit(model: CostModel, hardware: Hardware, stage_seconds: float) ->
     """
     group = max(model.attention, key=lambda g: g.layers)
     readable = hardware.bandwidth * stage_seconds
-    width = group.v_dim or group.head_dim
-    output = group.q_heads * width * model.d_model
+    width = group.spec.v_dim if isinstance(group.spec, MLA) else group.spec.head_dim
+    output = group.spec.q_heads * width * model.d_model
     linear = sum(group.split_parameters(model.d_model)) - output + output / 8
     per_token = (group.cache_bytes or 1) * group.cached_numbers(1)
     tokens = max(0, math.floor((readable - linear) / per_token))

@@ -320,7 +320,7 @@ class Fleet(NamedTuple):
             keys["domains"] = self.units
         if not self.workers:
             return keys
-        heads = [group.layers * group.q_heads * group.head_dim for group in model.attention]
+        heads = [group.layers * group.spec.q_heads * group.key_dim for group in model.attention]
         return keys | {
             "prefill.workers": self.workers,
             "prefill.mode": "colocated",

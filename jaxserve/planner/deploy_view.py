@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve.config.model import MLA
 from jaxserve.planner.deploy import Asked, Deployment, Planned, Sizer
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
@@ -147,7 +148,7 @@ def _facts(shown: Shown) -> list[str]:
         "clock",
     ]
     assumed = sizer.searcher.calculator.assumed
-    if any(group.kind == "mla" for group in sizer.model.attention):
+    if any(isinstance(group.spec, MLA) for group in sizer.model.attention):
         form = (
             "keys and values expanded everywhere, which this engine does within a chunk alone"
             if assumed.expanded

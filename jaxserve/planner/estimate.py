@@ -10,12 +10,11 @@ what is not known without a device: `cases`.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.errors import ConfigError
+from jaxserve.config.formats import FormatName
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.measurements import Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
@@ -27,14 +26,14 @@ STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "l
 
 
 class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A collective of a program, and the kernels between its start and its end."""
+    """A collective of a program, and the kernels scheduled between its start and its end."""
 
     collective: str
     """Name, a key of `ProgramCounts.exchanged`."""
     size: int
     """Bytes of `ProgramCounts.exchanged` that this collective moves."""
     exchanging: int
-    """Bytes that the collective reads and writes."""
+    """Bytes that the collective reads and writes, of existing rows only."""
     instructions: int
     """Number of kernels."""
     bytes: int
@@ -68,7 +67,7 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     config: str
     model: str
-    format: str
+    format: FormatName
     """Number format of weights, cache and messages."""
     topology: str
     context: int
@@ -130,20 +129,6 @@ class Bounds(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def read(path: Path) -> Counts:
-    """Counts from a file.
-
-    Raises:
-      ConfigError: it is missing or malformed.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Counts)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, float]:
     """Returns the seconds of a program's own work and of its collectives.
 
@@ -154,7 +139,7 @@ def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, 
     moved = one.bytes - one.exchanging - one.absent
     work = one.instructions * assumed("h200.node") + moved / assumed("h200.memory")
     return work, sum(
-        _exchange_seconds(name, size, outer, inner) for name, size in one.exchanged.items()
+        collective_seconds(name, size, outer, inner) for name, size in one.exchanged.items()
     )
 
 
@@ -174,7 +159,7 @@ def hidden_seconds(
     total = 0.0
     first = len(one.beside) - len(beyond)
     for place, each in enumerate(one.beside):
-        moving = _exchange_seconds(each.collective, each.size, outer, inner)
+        moving = collective_seconds(each.collective, each.size, outer, inner)
         launches = each.instructions * assumed("h200.node")
         longer = beyond[place - first] if place >= first else 0.0
         reading = each.bytes / assumed("h200.memory") + longer
@@ -182,12 +167,6 @@ def hidden_seconds(
         slower = launches + reading * units / (units - taken) + shared
         total += moving + launches + reading - max(moving, slower)
     return total
-
-
-def _exchange_seconds(name: str, size: int, outer: int, inner: int) -> float:
-    """Returns `collective_seconds` of a collective named as in `ProgramCounts.exchanged`."""
-    members = _members(name, outer, inner)
-    return collective_seconds(size, *members, apart="all-to-all" in name)
 
 
 def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
@@ -205,20 +184,21 @@ def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
     return outer, min(outer, max(1, host // inner))
 
 
-def collective_seconds(size: int, devices: int, local: int, *, apart: bool = False) -> float:
+def collective_seconds(name: str, size: int, outer: int, inner: int) -> float:
     """Returns the seconds of a collective over the fast links, and one NIC a GPU between hosts.
 
-    Bytes that leave the host are gathered, or summed up, among its `local` devices, each of which
-    carries its share.
+    Bytes that leave the host are gathered, or summed up, among the members on it, each of which
+    carries its share. In an all-to-all every device has other bytes, and carries all of its own.
 
     Args:
-      apart: every device has other bytes (all-to-all), so each carries all that leaves the host.
+      name: as in `ProgramCounts.exchanged`.
     """
+    devices, local = _members(name, outer, inner)
     if devices == 1:
         return 0.0
     inside = size * (devices - 1) / devices
     outside = inside / local if devices > local else 0.0
-    if apart:
+    if "all-to-all" in name:
         inside, outside = size * (local - 1) / devices, size * (devices - local) / devices
     seconds = max(inside / assumed("h200.link"), outside / assumed("h200.network"))
     return assumed("h200.collective") + seconds
@@ -299,17 +279,6 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def tokens_per_device(counts: Counts, pace: float) -> float:
-    """Returns tokens/s a device of all roles when a lane's layer takes `pace` seconds."""
-    return counts.tokens / (counts.layers * pace) / sum(counts.devices.values())
-
-
-def between_tokens(counts: Counts, pace: float) -> float:
-    """Returns the seconds between two tokens of a sequence when a lane's layer takes `pace`
-    seconds: all lanes pass a layer before the first comes back to it."""
-    return counts.lanes * counts.layers * pace
-
-
 class Case(NamedTuple):
     """A set of assumptions and the speed that follows from it."""
 
@@ -319,61 +288,69 @@ class Case(NamedTuple):
     bound: str
     """Resource that sets the pace."""
 
+    def speed(self, counts: Counts) -> float:
+        """Tokens/s a device of all roles."""
+        return counts.tokens / (counts.layers * self.pace) / sum(counts.devices.values())
 
-def figure(counts: Counts, process_devices: int = 0) -> Case:
-    """Returns the figure: every byte and kernel charged, one after the other.
+    def text(self, counts: Counts) -> str:
+        """The speed and what it rests on."""
+        return f"{self.speed(counts):.0f}, bound by {self.bound}: {self.name}"
+
+
+def case(
+    name: str,
+    counts: Counts,
+    *,
+    process_devices: int = 0,
+    serial: bool = False,
+    waits: bool = False,
+    values: Mapping[str, float] | None = None,
+) -> Case:
+    """Returns the speed that follows from these counts.
 
     Args:
       process_devices: devices of a process instead of the counted number.
+      serial: receives run on the compute stream, so the network's time adds to both roles.
+      waits: messages wait for a wave of attention's blocks.
+      values: assumptions other than those of `pallas_kernels/estimate/assumptions.py`.
     """
-    found = bounds(every_byte(counts), process_devices)
-    return Case("everything charged, nothing side by side", max(found), found.longest())
+    with assuming(values or {}):
+        found = bounds(counts, process_devices)
+        receiving = found.network if serial else 0.0
+        waiting = assumed("h200.contention") if waits else 0.0
+        found = found._replace(
+            attention=found.attention + receiving + waiting, ffn=found.ffn + receiving
+        )
+    return Case(name, max(found), found.longest())
+
+
+def figure(counts: Counts, process_devices: int = 0) -> Case:
+    """Returns the figure: every byte and kernel charged, one after the other."""
+    name = "everything charged, nothing side by side"
+    return case(name, every_byte(counts), process_devices=process_devices)
 
 
 def best(counts: Counts) -> Case:
     """Returns the upper end of the range: published costs, and collectives beside kernels."""
-    with assuming(PUBLISHED):
-        found = bounds(counts)
-        name = "kernels beside collectives as scheduled, " + _named(PUBLISHED)
-    return Case(name, max(found), found.longest())
-
-
-def adverse(counts: Counts, *, serial: bool = True, waits: bool = True) -> Case:
-    """Returns the speed of the figure's charges plus costs that only a device can exclude.
-
-    Args:
-      serial: receives run on the compute stream, so the network's time adds to both roles.
-      waits: messages wait for a wave of attention's blocks.
-    """
-    found = bounds(every_byte(counts))
-    receiving = found.network if serial else 0.0
-    waiting = assumed("h200.contention") if waits else 0.0
-    found = found._replace(
-        attention=found.attention + receiving + waiting, ffn=found.ffn + receiving
-    )
-    names = ["receives on the compute stream"] * serial
-    names += [f"a message waits {_micro(assumed('h200.contention'))} for attention"] * waits
-    return Case(", ".join(names), max(found), found.longest())
+    name = f"kernels beside collectives as scheduled, {_named(PUBLISHED)}"
+    return case(name, counts, values=PUBLISHED)
 
 
 def worst(counts: Counts) -> Case:
     """Returns the lower end of the range: all adverse costs together."""
-    with assuming(ADVERSE):
-        found = adverse(counts)
-    return found._replace(name=f"everything charged, {_named(ADVERSE)}, {found.name}")
+    name = f"everything charged, {_named(ADVERSE)}, {SERIAL}, {_waits()}"
+    return case(name, every_byte(counts), serial=True, waits=True, values=ADVERSE)
 
 
 def cases(counts: Counts) -> list[Case]:
     """Returns the figure with one adverse cost at a time."""
-    found = []
-    for name, value in ADVERSE.items():
-        with assuming({name: value}):
-            found.append(figure(counts)._replace(name=_named({name: value})))
-    found.append(adverse(counts, waits=False))
-    found.append(adverse(counts, serial=False))
-    return found
+    charged = every_byte(counts)
+    single = ({name: value} for name, value in ADVERSE.items())
+    found = [case(_named(values), charged, values=values) for values in single]
+    return [*found, case(SERIAL, charged, serial=True), case(_waits(), charged, waits=True)]
 
 
+SERIAL = "receives on the compute stream"
 _WORDS = {
     "h200.node": "launches {}",
     "h200.sort": "a sort of choices {}",
@@ -384,6 +361,10 @@ _WORDS = {
 
 def _named(values: Mapping[str, float]) -> str:
     return ", ".join(_WORDS[name].format(_micro(value)) for name, value in values.items())
+
+
+def _waits() -> str:
+    return f"a message waits {_micro(assumed('h200.contention'))} for attention"
 
 
 def _micro(seconds: float) -> str:
@@ -398,9 +379,9 @@ def lines(counts: Counts) -> list[str]:
         f"{_title(counts)}, read from compiled programs; nothing was measured.",
         f"{_speed(counts, own)}: {own.name}",
         f"range {_range(counts)}; between",
-        *(f"  {_case(counts, case)}" for case in (worst(counts), best(counts))),
+        *(f"  {one.text(counts)}" for one in (worst(counts), best(counts))),
         "the figure with one cost more:",
-        *(f"  {_case(counts, case)}" for case in cases(counts)),
+        *(f"  {one.text(counts)}" for one in cases(counts)),
         f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'beside':>7}",
     ]
     for name, one in counts.programs.items():
@@ -412,8 +393,8 @@ def lines(counts: Counts) -> list[str]:
     for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
         here = figure(counts, devices)
         result.append(
-            f"{devices} GPU(s) a process: {_rate(counts, here)}, bound by {here.bound}; the host's "
-            f"µs: {_times(host_parts(counts, devices))}"
+            f"{devices} GPU(s) a process: {here.speed(counts):.0f} tokens/s a GPU, bound by "
+            f"{here.bound}; the host's µs: {_times(host_parts(counts, devices))}"
         )
     return result
 
@@ -431,22 +412,15 @@ def _title(counts: Counts) -> str:
 
 
 def _range(counts: Counts) -> str:
-    ends = (f"{tokens_per_device(counts, one(counts).pace):.0f}" for one in (worst, best))
-    return f"{' to '.join(ends)} tokens/s a GPU"
+    return f"{worst(counts).speed(counts):.0f} to {best(counts).speed(counts):.0f} tokens/s a GPU"
 
 
-def _case(counts: Counts, case: Case) -> str:
-    return f"{tokens_per_device(counts, case.pace):.0f}, bound by {case.bound}: {case.name}"
-
-
-def _rate(counts: Counts, case: Case) -> str:
-    return f"{tokens_per_device(counts, case.pace):.0f} tokens/s a GPU"
-
-
-def _speed(counts: Counts, case: Case) -> str:
+def _speed(counts: Counts, own: Case) -> str:
+    # All lanes pass a layer before the first comes back to it.
+    between = counts.lanes * counts.layers * own.pace
     return (
-        f"{_rate(counts, case)}, {counts.lanes * counts.tokens} sequences with a token every "
-        f"{between_tokens(counts, case.pace) * 1e3:.1f} ms, bound by {case.bound}"
+        f"{own.speed(counts):.0f} tokens/s a GPU, {counts.lanes * counts.tokens} sequences with a "
+        f"token every {between * 1e3:.1f} ms, bound by {own.bound}"
     )
 
 
@@ -476,11 +450,10 @@ def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
 
-def measured_stages(
-    counts: Counts, found: Iterable[Measurement]
-) -> list[tuple[str, float, Measurement]]:
-    """Returns program, counted seconds and measurement of the counted stages that were measured
-    with the same rows, formats and sharding. Collectives are in neither."""
+def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
+    """Returns a line for each counted stage that was measured with the same rows, formats and
+    sharding, and the figure with these in place of the counted ones; nothing where none was
+    measured at this load. Collectives are in neither."""
 
     def load(one: Measurement) -> tuple[object, ...]:
         own = one.tp, one.batch, one.context
@@ -488,30 +461,23 @@ def measured_stages(
             own = one.ep, one.ffn_tp, one.batch * one.dp
         return one.op, one.model, one.format, one.cache or one.format, own
 
-    return [
-        (STAGES[own.op], own.seconds, one)
-        for own in measurements(counts)
-        for one in found
-        if one.source == "measured" and load(one) == load(own)
-    ]
-
-
-def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
-    """Returns a line for each stage that was measured, and the figure with measured stages in
-    place of counted ones; nothing where none was measured at this load."""
-    made, lines = bounds(every_byte(counts)), {}
-    for program, counted, one in measured_stages(counts, found):
-        if program in lines:
-            continue
-        more = (one.seconds - counted) * counts.programs[program].layers / counts.layers
-        role = "ffn" if program.startswith("ffn") else "attention"
-        made = made._replace(**{role: getattr(made, role) + more})
-        lines[program] = (
-            f"{program} counted {counted * 1e6:.1f} µs, measured {one.seconds * 1e6:.1f} on "
-            f"{one.device_kind}"
-        )
-    own = Case("the figure with measured stages", max(made), made.longest())
-    return [*lines.values(), _case(counts, own)] if lines else []
+    measured: dict[tuple[object, ...], Measurement] = {}
+    for one in found:
+        if one.source == "measured":
+            measured.setdefault(load(one), one)
+    made, lines = bounds(every_byte(counts)), []
+    for own in measurements(counts):
+        if load(own) in measured:
+            one, program = measured[load(own)], STAGES[own.op]
+            role = "ffn" if own.op == "ffn" else "attention"
+            more = (one.seconds - own.seconds) * counts.programs[program].layers / counts.layers
+            made = made._replace(**{role: getattr(made, role) + more})
+            lines.append(
+                f"{program} counted {own.seconds * 1e6:.1f} µs, measured {one.seconds * 1e6:.1f} "
+                f"on {one.device_kind}"
+            )
+    whole = Case("the figure with measured stages", max(made), made.longest())
+    return [*lines, whole.text(counts)] if lines else []
 
 
 def measurements(counts: Counts) -> list[Measurement]:
@@ -523,20 +489,21 @@ def measurements(counts: Counts) -> list[Measurement]:
         if name in seconds:
             role = "ffn" if op == "ffn" else "attention"
             _, collectives = program_seconds(counts.programs[name], *counts.members(role))
-            own = {
-                "device_kind": "NVIDIA H200",
-                "op": op,
-                "model": counts.model,
-                "batch": counts.tokens // counts.dp,
-                "context": counts.context,
-                "format": counts.format,
-                "dispatch": counts.format,
-                "seconds": seconds[name] - collectives,
-                "dp": counts.dp,
-                "tp": counts.tp,
-                "ep": counts.ep,
-                "ffn_tp": counts.ffn_tp,
-                "source": "estimate",
-            }
-            found.append(msgspec.convert(own, Measurement))
+            found.append(
+                Measurement(
+                    device_kind="NVIDIA H200",
+                    op=op,
+                    model=counts.model,
+                    batch=counts.tokens // counts.dp,
+                    context=counts.context,
+                    format=counts.format,
+                    dispatch=counts.format,
+                    seconds=seconds[name] - collectives,
+                    dp=counts.dp,
+                    tp=counts.tp,
+                    ep=counts.ep,
+                    ffn_tp=counts.ffn_tp,
+                    source="estimate",
+                )
+            )
     return found

@@ -14,6 +14,7 @@ from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import read_measurements
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.options import read_deployment
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--set {' '.join(options.set)}: with --count alone, as {path} is counted"
         )
-    counts = estimate.read(path)
+    counts = read_json(path, estimate.Counts)
     stages = estimate.measurements(counts)
     parts = [Part(lines=estimate.lines(counts))]
     if options.calibration is not None:
@@ -52,8 +53,9 @@ def run(options: argparse.Namespace) -> None:
             )
         )
     if options.config is None and options.counts is None:
-        others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
-        parts.append(Part(lines=[estimate.one_line(estimate.read(each)) for each in others]))
+        paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
+        others = (read_json(each, estimate.Counts) for each in paths)
+        parts.append(Part(lines=[estimate.one_line(each) for each in others]))
     if options.write is not None:
         options.write.write_text(json_text(stages) + "\n", encoding="utf-8")
         parts.append(Part(lines=[f"{options.write}: stages, labelled as estimates"]))
@@ -90,17 +92,8 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
     for one in aot.compile_deployment(config, deployment, there, [size]):
         if one.error:
             raise ConfigError(f"{one.name}: {one.error}")
-        if one.name.partition("_")[0] in PROGRAMS:
-            programs[one.name] = estimate.ProgramCounts(
-                layers=one.layers,
-                instructions=one.instructions,
-                bytes=one.moved,
-                arguments=one.arrays,
-                exchanging=one.exchanging,
-                absent=one.absent,
-                exchanged=dict(one.exchanged),
-                beside=[estimate.Beside(*window) for window in one.windows],
-            )
+        if one.counted and one.name.partition("_")[0] in PROGRAMS:
+            programs[one.name] = one.counted
     chosen = aot.ffn_rows(config, deployment, size).chosen
     return _counts(options, deployment, config, size, programs, chosen)
 

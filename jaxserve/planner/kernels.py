@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.config.model import MLA
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.models import AttentionLayers
+from jaxserve.planner.models import AttentionLayers, Lightning
 
 BLOCK_TOKENS, FIRST_TOKENS = 128, 32
 """Positions of a context that hardware without kernels attends to at a time, and of the first
@@ -26,10 +27,11 @@ once a group, for one row after the other (`pallas_kernels/grouped_matmul/refere
 def core_flops(group: AttentionLayers) -> float:
     """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
     attention mixes the latent alone, without its positional part."""
-    if group.kind == "lightning":
-        return 10.0 * group.q_heads * group.head_dim**2
-    mixed = group.kv_latent if group.kind == "mla" else group.head_dim
-    return 2.0 * group.q_heads * (group.head_dim + mixed)
+    spec = group.spec
+    if isinstance(spec, Lightning):
+        return 10.0 * spec.q_heads * spec.head_dim**2
+    mixed = spec.kv_latent if isinstance(spec, MLA) else spec.head_dim
+    return 2.0 * spec.q_heads * (group.key_dim + mixed)
 
 
 class Expanded(NamedTuple):
@@ -71,14 +73,9 @@ def prompt_chunks(
     return read, pairs - inside, Expanded(inside, own, own)
 
 
-def expanded_flops(group: AttentionLayers) -> float:
-    """FLOPs of a pair on expanded keys and values, all heads."""
-    return 2.0 * group.q_heads * (group.qk_dim + group.v_dim)
-
-
-def head_parameters(group: AttentionLayers) -> int:
-    """Parameters of the maps that expand, or absorb, keys and values of all heads."""
-    return group.kv_latent * group.q_heads * (group.nope_dim + group.v_dim)
+def expanded_width(spec: MLA) -> int:
+    """Numbers of a token's expanded keys and values, all heads. A pair takes two FLOPs for each."""
+    return spec.q_heads * (spec.nope_dim + spec.rope_dim + spec.v_dim)
 
 
 def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any) -> Any:
@@ -88,18 +85,16 @@ def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any)
     Args:
       rows: tokens of a sequence in the step, a number or an array.
     """
-    heads = group.q_heads / tp / max(1.0, group.kv_heads / tp)
-    if group.kind == "lightning":
+    spec = group.spec
+    heads = spec.q_heads / tp / max(1.0, spec.kv_heads / tp)
+    if isinstance(spec, Lightning):
         heads = float(hardware.tile_rows)
-    return _padding(heads * rows, hardware)
+    return row_padding(hardware, heads * rows)
 
 
-def chunk_padding(hardware: Hardware, rows: Any) -> Any:
-    """The same on expanded keys, of which every query head has its own."""
-    return _padding(rows, hardware)
-
-
-def _padding(rows: Any, hardware: Hardware) -> Any:
+def row_padding(hardware: Hardware, rows: Any) -> Any:
+    """Ratio of padded rows to `rows`, a number or an array. On expanded keys, of which every query
+    head has its own, rows are tokens."""
     ceil = np.ceil if isinstance(rows, np.ndarray) else math.ceil
     return ceil(rows / hardware.tile_rows) * hardware.tile_rows / rows
 

@@ -42,6 +42,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ep ranks that hold the shared expert alone."""
     whole_shared: bool = False
     """The deployment's `ffn.whole_shared`; a search does not try it."""
+    instances: int = 1
+    """The deployment's `ffn.instances`; a search does not try it."""
     transport: TransportName = "auto"
     """The deployment's `link.transport`: between two kinds of hardware `pull`, which joins a
     runtime a host of attention and one of a single host for the FFN."""
@@ -65,7 +67,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def ffn_mesh(self) -> ExchangeMesh:
         """The devices that exchange rows."""
         attention = self.attention_devices if self.topology.has("ffn") else None
-        return ExchangeMesh(self.ep, self.ffn_tp, attention, self.shared_ranks, self.whole_shared)
+        more = self.shared_ranks, self.whole_shared, self.instances
+        return ExchangeMesh(self.ep, self.ffn_tp, attention, *more)
 
     def slots(self, experts: int) -> SlotSizes:
         """Returns the slots of the routed experts on each rank."""
@@ -216,7 +219,7 @@ class Layouts:
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """Lists the numbers of devices that query heads divide over within the fast link."""
-        heads = min(group.q_heads for group in self._model.attention)
+        heads = min(group.spec.q_heads for group in self._model.attention)
         most = min(devices, hardware.link_devices, hardware.devices_per_host)
         return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxserve.config.formats import FormatName
 from jaxserve.config.shipped import CONFIGS
@@ -26,10 +25,16 @@ from jaxserve.planner.calibration import (
     Terms,
     fit,
 )
-from jaxserve.planner.hardware import Hardware, known_hardware, load_hardware, unknown
+from jaxserve.planner.hardware import (
+    Hardware,
+    known_hardware,
+    load_hardware,
+    read_json,
+    unknown,
+)
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.stage_times import Rooflines, Rows
+from jaxserve.planner.stage_times import Rooflines, even_rows
 from jaxserve.planner.stages import Calculator
 
 
@@ -101,12 +106,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     Raises:
       ConfigError: the file is missing or malformed, or a number is out of range.
     """
-    try:
-        told = msgspec.json.decode(path.read_bytes(), type=list[Measurement] | _Preflight)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    told: list[Measurement] | _Preflight = read_json(path, list[Measurement] | _Preflight)  # type: ignore[arg-type]
     found = told if isinstance(told, list) else told.measurements
     for index, one in enumerate(found):
         for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
@@ -151,7 +151,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
         rows=one.rows,
         held=one.held,
     )
-    model, asked = load_model(one.model, configs), Asked(Path(one.model).name)
+    model, asked = load_model(one.model, configs), Asked()
     calculator = Calculator(model, one.context, formats, Assumptions(), asked)
     layout = Layout(
         mode="afd",
@@ -163,7 +163,10 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
         ffn_tp=one.ffn_tp,
         lanes=1,
     )
-    Rooflines(layout, calculator, calculator, (hardware, hardware)).step(_rows(one))
+    tokens, padding = one.tokens or one.batch, {"reach": one.reach, "sampled": one.sampled}
+    totals = (one.dp * number for number in (tokens, one.batch * one.context, one.pairs))
+    rows = even_rows(one.dp, one.dp * one.batch, *totals, padded=one.padded or tokens, **padding)
+    Rooflines(layout, calculator, calculator, (hardware, hardware)).step(rows)
     layers = one.layers
     if layers is None:
         layers = most_layers(model, one.op)
@@ -181,22 +184,6 @@ def most_layers(model: CostModel, stage: MeasuredStage) -> int:
     elif stage == "ffn":
         sizes = [group.layers for group in model.ffn]
     return sizes.index(max(sizes))
-
-
-def _rows(one: Measurement) -> Rows:
-    """The step that it was measured in, with sequences all alike."""
-    count, tokens = one.dp * one.batch, one.tokens or one.batch
-    pairs = np.full(count, one.pairs / one.batch) if one.pairs else None
-    return Rows(
-        one.dp,
-        np.arange(count) % one.dp,
-        np.full(count, tokens / one.batch),
-        np.full(count, float(one.context)),
-        one.padded or tokens,
-        one.reach,
-        one.sampled,
-        pairs,
-    )
 
 
 def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:

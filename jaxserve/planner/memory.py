@@ -1,24 +1,24 @@
 """Memory of a layout's devices (weights, cache, a step's activations) and the sequences that fit.
 
 Called by `search.py` and `deploy.py`. Activations come from `roles/activations.py`, by which
-`serve` refuses a deployment, so that `serve` accepts every plan. Weights are sums by formula, which
-agree with `serve`'s templates within `TEMPLATES`.
+`serve` refuses a deployment, so that `serve` accepts every plan. Weights are sums by formula, since
+the engine's templates, which need JAX, take a second a layout; both agree within `TEMPLATES`.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxserve.planner.assumptions import number_bytes
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.activations import (
     FFNWidths,
     StepSizes,
     attention_activations,
     ffn_activations,
-    latent_width,
+    ffn_widths,
 )
 
 TEMPLATES = 0.005
@@ -32,8 +32,15 @@ class RoleMemory(NamedTuple):
 
     weights: float
     cache: float
-    step: float
-    """Activations of the largest step, and room for an expert on its way."""
+    activations: int
+    """Activations of the largest step."""
+    moving: float = 0.0
+    """Room for an expert on its way."""
+
+    @property
+    def step(self) -> float:
+        """What the largest step and moving experts take."""
+        return self.activations + self.moving
 
     def fits(self, hardware: Hardware, reserve: float) -> bool:
         """Whether weights and cache leave the reserve free, and the step half of the reserve."""
@@ -60,8 +67,6 @@ class _Fixed(NamedTuple):
     """Bytes of weights."""
     sequence: float
     """Bytes of a sequence's cache."""
-    heads: tuple[int, int, int]
-    """Query heads, devices that share them, numbers of a head and token."""
     kinds: tuple[FFNWidths, ...]
     moving: float
     """Bytes of an expert on its way."""
@@ -83,7 +88,7 @@ class Memory:
     ):
         self._calculator, self._attention, self._ffn = calculator, attention, ffn
         self._drafting = calculator._replace(model=calculator.model.with_module())
-        self._last: tuple[Layout, _Fixed] | None = None
+        self._fixed = functools.lru_cache(maxsize=1)(self._sum_up)
 
     def held(self, layout: Layout, batch: int, budget: int = 0) -> tuple[RoleMemory, ...]:
         """Memory of the attention and the ffn role, or of the one mesh of a colocated layout.
@@ -92,21 +97,21 @@ class Memory:
           batch: sequences of a DP group and lane.
           budget: tokens of a DP group's largest step; 0: `token_budget`.
         """
-        fixed = self._fixed(layout)
-        cache = layout.lanes * batch * fixed.sequence
-        step = self._step_sizes(layout, batch, budget)
-        attending = attention_activations(step, *fixed.heads)
-        pieces = layout.attention_devices
-        multiplying = fixed.moving + ffn_activations(
-            step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds
+        fixed, step = self._fixed(layout), self._step_sizes(layout, batch, budget)
+        attending = max(
+            attention_activations(step, group.spec.q_heads, layout.tp, group.head_width)
+            for group in self._calculator.model.attention
         )
+        pieces = layout.attention_devices
+        multiplying = ffn_activations(step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds)
+        cache = layout.lanes * batch * fixed.sequence
         if layout.topology.has("ffn"):
             return (
                 RoleMemory(fixed.attention, cache, attending),
-                RoleMemory(fixed.ffn, 0.0, multiplying),
+                RoleMemory(fixed.ffn, 0.0, multiplying, fixed.moving),
             )
-        weights = fixed.attention + fixed.ffn
-        return (RoleMemory(weights, cache, attending + multiplying),)
+        weights, activations = fixed.attention + fixed.ffn, attending + multiplying
+        return (RoleMemory(weights, cache, activations, fixed.moving),)
 
     def kept(self, layout: Layout, batch: int) -> tuple[float, float]:
         """Bytes of weights and cache on a device of the attention and of the ffn role; of the
@@ -155,27 +160,31 @@ class Memory:
             return name, kept, there
         return name, kept + part.step, usable(hardware, reserve)
 
-    def _fixed(self, layout: Layout) -> _Fixed:
-        if self._last is None or self._last[0] != layout:
-            self._last = layout, self._sum_up(layout)
-        return self._last[1]
-
     def _sum_up(self, layout: Layout) -> _Fixed:
         # With drafts, weights and cache of the module count, too.
         calculator = self._drafting if layout.drafts else self._calculator
         entrance = calculator.entrance_bytes if layout.drafts else 0.0
-        mesh, moe = layout.ffn_mesh, calculator.model.moe
+        mesh, model = layout.ffn_mesh, calculator.model
         hardware = self._ffn.get(layout.ffn) or self._attention[layout.attention]
         moving = 0.0
-        if mesh.routed > 1 and moe is not None:
-            expert = 3 * calculator.model.d_model * moe.expert_d_ff / mesh.tensor
+        if mesh.routed > 1 and model.moe is not None:
+            expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor
             moving = expert * calculator.formats.weight_bytes
+        kinds = (
+            ffn_widths(
+                group.shared_d_ff,
+                group.expert_d_ff,
+                group.top_k,
+                mesh,
+                alltoall=calculator.exchange_kind(group, mesh, hardware) == "alltoall",
+            )
+            for group in model.ffn
+        )
         return _Fixed(
             calculator.attention_weights(layout.tp) + entrance,
             calculator.ffn_weights(mesh, hardware, layout.redundant_slots),
             calculator.sequence_bytes(layout.tp),
-            self._widest(layout),
-            tuple(self._widths(layout, group, hardware) for group in self._calculator.model.ffn),
+            tuple(kinds),
             moving,
         )
 
@@ -193,29 +202,4 @@ class Memory:
             vocab=calculator.model.vocab,
             packed=calculator.dispatch_bytes(),
             size=number_bytes(calculator.formats.rows),
-        )
-
-    def _widest(self, layout: Layout) -> tuple[int, int, int]:
-        """Query heads, devices that share them, and numbers of a head and token."""
-
-        def width(group: AttentionLayers) -> int:
-            if group.kind != "mla":
-                return 3 * group.head_dim
-            rope = group.head_dim - group.kv_latent
-            return latent_width(group.qk_dim, group.kv_latent, rope, group.v_dim)
-
-        group = max(self._calculator.model.attention, key=lambda one: one.q_heads * width(one))
-        return group.q_heads, layout.tp, width(group)
-
-    def _widths(self, layout: Layout, group: FFNLayers, hardware: Hardware) -> FFNWidths:
-        mesh, apart = layout.ffn_mesh, layout.shared_ranks > 0
-        if not group.experts:
-            return FFNWidths(group.shared_d_ff, 0, 0, alltoall=False)
-        shared = group.shared_d_ff // group.expert_d_ff if apart else 0
-        return FFNWidths(
-            0 if apart else group.shared_d_ff,
-            group.expert_d_ff,
-            max(group.top_k, shared),
-            self._calculator.exchange_kind(group, mesh, hardware) == "alltoall",
-            min(group.top_k + apart, mesh.ranks),
         )

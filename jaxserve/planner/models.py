@@ -1,83 +1,100 @@
 """A model as a sum of costs: groups of equal attention layers and groups of equal FFN layers.
 
-Made from the engine's `ModelConfig` (`configs/models/<name>/config.json`), or read from
-`configs/models/<name>/cost.yaml` for models that the engine cannot run. Called by `cost.py`,
-`tables.py` and `search.py`; it knows nothing of hardware and of number formats, except that a group
-may fix the format of its cache. `tests/jaxserve/planner/test_models.py` holds the bytes that follow
-from these sums to those of the engine's templates (`roles/capacity.py`).
+`cost_model` groups the layer kinds of the engine's `ModelConfig`, which it reads from
+`configs/models/<name>/config.json`. Models that the engine cannot run are described by
+`configs/models/<name>/cost.yaml`. Called by all of the planner; it knows nothing of hardware and of
+number formats, except that a group may fix the format of its cache.
 """
 
 import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
-from jaxserve.config.model import MFA, MLA, LayerKind, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.hardware import read_struct, unknown
+from jaxserve.roles.activations import head_width
 
 Count = Annotated[int, Meta(ge=1)]
 Width = Annotated[int, Meta(ge=0)]
-Kind = Literal["mfa", "gqa", "mla", "lightning"]
 
 
-class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal attention layers.
+class Lightning(msgspec.Struct, frozen=True, kw_only=True, tag="lightning"):
+    """Linear attention with a state of head_dim × head_dim a head (MiniMax M1). The engine cannot
+    run it."""
 
-    `mla`: `head_dim` is the width of the cached row, which serves as key and value at once.
-    `lightning`: linear attention with a state of head_dim × head_dim a head (MiniMax M1).
-    """
-
-    layers: Count
-    kind: Kind
     q_heads: Count
     kv_heads: Count
     head_dim: Count
-    window: Width = 0
-    """Attention window in tokens; 0: unlimited."""
+    window: int = 0
+    """Always 0: a state has no window."""
+
+
+class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal attention layers."""
+
+    layers: Count
+    spec: Attention | Lightning
     cache_bytes: float = 0.0
     """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
-    q_latent: Width = 0
-    """Width of the low-rank query; 0: none."""
-    qk_dim: Width = 0
-    """`mla`: of a head's query, nope and rope together."""
-    kv_latent: Width = 0
-    """`mla`: width of the latent."""
-    nope_dim: Width = 0
-    v_dim: Width = 0
     int8_products: bool = False
-    """Whether they multiply in INT8 (`attention.int8_products`)."""
+    """Whether attention multiplies in INT8 (`attention.int8_products`)."""
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a cached key. The row of latent attention serves as key and value at once."""
+        spec = self.spec
+        return spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim
+
+    @property
+    def head_width(self) -> int:
+        """Numbers computed for one head and token (`roles/activations.py`)."""
+        spec = self.spec
+        return 3 * spec.head_dim if isinstance(spec, Lightning) else head_width(spec)
+
+    def seen(self, context: int) -> int:
+        """Cached tokens that a token attends to; a state counts as one."""
+        if isinstance(self.spec, Lightning):
+            return 1
+        return min(context, self.spec.window) if self.spec.window else context
 
     def cached_numbers(self, context: int) -> int:
         """Numbers of keys and values, or of states, that one token reads in one layer."""
-        if self.kind == "lightning":
-            return self.q_heads * self.head_dim**2
-        tokens = min(context, self.window) if self.window else context
-        arrays = 1 if self.kind == "mla" else 2
-        return arrays * self.kv_heads * self.head_dim * tokens
+        spec = self.spec
+        if isinstance(spec, Lightning):
+            return spec.q_heads * spec.head_dim**2
+        arrays = 1 if isinstance(spec, MLA) else 2
+        return arrays * spec.kv_heads * self.key_dim * self.seen(context)
 
     def split_parameters(self, d_model: int) -> tuple[int, int]:
         """Parameters of the linear maps of one layer: (cut by query heads under tensor
         parallelism, on every device)."""
-        heads = self.q_heads * self.head_dim
-        if self.kind == "gqa":
-            return d_model * (2 * heads + 2 * self.kv_heads * self.head_dim), 0
-        if self.kind == "mfa":
-            split = (self.q_latent + d_model) * heads
-            return split, d_model * (self.q_latent + 2 * self.kv_heads * self.head_dim)
-        if self.kind == "lightning":  # q, k, v, gate and output
-            return 5 * d_model * heads, 0
-        up = self.q_heads * self.qk_dim
-        values = self.kv_latent * self.q_heads * (self.nope_dim + self.v_dim)
-        out = self.q_heads * self.v_dim * d_model
-        query = self.q_latent * up if self.q_latent else d_model * up
-        return query + values + out, d_model * (self.q_latent + self.head_dim)
+        match self.spec:
+            case MLA() as spec:
+                up = spec.q_heads * (spec.nope_dim + spec.rope_dim)
+                query = spec.q_latent * up if spec.q_latent else d_model * up
+                out = spec.q_heads * spec.v_dim * d_model
+                whole = d_model * (spec.q_latent + self.key_dim)
+                return query + head_parameters(spec) + out, whole
+            case MFA() as spec:
+                split = (spec.latent + d_model) * spec.q_heads * spec.head_dim
+                return split, d_model * (spec.latent + 2 * spec.kv_heads * spec.head_dim)
+            case GQA() as spec:
+                return 2 * d_model * (spec.q_heads + spec.kv_heads) * spec.head_dim, 0
+            case spec:  # q, k, v, gate and output
+                return 5 * d_model * spec.q_heads * spec.head_dim, 0
+
+
+def head_parameters(spec: MLA) -> int:
+    """Parameters of the maps that expand, or absorb, keys and values of all heads."""
+    return spec.kv_latent * spec.q_heads * (spec.nope_dim + spec.v_dim)
 
 
 class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,12 +119,38 @@ class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder, as far as its costs go."""
 
+    name: str = ""
+    """Name of its folder, which measurements name it by."""
     d_model: Count
     vocab: Count
     attention: list[AttentionLayers]
     ffn: list[FFNLayers]
-    mtp_layers: Width = 0
-    """Multi-token-prediction modules in the checkpoint; they are none of the layers above."""
+    order: tuple[tuple[int, int], ...] = ()
+    """For every layer, the index of its group in `attention` and in `ffn`. Left out, FFN groups
+    follow each other (dense layers first), and attention groups are spread evenly among each
+    other."""
+    modules: tuple[tuple[AttentionLayers, FFNLayers], ...] = ()
+    """Layers of the multi-token-prediction modules in the checkpoint, which are not among the
+    layers above."""
+
+    def __post_init__(self) -> None:
+        """Completes `order`.
+
+        Raises:
+          ValueError: the numbers of attention layers and of FFN layers differ.
+        """
+        attention = sum(group.layers for group in self.attention)
+        if attention != self.layers:
+            raise ValueError(f"{attention} attention layers and {self.layers} FFN layers")
+        if not self.order:
+            places = sorted(
+                ((number + 0.5) / group.layers, index)
+                for index, group in enumerate(self.attention)
+                for number in range(group.layers)
+            )
+            ffns = [index for index, group in enumerate(self.ffn) for _ in range(group.layers)]
+            order = tuple((a, f) for (_, a), f in zip(places, ffns, strict=True))
+            msgspec.structs.force_setattr(self, "order", order)
 
     @property
     def layers(self) -> int:
@@ -156,86 +199,46 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         groups = [group for group in self.ffn if group.experts]
         return max(groups, key=lambda group: group.layers, default=None)
 
-    @property
-    def module(self) -> tuple[AttentionLayers, FFNLayers]:
-        """A multi-token-prediction module as one more layer: full attention, and experts where the
-        model has them (DeepSeek-V3 §2.2)."""
-        attention = next((group for group in self.attention if not group.window), self.attention[0])
-        ffn = self.moe or self.ffn[0]
-        return (
-            msgspec.structs.replace(attention, layers=1, int8_products=False),
-            msgspec.structs.replace(ffn, layers=1),
-        )
-
     def with_module(self) -> "CostModel":
-        """The model with a module as a layer like the others, for weights and cache."""
-        attention, ffn = self.module
-        return msgspec.structs.replace(
-            self, attention=[*self.attention, attention], ffn=[*self.ffn, ffn]
-        )
+        """The model with its first prediction module as a layer like the others, for weights and
+        cache."""
+        if not self.modules:
+            return self
+        attention, ffn = self.modules[0]
+        more = {"attention": [*self.attention, attention], "ffn": [*self.ffn, ffn], "order": ()}
+        return msgspec.structs.replace(self, **more)
 
 
 def cost_model(config: ModelConfig) -> CostModel:
-    """Describes the costs of a model that the engine runs."""
-    attention, ffn = (
-        Counter(kinds) for kinds in zip(*map(layer_costs, config.decoder), strict=True)
-    )
+    """Describes the costs of a model that the engine runs. Layers of several kinds may have equal
+    costs, and are one group then."""
+    layers = [_layer(kind) for kind in config.decoder]
+    counts = [Counter(groups) for groups in zip(*layers, strict=True)]
+    attention = sorted(counts[0], key=lambda one: (one.spec.window, one.int8_products))
+    ffn = sorted(counts[1], key=lambda one: one.experts)
+    replace = msgspec.structs.replace
     return CostModel(
         d_model=config.d_model,
         vocab=config.vocab,
-        attention=[
-            msgspec.structs.replace(group, layers=attention[group])
-            for group in sorted(attention, key=lambda one: (one.window, one.int8_products))
-        ],
-        ffn=[
-            msgspec.structs.replace(group, layers=ffn[group])
-            for group in sorted(ffn, key=lambda one: one.experts)
-        ],
-        mtp_layers=len(config.predictors),
+        attention=[replace(group, layers=counts[0][group]) for group in attention],
+        ffn=[replace(group, layers=counts[1][group]) for group in ffn],
+        order=tuple((attention.index(a), ffn.index(f)) for a, f in layers),
+        modules=tuple(map(_layer, config.predictors)),
     )
 
 
-def layer_costs(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
-    """The costs of one layer. Layers of several kinds may have equal ones."""
+def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
+    """The costs of one layer."""
+    own = AttentionLayers(layers=1, spec=kind.attention, int8_products=kind.int8_products)
     ffn, router = kind.ffn, kind.ffn.router
-    own = FFNLayers(layers=1, shared_d_ff=ffn.d_ff)
-    if router:
-        own = FFNLayers(
-            layers=1,
-            experts=router.experts,
-            top_k=router.top_k,
-            expert_d_ff=ffn.expert_d_ff,
-            shared_d_ff=ffn.d_ff,
-        )
-    return _attention_layer(kind), own
-
-
-def _attention_layer(kind: LayerKind) -> AttentionLayers:
-    sizes = kind.attention
-    if isinstance(sizes, MLA):
-        return AttentionLayers(
-            layers=1,
-            kind="mla",
-            q_heads=sizes.q_heads,
-            kv_heads=1,
-            head_dim=sizes.kv_latent + sizes.rope_dim,
-            window=sizes.window,
-            q_latent=sizes.q_latent,
-            qk_dim=sizes.nope_dim + sizes.rope_dim,
-            kv_latent=sizes.kv_latent,
-            nope_dim=sizes.nope_dim,
-            v_dim=sizes.v_dim,
-            int8_products=kind.int8_products,
-        )
-    return AttentionLayers(
+    if router is None:
+        return own, FFNLayers(layers=1, shared_d_ff=ffn.d_ff)
+    return own, FFNLayers(
         layers=1,
-        kind="mfa" if isinstance(sizes, MFA) else "gqa",
-        q_heads=sizes.q_heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        window=sizes.window,
-        q_latent=sizes.latent if isinstance(sizes, MFA) else 0,
-        int8_products=kind.int8_products,
+        experts=router.experts,
+        top_k=router.top_k,
+        expert_d_ff=ffn.expert_d_ff,
+        shared_d_ff=ffn.d_ff,
     )
 
 
@@ -290,11 +293,7 @@ def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) ->
     path = model_folder(name, folder)
     config = model_config(path)
     if config is not None:
-        return cost_model(config.with_int8_products(int8))
-    model = read_struct(path / "cost.yaml", CostModel)
-    counts = [sum(group.layers for group in groups) for groups in (model.attention, model.ffn)]
-    if counts[0] != counts[1]:
-        raise ConfigError(
-            f"{path / 'cost.yaml'}: {counts[0]} attention layers and {counts[1]} FFN layers"
-        )
-    return model
+        model = cost_model(config.with_int8_products(int8))
+    else:
+        model = read_struct(path / "cost.yaml", CostModel)
+    return msgspec.structs.replace(model, name=path.name)

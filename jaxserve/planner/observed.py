@@ -1,11 +1,10 @@
 """Times of stages and steps in a timeline, load by load.
 
-Called by `measure_commands.py`. A load is what a step had to do; steps whose contexts differ by
+Called by `comparison.py`. A load is what a step had to do; steps whose contexts differ by
 less than a tenth are alike. Times are means over ordinary steps, those of the middle half of
 durations: such means add up to a step, as medians do not, and a pause counts as little in them.
 """
 
-import functools
 import math
 import statistics
 from collections import defaultdict
@@ -15,13 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import steady_window
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.models import CostModel, layer_costs
-from jaxserve.planner.stage_times import layer_kinds
+from jaxserve.planner.hardware import read_json
 from jaxserve.roles.layout import StepLoad
 
 ALIKE = 1.1
@@ -67,12 +64,7 @@ def read_spans(path: Path) -> list[Span]:
       ConfigError: there are none.
     """
     file = path / "timeline.json" if path.is_dir() else path
-    try:
-        spans = msgspec.json.decode(file.read_bytes(), type=_Trace).spans
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    spans = read_json(file, _Trace).spans
     if not spans:
         raise ConfigError(f"{file}: no spans")
     return spans
@@ -140,17 +132,6 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
     if not any(one.stages for one in found):
         raise ConfigError("the trace has no stage that can be measured")
     return found
-
-
-def kinds_of(config: ModelConfig | None, model: CostModel) -> list[tuple[int, int]]:
-    """Returns for every layer the model's groups of its attention and its FFN."""
-    if config is None:
-        return layer_kinds(model)
-    # The folder's configuration does not say which layers multiply in INT8.
-    alike = functools.partial(msgspec.structs.replace, layers=1)
-    attention = [alike(group, int8_products=False) for group in model.attention]
-    ffn = [alike(group) for group in model.ffn]
-    return [(attention.index(a), ffn.index(f)) for a, f in map(layer_costs, config.decoder)]
 
 
 def _alike(load: StepLoad) -> tuple[int, ...]:

@@ -359,7 +359,7 @@ def read_searcher(
     """
     measured = read_calibration(options.calibration, options.configs)
     model = load_model(options.model, options.configs)
-    if options.drafts and not model.mtp_layers:
+    if options.drafts and not model.modules:
         raise ConfigError(
             f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
         )
@@ -368,7 +368,7 @@ def read_searcher(
         context,
         formats,
         assumptions(options.assume),
-        measured.of(Path(options.model).name),
+        measured,
     )
     accepted = acceptance(options.acceptance, options.drafts) if options.drafts else NO_DRAFTS
     skew = read_skew(options.skew) if options.skew is not None else None

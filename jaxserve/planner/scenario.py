@@ -63,9 +63,9 @@ class Scenario(NamedTuple):
 
     def measured_by(self, measured: Calibration) -> "Scenario":
         """The same with other measurements."""
-        own = measured.of(Path(self.deployment.model).name)
         return self._replace(
-            attention=self.attention._replace(measured=own), ffn=self.ffn._replace(measured=own)
+            attention=self.attention._replace(measured=measured),
+            ffn=self.ffn._replace(measured=measured),
         )
 
     def rooflines(self, loads: ExpertLoads | None = None) -> Rooflines:
@@ -123,8 +123,7 @@ def scenario(
             held=held,
             combine=deployment.link.combine,
         )
-        own = measured.of(Path(deployment.model).name)
-        return Calculator(model, context, formats, assumed, own, exchange)
+        return Calculator(model, context, formats, assumed, measured, exchange)
 
     return Scenario(
         deployment,
@@ -153,6 +152,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         redundant_slots=f.redundant_slots,
         shared_ranks=f.shared_ranks,
         whole_shared=f.whole_shared,
+        instances=1 if colocated else f.instances,
         transport=deployment.link.transport,
     )
 

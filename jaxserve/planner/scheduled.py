@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from jaxserve.planner.estimate import Beside
 from pallas_kernels.hlo import hbm_bytes
 from pallas_kernels.small_ops import COLLECTIVES, Instruction, Traffic, sum_up
 
@@ -31,22 +32,6 @@ _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
 )
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
-
-
-class Window(NamedTuple):
-    """A collective with the kernels scheduled between its start and its end."""
-
-    collective: str
-    """Name, as in `exchanged_bytes`."""
-    size: int
-    """Bytes, as in `exchanged_bytes`, of this collective."""
-    exchanging: int
-    """Bytes that the collective reads from and writes to memory, for existing rows only."""
-    instructions: int
-    """Number of kernels. A kernel within two windows counts for the collective that starts first:
-    the collectives move one after the other."""
-    bytes: int
-    """Bytes of these kernels, without rows of experts on other devices."""
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -72,8 +57,9 @@ def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int
     return found
 
 
-def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) -> list[Window]:
-    """Returns the collectives of a scheduled program that kernels run beside."""
+def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) -> list[Beside]:
+    """Returns the collectives of a scheduled program that kernels run beside. A kernel within two
+    windows counts for the collective that starts first, since one moves after the other."""
     open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
     found = []
     for one in schedule:
@@ -94,7 +80,7 @@ def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) ->
             if name.startswith("ragged"):  # of its buffers the rows that go, and those that come
                 exchanging = min(exchanging, 2 * size)
             read = kernels.bytes - kernels.absent
-            made.append(Window(name, size, exchanging, kernels.instructions, read))
+            made.append(Beside(name, size, exchanging, kernels.instructions, read))
     return made
 
 

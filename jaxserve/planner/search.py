@@ -250,7 +250,7 @@ class Searcher:
         calculator, a = self.calculator, self.attention[layout.attention]
         seconds = 0.0
         for one in passes(batch, layout.drafts):
-            times = self._layer(layout, *calculator.model.module, one)
+            times = self._layer(layout, *calculator.model.modules[0], one)
             seconds += self._lanes_seconds(layout, times)
             of_lane = calculator.entrance(a, one.batch * one.rows)
             of_lane += calculator.head(a, batch, layout.tp)

@@ -5,11 +5,13 @@ hardware, corrected by what was measured or counted from compiled programs. Time
 which `noise.py` adds.
 """
 
+import functools
 import math
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.config.model import MLA
 from jaxserve.errors import ConfigError
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
@@ -17,15 +19,14 @@ from jaxserve.planner.kernels import (
     BLOCK_TOKENS,
     FIRST_TOKENS,
     Expanded,
-    chunk_padding,
     prompt_chunks,
+    row_padding,
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
+from jaxserve.planner.models import FFNLayers, Lightning
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.stages import Calculator, FFNStage
-from jaxserve.roles.layout import StepLoad
 
 
 class Rows(NamedTuple):
@@ -50,23 +51,23 @@ class Rows(NamedTuple):
     tokens and lengths imply."""
 
 
-def rows_of_load(load: StepLoad, groups: int, page_size: int, slots: int) -> Rows:
-    """Rows of a measured step, as if its sequences were equal and spread evenly over the DP groups
-    of `slots` slots each."""
-    count = max(1, load.sequences)
+def even_rows(
+    groups: int, count: int, tokens: float, context: float, pairs: float = 0, **bucket: int
+) -> Rows:
+    """Rows of equal sequences, spread evenly over the DP groups.
 
-    def each(total: int) -> np.ndarray:
-        return np.full(count, total / count)
-
+    Args:
+      count: number of sequences.
+      tokens, context, pairs: of all sequences together; no pairs: as the others imply.
+      bucket: `padded`, `reach` and `sampled` of `Rows`.
+    """
     return Rows(
         groups,
         np.arange(count) % groups,
-        each(load.tokens),
-        each(load.context),
-        load.bucket_tokens,
-        load.bucket_pages * page_size,
-        min(load.bucket_tokens, slots),
-        each(load.pairs),
+        np.full(count, tokens / count),
+        np.full(count, context / count),
+        pairs=np.full(count, pairs / count) if pairs else None,
+        **bucket,
     )
 
 
@@ -119,7 +120,7 @@ class Rooflines:
         self._layout, self._attention, self._ffn = layout, attention, ffn
         self._on_attention, self._on_ffn = hardware
         self._experts = experts
-        self._kinds = layer_kinds(attention.model)
+        self._kinds = attention.model.order
         if layout.dp != 1 and not layout.topology.splits_experts:
             raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
 
@@ -173,64 +174,37 @@ class Rooflines:
         tokens: np.ndarray,
         stage: Literal["attend", "enter"] = "attend",
     ) -> np.ndarray:
-        group = self._attention.model.attention[index]
-        if group.kind == "lightning":
-            read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
-        else:
-            read = (
-                np.minimum(rows.length, group.window + rows.tokens - 1)
-                if group.window
-                else rows.length
-            )
+        """Seconds of a group of attention layers, an entry a DP group.
+
+        Args:
+          tokens: of every DP group.
+        """
+        group, on, tp = self._attention.model.attention[index], self._on_attention, self._layout.tp
+        ask = functools.partial(self._attention.attend_seconds, group, on, tp, stage=stage)
+        window = group.spec.window
+        if on.pads and rows.reach and not isinstance(group.spec, Lightning):
+            reach = min(rows.reach, window) if window else _blocks_reach(rows)
+            tokens = np.full(rows.groups, float(rows.padded))
+            return np.asarray(ask(tokens, tokens * reach, tokens * reach))
+        read, pairs, expanded = rows.length, rows.pairs, None
+        if pairs is None:
             pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
-            if rows.pairs is not None:
-                pairs = rows.pairs
-            if group.window:
-                pairs = np.minimum(pairs, rows.tokens * group.window)
-            if self._on_attention.pads and rows.reach:
-                tokens = np.full(rows.groups, float(rows.padded))
-                reach = min(rows.reach, group.window) if group.window else _blocks_reach(rows)
-                seen = tokens * reach
-                return self._of_attention(stage, group, tokens, seen, seen)
-            if group.kind == "mla" and (rows.tokens > 1).any():
-                return self._of_prompts(stage, group, rows, tokens, pairs)
-            pairs = pairs * tile_padding(group, self._on_attention, self._layout.tp, rows.tokens)
-        read, pairs = (np.bincount(rows.group, each, rows.groups) for each in (read, pairs))
-        return self._of_attention(stage, group, tokens, read, pairs)
+        if isinstance(group.spec, Lightning):
+            read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
+        elif window:
+            read = np.minimum(rows.length, window + rows.tokens - 1)
+            pairs = np.minimum(pairs, rows.tokens * window)
+        if isinstance(group.spec, MLA) and (rows.tokens > 1).any():
+            whole = self._attention.assumed.expanded
+            read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
+            more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))
+            expanded = Expanded(*(self._sums(rows, each) for each in more))
+        pairs = pairs * tile_padding(group, on, tp, rows.tokens)
+        return np.asarray(ask(tokens, self._sums(rows, read), self._sums(rows, pairs), expanded))
 
-    def _of_prompts(
-        self,
-        stage: Literal["attend", "enter"],
-        group: AttentionLayers,
-        rows: Rows,
-        tokens: np.ndarray,
-        pairs: np.ndarray,
-    ) -> np.ndarray:
-        """Seconds of latent attention where some sequences have chunks of prompts."""
-        on, whole = self._on_attention, self._attention.assumed.expanded
-        read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
-        pairs = pairs * tile_padding(group, on, self._layout.tp, rows.tokens)
-        more = more._replace(pairs=more.pairs * chunk_padding(on, rows.tokens))
-        read, pairs, *sums = (
-            np.bincount(rows.group, each, rows.groups) for each in (read, pairs, *more)
-        )
-        return self._of_attention(stage, group, tokens, read, pairs, Expanded(*sums))
-
-    def _of_attention(
-        self,
-        stage: Literal["attend", "enter"],
-        group: AttentionLayers,
-        tokens: np.ndarray,
-        read: np.ndarray,
-        pairs: np.ndarray,
-        expanded: Expanded | None = None,
-    ) -> np.ndarray:
-        """Returns `Calculator.attend_seconds` of this layout."""
-        on, tp = self._on_attention, self._layout.tp
-        seconds = self._attention.attend_seconds(
-            group, on, tp, tokens, read, pairs, expanded, stage
-        )
-        return np.asarray(seconds)
+    def _sums(self, rows: Rows, each: np.ndarray) -> np.ndarray:
+        """Sums of a number of each sequence, an entry a DP group."""
+        return np.bincount(rows.group, each, rows.groups)
 
     def _ffn_parts(
         self, group: FFNLayers, tokens: int, busiest: float | None, rows: Rows, fullest: int
@@ -249,18 +223,3 @@ def _blocks_reach(rows: Rows) -> int:
     longest = float(rows.length.max(initial=1))
     block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
     return min(rows.reach, math.ceil(longest / block) * block)
-
-
-def layer_kinds(model: CostModel) -> list[tuple[int, int]]:
-    """Returns for every layer its group of attention layers and of FFN layers.
-
-    FFN groups follow each other in the model's order (dense layers first); attention groups are
-    spread evenly among each other. The description of a model does not say more.
-    """
-    ffn = [index for index, group in enumerate(model.ffn) for _ in range(group.layers)]
-    places = [
-        ((number + 0.5) / group.layers, index)
-        for index, group in enumerate(model.attention)
-        for number in range(group.layers)
-    ]
-    return [(index, f) for (_, index), f in zip(sorted(places), ffn, strict=True)]

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxserve.config.formats import scaled
-from jaxserve.config.model import Platform
+from jaxserve.config.model import MLA, Platform
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
 from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
-from jaxserve.planner.calibration import NOTHING, Calibration, MeasuredStage, Terms
+from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
 from jaxserve.planner.fabric import (
     Rows,
     exchange_bytes_seconds,
@@ -32,12 +32,17 @@ from jaxserve.planner.kernels import (
     blocks_met,
     busiest_by_chance,
     core_flops,
-    expanded_flops,
-    head_parameters,
+    expanded_width,
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
+from jaxserve.planner.models import (
+    AttentionLayers,
+    CostModel,
+    FFNLayers,
+    Lightning,
+    head_parameters,
+)
 
 HOSTS_EACH = 8
 """Hosts that each host hands a plan on to, as in `fleet/broadcast.py`."""
@@ -81,14 +86,21 @@ class Calculator(NamedTuple):
     exchange: Literal["auto", "gather", "alltoall"] = "auto"
     """`ffn.exchange` of the deployment."""
 
-    def _work(self, hardware: Hardware, kernels: Sequence[tuple[float, float, str]]) -> StageTime:
-        """Kernels of (bytes, FLOPs, format), one after the other, and the stage's constant."""
-        parts = {"overhead": self.assumed.stage_seconds, "memory": 0.0, "compute": 0.0}
+    def _work(self, hardware: Hardware, kernels: Sequence[tuple[Any, Any, str]]) -> tuple[Any, str]:
+        """Seconds and bound of kernels of (bytes, FLOPs, format), one after the other, with the
+        stage's constant. Seconds are an array, without a bound, where bytes are."""
+        parts: dict[str, Any] = {"overhead": self.assumed.stage_seconds, "memory": 0.0}
+        parts["compute"] = 0.0
+        several = isinstance(kernels[0][0], np.ndarray)
         for size, flops, number_format in kernels:
             reading = size / hardware.bandwidth / self.assumed.memory
             computing = flops / hardware.flops(number_format) / self.assumed.compute
-            parts["memory" if reading >= computing else "compute"] += max(reading, computing)
-        return StageTime(sum(parts.values()), max(parts, key=parts.__getitem__))
+            if several:
+                parts["memory"] = parts["memory"] + np.maximum(reading, computing)
+            else:
+                parts["memory" if reading >= computing else "compute"] += max(reading, computing)
+        bound = "" if several else max(parts, key=parts.__getitem__)
+        return sum(parts.values()), bound
 
     def attend(
         self,
@@ -105,18 +117,11 @@ class Calculator(NamedTuple):
           rows: tokens of a sequence in the step, drafts included; its cache is read once.
           stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
         """
-        seen, tokens = self._cached_tokens(group), batch * rows
-        read = batch * (2 if group.kind == "lightning" else seen)  # a state is read and written
+        seen, tokens = group.seen(self.context), batch * rows
+        read = batch * (2 if isinstance(group.spec, Lightning) else seen)  # states are also written
         pairs = tokens * seen * tile_padding(group, hardware, tp, rows)
         kernels = self._attend_kernels(group, hardware, tp, tokens, read, pairs)
-        seconds, bound = self._work(hardware, kernels)
-        layers = _place(self.model.attention, group)
-        fixed = kernels[1][0]
-        seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
-        if tp > 1:
-            moving = self._sum_over(hardware, tp, tokens)
-            seconds, bound = seconds + moving, "network" if moving > seconds else bound
-        return StageTime(seconds, bound)
+        return StageTime(*self._attention(stage, group, hardware, tp, tokens, kernels))
 
     def attend_seconds(
         self,
@@ -137,22 +142,32 @@ class Calculator(NamedTuple):
           pairs: a query's token with a token that it attends to, all of them, times
             `tile_padding`.
           expanded: of latent attention, what runs on expanded keys and values, an entry a DP group
-            each; its pairs times `chunk_padding`.
+            each; its pairs times `row_padding`.
           stage: as of `attend`.
         """
-        seconds = self.assumed.stage_seconds
         kernels = self._attend_kernels(group, hardware, tp, tokens, read, pairs)
         if expanded is not None:
             kernels += self._expanded_kernels(group, tp, expanded)
-        for size, flops, number_format in kernels:
-            reading = size / hardware.bandwidth / self.assumed.memory
-            computing = flops / hardware.flops(number_format) / self.assumed.compute
-            seconds = seconds + np.maximum(reading, computing)
+        return self._attention(stage, group, hardware, tp, tokens, kernels)[0]
+
+    def _attention(
+        self,
+        stage: Literal["attend", "enter"],
+        group: AttentionLayers,
+        hardware: Hardware,
+        tp: int,
+        tokens: Any,
+        kernels: Sequence[tuple[Any, Any, str]],
+    ) -> tuple[Any, str]:
+        """Seconds and bound of these kernels, and of the sum over the devices of a DP group."""
+        seconds, bound = self._work(hardware, kernels)
         layers, fixed = _place(self.model.attention, group), kernels[1][0]
         seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
         if tp > 1:
-            seconds = seconds + self._sum_over(hardware, tp, tokens)
-        return seconds
+            moving = self._sum_over(hardware, tp, tokens)
+            bound = "network" if bound and moving > seconds else bound
+            seconds = seconds + moving
+        return seconds, bound
 
     def _corrected(
         self,
@@ -176,8 +191,11 @@ class Calculator(NamedTuple):
             sum(flops / hardware.flops(number_format) for _, flops, number_format in kernels),
             fixed / hardware.bandwidth,
         )
+        return self.measured.seconds(self._key(stage, hardware, layers), terms, roof)
+
+    def _key(self, stage: MeasuredStage, hardware: Hardware, layers: int = 0) -> FitKey:
         form = self.formats.of(stage)
-        return self.measured.seconds(stage, hardware.name, form, layers, terms, roof)
+        return FitKey(stage, hardware.name, self.model.name, form, layers)
 
     def _attend_kernels(
         self,
@@ -207,10 +225,11 @@ class Calculator(NamedTuple):
         self, group: AttentionLayers, tp: int, expanded: Expanded
     ) -> list[tuple[Any, Any, str]]:
         """Keys and values are expanded and written, then read and attended to."""
-        heads = group.q_heads / tp * (group.qk_dim + group.v_dim)
-        size = heads * number_bytes(self.formats.rows) * expanded.tokens
-        maps = 2 * head_parameters(group) / tp * expanded.again
-        attending = expanded_flops(group) / tp * expanded.pairs
+        assert isinstance(group.spec, MLA)
+        width = expanded_width(group.spec) / tp
+        size = width * number_bytes(self.formats.rows) * expanded.tokens
+        maps = 2 * head_parameters(group.spec) / tp * expanded.again
+        attending = 2 * width * expanded.pairs
         form = self.formats.attention
         return [(size, maps, form), (size, attending, form)]
 
@@ -227,8 +246,7 @@ class Calculator(NamedTuple):
     def step_host(self, hardware: Hardware) -> float:
         """Seconds of the attention role's host for a step and lane, as measured where lanes waited
         for it; else 0."""
-        form, terms = self.formats.of("host"), Terms(0.0, 0.0)
-        return float(self.measured.seconds("host", hardware.name, form, 0, terms, 0.0))
+        return float(self.measured.seconds(self._key("host", hardware), Terms(0.0, 0.0), 0.0))
 
     def host(self, hardware: Hardware, devices: int) -> float:
         """Host seconds of a process per layer and lane, for a role of `devices` devices."""
@@ -260,14 +278,15 @@ class Calculator(NamedTuple):
             copies = -(-layout.ffn_devices // ffn.link_devices)
             if self.model.moe is not None:
                 copies *= self.needed(self.model.moe, layout.ep)
-        sent, received = batch / layout.tp, layout.dp * batch * self.own_rows(layout.ffn_mesh)
+        sent = layout.instances * batch / layout.tp
+        received = layout.dp * batch * self.own_rows(layout.ffn_mesh)
         rows = [copies * sent, copies * received]
         if pulled:
             bandwidth = [self.assumed.pull_gb_s * 1e9, ffn.network * layout.ffn_devices]
             rows = [float(layout.dp * batch)] * 2
         elif joined:  # on a torus the roles are two parts of a slice, with few links between them
             bandwidth.append(middle_bandwidth(attention, layout.devices))
-            rows.append(copies * layout.dp * batch)
+            rows.append(copies * layout.instances * layout.dp * batch)
         slowest = max(passing / width for passing, width in zip(rows, bandwidth, strict=True))
         return (
             self._cross("dispatch", attention, slowest * self.dispatch_bytes(), pulled=pulled),
@@ -288,9 +307,8 @@ class Calculator(NamedTuple):
         latency, charged = assumed.crossing_seconds, moving / assumed.network
         if pulled:
             latency, charged = assumed.pull_seconds, moving
-        form, terms = self.formats.of(stage), Terms(moving, 0.0)
-        roof = latency + charged
-        seconds = self.measured.seconds(stage, sender.name, form, 0, terms, roof)
+        terms, roof = Terms(moving, 0.0), latency + charged
+        seconds = self.measured.seconds(self._key(stage, sender), terms, roof)
         return StageTime(seconds, "network" if charged > latency else "overhead")
 
     def ffn(
@@ -342,24 +360,23 @@ class Calculator(NamedTuple):
         if apart:
             parts, seen = tp, tokens / mesh.shared
         elif group.experts and mesh.whole:
-            parts, seen = 1 if mesh.split else tp, tokens * self.own_rows(mesh)
+            parts, seen = mesh.instances if mesh.split else tp, tokens * self.own_rows(mesh)
         elif self.exchange_kind(group, mesh, hardware) == "alltoall":
-            parts, seen = tp, tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
+            parts = tp * mesh.instances
+            seen = tokens * self.own_rows(mesh) * (tp if mesh.split else 1)
         shared = 3 * d_model * group.shared_d_ff / parts
         beside = shared * size, 2 * seen * shared, linear
         kernels = [(read, flops, products), beside]
         if apart:
-            of_rank = (self._work(hardware, [kernel]) for kernel in kernels)
-            work = max(of_rank, key=lambda stage: stage.seconds)
+            seconds, bound = max(self._work(hardware, [kernel]) for kernel in kernels)
         else:
             slower = hardware.flops(linear) / hardware.flops(products)
             both = read + beside[0], flops * slower + beside[1], linear
-            work = self._work(hardware, [both])
+            seconds, bound = self._work(hardware, [both])
         layers = _place(self.model.ffn, group)
-        seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], work.seconds)
-        work = StageTime(seconds, work.bound)
+        seconds = self._corrected("ffn", hardware, layers, kernels, beside[0], seconds)
         there, back = self._collectives(group, hardware, sent or tokens, mesh, busiest or 1.0)
-        return FFNStage(there, work, back)
+        return FFNStage(there, StageTime(seconds, bound), back)
 
     def _imbalance(self, group: FFNLayers, ranks: int, rows: float) -> float:
         """Rows of the busiest rank over the mean of `rows`, if all experts are alike: its share of
@@ -447,7 +464,7 @@ class Calculator(NamedTuple):
         """Seconds of a prediction module's map of `[embedding, hidden]` to its input, on every
         device."""
         work = [(self.entrance_bytes, 4.0 * rows * self.model.d_model**2, self.formats.rows)]
-        return self._work(hardware, work).seconds - self.assumed.stage_seconds
+        return float(self._work(hardware, work)[0] - self.assumed.stage_seconds)
 
     @property
     def entrance_bytes(self) -> float:
@@ -459,7 +476,7 @@ class Calculator(NamedTuple):
         parameters = self.model.vocab * self.model.d_model / tp
         rows = self.formats.rows
         kernels = [(number_bytes(self.formats.table) * parameters, 2 * batch * parameters, rows)]
-        roof = self._work(hardware, kernels).seconds
+        roof, _ = self._work(hardware, kernels)
         return float(self._corrected("leave", hardware, 0, kernels, kernels[0][0], roof))
 
     def dispatch_bytes(self) -> int:
@@ -474,25 +491,20 @@ class Calculator(NamedTuple):
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
-        size = group.cache_bytes or number_bytes(self.formats.cache)
-        if group.kind == "lightning":
-            return size * group.q_heads * group.head_dim**2 / tp
-        heads = max(1.0, group.kv_heads / tp)
+        size, spec = group.cache_bytes or number_bytes(self.formats.cache), group.spec
+        if isinstance(spec, Lightning):
+            return size * spec.q_heads * spec.head_dim**2 / tp
         scale = SCALE if scaled(self.formats.cache) and not group.cache_bytes else 0
-        rotated = group.head_dim - group.kv_latent if group.kind == "mla" else 0
-        if not rotated or self.formats.rope == "auto" or group.cache_bytes:
-            return (1 if group.kind == "mla" else 2) * heads * (group.head_dim * size + scale)
-        return heads * (group.kv_latent * size + rotated * number_bytes(self.formats.rope) + scale)
-
-    def _cached_tokens(self, group: AttentionLayers) -> int:
-        if group.kind == "lightning":
-            return 1
-        return min(self.context, group.window) if group.window else self.context
+        if not isinstance(spec, MLA):
+            return 2 * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
+        fixed = self.formats.rope == "auto" or group.cache_bytes
+        rotated = size if fixed else number_bytes(self.formats.rope)
+        return spec.kv_latent * size + spec.rope_dim * rotated + scale
 
     def sequence_bytes(self, tp: int) -> float:
         """Bytes of cache that one sequence takes on a device of its DP group."""
         return sum(
-            group.layers * self.cache_row(group, tp) * self._cached_tokens(group)
+            group.layers * self.cache_row(group, tp) * group.seen(self.context)
             for group in self.model.attention
         )
 
@@ -502,7 +514,7 @@ class Calculator(NamedTuple):
         return sum(
             group.layers * self.cache_row(group, 1)
             for group in self.model.attention
-            if group.kind != "lightning"
+            if not isinstance(group.spec, Lightning)
         )
 
     def attention_weights(self, tp: int) -> float:
@@ -519,8 +531,8 @@ class Calculator(NamedTuple):
         split, whole = group.split_parameters(self.model.d_model)
         size = self.formats.weight_bytes
         total = (split / tp + whole) * size
-        if group.kind == "mla":
-            total += head_parameters(group) / tp * (number_bytes(self.formats.rows) - size)
+        if isinstance(group.spec, MLA):
+            total += head_parameters(group.spec) / tp * (number_bytes(self.formats.rows) - size)
         return total
 
     def ffn_weights(self, mesh: ExchangeMesh, hardware: Hardware, redundant: int = 0) -> float:
@@ -535,9 +547,11 @@ class Calculator(NamedTuple):
             width = slots * group.expert_d_ff / tp
             if not (group.experts and mesh.shared):  # else it has such slots
                 apart = self.exchange_kind(group, mesh, hardware) == "alltoall"
-                parts = tp if apart or self._is_whole(group, mesh) else mesh.ranks * tp
+                parts = mesh.ranks * tp
+                if apart or self._is_whole(group, mesh):
+                    parts = tp * mesh.instances
                 if group.experts and mesh.whole:
-                    parts = 1 if mesh.split else tp
+                    parts = mesh.instances if mesh.split else tp
                 width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * self.formats.weight_bytes

@@ -16,9 +16,8 @@ from jaxserve.bench.report import this_machine
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span, merge
-from jaxserve.planner.comparison import measurements
+from jaxserve.planner.comparison import measurements, observed
 from jaxserve.planner.hardware import known_hardware, load_hardware, unknown
-from jaxserve.planner.measure_commands import observed
 from jaxserve.preflight.outcomes import Outcome
 
 FOLDER = Path("measured")

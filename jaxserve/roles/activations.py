@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from jaxserve.config.model import MLA, Attention
+
 if TYPE_CHECKING:
     from jaxserve.model.ffn.traffic import ExchangeMesh
 
@@ -46,10 +48,35 @@ class FFNWidths(NamedTuple):
     """Most ranks that an all-to-all sends one row to."""
 
 
-def latent_width(query: int, latent: int, rope: int, value: int) -> int:
-    """Returns how many numbers latent attention computes for one head and token: queries before and
-    after absorption, mixed latents and values, and a prompt chunk's keys and values."""
-    return 2 * query + (latent + rope) + latent + 3 * value
+def head_width(spec: Attention) -> int:
+    """Returns how many numbers attention computes for one head and token: queries before and after
+    RoPE, and mixed values; with latents queries before and after absorption, mixed latents and
+    values, and a prompt chunk's keys and values."""
+    if isinstance(spec, MLA):
+        query = spec.nope_dim + spec.rope_dim
+        return 2 * query + (spec.kv_latent + spec.rope_dim) + spec.kv_latent + 3 * spec.v_dim
+    return 3 * spec.head_dim
+
+
+def ffn_widths(
+    d_ff: int, expert_d_ff: int, top_k: int, mesh: "ExchangeMesh", *, alltoall: bool
+) -> FFNWidths:
+    """Returns the widths of an FFN layer on a mesh, whose ranks may have the shared expert apart.
+
+    Args:
+      d_ff: hidden width of the dense FFN or of the shared experts; 0: none.
+      expert_d_ff, top_k: of routed experts; 0: the layer is dense.
+    """
+    if not top_k:
+        return FFNWidths(d_ff, 0, 0, alltoall=False)
+    shared = d_ff // expert_d_ff if mesh.shared else 0
+    return FFNWidths(
+        0 if mesh.shared else d_ff,
+        expert_d_ff,
+        max(top_k, shared),
+        alltoall,
+        min(top_k + (mesh.shared > 0), mesh.ranks),
+    )
 
 
 def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> int:

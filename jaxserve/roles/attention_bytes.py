@@ -3,11 +3,11 @@
 from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import MLA, Attention, ModelConfig
+from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.blocks import AttentionTemplates
-from jaxserve.roles.activations import attention_activations, latent_width
+from jaxserve.roles.activations import attention_activations, head_width
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
 
 
@@ -45,13 +45,7 @@ def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBy
 def _activations(config: ModelConfig, deployment: Deployment) -> int:
     """Bytes of a step's activations on an attention device."""
     step, tp = step_sizes(config, deployment), deployment.attention.tp
-
-    def activations(sizes: Attention) -> int:
-        if isinstance(sizes, MLA):
-            query = sizes.nope_dim + sizes.rope_dim
-            width = latent_width(query, sizes.kv_latent, sizes.rope_dim, sizes.v_dim)
-        else:
-            width = 3 * sizes.head_dim
-        return attention_activations(step, sizes.q_heads, tp, width)
-
-    return max(map(activations, config.attentions()))
+    return max(
+        attention_activations(step, spec.q_heads, tp, head_width(spec))
+        for spec in config.attentions()
+    )

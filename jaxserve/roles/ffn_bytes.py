@@ -9,7 +9,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.mesh import AbstractSubmeshes, AnyMesh, Rules
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
-from jaxserve.roles.activations import FFNWidths, ffn_activations
+from jaxserve.roles.activations import FFNWidths, ffn_activations, ffn_widths
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
 
 
@@ -70,19 +70,12 @@ def _arranged(templates: FFNTemplates, mesh: AnyMesh, rules: Rules) -> int:
 
 def _activations(config: ModelConfig, deployment: Deployment) -> int:
     """Bytes of a step's activations on an ffn device."""
-    mesh, apart = exchange_mesh(deployment), deployment.ffn.shared_ranks
+    mesh = exchange_mesh(deployment)
 
     def widths(spec: FFN) -> FFNWidths:
-        if not spec.router:
-            return FFNWidths(spec.d_ff, 0, 0, alltoall=False)
-        shared = apart and spec.d_ff // spec.expert_d_ff
-        return FFNWidths(
-            0 if apart else spec.d_ff,
-            spec.expert_d_ff,
-            max(config.top_k, shared),
-            exchange_of(config, deployment) == "alltoall",
-            min(config.top_k + (apart > 0), mesh.ranks),
-        )
+        alltoall = spec.router is not None and exchange_of(config, deployment) == "alltoall"
+        top_k = spec.router.top_k if spec.router else 0
+        return ffn_widths(spec.d_ff, spec.expert_d_ff, top_k, mesh, alltoall=alltoall)
 
     step, attention = step_sizes(config, deployment), deployment.attention
     kinds = {kind.ffn for kind in config.kinds()}

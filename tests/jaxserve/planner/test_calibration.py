@@ -95,25 +95,23 @@ def test_no_such_points(points):
 
 
 def test_a_fit_is_for_a_stage_of_a_model_on_hardware_in_a_format():
-    found = Calibration({KEY: Fit(1.0, 2.0, 3.0, 3, 0.0, True)}).of("step3")
+    found = Calibration({KEY: Fit(1.0, 2.0, 3.0, 3, 0.0, True)})
     terms, roof = Terms(5.0, 7.0), 4.0
-    assert found.seconds("ffn", "A", "fp8", 1, terms, roof) == 32.0
-    assert found.seconds("ffn", "A", "fp8", 0, terms, roof) == 32.0  # other layers of the model
-    assert found.seconds("attend", "A", "fp8", 1, terms, roof) == roof
-    assert found.seconds("ffn", "B", "fp8", 1, terms, roof) == roof
-    assert found.seconds("ffn", "A", "int8", 1, terms, roof) == roof
-    assert found.of("qwen3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
-    assert NOTHING.of("step3").seconds("ffn", "A", "fp8", 1, terms, roof) == roof
-    attend = Calibration({KEY._replace(stage="attend"): Fit(1.0, 2.0, 3.0, 3, 0.0, True)}, "step3")
-    assert attend.seconds("enter", "A", "fp8", 1, terms, roof) == 32.0  # as other layers'
-    assert attend.seconds("leave", "A", "fp8", 1, terms, roof) == roof
+    assert found.seconds(KEY, terms, roof) == 32.0
+    assert found.seconds(KEY._replace(layers=0), terms, roof) == 32.0  # other layers of the model
+    for other in ({"stage": "attend"}, {"hardware": "B"}, {"format": "int8"}, {"model": "qwen3"}):
+        assert found.seconds(KEY._replace(**other), terms, roof) == roof
+    assert NOTHING.seconds(KEY, terms, roof) == roof
+    attend = Calibration({KEY._replace(stage="attend"): Fit(1.0, 2.0, 3.0, 3, 0.0, True)})
+    assert attend.seconds(KEY._replace(stage="enter"), terms, roof) == 32.0  # as other layers'
+    assert attend.seconds(KEY._replace(stage="leave"), terms, roof) == roof
     several = Terms(np.array([1.0, 2.0]), np.array([0.0, 1.0]))
-    assert found.seconds("ffn", "A", "fp8", 1, several, roof).tolist() == [3.0, 8.0]
+    assert found.seconds(KEY, several, roof).tolist() == [3.0, 8.0]
 
 
 def test_what_was_asked_for():
-    asked = Asked("step3")
+    asked = Asked()
     several = Terms(np.array([1.0, 2.0]), 3.0)
     roof = np.array([4.0, 5.0])
-    assert asked.seconds("ffn", "A", "fp8", 1, several, roof) is roof
+    assert asked.seconds(KEY, several, roof) is roof
     assert asked.terms == {KEY: (Terms(2.0, 3.0), 5.0)}

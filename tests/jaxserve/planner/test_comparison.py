@@ -1,10 +1,168 @@
+import json
+
 import numpy as np
 import pytest
 
+from jaxserve.observe import timeline_view
+from jaxserve.observe.spans import Span
+from jaxserve.plan import main
 from jaxserve.planner.comparison import Compared, step_seconds, summary
 from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.layout import StepLoad
 from tests import golden
+
+FORMATS = ["attention.weights=fp8", "ffn.weights=fp8", "cache.format=fp8", "link.dispatch=fp8"]
+"""Of a shipped deployment of two lanes on TPUs, which is all in BF16."""
+STAGE = {"device_kind": "TPU v6 lite", "op": "attend", "model": "qwen3-30b-a3b"}
+POINT = STAGE | {"batch": 64, "context": 4096, "format": "int8"}
+MICROSECONDS = {"attend": 200, "dispatch": 40, "ffn": 300, "combine": 50}
+
+
+def qwen(trace, *settings):
+    """Options that name the deployment, these settings of it, and a trace."""
+    given = [word for each in (*FORMATS, *settings) for word in ("--set", each)]
+    return ["--config", "qwen3-30b-a3b", "--hardware", "v6e", *given, "--timeline", str(trace)]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Six steps of two lanes; every stage takes what MICROSECONDS says."""
+    spans, at = [], 0
+    for step in range(12):
+        for layer in range(48):
+            for stage, duration in MICROSECONDS.items():
+                end = at + duration * 1000
+                spans.append(Span(stage, step % 2, layer, step, at, end, 0, 0))
+                at = end
+        spans.append(Span("attend", step % 2, 48, step, at, at + 9_000_000, 0, 0))
+        at += 9_000_000
+    timeline_view.write(tmp_path / "trace", spans)
+    return tmp_path / "trace"
+
+
+def timed_step(number, load, kinds, clock, spans):
+    """A step of one lane whose stages take what a formula says."""
+    for layer, (_, moe) in enumerate(kinds):
+        for stage in ("attend", "dispatch", "ffn", "combine"):
+            duration = {
+                "attend": 50 + 2 * load.bucket_tokens * load.bucket_pages + 70 * (not layer),
+                "dispatch": 20 + load.bucket_tokens,
+                "ffn": 80 + 3 * load.bucket_tokens + moe * 20 * load.sequences,
+                "combine": 25 + load.bucket_tokens,
+            }[stage]
+            end = clock + duration * 1000
+            spans.append(Span(stage, 0, layer, number, clock, end, 0, 0, load))
+            clock = end
+    end = clock + 400_000
+    spans.append(Span("attend", 0, len(kinds), number, clock, end, 0, 0, load))
+    return end
+
+
+def demo_trace(folder, loads):
+    """The demo's layers: the first and the last are dense."""
+    kinds = [(0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
+    spans, clock = [], 1_000_000
+    for number in range(4 * len(loads)):
+        tokens, pages, sequences, context = loads[number // 4]
+        load = StepLoad(tokens, pages, sequences, sequences, sequences * context, 0)
+        clock = timed_step(number, load, kinds, clock, spans)
+    timeline_view.write(folder, spans)
+    return str(folder)
+
+
+def test_calibrated_at_some_loads_and_judged_at_others(capsys, tmp_path):
+    """Stages that are sums of what fits know are predicted exactly where nothing was measured."""
+    on_cpu = ["--config", "demo", "--set", "lanes=1", "--hardware", "cpu"]
+    measured = [(16, 16, 4, 250), (64, 16, 16, 250), (16, 64, 4, 1000), (64, 64, 16, 1000)]
+    held_out = [(32, 32, 8, 500), (16, 16, 4, 250)]
+    asked = ["--timeline", demo_trace(tmp_path / "a", measured), "--write", str(tmp_path / "c")]
+    assert main(["calibrate", *on_cpu, *asked, "--json"]) == 0
+    fits = json.loads(capsys.readouterr().out)
+    assert {(one["stage"], one["layers"]) for one in fits} == {
+        *(("enter", 0), ("attend", 0), ("dispatch", 0), ("ffn", 0), ("ffn", 1)),
+        *(("combine", 0), ("leave", 0)),
+    }
+    asked = ["--timeline", demo_trace(tmp_path / "b", held_out)]
+    asked += ["--calibration", str(tmp_path / "c")]
+    assert main(["verify", *on_cpu, *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(one["held_out"] for one in found) == len(found) / 2 == 8
+    for one in found:
+        assert one["error"] == pytest.approx(0.0, abs=0.04), one
+    assert main(["verify", *on_cpu, *asked]) == 0
+    printed = capsys.readouterr().out
+    assert "stages held out within 15%: 7 of 7" in printed
+    assert "stages within 15%: 14 of 14" in printed
+    assert "steps held out within 10%: 1 of 1" in printed
+    assert "steps within 10%: 2 of 2" in printed
+    assert "loads that were not calibrated with: 1 of 2" in printed
+
+
+def test_some_loads_of_a_timeline(capsys, tmp_path):
+    """The others are there to judge by."""
+    trace = demo_trace(tmp_path, [(16, 16, 4, 250), (32, 32, 8, 500), (64, 64, 16, 1000)])
+    asked = ["calibrate", "--config", "demo", "--set", "lanes=1", "--hardware", "cpu"]
+    asked += ["--timeline", trace, "--json", "--batches", "4,16"]
+    assert main(asked) == 0
+    assert {one["points"] for one in json.loads(capsys.readouterr().out)} == {2}
+    assert main([*asked, "--contexts", "500"]) == 2
+    there = "4 of 250 tokens, 8 of 500 tokens, 16 of 1000 tokens"
+    assert f"--batches, --contexts: the timeline has {there}" in capsys.readouterr().err
+
+
+class TestVerify:
+    def test_predicted_beside_measured(self, capsys, trace):
+        assert main(["verify", *qwen(trace), "--json"]) == 0
+        stages = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+        for name, microseconds in MICROSECONDS.items():
+            assert stages[name]["measured"] == pytest.approx(microseconds * 1e-6)
+            error = stages[name]["predicted"] / stages[name]["measured"] - 1
+            assert stages[name]["error"] == pytest.approx(error)
+
+    def test_another_model_s_trace(self, capsys, trace):
+        asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
+        assert main([*asked, "--hardware", "v6e"]) == 2
+        assert "a colocated deployment" in capsys.readouterr().err
+
+
+class TestCalibrate:
+    @pytest.mark.parametrize(("cache", "experts"), [("fp8", "fp8"), ("bfloat16", "int8")])
+    def test_a_trace_makes_predictions_what_was_measured(
+        self, capsys, trace, tmp_path, cache, experts
+    ):
+        """Whatever the formats of the roles and of the cache."""
+        kept = tmp_path / "measured.json"
+        common = qwen(trace, f"cache.format={cache}", f"ffn.weights={experts}")
+        assert main(["calibrate", *common, "--write", str(kept)]) == 0
+        assert "worst error" in capsys.readouterr().out
+        assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0
+        for one in json.loads(capsys.readouterr().out):
+            if one["name"] != "step":  # its lanes take turns, instead of hiding each other
+                assert one["error"] == pytest.approx(0.0, abs=1e-3), one
+
+    def test_measurements_are_collected(self, capsys, tmp_path):
+        kept, bench = tmp_path / "kept.json", tmp_path / "bench.json"
+        for batch in (64, 128):
+            bench.write_text(json.dumps([POINT | {"batch": batch, "seconds": batch * 1e-5}]))
+            assert main(["calibrate", "--measured", str(bench), "--write", str(kept)]) == 0
+        assert [one["batch"] for one in json.loads(kept.read_text())] == [64, 128]
+        html = tmp_path / "fit.html"
+        capsys.readouterr()
+        assert main(["calibrate", "--measured", str(kept), "--json", "--html", str(html)]) == 0
+        (fit,) = json.loads(capsys.readouterr().out)
+        assert (fit["stage"], fit["points"]) == ("attend", 2)
+        assert fit["hardware"] == "TPU v6e (Trillium)"
+        assert html.read_text(encoding="utf-8").count("<table>") == 2
+
+
+def test_a_calibration_changes_a_search(capsys, tmp_path):
+    bench = tmp_path / "slow.json"
+    bench.write_text(json.dumps([POINT | {"seconds": 1.0}]))
+    asked = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "4"]
+    asked += ["--hardware", "v6e", "--tpot", "50ms"]
+    assert main(asked) == 0
+    assert main([*asked, "--calibration", str(bench)]) == 1
+    assert "its attend stage takes" in capsys.readouterr().err
 
 
 def times(enter: float = 3.0, host: float = 0.0) -> StepTimes:

@@ -10,6 +10,7 @@ from jaxserve.fleet.broadcast import HOSTS_EACH
 from jaxserve.plan import main
 from jaxserve.planner import estimate, estimate_command, stages
 from jaxserve.planner.estimate_command import COMMITTED
+from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import (
     Measurement,
     calibration,
@@ -92,7 +93,8 @@ def test_the_figure_charges_everything_and_the_range_spans_what_is_unknown():
         assert estimate.worst(counts)[1:] == (pytest.approx(220e-6), "ffn")
     # A message that waits for a wave of attention's blocks is attention's time.
     slow = msgspec.structs.replace(COUNTS, kernels={"attend": 110e-6, "ffn": 20e-6})
-    assert estimate.adverse(slow)[1:] == (pytest.approx((138 + 20 + 63) * 1e-6), "attention")
+    slow = estimate.case("", estimate.every_byte(slow), serial=True, waits=True)
+    assert slow[1:] == (pytest.approx((138 + 20 + 63) * 1e-6), "attention")
     _, first, second, *_ = estimate.lines(counts)
     assert first.startswith("762195 tokens/s a GPU, 3000 sequences with a token every 1.0 ms")
     assert second == "range 531011 to 639713 tokens/s a GPU; between"
@@ -106,7 +108,7 @@ def test_the_longest_sets_the_pace():
     assert found.host == pytest.approx(sum(estimate.host_parts(COUNTS).values()))
     assert found.longest() == "ffn"
     # A lane's 1,000 tokens in 2 layers of 164 µs, on 2 devices.
-    assert estimate.tokens_per_device(COUNTS, 164e-6) == pytest.approx(1000 / 328e-6 / 4)
+    assert estimate.Case("", 164e-6, "").speed(COUNTS) == pytest.approx(1000 / 328e-6 / 4)
 
 
 def test_the_host_of_a_process():
@@ -114,7 +116,7 @@ def test_the_host_of_a_process():
     that leads a step's plan to the others: `COUNTS` with 2 layers, in processes of one device, all
     in one, and with two instances, which get a message each. Step-3 on 4 hosts: what ffn launches;
     without those the process that leads has 3 hosts and 7 neighbours to send to."""
-    step3 = estimate.read(COMMITTED)
+    step3 = read_json(COMMITTED, estimate.Counts)
     idle = {
         name: msgspec.structs.replace(one, instructions=0, arguments=0)
         if name.startswith("ffn")
@@ -215,7 +217,7 @@ def test_committed_counts(tmp_path, capsys):
     assert all(one.source == "estimate" for one in found)
     assert estimated(found) == "3 of 3 stages are ESTIMATES from compiled programs, not measured"
     assert len(calibration(found).fits) == 3
-    counts = estimate.read(COMMITTED)
+    counts = read_json(COMMITTED, estimate.Counts)
     assert (counts.tokens, sum(counts.devices.values())) == (2048, 32)
     assert counts.programs["attend_moe"].layers + counts.programs["attend_dense"].layers + 1 == 61
 
@@ -265,10 +267,10 @@ def test_what_was_measured_replaces_estimates():
 def test_a_file_that_is_none(tmp_path):
     path = tmp_path / "counts.json"
     with pytest.raises(ConfigError, match="No such file"):
-        estimate.read(path)
+        read_json(path, estimate.Counts)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="missing required field"):
-        estimate.read(path)
+        read_json(path, estimate.Counts)
 
 
 def test_measured_stages_take_the_place_of_counted_ones():

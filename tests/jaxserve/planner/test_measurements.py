@@ -58,7 +58,7 @@ def test_later_measurements_of_the_same_replace_earlier_ones(tmp_path):
 def test_a_calibrated_prediction_is_the_measurement(tmp_path):
     points = [ATTEND, {**ATTEND, "context": 32768, "seconds": 300e-6}]
     path = write(tmp_path / "bench.json", *points)
-    found = read_calibration(path).of("step3")
+    found = read_calibration(path)
     hardware = load_hardware("h200")
     for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
         plain = calculator(context=point.context, dispatch="bfloat16")

@@ -1,53 +1,43 @@
-"""What the search keeps free is what `serve` counts: against the templates of the engine."""
+"""What the search keeps free is what `serve` counts, from the templates of the engine."""
 
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import Deployment
-from jaxserve.planner.layouts import Layout
-from jaxserve.planner.memory import Memory, token_budget, usable
-from jaxserve.planner.models import model_config, model_folder
+from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.config.load import load_deployment
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.fleet.sizing import on_named_hardware
+from jaxserve.planner.assumptions import Assumptions
+from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.memory import Memory, usable
+from jaxserve.planner.scenario import Roles, model_of, scenario
 from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H800, layout
 
 HOSTS = {"h800": H800}
 AFD = layout("afd", dp=8, tp=2, ep=4, ffn_tp=2, lanes=2)
-WIDE = msgspec.structs.replace(AFD, dp=16, tp=1, ep=16, ffn_tp=1, lanes=3)
 EP = layout("ep", dp=16)
 
 
-def served(model: str, planned: Layout, batch: int) -> list[tuple[int, int]]:
-    """(weights, activations and room for an expert) of each role, as `serve --check` counts."""
-    budget = token_budget(batch, 0)
-    limits = {"slots": batch, "max_length": 4096, "token_budget": budget}
-    tree = {
-        "model": "",
-        "mode": "afd" if planned.mode == "afd" else "colocated",
-        "lanes": planned.lanes,
-        "attention": {"dp": planned.dp, "tp": planned.tp, "weights": "fp8"},
-        "ffn": {"ep": planned.ep, "tp": planned.ffn_tp, "weights": "fp8"},
-        "link": {"dispatch": "fp8"},
-        "cache": {"format": "fp8", "page_size": 64, "pages": 64},
-        "scheduler": limits | {"token_buckets": [budget], "page_buckets": [64]},
-    }
-    if planned.mode != "afd":
-        tree["ffn"] = {"weights": "fp8"}
-    config = msgspec.structs.replace(model_config(model_folder(model)), platform="gpu")
-    parts = role_bytes(config, msgspec.convert(tree, Deployment))
-    return [(part.weights, part.activations + part.moving) for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("model", "layout", "batch"),
-    [("deepseek-v3", WIDE, 48), ("qwen3-30b-a3b", AFD, 200), ("qwen3-30b-a3b", EP, 300)],
-)
-def test_as_serve_counts(model, layout, batch):
-    calculator = making.calculator(model)
-    planned = Memory(calculator, HOSTS, HOSTS).held(layout, batch)
-    for part, (weights, step) in zip(planned, served(model, layout, batch), strict=True):
-        assert part.weights == pytest.approx(weights, rel=0.005)
-        assert part.step == pytest.approx(step, rel=0.001)
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_a_plan_takes_what_check_counts(name):
+    """Every shipped file: activations and pages to the byte. Weights are sums by formula, without
+    norms and without scales."""
+    deployment = load_deployment(CONFIGS / f"{name}.yaml")
+    config, _ = read_model(deployment)
+    parts = role_bytes(on_named_hardware(config, deployment), deployment)
+    hardware = load_hardware(deployment.attention.hardware or "cpu")
+    roles = Roles(hardware, hardware, ("one", "one"))
+    tokens = deployment.cache.pages * deployment.cache.page_size
+    model, stored = model_of(deployment, CONFIGS)
+    made = scenario(deployment, model, stored, roles, tokens, Assumptions())
+    limits, one = deployment.scheduler, {"one": hardware}
+    planned = Memory(made.attention, one, one).held(made.layout, limits.slots, limits.token_budget)
+    assert made.attention.sequence_bytes(made.layout.tp) == parts[0].cache
+    for part, counted in zip(planned, parts, strict=True):
+        assert part.activations == counted.activations
+        assert part.weights == pytest.approx(counted.weights, rel=0.005)
 
 
 def test_activations_take_room_from_sequences():

@@ -1,15 +1,9 @@
-import msgspec
+import numpy as np
 import pytest
 
-from jaxserve.config.deployment import Deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.model.ffn.traffic import ExchangeMesh
-from jaxserve.planner.assumptions import Assumptions, Formats
-from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.models import cost_model, load_model, model_config
-from jaxserve.planner.stages import Calculator
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.planner.models import load_model, model_config
 from tests import golden
 
 
@@ -37,32 +31,26 @@ def test_parameters_by_tensor_parallelism():
     assert whole == 7168 * (1536 + 576)
 
 
-@golden.table("planner/device_bytes.yaml")
-def test_bytes_of_a_device_are_those_of_the_engines_templates(
-    name, number_format, dp, tp, ep, ffn_tp, whole
-):
-    """Norms and scales, which the sums leave out, are less than 0.5 %."""
-    config = model_config(CONFIGS / "models" / name)
-    tree = {
-        "model": "",
-        "attention": {"dp": dp, "tp": tp, "weights": number_format},
-        "ffn": {"ep": ep, "tp": ffn_tp, "weights": number_format, "whole_shared": whole},
-        "cache": {"format": number_format, "pages": 512, "page_size": 16},
-    }
-    attention, ffn = role_bytes(config, msgspec.convert(tree, Deployment))
-    formats = Formats(weights=number_format, cache=number_format, dispatch="bfloat16")
-    calculator = Calculator(cost_model(config), 512 * 16, formats, Assumptions())
-    assert calculator.attention_weights(tp) == pytest.approx(attention.weights, rel=0.005)
-    mesh = ExchangeMesh(ep, ffn_tp, attention=dp * tp, whole=whole)
-    assert calculator.ffn_weights(mesh, load_hardware("v6e")) == pytest.approx(
-        ffn.weights, rel=0.005
-    )
-    assert calculator.sequence_bytes(tp) == attention.cache
+def test_the_order_of_layers():
+    """Step-3 begins and ends with dense layers. A cost.yaml spreads its attention evenly."""
+    config, model = model_config(CONFIGS / "models/step3"), load_model("step3")
+    dense = [layer for layer, (_, ffn) in enumerate(model.order) if ffn == 0]
+    assert dense == [layer for layer in range(config.layers) if not config.layer(layer).ffn.router]
+    llama = load_model("llama-4-maverick")
+    full = [layer for layer, (attention, _) in enumerate(llama.order) if attention == 0]
+    assert len(full) == llama.attention[0].layers
+    assert set(np.diff(full)) == {4}
+
+
+def test_modules_have_the_windows_of_their_declaration():
+    """Step-3.5's three prediction modules: dense FFNs, and a window of 512 tokens."""
+    modules = load_model("step-3.5-flash").modules
+    assert [(a.spec.window, f.experts, f.shared_d_ff) for a, f in modules] == [(512, 0, 11264)] * 3
 
 
 COST = """d_model: 8
 vocab: 16
-attention: [{layers: 2, kind: gqa, q_heads: 2, kv_heads: 1, head_dim: 4}]
+attention: [{layers: 2, spec: {type: gqa, q_heads: 2, kv_heads: 1, head_dim: 4, rope: {theta: 1}}}]
 ffn: [{layers: FFN, shared_d_ff: 32}]
 """
 

@@ -2,8 +2,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
-from jaxserve.planner.models import cost_model, load_model, model_config, model_folder
-from jaxserve.planner.observed import Timed, kinds_of, observe, read_spans, with_load
+from jaxserve.planner.observed import Timed, observe, read_spans, with_load
 from jaxserve.roles.layout import StepLoad
 
 SMALL, LARGE = StepLoad(16, 4, 2, 2, 100, 100), StepLoad(64, 4, 20, 20, 1000, 1000)
@@ -117,13 +116,3 @@ def test_traces_that_cannot_be_judged(tmp_path):
     (tmp_path / "timeline.json").write_text('{"spans": []}')
     with pytest.raises(ConfigError, match="no spans"):
         read_spans(tmp_path)
-
-
-def test_the_kinds_of_layers():
-    """Step-3 begins and ends with dense layers; without a config.json nobody says."""
-    config = model_config(model_folder("step3"))
-    dense = [at for at, (_, ffn) in enumerate(kinds_of(config, cost_model(config))) if ffn == 0]
-    assert dense == [layer for layer in range(config.layers) if not config.layer(layer).ffn.router]
-    assert len(kinds_of(None, load_model("minimax-m1"))) == 80
-    qwen = model_config(model_folder("qwen3-30b-a3b"))
-    assert set(kinds_of(qwen, cost_model(qwen))) == {(0, 0)}

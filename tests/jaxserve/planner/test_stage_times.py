@@ -10,7 +10,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads, Skew
-from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, layer_kinds
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
@@ -142,17 +142,6 @@ def test_skewed_experts_keep_the_busiest_device_longer():
     assert ffn(1.0)[0] == ffn(0.0)[0]  # a dense layer has no experts
 
 
-def test_layers_of_groups():
-    llama = load_model("llama-4-maverick")
-    kinds = layer_kinds(llama)
-    assert len(kinds) == 48
-    first = [place for place, (a, _) in enumerate(kinds) if a == 0]
-    assert len(first) == llama.attention[0].layers
-    assert max(np.diff(first)) <= 5  # spread over the layers
-    step3 = layer_kinds(load_model("step3"))
-    assert [f for _, f in step3[:6]] == [0, 0, 0, 0, 0, 1]
-
-
 class TestAsMeasured:
     """Where stages were measured, and where there are no kernels."""
 
@@ -163,7 +152,7 @@ class TestAsMeasured:
             stage: FitKey(stage, cpu.name, "demo", formats.of(stage), 0)  # type: ignore[arg-type]
             for stage in fits
         }
-        measured = Calibration({keys[stage]: one for stage, one in fits.items()}, "demo")
+        measured = Calibration({keys[stage]: one for stage, one in fits.items()})
         made = Calculator(demo, 100, formats, Assumptions(), measured)
         return Rooflines(layout("afd", "cpu"), made, made, (cpu, cpu)).step(rows)
 

@@ -79,7 +79,7 @@ class TestAttend:
         plain, int8 = model.attention
         assert (plain.layers, int8.layers) == (3, 58)
         assert int8 == msgspec.structs.replace(plain, layers=58, int8_products=True)
-        assert not model.module[0].int8_products
+        assert not model.modules[0][0].int8_products
         made = Calculator(model, 8192, Formats(weights="int8", cache="int8"), IDEAL)
         hardware = load_hardware(name)
         slow, fast = (made.attend(each, hardware, 512, 1, 4).seconds for each in (plain, int8))
