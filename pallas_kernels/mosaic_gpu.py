@@ -11,6 +11,9 @@ from pallas_kernels.target import Target
 HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
 """Multiprocessors by the beginning of the device kind; other kinds have 132."""
 
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+
 SHARED_MEMORY = 232_448
 """Bytes of shared memory of a thread block."""
 
@@ -51,6 +54,42 @@ def narrowed(rows: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 
 def _largest(dtype: Any) -> float:
     return 127.0 if jnp.dtype(dtype) == jnp.int8 else 448.0
+
+
+def launch(
+    body: Any, name: str, out_type: Any, blocks: int, axis: str, target: Target, scratch: Any = ()
+) -> Any:
+    """Returns a kernel whose `blocks` blocks of threads, counted by a grid axis of this name, are
+    one warpgroup each."""
+    return plgpu.kernel(
+        body,
+        kernel_name=name,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=(axis,),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
+        interpret=interpreter(target),
+    )
+
+
+def interpreter(target: Target) -> Any:
+    """Returns the parameters of Pallas' interpreter for GPU kernels; None to compile."""
+    return plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
+
+
+def strided(width: int, most: int = 8) -> Any:
+    """Returns the layout of a row of `width` numbers, a multiple of `WARPGROUP`, in the registers
+    of a warpgroup. A thread holds up to `most` neighbours: 8 of 16 bits are one access."""
+    fitting = (size for size in (16, 8, 4, 2, 1) if width % (WARPGROUP * size) == 0)
+    vector = next(size for size in fitting if size <= most)
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+
+
+def load(source: Any, layout: Any) -> jax.Array:
+    """Loads a ref in shared or global memory into registers, in any layout; see `store`."""
+    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
+    return loaded
 
 
 def store(target: Any, value: Any) -> None:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -39,10 +38,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     Tiles,
     quantises,
 )
-from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum
+from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum, when_known
 from pallas_kernels.grouped_matmul.tiles import Kind
-from pallas_kernels.known import when_known
-from pallas_kernels.mosaic_gpu import processors
+from pallas_kernels.mosaic_gpu import interpreter, processors
 from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
@@ -280,9 +278,8 @@ def _product(
     )
     zero_padding = zero_padding and not one_group
     tile_list = when_known(list_tiles, group_sizes, count, tiles.listed_rows, zero_padding)
-    interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
     found = grouped_product(
-        operands, tile_list, epilogue, out_dtype, tiles, processors(target), interpret
+        operands, tile_list, epilogue, out_dtype, tiles, processors(target), interpreter(target)
     )
     if tiles.splits == 1:
         return found

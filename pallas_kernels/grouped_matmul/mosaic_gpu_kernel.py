@@ -18,8 +18,8 @@ they share each loads one half, into the shared memory of both (multicast), so t
 cache once. A stage is free once the consumers of both blocks are done with it.
 
 Rows in 8 bits that have a scale for every block, where groups have some of them, are summed up in
-parts (`mosaic_gpu_row_parts.py`), and where groups have many are the left operand instead
-(`mosaic_gpu_rows_first.py`); then no warpgroup only loads.
+parts, and where groups have many are the left operand instead (`mosaic_gpu_scaled.py`); then no
+warpgroup only loads.
 """
 
 import dataclasses
@@ -31,9 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_ahead import load_and_compute
-from pallas_kernels.grouped_matmul.mosaic_gpu_row_parts import compute_tile as row_parts_tile
-from pallas_kernels.grouped_matmul.mosaic_gpu_rows_first import compute_tile as rows_first_tile
+from pallas_kernels.grouped_matmul.mosaic_gpu_scaled import compute_in_parts, compute_rows_first
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     CLUSTER,
     CLUSTER_AXIS,
@@ -47,6 +45,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     Tiles,
     quantises,
 )
+from pallas_kernels.grouped_matmul.mosaic_gpu_walk import load_and_compute
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights_first import compute, load
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, TileList
 
@@ -108,7 +107,7 @@ def grouped_product(
         )
         warpgroup = jax.lax.axis_index("warpgroup")
         if not tiles.loader:
-            compute_tile = rows_first_tile if tiles.rows_first else row_parts_tile
+            compute_tile = compute_rows_first if tiles.rows_first else compute_in_parts
             load_and_compute(context, epilogue, warpgroup, compute_tile)
             plgpu.wait_smem_to_gmem(0)
             return

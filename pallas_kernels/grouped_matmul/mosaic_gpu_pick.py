@@ -13,15 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.mosaic_gpu import processors, store
+from pallas_kernels.mosaic_gpu import WARPGROUP, interpreter, load, processors, store, strided
 from pallas_kernels.target import Target
 
-WARPGROUP = 128
-"""Threads of a block."""
 BLOCKS = 8
 """Thread blocks of a multiprocessor: each copies one row at a time, and waits for it."""
-VECTORS = (16, 8, 4, 2, 1)
-"""Choices for the neighbouring values that a thread copies, at most 16 bytes."""
 
 
 class Picked(NamedTuple):
@@ -54,7 +50,7 @@ def pick_rows(
         out_type=jax.ShapeDtypeStruct((len(source), d), rows.dtype),
         grid=(BLOCKS * processors(target),),
         grid_names=("block",),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+        interpret=interpreter(target),
     )
     picked_rows: Array = kernel(rows, source, ends)
     return picked_rows
@@ -68,18 +64,14 @@ def _body(
 ) -> None:
     """Copies every `blocks`-th row, starting at this block's number."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    d, most = output.shape[1], 16 // rows.dtype.itemsize
-    sizes = (size for size in VECTORS if size <= most and d % (WARPGROUP * size) == 0)
-    layout = plgpu.Layout.WG_STRIDED((d,), vec_size=next(sizes))
-
+    d = output.shape[1]
+    layout = strided(d, most=16 // rows.dtype.itemsize)  # 16 bytes
     count, last = ends[ends.shape[0] - 1], rows.shape[0] - 1
 
     def copy(round_: jax.Array, _: None) -> None:
         row = round_ * blocks + block
         index = source[row]
         index = jnp.minimum(jnp.maximum(jnp.where(index < 0, index + last + 1, index), 0), last)
-        store(
-            output.at[row], plgpu.load(rows.at[index, pl.ds(0, d)], layout=layout, optimized=False)
-        )
+        store(output.at[row], load(rows.at[index, pl.ds(0, d)], layout))
 
     lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), copy, None)

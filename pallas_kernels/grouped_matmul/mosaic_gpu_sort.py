@@ -16,11 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from pallas_kernels.mosaic_gpu import processors
+from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, processors, strided
 from pallas_kernels.target import Target
 
-WARPGROUP = 128
-"""Threads of a block."""
 BLOCKS = 4
 """Thread blocks of a multiprocessor."""
 MOST_CHOICES = 8192
@@ -49,15 +47,10 @@ def sort(
     count, before = group.shape[0], WARPGROUP if once else 0
     padded = jnp.pad(group, (before, -count % WARPGROUP), constant_values=groups + 1)
     of_choices = jax.ShapeDtypeStruct((padded.shape[0] - before,), jnp.int32)
-    source, place, sizes = plgpu.kernel(
-        functools.partial(_body, top_k=top_k, before=before),
-        kernel_name="sort_choices",
-        out_type=(of_choices, of_choices, jax.ShapeDtypeStruct((groups,), jnp.int32)),
-        grid=(BLOCKS * processors(target),),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
-    )(padded)
+    body = functools.partial(_body, top_k=top_k, before=before)
+    out_type = (of_choices, of_choices, jax.ShapeDtypeStruct((groups,), jnp.int32))
+    blocks = BLOCKS * processors(target)
+    source, place, sizes = launch(body, "sort_choices", out_type, blocks, "block", target)(padded)
     return source[:count], place[:count], sizes
 
 
@@ -78,13 +71,11 @@ def _body(
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     count, nowhere = source.shape[0], sizes.shape[0]
     # To compare neighbours, choices are read at shifted places, which are not aligned to vectors.
-    vectors = (1,) if before else (4, 2, 1)
-    vector = next(size for size in vectors if count % (WARPGROUP * size) == 0)
-    layout = plgpu.Layout.WG_STRIDED((count,), vec_size=vector)
+    layout = strided(count, most=1 if before else 4)
     index = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
 
     def read(first: int) -> jax.Array:
-        return plgpu.load(group.at[pl.ds(first, count)], layout=layout, optimized=False)
+        return load(group.at[pl.ds(first, count)], layout)
 
     def first_ones(own: jax.Array, place: jax.Array, earlier: Callable[[int], jax.Array]) -> Any:
         """Returns `own`, replaced by `nowhere` where an earlier choice of the token is the same."""

@@ -16,15 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int8
 
 from pallas_kernels.grouped_matmul.routed import Choices
-from pallas_kernels.mosaic_gpu import quantise, store
+from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, quantise, store, strided
 from pallas_kernels.target import Target
 
-WARPGROUP = 128
-"""Threads of a block. d is a multiple, and as many bytes follow the values of a packed row."""
 MOST_COLUMNS = 8192
 """Most columns of a row, which the registers of a block hold."""
-VECTORS = (8, 4, 2, 1)
-"""Choices for the neighbouring columns that a thread holds."""
 
 Addends = tuple[Array | None, Choices | None, int | None]
 """Fields of `packed_sums.Unsummed`."""
@@ -43,24 +39,12 @@ def pack(
     words: int,
     major: tuple[int, int],
     target: Target,
-    *,
-    everywhere: bool = True,
-) -> Int8[Array, "tokens words"]:
-    """Packs sums of shape [tokens, d], if `gap` finds nothing; see `Unsummed.packed`."""
-    return pack_pieces(sums, shape, words, major, target, everywhere=everywhere)[0]
-
-
-def pack_pieces(
-    sums: Addends,
-    shape: tuple[int, int],
-    words: int,
-    major: tuple[int, int],
-    target: Target,
     count: int = 1,
     *,
     everywhere: bool = True,
 ) -> tuple[Int8[Array, "part words"], ...]:
-    """Packs sums like `pack`, and returns them in `count` equal parts of the rows."""
+    """Packs sums of shape [tokens, d], if `gap` finds nothing; see `Unsummed.packed`. Returns
+    `count` equal parts of the rows."""
     base, choices, packed = sums
     arguments: list[Array] = []
     if base is not None:
@@ -119,21 +103,9 @@ def _run(
     *arguments: Array,
     count: int = 1,
 ) -> tuple[Array, ...]:
-    found: tuple[Array, ...] = plgpu.kernel(
-        body,
-        kernel_name=name,
-        out_type=(jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype),) * count,
-        grid=(shape[0],),
-        grid_names=("row",),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
-    )(*arguments)
+    out_type = (jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype),) * count
+    found: tuple[Array, ...] = launch(body, name, out_type, shape[0], "row", target)(*arguments)
     return found
-
-
-def _layout(d: int) -> Any:
-    vector = next(size for size in VECTORS if d % (WARPGROUP * size) == 0)
-    return plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
 
 
 def _pack(
@@ -224,16 +196,15 @@ def _sum(arrived: Any, scales: Any, row: jax.Array, d: int) -> jax.Array:
 
 
 def _wide(row: Any) -> jax.Array:
-    layout = _layout(row.shape[0])
-    return plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
+    return load(row, strided(row.shape[0])).astype(jnp.float32)
 
 
 def _store_packed(output: Any, row: jax.Array, total: jax.Array) -> None:
     d = total.shape[0]
     values, scale = quantise(total, jnp.int8)
     store(output.at[row, pl.ds(0, d)], values)
-    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-    place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=layout)
+    # A packed row has `WARPGROUP` bytes behind its values.
+    place = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=strided(WARPGROUP))
     bits = lax.bitcast_convert_type(jnp.broadcast_to(scale, place.shape), jnp.int32)
     byte = (bits >> (8 * jnp.minimum(place, 3))) & 255
     behind = jnp.where(place < 4, byte, jnp.zeros_like(byte))

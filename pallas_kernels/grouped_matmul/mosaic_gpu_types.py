@@ -4,7 +4,7 @@ Called by `mosaic_gpu.py`, which fills `Tiles` and `Operands`, and by the kernel
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -138,6 +138,7 @@ def shared_memory(
     return fixed, stage + (tiles.scale_rows * 4 if scales else 0)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operands:
     """The operands of one call: a pytree whose leaves the kernel gets as references.
@@ -163,14 +164,7 @@ class Operands:
     row_block_scales: Any = None
     channel_scales: tuple[Any, ...] = ()
     block_scales: tuple[Any, ...] = ()
-    block: tuple[int, int] = (0, 0)
-
-
-jax.tree_util.register_dataclass(
-    Operands,
-    ["rows", "weights", "row_scales", "row_block_scales", "channel_scales", "block_scales"],
-    ["block"],
-)
+    block: tuple[int, int] = field(default=(0, 0), metadata={"static": True})
 
 
 class Tile(NamedTuple):
@@ -189,6 +183,7 @@ class Tile(NamedTuple):
         return self._replace(block=self.block + first_block, begin=begin, end=end)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Narrowing:
     """Shared memory of a CTA that quantises its results; not swizzled.
@@ -206,9 +201,7 @@ class Narrowing:
     met: Ref | None = None
 
 
-jax.tree_util.register_dataclass(Narrowing, ["values", "scales", "wide", "met"], [])
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scratch:
     """Shared memory of a CTA.
@@ -234,23 +227,6 @@ class Scratch:
     converted: Ref | None
     full: Ref
     empty: Ref
-
-
-jax.tree_util.register_dataclass(
-    Scratch,
-    [
-        "weights",
-        "rows",
-        "scales",
-        "output",
-        "edge",
-        "narrowing",
-        "converted",
-        "full",
-        "empty",
-    ],
-    [],
-)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_narrowing import store_quantised
+from pallas_kernels import mosaic_gpu
 from pallas_kernels.grouped_matmul.mosaic_gpu_results import (
     accumulator,
     block_scales,
     scaled_by_channel,
     spread,
-    store,
+    store_quantised,
+    store_rows,
 )
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import Context, Epilogue, Ref, Tile
 from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
@@ -27,7 +28,6 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_walk import (
     wait_until_loaded,
 )
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS
-from pallas_kernels.mosaic_gpu import store as store_all
 
 Products = tuple[jax.Array, ...]
 
@@ -81,7 +81,7 @@ def _compute_tile(
     if tiles.splits > 1:
         rows = pl.ds(tile.block * BLOCK_ROWS, tiles.rows)
         columns = pl.ds(column, tiles.consumer_out)
-        store_all(context.output.at[tile.split, columns, rows], result)
+        mosaic_gpu.store(context.output.at[tile.split, columns, rows], result)
         return step
     if scratch.narrowing is not None:
         store_quantised(context, consumer, result, tile, out_tile)
@@ -94,7 +94,7 @@ def _compute_tile(
         part = result[:, first : first + tiles.store_rows]
         output.at[consumer].transpose((1, 0))[...] = part
         plgpu.commit_smem()
-        store(context, consumer, tile.part(first // BLOCK_ROWS, tiles.store_rows), column)
+        store_rows(context, consumer, tile.part(first // BLOCK_ROWS, tiles.store_rows), column)
     return step
 
 
@@ -156,11 +156,8 @@ def _products_of_blocks(
                 factor = scale
                 if operands.row_block_scales is not None:  # while the tensor cores are at work
                     scales: Any = context.scratch.scales
-                    row_scales = plgpu.load(
-                        scales.at[stage, pl.ds(0, tiles.rows)],
-                        layout=plgpu.Layout.WGMMA.reduce(0),
-                        optimized=False,
-                    )
+                    of_rows = scales.at[stage, pl.ds(0, tiles.rows)]
+                    row_scales = mosaic_gpu.load(of_rows, plgpu.Layout.WGMMA.reduce(0))
                     factor = row_scales if scale is None else row_scales * scale
                     factor = jax.lax.broadcast_in_dim(factor, shape, (1,))
                 return sums[...].astype(jnp.float32) * factor

@@ -48,8 +48,8 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
+from pallas_kernels.grouped_matmul.tile_list import when_known
 from pallas_kernels.grouped_matmul.tiles import RowFormat, tpu_tiles
-from pallas_kernels.known import when_known
 from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK

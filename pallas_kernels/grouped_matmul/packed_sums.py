@@ -7,7 +7,7 @@ as soon as its sum; XLA computes the sums twice, or writes them in FP32. Elsewhe
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,6 @@ from pallas_kernels.quantize import dequantize_rows, quantize_rows
 from pallas_kernels.target import Target, current_target
 
 _COST = "computes sums twice, or writes them in FP32"
-
-
-class Sums(Protocol):
-    """Rows that are sums, which the receiver adds up when it needs them."""
-
-    def total(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "tokens d"]:
-        """Returns the sums, added up in FP32 and rounded to `dtype`."""
-        ...
-
-    def packed(self, words: int) -> Int8[Array, "tokens words"]:
-        """Returns the sums packed in INT8, `words` bytes a row."""
-        ...
-
-    def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
-        """Returns the packed sums in `count` equal parts of the rows."""
-        ...
 
 
 class Unsummed(NamedTuple):
@@ -87,9 +71,10 @@ class Unsummed(NamedTuple):
         if target is not None and tokens:
             from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-            return mosaic_gpu_sums.pack(
+            (packed,) = mosaic_gpu_sums.pack(
                 self, self.shape, words, major, target, everywhere=everywhere
             )
+            return packed
         values, scales = quantize_rows(self.total(), "int8")
         packed = jnp.concatenate([values, jax.lax.bitcast_convert_type(scales, jnp.int8)], axis=1)
         packed = jnp.pad(packed, ((0, 0), (0, words - packed.shape[1])))
@@ -98,13 +83,13 @@ class Unsummed(NamedTuple):
         return jnp.swapaxes(packed.reshape(*major, -1, words), 0, 1).reshape(-1, words)
 
     def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
-        """See `Sums`."""
+        """Returns the packed sums in `count` equal parts of the rows."""
         target = _target_of_pieces(*self.shape, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
-        return mosaic_gpu_sums.pack_pieces(self, self.shape, words, (1, 1), target, count)
+        return mosaic_gpu_sums.pack(self, self.shape, words, (1, 1), target, count)
 
 
 class Parts(NamedTuple):
@@ -128,13 +113,17 @@ class Parts(NamedTuple):
         return sum_and_pack(self.arrived, self.d)
 
     def pieces(self, words: int, count: int) -> tuple[Int8[Array, "part words"], ...]:
-        """See `Sums`."""
+        """Returns the packed sums in `count` equal parts of the rows."""
         target = _target_of_pieces(self.arrived.shape[1], self.d, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
         from pallas_kernels.grouped_matmul import mosaic_gpu_sums
 
         return mosaic_gpu_sums.add_up_and_pack(self.arrived, self.d, target, count)
+
+
+Sums = Unsummed | Parts
+"""Rows that are sums, which the receiver adds up when it needs them."""
 
 
 def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Array, "rows d"]:

@@ -1,14 +1,20 @@
-"""The row tiles of a grouped product, computed by XLA before the kernel.
+"""The row tiles of a grouped product, computed by XLA before the kernel, or at compile time.
 
-Called by the GPU kernel. No tile spans two groups. Tiles start at multiples of `BLOCK_ROWS`, like
-the swizzled blocks that TMA copies, so the first tile of a group may start with rows of the
-previous group, which it does not write.
+Called by the GPU kernel; the TPU kernel's plan also uses `running_sum` and `when_known`. No tile
+spans two groups. Tiles start at multiples of `BLOCK_ROWS`, like the swizzled blocks that TMA
+copies, so the first tile of a group may start with rows of the previous group, which it does not
+write.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
+
+from pallas_kernels.coverage import collects_fallbacks
 
 BLOCK_ROWS = 8
 
@@ -61,3 +67,13 @@ def running_sum(sizes: Int32[Array, " sizes"]) -> Int32[Array, " sizes"]:
     """Returns the cumulative sum of the sizes in one pass; `jnp.cumsum` takes GPUs several."""
     count = sizes.shape[0]
     return jnp.sum(jnp.where(jnp.tril(jnp.ones((count, count), bool)), sizes, 0), axis=1)
+
+
+def when_known(plan: Callable[..., Any], sizes: jax.Array | np.ndarray, *rest: int | bool) -> Any:
+    """Calls `plan(sizes, *rest)`. For sizes in NumPy the result is in NumPy too: constants of the
+    program instead of computations at run time. For a program that will not run nothing is
+    computed, since that would start a backend."""
+    if not isinstance(sizes, np.ndarray) or collects_fallbacks():
+        return plan(jnp.asarray(sizes), *rest)
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(np.asarray, plan(jnp.asarray(sizes), *rest))

@@ -155,14 +155,7 @@ HOPPER_DEFAULT: dict[tuple[Kind, int], HopperTiles] = {
     ("many rows in blocks", 1): HopperTiles((128,), out=256),
     ("many rows in blocks", 2): HopperTiles((128,), out=128),
 }
-
-HOPPER: dict[str, dict[tuple[Kind, int], HopperTiles]] = {
-    # The same registers and shared memory. Nothing was timed yet.
-    "NVIDIA H100": HOPPER_DEFAULT,
-    "NVIDIA H200": HOPPER_DEFAULT,
-    "NVIDIA H800": HOPPER_DEFAULT,
-}
-"""Tiles by the beginning of the device kind."""
+"""Tiles of every Hopper GPU: all have the same registers and shared memory."""
 
 HOPPER_CHOICES: dict[str, tuple[Any, ...]] = {
     "rows": ((16, 32, 64), (16, 32, 64, 96), (16, 32, 64, 128), (16, 32, 64, 128, 256)),
@@ -189,10 +182,9 @@ def hopper_tiles(
       widths: widths of a row of the input and of the output.
       given: fields that a caller of the op sets.
     """
-    tables = (table for name, table in HOPPER.items() if device_kind.startswith(name))
     kernel = "grouped_swiglu" if products == 2 else "grouped_matmul"
     call = f"{kernel} {widths[0]}->{widths[1]} {kind}"
-    default = next(tables, HOPPER_DEFAULT)[kind, products]
+    default = HOPPER_DEFAULT[kind, products]
     choices = dict(HOPPER_CHOICES)
     if kind in ("some rows in blocks", "many rows in blocks"):
         del choices["rows"]

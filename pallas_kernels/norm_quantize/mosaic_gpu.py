@@ -15,13 +15,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Num
 
-from pallas_kernels.mosaic_gpu import quantise, store
+from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, quantise, store
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
 
-WARPGROUP = 128
-"""Threads of a block; d is a multiple."""
 MOST_COLUMNS = 8192
 """Most columns of a row, which the registers of a block hold."""
 VECTORS = (8, 4, 2, 1)
@@ -60,19 +58,13 @@ def rms_norm_quantize(
     require(vector in sizes, "rms_norm_quantize", "vector", vector, limits)
     if tokens == 0:
         return reference.rms_norm_quantize(x, weight, epsilon, format)
-    kernel = plgpu.kernel(
-        functools.partial(_body, epsilon=epsilon, vector=vector),
-        kernel_name="rms_norm_quantize",
-        out_type=(
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(x.shape, TYPES[format]),
-            jax.ShapeDtypeStruct((tokens,), jnp.float32),
-        ),
-        grid=(tokens,),
-        grid_names=("row",),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    body = functools.partial(_body, epsilon=epsilon, vector=vector)
+    out_type = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(x.shape, TYPES[format]),
+        jax.ShapeDtypeStruct((tokens,), jnp.float32),
     )
+    kernel = launch(body, "rms_norm_quantize", out_type, tokens, "row", target)
     normed, values, scales = kernel(x, weight)
     return normed, values, scales
 
@@ -90,9 +82,9 @@ def _body(
     """Norms and quantises one row."""
     row, d = lax.axis_index("row"), x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=vector)
-    wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)
+    wide = load(x.at[row], layout).astype(jnp.float32)
     inverse = lax.rsqrt(jnp.sum(wide * wide) / d + epsilon)
-    factors = plgpu.load(weight, layout=layout, optimized=False)
+    factors = load(weight, layout)
     rounded = (wide * inverse).astype(x.dtype) * factors
     store(normed.at[row], rounded)
     narrow, scale = quantise(rounded.astype(jnp.float32), values.dtype)

@@ -86,27 +86,13 @@ def norm_and_write(
         where: tuple[Array, Array, Array],
         norms: tuple[Array, Array | None],
     ) -> Latents:
+        options = (epsilon, interleaved, stored)
+        call = reference.LatentsCall(pages, down, turn, where, norms, *options)
         if target is None:
-            return Latents(
-                *reference.norm_and_write(
-                    pages, down, turn, where, norms, epsilon, interleaved=interleaved, stored=stored
-                )
-            )
+            return Latents(*reference.norm_and_write(call))
         from pallas_kernels.rotate_and_write import mosaic_gpu_latents
 
-        return Latents(
-            *mosaic_gpu_latents.norm_and_write(
-                pages,
-                down,
-                turn,
-                where,
-                norms,
-                epsilon=epsilon,
-                interleaved=interleaved,
-                stored=stored,
-                target=target,
-            )
-        )
+        return Latents(*mosaic_gpu_latents.norm_and_write(call, target))
 
     norms = (latent_norm, query_norm)
     found: Latents = run_op(OP, compute, pages, down, (cosine, sine), wheres, norms)

@@ -18,13 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.attention.mosaic_gpu_plan import compute_dtype
-from pallas_kernels.mosaic_gpu import quantise, store
+from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, quantise, store, strided
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.target import Target
 
-WARPGROUP = 128
-"""Threads of a block; widths are multiples."""
 MOST_COLUMNS = 256
 """Most columns of a row, which is copied in one piece."""
 ROWS = 64
@@ -75,17 +73,15 @@ def rotate_and_write(
     }
     if "k" in kept:
         scratch["norm_smem"] = plgpu.SMEM((2 * width,), key.dtype)
-    kernel = plgpu.kernel(
+    kernel = launch(
         functools.partial(
             _body, names=tuple(kept), q_heads=q_heads, kv_heads=kv_heads, epsilon=epsilon
         ),
-        kernel_name="rotate_and_write",
-        out_type=(jax.ShapeDtypeStruct((rows, width), compute_dtype(cache[0].dtype)),),
-        scratch_types=scratch,
-        grid=(tokens * kv_heads + rows // ROWS,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+        "rotate_and_write",
+        (jax.ShapeDtypeStruct((rows, width), compute_dtype(cache[0].dtype)),),
+        *(tokens * kv_heads + rows // ROWS, "block"),
+        target,
+        scratch,
     )
 
     def write(state: Any) -> None:
@@ -139,8 +135,7 @@ def _body(
 
 def _loaded(row: Any) -> Any:
     """Loads a row into registers, one or two numbers in each thread."""
-    layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=1)
-    return plgpu.load(row, layout=layout, optimized=False)
+    return load(row, strided(row.shape[0], most=1))
 
 
 def _rotated_key(
@@ -171,8 +166,7 @@ def _rotated_key(
             ((x * inverse).astype(key.dtype) * weight).astype(jnp.float32)
             for x, weight in zip((own, other), both(smem.norm_smem), strict=True)
         )
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
-    place = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+    place = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided(width, most=1))
     other = jnp.where(place < half, -other, other)
     turned = own * _loaded(smem.cosine_smem) + other * _loaded(smem.sine_smem)
     return turned.astype(key.dtype)
@@ -228,13 +222,8 @@ def _rotate_queries(
     first_token = first // q_heads
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=layout)
 
-    def load(start: int) -> Any:
-        part = query.at[rows, pl.ds(start, COLUMNS)]
-        return plgpu.load(part, layout=layout, optimized=False)
-
     def columns_of(vector: Any, start: int) -> Any:
-        part = vector.at[pl.ds(start, COLUMNS)]
-        found = plgpu.load(part, layout=layout.reduce(0), optimized=False)
+        found = load(vector.at[pl.ds(start, COLUMNS)], layout.reduce(0))
         return lax.broadcast_in_dim(found, (ROWS, COLUMNS), [1])
 
     def of_rows(angles: Any, start: int) -> Any:
@@ -244,7 +233,10 @@ def _rotate_queries(
             found = jnp.where(row // q_heads >= index, other, found)
         return found
 
-    parts = {start: load(start) for start in range(0, width, COLUMNS)}
+    parts = {
+        start: load(query.at[rows, pl.ds(start, COLUMNS)], layout)
+        for start in range(0, width, COLUMNS)
+    }
     inverse = None
     if norm is not None:
         squares = [jnp.square(part.astype(jnp.float32)) for part in parts.values()]

@@ -18,14 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.mosaic_gpu import narrowed, scales_of, store
+from pallas_kernels.mosaic_gpu import (
+    WARPGROUP,
+    launch,
+    load,
+    narrowed,
+    scales_of,
+    store,
+    strided,
+)
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.rotate_and_write.mosaic_gpu import place_of
+from pallas_kernels.rotate_and_write.reference import LatentsCall
 from pallas_kernels.target import Target
 
-WARPGROUP = 128
-"""Threads of a block; widths of latents are multiples."""
 KEYS = (64, 128)
 """Widths of the key: rows of the matrix of copies, which registers hold."""
 MATRIX = plgpu.Layout.WGMMA
@@ -59,18 +66,10 @@ def gap(pages: tuple[Array, ...], down: Array, latent_norm: Array, query_norm: A
 
 
 def norm_and_write(
-    pages: tuple[Array, ...],
-    down: Array,
-    turn: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    norms: tuple[Array, Array | None],
-    *,
-    epsilon: float,
-    interleaved: bool,
-    stored: bool,
-    target: Target,
+    call: LatentsCall, target: Target
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
     """Runs `latents.norm_and_write` for a call in which `gap` finds nothing."""
+    pages, down, turn, where, norms, epsilon, interleaved, stored = call
     latent_norm, query_norm = norms
     tokens, columns = down.shape
     latent, q_latent = latent_norm.size, 0 if query_norm is None else query_norm.size
@@ -79,15 +78,8 @@ def norm_and_write(
     if stored or not widths:  # a kernel returns something
         widths.append(columns - q_latent)
     results = tuple(jax.ShapeDtypeStruct((tokens, width), down.dtype) for width in widths)
-    kernel = plgpu.kernel(
-        functools.partial(_body, sizes=sizes, results=len(results)),
-        kernel_name="norm_and_write",
-        out_type=results,
-        grid=(tokens,),
-        grid_names=("token",),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
-    )
+    body = functools.partial(_body, sizes=sizes, results=len(results))
+    kernel = launch(body, "norm_and_write", results, tokens, "token", target)
     weights = tuple(norm for norm in norms if norm is not None)
 
     def write(state: Any) -> None:
@@ -151,12 +143,10 @@ def _body(
 
 def _normed(row: Any, norm: Any, epsilon: float) -> Any:
     """Returns a row [width] normed, a few numbers in each thread."""
-    (width,) = row.shape
-    vector = next(size for size in (4, 2, 1) if width % (size * WARPGROUP) == 0)
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-    x = plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.sum(x * x) / width + epsilon)
-    weight = plgpu.load(norm, layout=layout, optimized=False)
+    layout = strided(row.shape[0], most=4)
+    x = load(row, layout).astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.sum(x * x) / row.shape[0] + epsilon)
+    weight = load(norm, layout)
     return (x * inverse).astype(row.dtype) * weight
 
 
@@ -186,7 +176,7 @@ def _rotated(key: Any, cosine: Any, sine: Any, sizes: Sizes) -> Any:
 def _picked(source: Any, column: Callable[[Any], Any], *, rows: int) -> Any:
     """Returns [rows] in FP32: for every row the number of `source` at index `column(row)`."""
     shape = (rows, source.shape[0])
-    copies = plgpu.load(source, layout=MATRIX.reduce(0), optimized=False).astype(jnp.float32)
+    copies = load(source, MATRIX.reduce(0)).astype(jnp.float32)
     row, place = (
         plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX) for axis in range(2)
     )

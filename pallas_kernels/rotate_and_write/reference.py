@@ -3,6 +3,8 @@
 All other rotations of a model use `rotate` too. Shares no code with the kernel.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
@@ -51,19 +53,28 @@ def kept(
     return values.reshape(rows.shape), scales.reshape(rows.shape[:2])
 
 
-def norm_and_write(
-    pages: tuple[Array, ...],
-    down: Float[Array, "tokens columns"],
-    turn: tuple[Array, Array],
-    where: tuple[Array, Array, Array],
-    norms: tuple[Array, Array | None],
-    epsilon: float,
-    *,
-    interleaved: bool,
-    stored: bool,
-) -> tuple[Array, Array | None, tuple[Array, ...]]:
+class LatentsCall(NamedTuple):
+    """A call of `latents.norm_and_write` that has been checked; `latents.py` explains the fields.
+
+    Attributes:
+      turn: cosines and sines.
+      where: page table, sequences and positions.
+      norms: weights of the norms of the cached latents and of the queries'.
+    """
+
+    pages: tuple[Array, ...]
+    down: Float[Array, "tokens columns"]
+    turn: tuple[Array, Array]
+    where: tuple[Array, Array, Array]
+    norms: tuple[Array, Array | None]
+    epsilon: float
+    interleaved: bool
+    stored: bool
+
+
+def norm_and_write(call: LatentsCall) -> tuple[Array, Array | None, tuple[Array, ...]]:
     """Defines `latents.norm_and_write`."""
-    latent_norm, query_norm = norms
+    pages, down, turn, where, (latent_norm, query_norm), epsilon, interleaved, stored = call
     q_latent = 0 if query_norm is None else query_norm.size
     query, latent, key = jnp.split(down, [q_latent, q_latent + latent_norm.size], axis=-1)
     if query_norm is not None:

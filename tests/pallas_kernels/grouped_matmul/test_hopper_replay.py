@@ -11,8 +11,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_swiglu,
     mosaic_gpu,
     mosaic_gpu_kernel,
-    mosaic_gpu_row_parts,
-    mosaic_gpu_rows_first,
+    mosaic_gpu_scaled,
     mosaic_gpu_walk,
     mosaic_gpu_weights_first,
 )
@@ -178,11 +177,7 @@ LATE = "        release(context, stage)\n        return added"
 KEPT = "        return added"
 FEW_WAITS = [("wgmma_wait(late", "wgmma_wait(2 + late")]
 NOT_MET = [("    meet(buffers)\n\n", "")]
-MODULES = {
-    "weights": mosaic_gpu_weights_first,
-    "parts": mosaic_gpu_row_parts,
-    "rows": mosaic_gpu_rows_first,
-}
+GIVEN_BACK = [(LATE, KEPT), ("def add(", f"{RELEASE}\n\n        def add(")]
 
 
 @pytest.mark.parametrize(
@@ -192,16 +187,10 @@ MODULES = {
         ("weights", "_products", EARLY, "bf16", READ),
         ("weights", "_compute_tile", [(COMMIT, "pass")], "bf16", "a copy from it without a fence"),
         ("weights", "store_quantised", [(f"{COMMIT}\n    for", "for")], "fp8_block", "without"),
-        (
-            "parts",
-            "_sums",
-            [(LATE, KEPT), ("def add(", f"{RELEASE}\n\n        def add(")],
-            "",
-            READ,
-        ),
-        ("parts", "_store", [(COMMIT, "pass")], "", "a copy from it without a fence"),
-        ("parts", "_store", [(WAIT, "pass")], "", "a store while a copy from it may"),
-        ("rows", "_sums", [(LATE, KEPT), ("left = sc", f"{RELEASE}\n        left = sc")], "", READ),
+        ("parts", "_sum_up", GIVEN_BACK, "", READ),
+        ("parts", "_store_part", [(COMMIT, "pass")], "", "a copy from it without a fence"),
+        ("parts", "_store_part", [(WAIT, "pass")], "", "a store while a copy from it may"),
+        ("rows", "_sum_up", GIVEN_BACK, "", READ),
         # The interpreter notices some of these, too.
         *nightly(
             ("weights", "_products", FEW_WAITS, "bf16", "while wgmma may"),
@@ -212,7 +201,7 @@ MODULES = {
 )
 def test_an_order_that_is_taken_for_granted(form, function, changes, format, said, monkeypatch):
     FORMS[form](monkeypatch)
-    module = MODULES[form]
+    module = mosaic_gpu_weights_first if form == "weights" else mosaic_gpu_scaled
     monkeypatch.setattr(module, function, mutated(getattr(module, function), *changes))
     with pytest.raises(Unordered, match=said):
         replayed(
@@ -232,7 +221,7 @@ def test_an_order_that_is_taken_for_granted(form, function, changes, format, sai
         # The blocks do not meet at the end.
         ("weights", mosaic_gpu_kernel, "load", NO_MEETING, "ended before others reach its memory"),
         # One thread arrives for those that have loaded scales of rows.
-        ("rows", mosaic_gpu_rows_first, "release", [(COMMIT, "pass")], "threads may still load"),
+        ("rows", mosaic_gpu_scaled, "release", [(COMMIT, "pass")], "threads may still load"),
     ],
 )
 def test_an_order_of_blocks_that_is_taken_for_granted(
