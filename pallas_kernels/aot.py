@@ -95,14 +95,21 @@ def cases(op: str, generation: str) -> list[Case]:
 def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
     """Compiles for one core; the process must have been started in `environment()`."""
     topology = topologies.get_topology_desc(generation.topology, platform="tpu")
-    mesh = Mesh([topology.devices[0]], ("core",))
+    return compile_on(topology.devices[0], case)
+
+
+def compile_on(
+    device: Any, case: Case, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles for a device of a topology, with compiler options."""
+    mesh = Mesh([device], ("device",))
     here = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), case.arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments)
-    return lowered.compile()
+    return lowered.compile(compiler_options=options)
 
 
 def compile_all(op: str, generation: str, names: list[str]) -> Iterator[dict[str, Any]]:

@@ -23,39 +23,26 @@ takes a kernel or raises NotImplementedError; `reference` takes plain XLA."""
 
 
 class Fallback(NamedTuple):
-    """A call that no kernel of the device covers."""
+    """A call that no kernel of the device covers, or that its kernel runs far more slowly than
+    others (`slow`)."""
 
     op: str
     device_kind: str
     reason: str
-    """Property of the call that no kernel covers."""
+    """Property of the call that no kernel covers, or that makes it slow."""
     cost: str
-    """Continues "plain XLA …" in the message: what it does instead, and the cost."""
+    """Continues "plain XLA …", or "the kernel …", in the message: what it does, and the cost."""
+    slow: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.op}: no kernel on {self.device_kind} for {self.reason}; plain XLA {self.cost}"
-        )
-
-
-class SlowKernel(NamedTuple):
-    """A call that a kernel covers, but runs far more slowly than others."""
-
-    op: str
-    device_kind: str
-    reason: str
-    cost: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: slow on {self.device_kind} for {self.reason}; the kernel {self.cost}"
+        what, who = ("slow", "the kernel") if self.slow else ("no kernel", "plain XLA")
+        return f"{self.op}: {what} on {self.device_kind} for {self.reason}; {who} {self.cost}"
 
 
 _lock = threading.Lock()
-_said: set[Fallback | SlowKernel] = set()
+_said: set[Fallback] = set()
 _refused = False
-_collected: ContextVar[list[Fallback | SlowKernel] | None] = ContextVar(
-    "pallas_kernels fallbacks", default=None
-)
+_collected: ContextVar[list[Fallback] | None] = ContextVar("pallas_kernels fallbacks", default=None)
 
 
 def refuse_fallbacks(refuse: bool = True) -> None:
@@ -66,10 +53,10 @@ def refuse_fallbacks(refuse: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def collect_fallbacks() -> Iterator[list[Fallback | SlowKernel]]:
+def collect_fallbacks() -> Iterator[list[Fallback]]:
     """Context that collects the fallbacks of code traced inside it, each once, instead of logging
     or refusing them."""
-    found: list[Fallback | SlowKernel] = []
+    found: list[Fallback] = []
     token = _collected.set(found)
     try:
         yield found
@@ -129,7 +116,7 @@ def kernel_target(
         if not reason:
             return target
     else:
-        names = HOPPER + (BEFORE_HOPPER if "triton_gpu" in backends else ())
+        names = [*HOPPER, *(BEFORE_HOPPER if "triton_gpu" in backends else ())]
         reason = f"this device: there are some for TPUs and for {', '.join(names)}"
     fallback = Fallback(op, target.device_kind, reason, cost)
     if implementation == "kernel":
@@ -144,7 +131,7 @@ def kernel_target(
     return None
 
 
-def fall_back(fallback: Fallback | SlowKernel) -> None:
+def fall_back(fallback: Fallback) -> None:
     """Reports that a call falls back, or that its kernel is slow: collects it, or logs it once.
 
     Raises:

@@ -2,7 +2,7 @@
 memory.
 
 `python -m pallas_kernels.gpu_resources [--op OP] [--case NAME] [--json]` compiles what an op's
-`gpu_cases.py` names, on any machine that has JAX's CUDA wheels (`pip install "jax[cuda13]"`).
+`cases.py` names, on any machine that has JAX's CUDA wheels (`pip install "jax[cuda13]"`).
 Nothing is timed: it shows that the kernels compile, and that none spills registers.
 Called by the tests, too. Knows nothing of the ops.
 """
@@ -17,16 +17,17 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.aot import Case, compile_on
 
 OPS = ("attention", "grouped_matmul", "norm_quantize", "rotate_and_write")
-"""Ops that have a `gpu_cases.py`."""
+"""Ops whose `cases.py` has `gpu_cases`."""
 DESCRIPTIONS: dict[str, tuple[bytes, tuple[tuple[str, str], ...]]] = {
     "h200": (b"NVIDIA H200 141GB HBM3e", ()),
     "a100": (b"NVIDIA A100-SXM4-80GB", ()),
@@ -37,15 +38,6 @@ DESCRIPTIONS: dict[str, tuple[bytes, tuple[tuple[str, str], ...]]] = {
 description."""
 REFUSE_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 """Option with which XLA raises if registers spill."""
-
-
-class Case(NamedTuple):
-    """A call of an op at one size, as the op's `gpu_cases.cases()` lists them."""
-
-    name: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    """Pytrees of `jax.ShapeDtypeStruct`."""
 
 
 class Resources(NamedTuple):
@@ -75,9 +67,9 @@ def plugin() -> Path | None:
     return None
 
 
-def cases(op: str, function: Literal["cases", "before_hopper"] = "cases") -> list[Case]:
+def cases(op: str, function: Literal["gpu_cases", "before_hopper"] = "gpu_cases") -> list[Case]:
     """Returns the cases that an op lists, for Hopper or for older GPUs."""
-    module = importlib.import_module(f"pallas_kernels.{op}.gpu_cases")
+    module = importlib.import_module(f"pallas_kernels.{op}.cases")
     found: list[Case] = getattr(module, function)()
     return found
 
@@ -118,34 +110,25 @@ def devices(hosts: int = 1, of_host: int = 1, name: str = "h200") -> tuple[jax.D
     return tuple(found.devices)
 
 
-def compile_function(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    name: str = "h200",
-    options: dict[str, Any] | None = None,
+def compile_case(
+    case: Case, name: str = "h200", options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles for one GPU, in a process that `prepare` has set up.
 
     Raises:
       RuntimeError: as `devices`; or with `REFUSE_SPILLS`, registers spill.
     """
-    mesh = Mesh([devices(name=name)[0]], ("device",))
-    here = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*arguments).compile(compiler_options=options)
+    return compile_on(devices(name=name)[0], case, options)
 
 
-def compile_case(case: Case, folder: str) -> list[Resources]:
+def resources(case: Case, folder: str) -> list[Resources]:
     """Compiles a case for one H200, in a process that `prepare` has set up with this folder.
 
     Raises:
-      RuntimeError: as `compile_function`, or the case has no kernel.
+      RuntimeError: as `compile_case`, or the case has no kernel.
     """
     before = set(Path(folder).iterdir())
-    compile_function(case.function, case.arguments)
+    compile_case(case)
     reports = sorted(set(Path(folder).iterdir()) - before)
     found = list(_read(case.name, reports))
     if not found:
@@ -210,7 +193,7 @@ def _compile_before_hopper(name: str) -> None:
     prepare()
     warnings.simplefilter("ignore", DeprecationWarning)  # Pallas' Triton backend is deprecated.
     for case in cases("attention", "before_hopper"):
-        compiled = compile_function(case.function, case.arguments, name, REFUSE_SPILLS)
+        compiled = compile_case(case, name, REFUSE_SPILLS)
         if "paged_attention" not in str(compiled.as_text()):
             raise RuntimeError(f"{case.name}: no kernel was compiled")
         print(case.name, flush=True)
@@ -241,7 +224,7 @@ def main() -> None:
             for case in cases(op):
                 if arguments.case and case.name not in arguments.case:
                     continue
-                for found in compile_case(case, folder):
+                for found in resources(case, folder):
                     if arguments.json:
                         print(json.dumps(found._asdict()), flush=True)
                         continue

@@ -274,10 +274,10 @@ def sum_up(parts: Iterable[Traffic]) -> Traffic:
 def measure(generation: str) -> Iterator[tuple[SmallOp, Traffic]]:
     """Compiles all small ops and yields their traffic; `main` prepares the process for that."""
     for op in small_ops("fp8" if generation in (GPU, "v7x") else "int8"):
+        case = aot.Case(op.name, op.function, op.arguments)
         if generation == GPU:
-            compiled = gpu_resources.compile_function(op.function, op.arguments)
+            compiled = gpu_resources.compile_case(case)
         else:
-            case = aot.Case(op.name, op.function, op.arguments)
             compiled = aot.compile_case(case, aot.GENERATIONS[generation])
         yield op, traffic(compiled.as_text() or "")
 

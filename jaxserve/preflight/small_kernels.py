@@ -21,7 +21,7 @@ from jaxserve.model.sampler import SamplerState, sample_and_largest
 from pallas_kernels import small_ops
 from pallas_kernels.bench import correctness
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.rotate_and_write import gpu_cases
+from pallas_kernels.rotate_and_write import cases
 
 NEAR = 0.02
 """Largest ‖device − CPU‖ / ‖CPU‖ of floats. Of integers that are not 0, the part that may differ:
@@ -38,7 +38,7 @@ def operations() -> list[Operation]:
     """Returns everything that is compared."""
     found: list[Operation] = [
         (f"rotate_and_write {name}", function, jax.tree.map(_cut, arguments))
-        for name, function, arguments in gpu_cases.cases()
+        for name, function, arguments, *_ in cases.gpu_cases()
     ]
     small = small_ops.small_ops()
     found += [(one.name, one.function, one.arguments) for one in small if one.name in PLAIN]
@@ -59,8 +59,8 @@ def operations() -> list[Operation]:
 def _cut(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns pages for the first two of every sequence, and such a page table."""
     shape = array.shape
-    if shape[0] == gpu_cases.PAGES:
-        shape = (2 * gpu_cases.TOKENS, *shape[1:])
+    if shape[0] == cases.PAGES:
+        shape = (2 * cases.TOKENS, *shape[1:])
     elif array.dtype == jnp.int32 and len(shape) == 2:
         shape = shape[0], 2
     return jax.ShapeDtypeStruct(shape, array.dtype)

@@ -16,7 +16,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ def write_rows(
     on_tpu = implementation == "auto" and target.backend == "mosaic_tpu"
 
     def compute(
-        pages: tuple[Array, ...], rows: tuple[Array, ...], where: tuple[Array, Array, Array]
+        pages: tuple[Array, ...], rows: tuple[Array, ...], where: reference.Where
     ) -> tuple[Array, ...]:
         if not on_tpu:
             return reference.write_rows(pages, rows, *where)
@@ -102,66 +102,18 @@ def write_rows(
 
         def write(array: Array, new: Array) -> Array:
             if write_tpu.is_swapped(array):
-                return write_tpu.write_rows(array, new, *where)
+                return write_tpu.write_rows(array, new, where)
             if write_tpu.is_scattered_in_tiles(array):
-                return write_tpu.write_scales(array, new, *where)
+                return write_tpu.write_scales(array, new, where)
             if write_tpu_kernel.is_written_by_tiles(array):
-                return write_tpu_kernel.write_rows(array, new, *where, interpret=target.interpret)
+                return write_tpu_kernel.write_rows(array, new, where, interpret=target.interpret)
             return reference.write_rows((array,), (new,), *where)[0]
 
         return tuple(write(array, new) for array, new in zip(pages, rows, strict=True))
 
-    where = (page_table, sequence_of_token, position)
+    where = reference.Where(page_table, sequence_of_token, position)
     written: tuple[Array, ...] = run_op("write_rows", compute, tuple(pages), tuple(rows), where)
     return written
-
-
-@overload
-def paged_attention(
-    queries: Array,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    sequence_of_token: Array,
-    position: Array,
-    *,
-    scale: float,
-    window: int = 0,
-    v_width: int = 0,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    rope_pages: Array | None = None,
-    int8_products: bool = False,
-    with_lse: Literal[False] = False,
-    out_dtype: DTypeLike | None = None,
-    implementation: Implementation = "auto",
-    tiles: Fields | None = None,
-    places: Places = (),
-) -> Array: ...
-
-
-@overload
-def paged_attention(
-    queries: Array,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    sequence_of_token: Array,
-    position: Array,
-    *,
-    scale: float,
-    window: int = 0,
-    v_width: int = 0,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    rope_pages: Array | None = None,
-    int8_products: bool = False,
-    with_lse: Literal[True],
-    out_dtype: DTypeLike | None = None,
-    implementation: Implementation = "auto",
-    tiles: Fields | None = None,
-    places: Places = (),
-) -> tuple[Array, Array]: ...
 
 
 def paged_attention(
@@ -184,11 +136,8 @@ def paged_attention(
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
     places: Places = (),
-) -> (
-    Float[Array, "tokens q_heads v_head_dim"]
-    | tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"]]
-):
-    """Attend from every token to positions 0..position of its own sequence.
+) -> tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"] | None]:
+    """Attends from every token to positions 0..position of its own sequence.
 
     The keys and values of the batch must be in the pages already (`write_rows`); the causal mask
     then treats prefill chunks and decode tokens alike. Query head h reads key and value head
@@ -211,23 +160,22 @@ def paged_attention(
         scale a token and head, probabilities times the scales of values with a scale a token, head
         and 512 positions. Sums are INT32. `rope_pages` are multiplied in floats all the same. Not
         on TPU v7x, which has no INT8 products; Hopper's kernels do not.
-      with_lse: also return log(sum(exp(scores))) of every token and query head, -inf for padding
-        tokens; `merge` needs it.
+      with_lse: whether to return log(sum(exp(scores))) of every token and query head, -inf for
+        padding tokens; `merge` needs it.
       out_dtype: of the output; None: that of `queries`.
       implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
-      places: of `attention_places` for the same batch, window and shapes; () or None: they are
-        computed here.
+      places: the result of `attention_places` for the same batch, window and shapes; () or None:
+        they are computed here.
 
     Returns:
-      one row per token and query head; with_lse: also the log-sum-exps.
+      one row per token and query head, and the log-sum-exps; None without `with_lse`.
 
     Raises:
       ValueError: the shapes, dtypes, options or tiles do not fit together.
       NotImplementedError: the kernels of this TPU do not support the pages' format or page size,
-        or products in INT8;
-        the message names an alternative. Elsewhere as `coverage.kernel_target`. Or it is
-        differentiated.
+        or products in INT8; the message names an alternative. Elsewhere as
+        `coverage.kernel_target`. Or it is differentiated.
     """
     if places and (tiles or implementation != "auto"):
         raise ValueError(
@@ -261,8 +209,7 @@ def paged_attention(
     width = v_width if v_pages is None else v_pages.shape[3]
     if not places:  # those of `attention_places` are clamped
         position = _inside(position, page_table, k_pages)
-    where = (page_table, sequence_of_token, position)
-    lse: Array | None
+    where = reference.Where(page_table, sequence_of_token, position)
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
     cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
@@ -272,26 +219,18 @@ def paged_attention(
     )
 
     def compute(
-        queries: Array, arrays: _Pages, where: tuple[Array, Array, Array], places: Places
+        queries: Array, arrays: _Pages, where: reference.Where, places: Places
     ) -> tuple[Array, Array | None]:
-        batch = (queries, _cache(arrays, width, int8_products), *where)
+        cache = _cache(arrays, width, int8_products)
+        call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted)
         if target is None:
-            out, sums = reference.paged_attention(*batch, scale=scale, window=window)
+            out, sums = reference.paged_attention(call)
         else:
-            out, sums = _kernels(target).paged_attention(
-                *batch,
-                scale=scale,
-                window=window,
-                with_lse=with_lse,
-                out_dtype=wanted,
-                target=target,
-                tiles=tiles,
-                places=places or None,
-            )
+            out, sums = _kernels(target).paged_attention(call, target, tiles, places or None)
         return out.astype(wanted), sums
 
     output, lse = run_op("paged_attention", compute, queries, arrays, where, places)
-    return (output, lse) if lse is not None and with_lse else output
+    return output, lse if with_lse else None
 
 
 def attention_places(
@@ -322,8 +261,9 @@ def attention_places(
     target = kernel_target("paged_attention", "auto", gap, _COST, backends=WITH_ATTENTION)
     if target is None:
         return ()
-    where = (page_table, sequence_of_token, _inside(position, page_table, k_pages))
-    return _kernels(target).places_of(queries, cache, *where, window=window, target=target)
+    position = _inside(position, page_table, k_pages)
+    where = reference.Where(page_table, sequence_of_token, position)
+    return _kernels(target).places_of(reference.PagedCall(queries, cache, where, window), target)
 
 
 def chunk_attention(
@@ -425,12 +365,16 @@ def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> 
 
 
 def _kernels(target: Target) -> ModuleType:
-    """Returns the module of a backend, `mosaic_tpu`, `mosaic_gpu` or `triton_gpu`: each has `gap`,
-    `places_of` and `paged_attention`."""
+    """Returns the module of a backend, `mosaic_tpu`, `mosaic_gpu` or `triton_gpu`.
+
+    `gap(queries, cache)` returns the property of a call that its kernels do not cover; empty: none.
+    `paged_attention(call, target, tiles, places)` may return log-sum-exps unasked.
+    `places_of(call, target)` returns its `places`.
+    """
     return importlib.import_module(f"pallas_kernels.attention.{target.backend}")
 
 
 def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
-    """Returns what the kernels of a target do not cover."""
+    """Returns the property of a call that the kernels of a target do not cover."""
     gap: str = _kernels(target).gap(queries, cache)
     return gap

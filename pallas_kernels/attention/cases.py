@@ -1,4 +1,7 @@
-"""Batches of real models, to be compiled ahead of time: called by `pallas_kernels/aot.py`."""
+"""Batches of real models, to be compiled ahead of time.
+
+Called by `pallas_kernels/aot.py` for TPUs, and by `pallas_kernels/gpu_resources.py` for GPUs.
+"""
 
 import functools
 from typing import Any
@@ -12,10 +15,11 @@ from pallas_kernels.attention.api import chunk_attention, paged_attention, write
 from pallas_kernels.attention.model_batch import attend, page_shapes
 from pallas_kernels.attention.mosaic_tpu_memory import call_of
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.attention.shapes import MANY_KV_HEADS, NAIVE, SHAPES
+from pallas_kernels.attention.shapes import MANY_KV_HEADS, NAIVE, SHAPES, AttentionShape
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
 PAGES = SEQUENCES * KV_LENGTH // PAGE_SIZE
+GPU_PAGE_SIZE = 64
 
 BATCHES = {
     "": (SEQUENCES, 1),
@@ -31,6 +35,8 @@ CHUNK_TOKENS = 2048
 
 FORMATS = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.uint8}
 """Dtypes of keys and values in the cache, which holds FP8 as its bits."""
+GPU_FORMATS = FORMATS | {"fp8": jnp.float8_e4m3fn}
+WHOLE_MODELS = ("step3", "deepseek-v3", "qwen3-235b")
 
 
 def formats(generation: str) -> tuple[str, ...]:
@@ -39,7 +45,7 @@ def formats(generation: str) -> tuple[str, ...]:
 
 
 def cases(generation: str) -> list[Case]:
-    """Cases of the named shapes, in all formats of the generation."""
+    """Returns cases of the named shapes, in all formats of a TPU generation."""
     return (
         [_inside(name) for name in NAIVE]
         + [_apart("deepseek-v3-tp8")]
@@ -71,10 +77,45 @@ def cases(generation: str) -> list[Case]:
     )
 
 
-def _where(sequences: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def gpu_cases() -> list[Case]:
+    """Returns decode steps of all named shapes, and draft and prefill batches of whole models."""
+    decode = [(name, SEQUENCES, 1) for name in SHAPES]
+    drafts = [(name, SEQUENCES, tokens) for name in WHOLE_MODELS for tokens in (2, 4, 8)]
+    prefill = [(name, *BATCHES[" chunk"]) for name in WHOLE_MODELS]
+    return [_gpu(form, *batch) for batch in (*decode, *drafts, *prefill) for form in GPU_FORMATS]
+
+
+def before_hopper() -> list[Case]:
+    """Returns batches that are compiled for GPUs before Hopper."""
+    return [
+        _gpu(form, name, *BATCHES[kind])
+        for name in ("step3", "deepseek-v3", "qwen3-235b-tp4")
+        for form in GPU_FORMATS
+        for kind in ("", " chunk")
+    ]
+
+
+def _gpu(form: str, name: str, sequences: int, tokens: int) -> Case:
+    """Returns a case of sequences of `KV_LENGTH` tokens, `tokens` queries each."""
+    shape, dtype = SHAPES[name], jnp.dtype(GPU_FORMATS[form])
+    pool = sequences * KV_LENGTH // GPU_PAGE_SIZE
+    pages, scales = page_shapes(shape, dtype, pool, GPU_PAGE_SIZE)
+    where = _where(sequences, tokens, GPU_PAGE_SIZE)
+    arguments = (_queries(shape, sequences * tokens), pages, scales, where)
+    kind = "decode" if tokens == 1 else f"{tokens} tokens"
+    return Case(f"{name} {form} {kind}", functools.partial(attend, shape), arguments)
+
+
+def _where(
+    sequences: int, tokens: int, page_size: int = PAGE_SIZE
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns page table, sequences and positions."""
-    table = jax.ShapeDtypeStruct((sequences, KV_LENGTH // PAGE_SIZE), jnp.int32)
+    table = jax.ShapeDtypeStruct((sequences, KV_LENGTH // page_size), jnp.int32)
     return table, *(jax.ShapeDtypeStruct((sequences * tokens,), jnp.int32),) * 2
+
+
+def _queries(shape: AttentionShape, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, shape.q_heads, shape.head_dim), jnp.bfloat16)
 
 
 def _in_int8(name: str, kv_format: str, generation: str) -> list[Case]:
@@ -92,8 +133,7 @@ def _attend(
     dtype = jnp.dtype(FORMATS[kv_format])
     sequences, tokens = BATCHES[kind]
     pages, scales = page_shapes(shape, dtype, PAGES, PAGE_SIZE)
-    rows = (sequences * tokens, shape.q_heads, shape.head_dim)
-    queries = jax.ShapeDtypeStruct(rows, jnp.bfloat16)
+    queries = _queries(shape, sequences * tokens)
     loop = None
     if tokens == 1:
         stored: list[Any] = [*pages, None]
@@ -119,7 +159,7 @@ def _apart(name: str) -> Case:
     """Returns a decode step over latents in INT8 whose rotated part is in BF16."""
     shape, place = SHAPES[name], (PAGES, 1, PAGE_SIZE)
     arrays = (
-        jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16),
+        _queries(shape, SEQUENCES),
         jax.ShapeDtypeStruct((*place, shape.v_width), jnp.int8),
         jax.ShapeDtypeStruct((*place, shape.head_dim - shape.v_width), jnp.bfloat16),
         jax.ShapeDtypeStruct(place, jnp.float32),
@@ -135,7 +175,7 @@ def _apart(name: str) -> Case:
             v_width=shape.v_width,
             k_scales=scales,
             rope_pages=rotated,
-        )
+        )[0]
 
     return Case(f"{name} int8 and bf16", attend, (*arrays, _where(SEQUENCES, 1)))
 
@@ -167,7 +207,7 @@ def _layer(name: str, kv_format: str) -> Case:
     """A decode step in 8 bits, pages of 256 tokens: writing, then the attention, which says how
     pages lie in memory."""
     shape, write = SHAPES[name], _write(name, kv_format, 256)
-    queries = jax.ShapeDtypeStruct((SEQUENCES, shape.q_heads, shape.head_dim), jnp.bfloat16)
+    queries = _queries(shape, SEQUENCES)
 
     def step(cache: Any, rows: Any, where: Any, queries: Array) -> tuple[Array, Any]:
         cache = write_rows(cache, rows, *where)

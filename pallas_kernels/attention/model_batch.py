@@ -35,7 +35,7 @@ def attend(
     Args:
       where: page table, sequences and positions.
     """
-    return paged_attention(
+    output, _ = paged_attention(
         queries,
         pages[0],
         None if shape.shared else pages[1],
@@ -46,3 +46,4 @@ def attend(
         v_scales=scales[1] if len(scales) > 1 else None,
         int8_products=int8_products,
     )
+    return output

@@ -8,16 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.attention.mosaic_gpu_combine import combine
 from pallas_kernels.attention.mosaic_gpu_kernel import attend
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype, stages
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.ranges import Cut, Places, cut_batch, results_of_units, rows_of_units
-from pallas_kernels.attention.reference import Cache, pages_gap
+from pallas_kernels.attention.reference import Cache, PagedCall, pages_gap
 from pallas_kernels.attention.tiles import GpuTiles, gpu_blocks
+from pallas_kernels.mosaic_gpu import interpreter
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
@@ -30,12 +30,12 @@ MOST_COLUMNS = 256
 
 
 def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
-    """Returns which property of a call the kernels cannot handle; empty: they can run it."""
+    """Returns the property of a call that the kernels do not cover; empty: none."""
     page_size, head_dim = cache.k_pages.shape[2:]
     dtype, width = cache.k_pages.dtype, cache.v_width
     if found := pages_gap(cache):
         return found
-    plan = _plan(queries, cache, decode=False, scale=1.0, window=0, target=None)
+    plan = _plan(queries, cache)
     multiple = 64 * (2 if plan.split_values else 1)
     if head_dim % 64:
         return f"head_dim {head_dim} (multiples of 64)"
@@ -49,87 +49,59 @@ def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
 
 
 def paged_attention(
-    queries: Float[Array, "tokens q_heads head_dim"],
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
-    window: int,
-    with_lse: bool,
-    out_dtype: Any,
-    target: Target,
-    tiles: Fields | None = None,
-    places: Places | None = None,
+    call: PagedCall, target: Target, tiles: Fields | None = None, places: Places | None = None
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Runs `api.paged_attention` if `gap` finds nothing in the call; always returns
     log-sum-exps."""
+    cache, where = call.cache, call.where
     kv_heads = cache.k_pages.shape[1]
-    plan, cut = _of_batch(queries, cache, page_table, scale, window, target, tiles)
+    plan, cut = _of_batch(call, target, tiles)
     if places is None:
-        places = cut_batch(cut, kv_heads, page_table, sequence_of_token, position)
-    work = places.work(sequence_of_token)
+        places = cut_batch(cut, kv_heads, where)
+    work = places.work(where.sequence_of_token)
     cache = cache._replace(k_pages=from_bits(cache.k_pages))
     if cache.v_pages is not None:
         cache = cache._replace(v_pages=from_bits(cache.v_pages))
-    interpret = plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None
+    interpret = interpreter(target)
     query_scales = None
     if plan.fp8_keys:
-        rows, query_scales = in_two_terms(rows_of_units(queries, places, cut))
+        rows, query_scales = in_two_terms(rows_of_units(call.queries, places, cut))
     else:
-        rows = rows_of_units(queries.astype(compute_dtype(cache.k_pages.dtype)), places, cut)[None]
-    parts = attend(
-        rows, query_scales, cache, page_table, work, plan, out_dtype=out_dtype, interpret=interpret
-    )
+        queries = call.queries.astype(compute_dtype(cache.k_pages.dtype))
+        rows = rows_of_units(queries, places, cut)[None]
+    options: dict[str, Any] = {"out_dtype": call.out_dtype, "interpret": interpret}
+    parts = attend(rows, query_scales, cache, where.page_table, work, plan, **options)
     output, lse = combine(*parts, work.start, ranges=plan.ranges, interpret=interpret)
-    return results_of_units(output, lse, places, cut, kv_heads, position)
+    return results_of_units(output, lse, places, cut, kv_heads, where.position)
 
 
-def places_of(
-    queries: Array | jax.ShapeDtypeStruct,
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    window: int,
-    target: Target,
-) -> Places:
-    """Returns the `places` of `paged_attention`; reads only the shapes of queries and pages."""
-    _, cut = _of_batch(queries, cache, page_table, 1.0, window, target, None)
-    return cut_batch(cut, cache.k_pages.shape[1], page_table, sequence_of_token, position)
+def places_of(call: PagedCall, target: Target) -> Places:
+    """Returns the `places` of `paged_attention`."""
+    _, cut = _of_batch(call, target)
+    return cut_batch(cut, call.cache.k_pages.shape[1], call.where)
 
 
-def _of_batch(
-    queries: Array | jax.ShapeDtypeStruct,
-    cache: Cache,
-    page_table: Array,
-    scale: float,
-    window: int,
-    target: Target,
-    tiles: Fields | None,
-) -> tuple[Sizes, Cut]:
+def _of_batch(call: PagedCall, target: Target, tiles: Fields | None = None) -> tuple[Sizes, Cut]:
     """Returns the kernel's plan, and how the batch is cut."""
     # A batch with no more tokens than sequences is taken for one decode step.
-    decode = queries.shape[0] <= page_table.shape[0]
-    plan = _plan(queries, cache, decode=decode, scale=scale, window=window, target=target)
+    decode = call.queries.shape[0] <= call.where.page_table.shape[0]
+    plan = _plan(call.queries, call.cache, decode=decode, target=target)
+    plan = plan._replace(scale=call.scale, window=call.window)
     if tiles:
-        plan = _cut_by(plan, cache, target, tiles)
+        plan = _cut_by(plan, call.cache, target, tiles)
     rows = plan.row_groups * ROWS
     largest = 1 if decode else max(1, rows // plan.heads)
-    return plan, Cut(plan.heads, largest, plan.lanes, rows, plan.ranges, BLOCK, window)
+    return plan, Cut(plan.heads, largest, plan.lanes, rows, plan.ranges, BLOCK, call.window)
 
 
 def _plan(
     queries: Array | jax.ShapeDtypeStruct,
     cache: Cache,
     *,
-    decode: bool,
-    scale: float,
-    window: int,
-    target: Target | None,
+    decode: bool = False,
+    target: Target | None = None,
 ) -> Sizes:
+    """Returns the kernel's plan, without scale and window; without a target, for any GPU."""
     heads = queries.shape[1] // cache.k_pages.shape[1]
     split_values = cache.v_width > MOST_COLUMNS
     # Two that convert for 64 rows each, and wait for each other, would run out of registers.
@@ -145,8 +117,8 @@ def _plan(
         one_buffer=False,
         ranges=1 if target is None else max(1, gpu_blocks(target) // lanes),
         lanes=lanes,
-        scale=scale,
-        window=window,
+        scale=1.0,
+        window=0,
         v_width=cache.v_width,
         heads=heads,
         p_in_registers=target is None or not target.interpret,

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention.ranges import piece_of, range_of
-from pallas_kernels.mosaic_gpu import store
+from pallas_kernels.mosaic_gpu import load, store
 
 TILE = 64
 """Rows, and columns, that a block of threads combines."""
@@ -83,11 +83,10 @@ def _body(
         pl.when(column_tile == 0)(lambda: store(log_sum.at[unit, *rows], sums))
 
     def load_tile(array: Any, index: Any) -> Any:
-        ref = array.at[index, *tile]
-        return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        return load(array.at[index, *tile], plgpu.Layout.WGMMA)
 
     def load_rows(array: Any, index: Any) -> Any:
-        return plgpu.load(array.at[index, *rows], layout=row_layout, optimized=False)
+        return load(array.at[index, *rows], row_layout)
 
     def add(range_: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         largest, sums, mixed = carry

@@ -33,14 +33,13 @@ from pallas_kernels.attention.mosaic_gpu_pages import Pages, Unit, along, iota, 
 from pallas_kernels.attention.mosaic_gpu_plan import (
     ROWS,
     Sizes,
-    arrays_of,
     compute_dtype,
     scratch_types,
 )
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Part, Walk
 from pallas_kernels.attention.ranges import Work, piece_of, pieces
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.mosaic_gpu import store
+from pallas_kernels.mosaic_gpu import load, store
 
 LOG2_E = math.log2(math.e)
 UNSEEN = -1e30
@@ -79,7 +78,7 @@ def attend(
         outputs have the 16-bit dtype of the products if `out_dtype` has 16 bits, else FP32.
     """
     units, lanes, rows, _ = queries.shape[1:]
-    arrays = arrays_of(cache)
+    arrays = cache.arrays()
     count = pieces(units, plan.ranges)
     in_16_bits = jnp.dtype(out_dtype).itemsize == 2
     pieces_dtype = compute_dtype(cache.k_pages.dtype) if in_16_bits else jnp.float32
@@ -168,7 +167,7 @@ class _Warpgroup(Pages):
         """Copies, or attends for every unit of the range, or does both."""
         if not self.plan.has_copier:
             cursor = self.walk.first_cursor()
-            # Of several that share a slot, the last one is filled in the first step.
+            # If several share a slot, the last one is filled in the first step.
             for _ in range(self.walk.stages - (not self.plan.own_ranges)):
                 cursor = self.walk.copy(cursor, self.leads)
             self._attend(cursor)
@@ -310,7 +309,7 @@ class _Warpgroup(Pages):
         if self.query_scales is None:
             return None
         scales = self.query_scales.at[unit, self.lane, self.rows]
-        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return load(scales, plgpu.Layout.WGMMA.reduce(1))
 
     def _scores_of_fp8(self, unit: Unit, slot: Any, first: Any, cursor: Cursor | None) -> Any:
         """Like `_scores`, for FP8 keys, which are multiplied in the slot that they were copied to.
@@ -328,9 +327,7 @@ class _Warpgroup(Pages):
             return acc[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
-        key_scales = plgpu.load(
-            smem.k_scales_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-        )
+        key_scales = load(smem.k_scales_smem.at[slot], plgpu.Layout.WGMMA.reduce(0))
         scores = scores * along(key_scales, scores, 1) * along(unit.query_scales, scores, 0)
         plgpu.commit_smem()  # All threads have read the scales.
         if isinstance(cursor, Cursor):
@@ -364,8 +361,7 @@ class _Warpgroup(Pages):
         exchange = self.smem.exchange
         exchange[self.me] = vector
         self._meet()
-        layout = plgpu.Layout.WGMMA.reduce(1)
-        return plgpu.load(exchange.at[1 - self.me], layout=layout, optimized=False)
+        return load(exchange.at[1 - self.me], plgpu.Layout.WGMMA.reduce(1))
 
     def _mix(self, mixed: Any, weights: Any, slot: Any) -> Any:
         """Returns mixed + weights @ values."""

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_gpu_plan import ROWS, Sizes, compute_dtype
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK, Cursor, Walk
-from pallas_kernels.mosaic_gpu import store
+from pallas_kernels.mosaic_gpu import load, store
 
 FLOAT16_FACTOR = 16
 """Factor applied to keys and values when they are converted to float16. Keys and values may reach
@@ -106,7 +106,7 @@ class Pages:
         source = getattr(self.smem, name + "_smem").at[slot]
         scales = getattr(self.smem, name + "_scales_smem").at[slot]
         layout = plgpu.Layout.WGMMA_UPCAST_4X
-        by_row = plgpu.load(scales, layout=layout.reduce(1), optimized=False) * self.factor
+        by_row = load(scales, layout.reduce(1)) * self.factor
         by_row = by_row.astype(target.dtype)
         warpgroups = self.plan.warpgroups // self.plan.walkers
         # The one that copies has the last share, which may be smaller.
@@ -116,14 +116,12 @@ class Pages:
         def columns(index: int) -> Any:
             return pl.ds((index * warpgroups + me) * CONVERTED_COLUMNS, CONVERTED_COLUMNS)
 
-        def load(index: int) -> Any:
-            return plgpu.load(source.at[:, columns(index)], layout=layout, optimized=False)
-
         mine = (shares - me + warpgroups - 1) // warpgroups
         # The next part is being loaded while one is converted.
-        part = load(0)
+        part: Any = load(source.at[:, columns(0)], layout)
         for index in range(mine):
-            later = load(index + 1) if index + 1 < mine else None
+            last = index + 1 == mine
+            later = None if last else load(source.at[:, columns(index + 1)], layout)
             converted = part.astype(target.dtype) * along(by_row, part, 0)
             store(target.at[:, columns(index)], converted)
             part = later

@@ -6,7 +6,6 @@ computation.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -127,19 +126,10 @@ def stages(cache: Cache, plan: Sizes) -> int:
     return 0
 
 
-def arrays_of(cache: Cache) -> dict[str, jax.Array]:
-    """Returns the cache's arrays that exist, by name: "k", "v", "k_scales", "v_scales"."""
-    return {
-        name.removesuffix("_pages"): array
-        for name, array in cache._asdict().items()
-        if isinstance(array, jax.Array)
-    }
-
-
 def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, Any]:
     """Returns the shared memory and barriers of a thread block, by the kernel's names for them."""
     dtype, page_size, head_dim = cache.k_pages.dtype, *cache.k_pages.shape[2:]
-    arrays = arrays_of(cache)
+    arrays = cache.arrays()
     walkers, slots = plan.walkers, plan.walkers * stages(cache, plan)
     buffers = walkers * plan.row_groups
     scratch: dict[str, Any] = {

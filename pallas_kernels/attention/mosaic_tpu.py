@@ -28,16 +28,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
 from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES, Call, call_of
-from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.reference import Cache, PagedCall
 from pallas_kernels.attention.tiles import TpuTiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
-from pallas_kernels.coverage import SlowKernel, fall_back
+from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
 
@@ -56,24 +56,12 @@ SMEM_BYTES = 768 * 2**10
 
 
 def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
-    """Returns nothing: what the kernel cannot handle, `paged_attention` refuses."""
+    """Returns no gap: `paged_attention` refuses calls that the kernel does not cover."""
     return ""
 
 
 def paged_attention(
-    queries: Float[Array, "tokens q_heads head_dim"],
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
-    window: int,
-    with_lse: bool,
-    out_dtype: Any,
-    target: Target,
-    tiles: Fields | None = None,
-    places: Places | None = None,
+    call: PagedCall, target: Target, tiles: Fields | None = None, places: Places | None = None
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"] | None]:
     """`api.paged_attention` on a TPU. The output has the dtype of the queries, which the caller
     casts to `out_dtype`.
@@ -83,6 +71,7 @@ def paged_attention(
       NotImplementedError: a format, page size, page table or number of heads that this generation
         or kernel cannot take; the message says what to use instead.
     """
+    queries, cache, where = call.queries, call.cache, call.where
     k_pages, v_pages, k_scales, v_scales, v_width, rope_pages, int8_products = cache
     arrays = [k_pages] if v_pages is None else [k_pages, v_pages]
     every_scale = [k_scales, v_scales]
@@ -98,7 +87,7 @@ def paged_attention(
     _, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
-    sizes = call_of(queries, cache, page_table)
+    sizes = call_of(queries, cache, where.page_table)
     chosen = sizes.tiles(target.device_kind, tiles)
     if tiles:
         _check_tiles(chosen, tiles, sizes)
@@ -114,19 +103,18 @@ def paged_attention(
         pages_per_block=cut.pages_per_block,
         tile=cut.tile,
         item_tokens=cut.item_tokens,
-        window=window,
-        scale=scale * math.log2(math.e),
+        window=call.window,
+        scale=call.scale * math.log2(math.e),
         dtype=dtype,
         query_dtype=queries.dtype,
         int8_products=int8_products,
     )
     if places is None:
-        where = page_table, sequence_of_token, position
-        places = _places(cache, *where, window=window, largest=cut.item_tokens)
+        places = _places(call, largest=cut.item_tokens)
     smem = 4 * sum(array.size for array in places)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
-            f"page_table {page_table.shape} and {tokens} tokens take {smem} bytes of scalar "
+            f"page_table {where.page_table.shape} and {tokens} tokens take {smem} bytes of scalar "
             f"memory, at most {SMEM_BYTES} fit: use larger pages (page_size is {page_size})"
         )
     if sizes.compact:
@@ -143,14 +131,14 @@ def paged_attention(
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
-    call = _call(plan, grouped, stored, swapped, every_scale, with_lse, target.interpret)
-    output, *lse = call(*places, grouped, *stored, *scales)
+    kernel = _call(plan, grouped, stored, swapped, every_scale, call.with_lse, target.interpret)
+    output, *lse = kernel(*places, grouped, *stored, *scales)
     if sizes.compact:
         output = output.astype(queries.dtype)
-        return output, lse[0].reshape(tokens, q_heads) if with_lse else None
+        return output, lse[0].reshape(tokens, q_heads) if lse else None
     each = q_heads // kv_heads
     output = output[:, :, :each].reshape(tokens, q_heads, v_width)
-    if not with_lse:
+    if not lse:
         return output, None
     return output, lse[0][:, :, :each].reshape(tokens, q_heads)
 
@@ -176,7 +164,7 @@ def _check_format(pages: Array, target: Target) -> None:
         size = pages.dtype.itemsize * math.prod(pages.shape[1:])
         cost = f"starts {128 / page_size:.2g} times the copies of pages of 128, {size} bytes each"
         reason = f"pages of {page_size} tokens"
-        fall_back(SlowKernel("paged_attention", target.device_kind, reason, cost))
+        fall_back(Fallback("paged_attention", target.device_kind, reason, cost, slow=True))
 
 
 def _check_tiles(tiles: TpuTiles, given: Fields, sizes: Call) -> None:
@@ -198,34 +186,16 @@ def _check_tiles(tiles: TpuTiles, given: Fields, sizes: Call) -> None:
         require(tiles.item_rows % most == 0, op, "item_rows", tiles.item_rows, limits)
 
 
-def places_of(
-    queries: Array | jax.ShapeDtypeStruct,
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    window: int,
-    target: Target,
-) -> Places:
-    """Returns the `places` of `paged_attention`; only the shapes of queries and pages are read."""
-    sizes = call_of(queries, cache, page_table)
-    largest = sizes.cut(sizes.tiles(target.device_kind)).item_tokens
-    where = page_table, sequence_of_token, position
-    return _places(cache, *where, window=window, largest=largest)
+def places_of(call: PagedCall, target: Target) -> Places:
+    """Returns the `places` of `paged_attention`."""
+    sizes = call_of(call.queries, call.cache, call.where.page_table)
+    return _places(call, largest=sizes.cut(sizes.tiles(target.device_kind)).item_tokens)
 
 
-def _places(
-    cache: Cache,
-    page_table: Array,
-    sequence_of_token: Array,
-    position: Array,
-    *,
-    window: int,
-    largest: int,
-) -> Places:
+def _places(call: PagedCall, *, largest: int) -> Places:
     """Returns the places of items of at most `largest` tokens."""
-    pool, _, page_size, _ = cache.k_pages.shape
+    (page_table, sequence_of_token, position), window = call.where, call.window
+    pool, _, page_size, _ = call.cache.k_pages.shape
     sequences, pages_per_sequence = page_table.shape
     items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
     start = jnp.zeros_like(items.kv_length)
@@ -258,7 +228,7 @@ def _call(
     with_lse: bool,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """The kernel, as a function of places, table, queries, pages and the scales there are."""
+    """Returns the kernel: a function of places, table, queries, pages, and scales if any."""
     heads, group, block = plan.kv_heads, plan.group, plan.block
     tiles, rows = plan.item_tokens // plan.tile, plan.tile * group
     scaled = [array is not None for array in scales]

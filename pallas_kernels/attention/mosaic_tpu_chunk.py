@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.attention.tiles import INTERPRETED_CHUNK_TILE, ChunkTiles
+from pallas_kernels.attention.mosaic_tpu_kernel import LOWEST, product
+from pallas_kernels.attention.write_tpu import LANES
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
 
-LANES = 128
-LOWEST = -1e30
-"""Initial running maximum; finite, to avoid inf − inf."""
+TILE, INTERPRETED_TILE = 512, 8
+"""Most queries, and keys, of a tile: a multiple of `LANES`, unless it is interpreted."""
 
 VMEM_BYTES = 56 * 2**20
 
@@ -69,7 +68,7 @@ def chunk_attention(
     v_width = values.shape[2]
     if 0 in queries.shape or v_width == 0:
         return jnp.zeros(values.shape, queries.dtype), jnp.full((tokens, heads), -jnp.inf)
-    unit = INTERPRETED_CHUNK_TILE if target.interpret else LANES
+    unit = INTERPRETED_TILE if target.interpret else LANES
     largest = _largest_tile(width, v_width, unit, target, tiles or {})
     tile = min(largest, -(-tokens // unit) * unit)
     missing = -tokens % tile
@@ -134,14 +133,14 @@ def chunk_attention(
 
 
 def _largest_tile(width: int, v_width: int, unit: int, target: Target, given: Fields) -> int:
-    """Tokens of a tile at most.
+    """Returns the most tokens of a tile.
 
     Raises:
       ValueError: it was given, and does not fit.
     """
-    default = ChunkTiles(INTERPRETED_CHUNK_TILE) if target.interpret else ChunkTiles()
-    tile = default._replace(**checked_fields("chunk_attention", given, default._asdict())).tile
-    # Of a token: operands and results, two each, and sums, in FP32; of a pair its score, twice.
+    default = {"tile": INTERPRETED_TILE if target.interpret else TILE}
+    tile: int = (default | checked_fields("chunk_attention", given, default))["tile"]
+    # A token takes operands and results, two each, and sums, in FP32; a pair its score, twice.
     lanes = -(-width // LANES) * 2 + -(-v_width // LANES) * 2 + 4
     token = 2 * lanes * LANES * 4 + (-(-v_width // LANES) + 2) * LANES * 4
     most = max(
@@ -210,7 +209,7 @@ def _kernel(
         mixed[...] = jnp.zeros_like(mixed)
 
     def add(visible: Bool[Array, "tile tile"] | None) -> None:
-        scores = _product(queries[0], keys[0], 1) * scale
+        scores = product(queries[0], keys[0], 1) * scale
         if visible is not None:
             scores = jnp.where(visible, scores, -jnp.inf)
         # Online softmax: exponentials are relative to the running maximum; when that grows from
@@ -220,7 +219,7 @@ def _kernel(
         weights, fade = jnp.exp2(scores - now), jnp.exp2(before - now)
         largest[...] = now
         total[...] = total[...] * fade + jnp.sum(weights, axis=1, keepdims=True)
-        mixed[...] = mixed[...] * fade + _product(weights.astype(values.dtype), values[0], 0)
+        mixed[...] = mixed[...] * fade + product(weights.astype(values.dtype), values[0], 0)
 
     @pl.when((some[q, k] == 1) & (every[q, k] == 0))
     def masked() -> None:
@@ -239,14 +238,3 @@ def _kernel(
         # Mosaic cannot reshape a column to a row: repeat it along the lanes and transpose.
         square = jnp.broadcast_to(logarithm, (logarithm.shape[0], LANES))
         lse[0] = square.T[:1]
-
-
-def _product(left: Array, right: Array, axis: int) -> Array:
-    """left · right (axis 0 of `right` is summed over) or left · rightᵀ (axis 1), FP32."""
-    return lax.dot_general(
-        left,
-        right,
-        (((1,), (axis,)), ((), ())),
-        preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if left.dtype == jnp.float32 else None,
-    )

@@ -232,9 +232,9 @@ class Kernel:
             tokens_axis = 0 if pool.swapped else 1
             if plan.int8_products and pool.scales is not None:
                 whole, row_scales = _rounded(part.astype(jnp.float32), jnp.abs)
-                part = _product(whole, keys, tokens_axis).astype(jnp.float32) * row_scales
+                part = product(whole, keys, tokens_axis).astype(jnp.float32) * row_scales
             else:
-                part = _product(part.astype(plan.dtype), self.operand(keys), tokens_axis)
+                part = product(part.astype(plan.dtype), self.operand(keys), tokens_axis)
             if pool.scales is not None:
                 part *= self.scale_row(pool, slot, head) * plan.scale
             else:
@@ -284,13 +284,13 @@ class Kernel:
             which = (some, slice(plan.v_width))
             values = pool.buffer[(slot, at[1], *(which[::-1] if pool.swapped else which))]
             if row_scales is not None:  # INT8, in which unseen positions cannot be NaN
-                mixed += _product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
+                mixed += product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
                 continue
             values = self.operand(values)
             if mask is not None:
                 seen = self.seen(mask, values.shape, tokens_axis)
                 values = jnp.where(seen, values.astype(plan.dtype), jnp.zeros((), plan.dtype))
-            mixed += _product(weights, values, tokens_axis)
+            mixed += product(weights, values, tokens_axis)
         self.state.mixed[at] = mixed
 
     def operand(self, stored: Array) -> Array:
@@ -442,9 +442,9 @@ def _rounded(
     return whole.astype(jnp.int32).astype(jnp.int8), largest * (1 / 127)
 
 
-def _product(left: Array, right: Array, axis: int) -> Array:
-    """left · right (axis 0 of `right` is summed over) or left · rightᵀ (axis 1), FP32; of INT8
-    INT32."""
+def product(left: Array, right: Array, axis: int) -> Array:
+    """Returns left · right (axis 0 of `right` is summed over) or left · rightᵀ (axis 1), in FP32;
+    INT8 in INT32."""
     return lax.dot_general(
         left,
         right,

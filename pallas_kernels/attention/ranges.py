@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.work_items import WorkItems, work_items
 
 
@@ -95,11 +96,10 @@ class Places(NamedTuple):
 def cut_batch(
     cut: Cut,
     kv_heads: int,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
+    where: Where,
 ) -> Places:
     """Cuts a batch into items and ranges."""
+    page_table, sequence_of_token, position = where
     items = None
     if cut.item_tokens == 1:
         place, stride, last = position, jnp.zeros_like(position), position

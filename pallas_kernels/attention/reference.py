@@ -6,7 +6,7 @@ with any kernel.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,36 @@ class Cache(NamedTuple):
     """Whether INT8 pages are multiplied by queries and probabilities rounded to INT8. The sums are
     FP32 here and exact: sums of 1,040 products of two numbers up to 127 are below 2^24."""
 
+    def arrays(self) -> dict[str, Array]:
+        """Returns the arrays that exist, by name: "k", "v", "k_scales", "v_scales", "rope"."""
+        return {
+            name.removesuffix("_pages"): array
+            for name, array in self._asdict().items()
+            if isinstance(array, jax.Array)
+        }
+
+
+class Where(NamedTuple):
+    """Places of a batch's tokens, as `api.py` explains them."""
+
+    page_table: Int32[Array, "sequences pages_per_sequence"]
+    sequence_of_token: Int32[Array, " tokens"]
+    position: Int32[Array, " tokens"]
+
+
+class PagedCall(NamedTuple):
+    """A call of `api.paged_attention` that has been checked. Where only places are wanted, queries
+    and cache are shapes and dtypes."""
+
+    queries: Any
+    """Floats [tokens, q_heads, head_dim]."""
+    cache: Cache
+    where: Where
+    window: int
+    scale: float = 1.0
+    with_lse: bool = False
+    out_dtype: Any = None
+
 
 def pages_gap(cache: Cache) -> str:
     """Returns what kernels of GPUs cannot handle about the formats of the pages; empty: nothing."""
@@ -98,14 +128,7 @@ def pages_gap(cache: Cache) -> str:
 
 
 def paged_attention(
-    queries: Float[Array, "tokens q_heads head_dim"],
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
-    window: int,
+    call: PagedCall,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Gather the pages of every token's sequence and attend, a block of tokens at a time.
 
@@ -113,12 +136,15 @@ def paged_attention(
     first that it sees to the last: the time is proportional to the sequences or to the window, not
     to the tables, and a table's width changes no bit.
     """
-    tokens, q_heads, head_dim = queries.shape
+    cache, where = call.cache, call.where
+    tokens, q_heads, head_dim = call.queries.shape
     kv_heads = cache.k_pages.shape[1]
-    grouped = queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
-    pages_of_token = page_table.at[sequence_of_token].get(mode="clip")
+    grouped = call.queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+    pages_of_token = where.page_table.at[where.sequence_of_token].get(mode="clip")
     width = head_dim if cache.v_pages is None else head_dim + cache.v_width
-    output, lse = _attend_to_blocks(grouped, cache, pages_of_token, position, scale, width, window)
+    output, lse = _attend_to_blocks(
+        grouped, cache, pages_of_token, where.position, call.scale, width, call.window
+    )
     return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
 
 
@@ -215,7 +241,7 @@ def _attend_some(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, cache.v_width), jnp.float32),
     )
-    others = (queries, pages_of_token, position, *(a for a in cache if isinstance(a, jax.Array)))
+    others = (queries, pages_of_token, position, *cache.arrays().values())
     start = jax.tree.map(lambda array: vary_like(array, others), start)
     state, done = start, 0
     if not (window or cache.int8_products):

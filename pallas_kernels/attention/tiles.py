@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
+from pallas_kernels.hopper import BEFORE_HOPPER
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields
 
@@ -116,19 +117,6 @@ def tpu_tiles(
     return tuned.in_force("attention", device_kind, call, default, choices, given)
 
 
-class ChunkTiles(NamedTuple):
-    """Tiles of `chunk_attention` on TPUs.
-
-    Attributes:
-      tile: queries, and keys, of a tile at most; a multiple of 128.
-    """
-
-    tile: int = 512
-
-
-INTERPRETED_CHUNK_TILE = 8
-
-
 class GpuTiles(NamedTuple):
     """Sizes by which the Hopper kernel cuts its work.
 
@@ -141,19 +129,6 @@ class GpuTiles(NamedTuple):
     stages: int = 8
 
 
-MULTIPROCESSORS_BEFORE_HOPPER = {
-    "A100": 108,
-    "A800": 108,
-    "A10": 72,
-    "A30": 56,
-    "A40": 84,
-    "A6000": 84,
-    "L20": 92,
-    "L40": 142,
-    "L4": 58,
-    "RTX 4090": 128,
-}
-"""Multiprocessors of GPUs before Hopper by a part of the device kind; the first match counts."""
 INTERPRETED_BLOCKS = 2
 
 
@@ -171,5 +146,5 @@ def multiprocessors(target: Target) -> int:
     """Returns the multiprocessors of a GPU before Hopper that are not left to collectives."""
     if target.interpret:
         return INTERPRETED_BLOCKS // 2
-    kinds = MULTIPROCESSORS_BEFORE_HOPPER.items()
+    kinds = BEFORE_HOPPER.items()
     return next(count for part, count in kinds if part in target.device_kind) - target.left

@@ -5,14 +5,12 @@ are. They run on Ampere and Ada GPUs, which have no TMA and no wgmma, and read e
 that a token sees once for each of its lanes.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.attention.ranges import Cut, Places, cut_batch, results_of_units, rows_of_units
-from pallas_kernels.attention.reference import Cache, pages_gap
+from pallas_kernels.attention.reference import Cache, PagedCall, pages_gap
 from pallas_kernels.attention.tiles import multiprocessors
 from pallas_kernels.attention.triton_gpu_kernel import Sizes, attend, columns_of, combine
 from pallas_kernels.quantize.bits import as_bits
@@ -36,7 +34,7 @@ LARGEST_OFFSET = 2**31
 
 
 def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
-    """Returns which property of a call the kernels cannot handle; empty: they can run it."""
+    """Returns the property of a call that the kernels do not cover; empty: none."""
     del queries
     head_dim, width, dtype = cache.k_pages.shape[3], cache.v_width, cache.k_pages.dtype
     if found := pages_gap(cache):
@@ -56,19 +54,7 @@ def gap(queries: Array | jax.ShapeDtypeStruct, cache: Cache) -> str:
 
 
 def paged_attention(
-    queries: Float[Array, "tokens q_heads head_dim"],
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
-    window: int,
-    with_lse: bool,
-    out_dtype: Any,
-    target: Target,
-    tiles: Fields | None = None,
-    places: Places | None = None,
+    call: PagedCall, target: Target, tiles: Fields | None = None, places: Places | None = None
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Runs `api.paged_attention` if `gap` finds nothing in the call; always returns log-sum-exps.
 
@@ -77,53 +63,38 @@ def paged_attention(
     """
     if tiles:
         raise ValueError(f"tiles of paged_attention: the kernel of {target.device_kind} has none")
+    cache, where = call.cache, call.where
     kv_heads = cache.k_pages.shape[1]
-    cut = cut_of(queries, cache, page_table, window, target)
+    cut = cut_of(call, target)
     if places is None:
-        places = cut_batch(cut, kv_heads, page_table, sequence_of_token, position)
-    work = places.work(sequence_of_token)
+        places = cut_batch(cut, kv_heads, where)
+    work = places.work(where.sequence_of_token)
     warps = 8 if cut.lane_rows * cache.v_width > SUMS // 4 else 4
-    sizes = Sizes(cut, scale, cache.v_width, warps, 2)
+    sizes = Sizes(cut, call.scale, cache.v_width, warps, 2)
     dtype = cache.k_pages.dtype
-    rows = queries.astype(dtype if dtype.itemsize == 2 else jnp.float16)
+    rows = call.queries.astype(dtype if dtype.itemsize == 2 else jnp.float16)
     bits = cache
     if dtype.itemsize == 1 and dtype != jnp.int8:
         values = None if cache.v_pages is None else as_bits(cache.v_pages)
         bits = cache._replace(k_pages=as_bits(cache.k_pages), v_pages=values)
-    laid_out = rows_of_units(rows, places, cut)
+    laid_out, table = rows_of_units(rows, places, cut), where.page_table
     interpret = target.interpret
     parts = attend(
-        laid_out, bits, page_table, work, sizes, out_dtype=out_dtype, interpret=interpret
+        laid_out, bits, table, work, sizes, out_dtype=call.out_dtype, interpret=interpret
     )
     output, lse = combine(*parts, work.start, cut, interpret=interpret)
-    return results_of_units(output, lse, places, cut, kv_heads, position)
+    return results_of_units(output, lse, places, cut, kv_heads, where.position)
 
 
-def places_of(
-    queries: Array | jax.ShapeDtypeStruct,
-    cache: Cache,
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    window: int,
-    target: Target,
-) -> Places:
-    """Returns the `places` of `paged_attention`; reads only the shapes of queries and pages."""
-    cut = cut_of(queries, cache, page_table, window, target)
-    return cut_batch(cut, cache.k_pages.shape[1], page_table, sequence_of_token, position)
+def places_of(call: PagedCall, target: Target) -> Places:
+    """Returns the `places` of `paged_attention`."""
+    return cut_batch(cut_of(call, target), call.cache.k_pages.shape[1], call.where)
 
 
-def cut_of(
-    queries: Array | jax.ShapeDtypeStruct,
-    cache: Cache,
-    page_table: Array,
-    window: int,
-    target: Target,
-) -> Cut:
+def cut_of(call: PagedCall, target: Target) -> Cut:
     """Returns how a batch is cut; one with no more tokens than sequences is a decode step."""
-    tokens, q_heads, head_dim = queries.shape
-    decode = tokens <= page_table.shape[0]
+    cache, (tokens, q_heads, head_dim) = call.cache, call.queries.shape
+    decode = tokens <= call.where.page_table.shape[0]
     heads = q_heads // cache.k_pages.shape[1]
     most = max(LEAST_ROWS, min(MOST_ROWS, SUMS // (1 << (cache.v_width - 1).bit_length())))
     wanted = heads if decode else most
@@ -133,4 +104,4 @@ def cut_of(
     block = max(16, min(64, 1 << ((STEP_BYTES // (2 * width)).bit_length() - 1)))
     largest = 1 if decode else max(1, rows // heads)
     ranges = max(1, 2 * multiprocessors(target) // lanes)
-    return Cut(heads, largest, lanes, rows, ranges, block, window)
+    return Cut(heads, largest, lanes, rows, ranges, block, call.window)

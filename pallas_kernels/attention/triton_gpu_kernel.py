@@ -102,20 +102,9 @@ def attend(
     """
     units, lanes, rows, _ = queries.shape
     count = pieces(units, sizes.cut.ranges)
-    arrays = {
-        "k": cache.k_pages,
-        "v": cache.v_pages,
-        "k_scales": cache.k_scales,
-        "v_scales": cache.v_scales,
-    }
-    pool, kv_heads, page_size, _ = cache.k_pages.shape
-    place = pool, kv_heads, page_size
+    place = cache.k_pages.shape[:3]
     # All rows of the pool, one after the other: their index is a page, a head and a row.
-    present = {
-        name: array.reshape(-1, *array.shape[3:])
-        for name, array in arrays.items()
-        if array is not None
-    }
+    present = {name: array.reshape(-1, *array.shape[3:]) for name, array in cache.arrays().items()}
     inputs = (queries, page_table, *work, *present.values())
     shape, of_pieces = (units, lanes, rows), (count, lanes, rows)
     results = [
@@ -149,7 +138,7 @@ def _attend(
     *refs: Any,
     sizes: Sizes,
     names: tuple[str, ...],
-    place: tuple[int, int, int],
+    place: tuple[int, ...],
 ) -> None:
     """Runs one block of threads: a lane of all units of a range."""
     work = Work(*refs[: len(Work._fields)])
@@ -202,7 +191,7 @@ class _Block:
         pages: dict[str, Any],
         unit: Any,
         lane: Any,
-        place: tuple[int, int, int],
+        place: tuple[int, ...],
     ) -> None:
         """`place` is the number of pages, of heads, and of rows of a page."""
         cut = sizes.cut

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32, Num
 
+from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.work_items import WorkItems, work_items
 
 LANES = 128
@@ -34,17 +35,15 @@ def is_swapped(pages: Array | jax.ShapeDtypeStruct) -> bool:
 def write_rows(
     pages: Num[Array, "pages kv_heads page_size width"],
     rows: Num[Array, "tokens kv_heads width"],
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
+    where: Where,
 ) -> Num[Array, "pages kv_heads page_size width"]:
     """Writes one array of `api.write_rows`: page by page, all neighbouring tokens of a page at
     once.
 
     Of several tokens at one position any one is written.
     """
-    pool, _, page_size, _ = pages.shape
-    page, exists = find_page(pool, page_size, page_table, sequence_of_token, position)
+    position, (pool, _, page_size, _) = where.position, pages.shape
+    page, exists = find_page(pool, page_size, where)
     # A run of tokens in one page is what a run of tokens of one sequence is elsewhere.
     items = work_items(page, jnp.where(exists, position, -1), sequences=pool, largest=page_size)
     new = rows.view(pages.dtype) if rows.dtype != pages.dtype else rows
@@ -69,9 +68,7 @@ def is_scattered_in_tiles(scales: Num[Array, "pages kv_heads page_size ..."]) ->
 def write_scales(
     scales: Float32[Array, "pages kv_heads page_size"],
     new: Float32[Array, "tokens kv_heads"],
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
+    where: Where,
 ) -> Float32[Array, "pages kv_heads page_size"]:
     """Writes one array of `api.write_rows` by a scatter into tiles that lie in memory as the pool
     does: the scales of all heads for 128 tokens, then those for the next 128.
@@ -79,8 +76,8 @@ def write_scales(
     XLA's estimate for 8000 pages of 256 tokens of one head is 2 thousand cycles, where a scatter
     into pages has 88 (v7x) or 355 (v6e).
     """
-    pool, heads, page_size = scales.shape
-    page, exists = find_page(pool, page_size, page_table, sequence_of_token, position)
+    position, (pool, heads, page_size) = where.position, scales.shape
+    page, exists = find_page(pool, page_size, where)
     units = page_size // LANES
     rows = pool * units * heads
     tile = math.gcd(rows, SUBLANES)
@@ -96,9 +93,10 @@ def write_scales(
 
 
 def find_page(
-    pool: int, page_size: int, page_table: Array, sequence_of_token: Array, position: Array
+    pool: int, page_size: int, where: Where
 ) -> tuple[Int32[Array, " tokens"], Bool[Array, " tokens"]]:
     """Returns the page of every token, and whether it has one."""
+    page_table, sequence_of_token, position = where
     sequences, pages_per_sequence = page_table.shape
     column = position // page_size
     page = page_table.at[sequence_of_token, column].get(mode="clip")

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int32, Num
+from jaxtyping import Array, Num
 
+from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.write_tpu import LANES, find_page
 
 ROWS = 32
@@ -42,16 +43,14 @@ def is_written_by_tiles(pages: Num[Array, "pages kv_heads page_size ..."]) -> bo
 def write_rows(
     pages: Num[Array, "pages kv_heads page_size width"],
     rows: Num[Array, "tokens kv_heads width"],
-    page_table: Int32[Array, "sequences pages_per_sequence"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
+    where: Where,
     *,
     interpret: bool,
 ) -> Num[Array, "pages kv_heads page_size width"]:
     """Writes one array of `api.write_rows`. Of tokens at one position any one is written."""
     pool, heads, page_size, width = pages.shape
-    tokens = position.shape[0]
-    page, exists = find_page(pool, page_size, page_table, sequence_of_token, position)
+    position, (tokens,) = where.position, where.position.shape
+    page, exists = find_page(pool, page_size, where)
     row = jnp.where(exists, page * page_size + position % page_size, -1)
     # Padding surrounds the batch: the kernel reads ROWS tokens for each tile.
     new = lax.bitcast_convert_type(rows, jnp.int8).astype(jnp.int32)[:, :, None]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import aot, bundles, gpu_resources
-from pallas_kernels.attention.gpu_cases import FORMATS, KV_LENGTH, SEQUENCES
+from pallas_kernels.attention.cases import GPU_FORMATS, KV_LENGTH, SEQUENCES
 from pallas_kernels.attention.mosaic_gpu_plan import TERMS
 from pallas_kernels.attention.mosaic_gpu_walk import BLOCK
 from pallas_kernels.attention.shapes import SHAPES
@@ -23,7 +23,7 @@ from pallas_kernels.attention.tiles import gpu_blocks
 from pallas_kernels.estimate import sass
 from pallas_kernels.estimate.assumptions import LATENCIES
 from pallas_kernels.estimate.sass import Cost
-from pallas_kernels.grouped_matmul.gpu_cases import SHARED_ROWS
+from pallas_kernels.grouped_matmul.cases import SHARED_ROWS
 from pallas_kernels.grouped_matmul.mosaic_gpu import kind_of
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import pick_tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_types import CLUSTER
@@ -44,8 +44,8 @@ GROUPED = (
 SHARED = ("step3_half_shared",)
 """Shapes of shared experts, which all rows go to."""
 TPU = (
-    *(f"step3 {form}" for form in FORMATS),
-    *(f"step3_2a2f {form}" for form in FORMATS),
+    *(f"step3 {form}" for form in GPU_FORMATS),
+    *(f"step3_2a2f {form}" for form in GPU_FORMATS),
 )
 PLATFORMS = ("v6e", "v7x")
 H200 = Target("mosaic_gpu", "NVIDIA H200")
@@ -69,10 +69,10 @@ def loops_of(text: str, through: tuple[str, ...] = ("UTMALDG",)) -> list[Cost]:
     return costs
 
 
-def compiled_loops(case: gpu_resources.Case, folder: Path) -> list[list[Cost]]:
+def compiled_loops(case: aot.Case, folder: Path) -> list[list[Cost]]:
     """Compiles a case in a prepared process, and returns the loops of each of its kernels."""
     before = set(folder.iterdir())
-    gpu_resources.compile_function(case.function, case.arguments)
+    gpu_resources.compile_case(case)
     texts = sorted(set(folder.glob("*.sass_ctrl")) - before, key=lambda path: path.stat().st_mtime)
     if not texts:
         raise RuntimeError(f"{case.name}: no machine code was dumped; is nvdisasm on the PATH?")
@@ -114,15 +114,15 @@ def count_hopper(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                     }
 
 
-def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
+def _attention(case: aot.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
     """Describes attention. A turn is a step of one lane: 64 positions, or 64 of each warpgroup."""
     model, form, _ = case.name.split()
-    shape, size = SHAPES[model], jnp.dtype(FORMATS[form]).itemsize
+    shape, size = SHAPES[model], jnp.dtype(GPU_FORMATS[form]).itemsize
     heads = shape.q_heads // shape.kv_heads
     steps = SEQUENCES * shape.kv_heads * KV_LENGTH // BLOCK
     rows = BLOCK * max(1, -(-heads // BLOCK))
     width = shape.head_dim + (0 if shape.shared else shape.v_width)
-    # What a turn's wgmmas compute says how many rows it has, and so how many turns there are.
+    # The FLOPs of a turn's wgmmas tell its rows, and so the number of turns.
     terms = TERMS if form == "fp8" and not shape.shared else 1
     of_step = 2 * rows * BLOCK * (terms * shape.head_dim + shape.v_width)
     turns = steps * of_step / sum(one.flops for one in costs) / gpu_blocks(H200)
@@ -132,7 +132,7 @@ def _attention(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict
     return _kernel(costs, turns, cached, cached, flops, 1.0, gpu_blocks(H200))
 
 
-def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
+def _grouped(case: aot.Case, number: int, costs: list[Cost]) -> dict[str, Any]:
     """Describes one kernel of an expert layer. A turn is a step of a tile, for all consumers."""
     rows, gate, *_ = case.arguments
     groups, d_ff, d_model = gate.shape
@@ -149,8 +149,8 @@ def _grouped(case: gpu_resources.Case, number: int, costs: list[Cost]) -> dict[s
     count = rows.shape[0]
     tiles = pick_tiles(count, operands, groups, H200, kind, quantises, one_group=alone)
     _, d_out, d_in = operands[0].shape
-    # Of the blocks that are started; in a cluster each has its own tile, and loads half of what
-    # both share.
+    # Only blocks that are started count. In a cluster each has its own tile, and loads half of
+    # the operand that both share.
     if alone:
         row_tiles: float = -(-count // tiles.listed_rows)
     else:
@@ -180,7 +180,7 @@ def expected_tiles(mean: float, tile: int) -> float:
     )
 
 
-def _work(op: str, case: gpu_resources.Case) -> int:
+def _work(op: str, case: aot.Case) -> int:
     """Returns the cached positions of all sequences, or the rows of an expert layer."""
     if op == "attention":
         return SEQUENCES * KV_LENGTH

@@ -208,7 +208,7 @@ def _grouped_products(
         row_scales = (scale_of_row[:, None],)
     row_dtype = rows.dtype
     if rows.shape[1] > d_in:
-        # As they came: XLA would make a pass of a cut, and of another dtype for the same bits.
+        # Rows stay as they came: XLA would make a pass of a cut, or of another dtype.
         is_whole = d_in % LANES == 0
         rows = lax.bitcast_convert_type(rows, jnp.uint8) if is_whole else rows[:, :d_in]
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
@@ -393,7 +393,7 @@ def _kernel(call: _Call, *refs: Any) -> None:
             pl.when(new_weights & (place == aligned))(
                 lambda: wait(copies(position, piece, columns))
             )
-            # All columns of a width that is no multiple of them are one unit (`arrange_scales`).
+            # All columns of a width that is no multiple of `LANES` are one unit (`arrange_scales`).
             whole = plan.tile_columns % LANES == 0
             units = pl.ds(columns.start // LANES, columns.size // LANES if whole else 1)
             products = [

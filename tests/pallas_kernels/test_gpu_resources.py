@@ -6,19 +6,19 @@ import os
 
 import pytest
 
-from pallas_kernels.attention import gpu_cases as attention
-from pallas_kernels.grouped_matmul import gpu_cases as grouped_matmul
-from pallas_kernels.norm_quantize import gpu_cases as norm_quantize
-from pallas_kernels.rotate_and_write import gpu_cases as rotate_and_write
+from pallas_kernels.attention import cases as attention
+from pallas_kernels.grouped_matmul import cases as grouped_matmul
+from pallas_kernels.norm_quantize import cases as norm_quantize
+from pallas_kernels.rotate_and_write import cases as rotate_and_write
 from tests.pallas_kernels import gpu_aot
 
 pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
 
 CASES = {
-    "attention": attention.cases,
-    "grouped_matmul": grouped_matmul.cases,
-    "norm_quantize": norm_quantize.cases,
-    "rotate_and_write": rotate_and_write.cases,
+    "attention": attention.gpu_cases,
+    "grouped_matmul": grouped_matmul.gpu_cases,
+    "norm_quantize": norm_quantize.gpu_cases,
+    "rotate_and_write": rotate_and_write.gpu_cases,
 }
 AROUND = [case.name for case in grouped_matmul.around()]
 SHARED_MEMORY = 232_448

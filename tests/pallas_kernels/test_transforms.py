@@ -36,7 +36,7 @@ TURN = normal(2, 64)
 OPS = {
     "paged_attention": lambda rows: paged_attention(
         rows.reshape(2, 4, 128), PAGES, PAGES, TABLE, *PLACES, scale=0.1
-    ),
+    )[0],
     "chunk_attention": lambda rows: chunk_attention(
         rows.reshape(2, 4, 128), HEADS, HEADS, *PLACES, scale=0.1
     )[0],

@@ -214,7 +214,7 @@ def attend(
         v_scales=v_scales,
         out_dtype=dtype,
         places=batch.own.places,
-    )
+    )[0]
 
 
 def attend_latent(
@@ -243,4 +243,5 @@ def attend_latent(
         with_lse=True,
         places=batch.own.places,
     )
+    assert lse is not None
     return out, lse

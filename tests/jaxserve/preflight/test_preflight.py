@@ -24,7 +24,7 @@ from jaxserve.preflight.children import Child
 from jaxserve.preflight.kernels import judged, timed
 from jaxserve.preflight.meeting import Meeting, behind
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped, run, table
-from pallas_kernels.rotate_and_write import gpu_cases
+from pallas_kernels.rotate_and_write import cases
 
 TOKEN = "0123456789abcdef"
 
@@ -139,7 +139,7 @@ def test_small_operations_are_compared_with_the_cpus(tmp_path, monkeypatch):
     """One that adds more each time it is compiled is wrong; so are rows in 8 bits off by two."""
     every = small_kernels.operations()
     names = [name for name, *_ in every]
-    assert names[:11] == [f"rotate_and_write {case.name}" for case in gpu_cases.cases()]
+    assert names[:11] == [f"rotate_and_write {case.name}" for case in cases.gpu_cases()]
     assert names[11:] == [*small_kernels.PLAIN, "quantise int8", "quantise fp8", "sampler"]
     chosen, counter = [every[2], every[14], every[-1]], itertools.count()
     wrong = "wrong", (lambda x, _: x + next(counter)), every[14][2]

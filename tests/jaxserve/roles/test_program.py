@@ -31,7 +31,7 @@ def _body(page_bucket, window, x, pages, position):
     table = jnp.arange(page_bucket, dtype=jnp.int32)[None] % PAGES
     mine = jnp.zeros(x.shape[0], jnp.int32)
     queries = normed.reshape(-1, 8, 64)
-    attended = paged_attention(
+    attended, _ = paged_attention(
         queries, pages, pages, table, mine, position, scale=0.125, window=window
     )
     return normed, attended

@@ -86,7 +86,7 @@ class TestPagedAttention:
         v_pages = jnp.asarray([[1.0, 0.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]).reshape(
             1, 1, PAGE, 2
         )
-        output = paged_attention(
+        output, _ = paged_attention(
             jnp.ones((3, 1, 1)),
             k_pages,
             v_pages,
@@ -99,7 +99,7 @@ class TestPagedAttention:
 
     def test_large_scores_do_not_overflow(self):
         pages = jnp.full((1, 1, PAGE, 1), 1e4)
-        output = paged_attention(
+        output, _ = paged_attention(
             jnp.full((1, 1, 1), 1e4), pages, pages, int32([[0]]), int32([0]), int32([2]), scale=1.0
         )
         np.testing.assert_allclose(output, [[[1e4]]], rtol=1e-6)

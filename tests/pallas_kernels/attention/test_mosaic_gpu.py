@@ -163,7 +163,7 @@ def test_who_does_what():
         pages = [jnp.zeros((1, 1, 64, width or 0), dtype) for width in (head_dim, v_width)]
         cache = reference.Cache(pages[0], pages[1] if v_width else None, None, None, v_width or 512)
         queries = jnp.zeros((4, heads, head_dim), jnp.bfloat16)
-        plan = mosaic_gpu._plan(queries, cache, decode=True, scale=1.0, window=0, target=None)
+        plan = mosaic_gpu._plan(queries, cache, decode=True)
         return plan.warpgroups, plan.own_ranges, plan.one_buffer, mosaic_gpu.stages(cache, plan)
 
     golden.check_values("pallas_kernels/attention_hopper.txt", call, globals())

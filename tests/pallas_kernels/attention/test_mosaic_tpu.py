@@ -74,7 +74,7 @@ def call(
     def attend(queries, pages, scales, *where):
         return inspect.unwrap(paged_attention)(
             queries, pages, pages, *where, scale=1.0, k_scales=scales, v_scales=scales, **options
-        )
+        )[0]
 
     with use_target(Target("mosaic_tpu", device_kind)):
         return jax.eval_shape(attend, queries, pages, scales, *integers)

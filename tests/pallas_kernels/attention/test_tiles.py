@@ -188,7 +188,7 @@ def test_one_given_field_leaves_the_others_as_they_are():
     """Items of 1,024 rows are less than a tile of 256 rows of each of 8 heads."""
     attend = functools.partial(paged_attention, scale=1.0, tiles={"block_tokens": 512})
     with use_target(V6E):
-        out = jax.eval_shape(attend, *arguments(MANY_KV_HEADS["qwen3-8b"], jnp.bfloat16))
+        out, _ = jax.eval_shape(attend, *arguments(MANY_KV_HEADS["qwen3-8b"], jnp.bfloat16))
     assert out.shape == (2048, 32, 128)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import triton_gpu_kernel
-from pallas_kernels.attention.gpu_cases import before_hopper
+from pallas_kernels.attention.cases import before_hopper
 from pallas_kernels.target import Target, target_of
 from tests.pallas_kernels import gpu_aot
 from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes

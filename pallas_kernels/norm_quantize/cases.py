@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu_resources import Case
+from pallas_kernels.aot import Case
 from pallas_kernels.norm_quantize.api import rms_norm_quantize
 from pallas_kernels.norm_quantize.shapes import DECODE, PREFILL, WIDTHS
 from pallas_kernels.quantize import Format
@@ -14,7 +14,7 @@ from pallas_kernels.quantize import Format
 FORMATS: dict[str, Format] = {"fp8": "fp8", "int8": "int8"}
 
 
-def cases() -> list[Case]:
+def gpu_cases() -> list[Case]:
     """Returns BF16 rows of every width, and one case in FP32."""
     decode = [_case(name, format, DECODE) for name in WIDTHS for format in FORMATS]
     return [

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.aot import Case
 from pallas_kernels.attention.shapes import SHAPES
-from pallas_kernels.gpu_resources import Case
 from pallas_kernels.rotate_and_write.api import rotate_and_write
 from pallas_kernels.rotate_and_write.latents import norm_and_write
 
@@ -19,7 +19,7 @@ Q_LATENT, LATENT, ROPE = 1536, 512, 64
 """Widths of the query latent, cached latent and rotated key of DeepSeek-V3 and Kimi K2."""
 
 
-def cases() -> list[Case]:
+def gpu_cases() -> list[Case]:
     """Returns all formats of every model and of latents; 8-bit latents also beside BF16 keys."""
     latents = [_latents(form, split=False) for form in FORMATS]
     latents += [_latents(form, split=True) for form in ("int8", "fp8")]
