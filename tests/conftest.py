@@ -63,6 +63,10 @@ LONGEST = (
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""
 
+LONG = REPOSITORY / "tests" / "nightly.txt"
+"""Tests that are `nightly` for their time alone, beside those that say so themselves; none of them
+is the one that kills a mutant (`mutants.jsonl`). On 2026-11-28: 82 tests, 825 of 2,636 CPU s."""
+
 UNOPTIMISED = (
     "jaxserve/model",
     "pallas_kernels/attention",
@@ -118,9 +122,9 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the same order for all workers; and what is compiled without
-    optimisations."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest files first, in the same order for all workers, and marks what is nightly
+    for its time and what is compiled without optimisations."""
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: (places.get(item.path, len(LONGEST)), item.path))
@@ -128,7 +132,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert all(folder.is_dir() for folder in folders), (
         "UNOPTIMISED names a folder that is not there"
     )
+    named = {item.nodeid.removeprefix("tests/"): item for item in items}
     paths = {item.path for item in items}  # far fewer than items
+    some_of_a_file = any("::" in argument for argument in config.args)
+    for name in LONG.read_text().splitlines():
+        if found := named.get(name):
+            found.add_marker("nightly")
+        elif REPOSITORY / "tests" / name.partition("::")[0] in paths and not some_of_a_file:
+            raise pytest.UsageError(f"{LONG.name} names {name}, which is not there")
     within = {path for path in paths if any(map(path.is_relative_to, folders))}
     for item in items:
         real = any(map(item.get_closest_marker, ("gpu", "gpu_aot", "tpu_aot")))
