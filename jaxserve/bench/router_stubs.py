@@ -5,7 +5,6 @@ half computes prompts at once, the second gives every request a token each step.
 """
 
 import resource
-import secrets
 import selectors
 import socket
 import sys
@@ -18,8 +17,10 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import Frame, Outputs
+from jaxserve.fleet.worker_port import RouterConnection
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Framing, accept
+from jaxserve.link.session.messages import encode
 
 MODEL = "stub"
 TOKEN = "bench"
@@ -70,7 +71,8 @@ class Stubs:
         channel = accept(sock, TOKEN, 30.0, frames.WORKER_FRAME_BYTES)
         channel.receive()
         prefill = number < len(self.ports) // 2
-        channel.send(frames.encode(frames.Welcome(facts_of(number, prefill))))
+        hello = frames.hello_of(f"stub {number}", MODEL)
+        channel.send(encode(frames.Welcome(hello, facts_of(prefill))))
         connection, framing = channel.detach()
         connection.setblocking(True)
         stub = _Stub(connection, framing, number)
@@ -96,7 +98,7 @@ class _Stub:
         self._received += data
         answers: list[Frame] = []
         for body in self._framing.take(self._received):
-            match frames.decode_from_router(body):
+            match RouterConnection.decode(body):
                 case frames.Prefill(request_id=request_id, prompt=prompt):
                     source = PagesSource("stub", request_id, len(prompt) // 4, "digest")
                     answers.append(frames.Held(request_id, source))
@@ -131,16 +133,14 @@ class _Stub:
 
     def _send(self, found: list[Frame]) -> None:
         if found:
-            data = b"".join(self._framing.pack(frames.encode(frame)) for frame in found)
+            data = b"".join(self._framing.pack(encode(frame)) for frame in found)
             self._socket.sendall(data)
 
 
-def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:
+def facts_of(prefill: bool) -> frames.WorkerFacts:
     """Describes a worker of eight DP groups."""
     return frames.WorkerFacts(
-        name=f"stub {number}",
         role="prefill" if prefill else "domain",
-        model=MODEL,
         slots=1024,
         groups=8,
         pages=10_000,
@@ -149,5 +149,4 @@ def facts_of(number: int, prefill: bool) -> frames.WorkerFacts:
         vocab=VOCAB,
         eos_token_ids=[],
         info={"model": "stub", "vocab_size": VOCAB, "max_length": 131_072},
-        instance=secrets.token_hex(4),
     )

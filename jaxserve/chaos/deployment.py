@@ -22,7 +22,7 @@ from jaxserve.bench.workers import BenchError, prepare
 from jaxserve.chaos.proxy import Proxy
 
 """Starts the processes of a deployment on this host; exists in a source tree only."""
-FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.processes.child", 1000, 2000
+FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.face", 1000, 2000
 """Mark in the command line of a face process, and first numbers of faces and of links: the launcher
 gives smaller ones."""
 LOOK_SECONDS = 0.02

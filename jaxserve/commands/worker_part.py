@@ -1,9 +1,6 @@
 """Which worker of a fleet a process is, and its port for routers."""
 
 import functools
-import os
-import secrets
-import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +14,7 @@ from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.request_frames import GrammarOf
-from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
+from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerEngine, WorkerPort
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -109,6 +106,7 @@ def worker_port(
     return WorkerPort(
         part.address,
         token,
+        hello_of(part.role, weights.model),
         functools.partial(worker_facts, deployment, part, on_become is not None, weights, ends),
         restore,
         part.fleet.fleet.resume_seconds,
@@ -163,9 +161,7 @@ def worker_facts(
     limits = deployment.scheduler
     groups = deployment.runtime_domains * deployment.attention.dp
     return WorkerFacts(
-        name=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
         role=role,
-        model=weights.model,
         slots=groups * deployment.lanes * limits.slots,
         groups=groups,
         pages=deployment.cache.pages,
@@ -174,7 +170,6 @@ def worker_facts(
         vocab=info["vocab_size"],
         eos_token_ids=ends,
         info=info,
-        instance=secrets.token_hex(4),
         weights=weights.digest,
         version=jaxserve.__version__,
         can_stand_in=can_become and role == "prefill",

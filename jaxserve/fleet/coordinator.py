@@ -23,27 +23,32 @@ import bisect
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import Placement
 from jaxserve.fleet.prefix_index import blocks_of
-from jaxserve.fleet.request_frames import check_unused
+from jaxserve.fleet.request_frames import Cancel, check_unused
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
     End,
-    SendAdopt,
-    SendCancel,
+    SendFrame,
     SendPrefill,
-    SendRelease,
-    SendRenew,
     SendSubmit,
-    SendWithdraw,
 )
-from jaxserve.fleet.worker_frames import State, WorkerFacts, WorkerRole
+from jaxserve.fleet.worker_frames import (
+    Adopt,
+    Release,
+    Renew,
+    State,
+    Withdraw,
+    WorkerFacts,
+    WorkerRole,
+    packed,
+)
 from jaxserve.link.pages.source import PagesSource
 
 FULL_SECONDS = 0.5
@@ -147,8 +152,8 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------ requests
 
-    def submit(self, job: Job) -> list[Action]:
-        """Accepts a request.
+    def submit(self, job: Job, emitted: Sequence[int] = ()) -> list[Action]:
+        """Accepts a request, with the tokens that it has from before.
 
         Raises:
           InvalidRequestError: its id is in use, or its key, with other parameters.
@@ -159,7 +164,8 @@ class Coordinator:
         check_unused(job.request_id, self.requests, itertools.chain(*orphans))
         now = self._clock()
         rank = now + PATIENCE * job.priority, next(self._numbers)
-        request = Routed(job, now, rank, blocks_of(job.prompt, job.cache_salt), placed_at=now)
+        request = Routed(job, now, rank, emitted=[*emitted], placed_at=now)
+        request.blocks = blocks_of(request.tokens, job.cache_salt)
         if (orphan := self._orphan(job.request_id)) is not None:
             self.requests[job.request_id] = request
             return [self._adopt(request, *orphan)]
@@ -223,7 +229,7 @@ class Coordinator:
         reason = output.finish_reason
         if output.offset not in (None, len(request.emitted)) and not output.says_nothing:
             assert request.worker is not None
-            actions: list[Action] = [SendCancel(request.worker.name, attempt)]
+            actions: list[Action] = [SendFrame(request.worker.name, Cancel(attempt))]
             why = f"its tokens from {len(request.emitted)} to {output.offset} did not come"
             return None, actions + self._lost(request, why) + self._go_on()
         if reason is None:
@@ -287,7 +293,7 @@ class Coordinator:
                 and now >= request.renew_at
             ):
                 request.renew_at = now + self._pages.lease_seconds / 3
-                actions.append(SendRenew(request.prefill.name, request.source.hand_off))
+                actions.append(SendFrame(request.prefill.name, Renew(request.source.hand_off)))
         for queue in list(self._queues.values()):
             for request in list(queue):
                 role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
@@ -312,7 +318,7 @@ class Coordinator:
         for request in self.placement.stranded():
             assert request.worker is not None
             request.asked = True
-            actions.append(SendWithdraw(request.worker.name, request.attempt))
+            actions.append(SendFrame(request.worker.name, Withdraw(request.attempt)))
         return actions
 
     def _drain(self, worker: Worker) -> list[Action]:
@@ -322,10 +328,10 @@ class Coordinator:
         for request in self.placement.leaving(worker, moving):
             if request.place == "domain" and request.last_at is None:
                 request.asked = True
-                actions.append(SendWithdraw(worker.name, request.attempt))
+                actions.append(SendFrame(worker.name, Withdraw(request.attempt)))
                 continue
             if request.place == "domain":
-                actions.append(SendCancel(worker.name, request.attempt))
+                actions.append(SendFrame(worker.name, Cancel(request.attempt)))
             self.moves += 1
             actions += self._again(request)
         return actions
@@ -340,7 +346,7 @@ class Coordinator:
     def _adopt(self, request: Routed, worker: Worker, attempt: str) -> Action:
         self._attempts[attempt] = request
         self._to(request, worker, attempt)
-        return SendAdopt(worker.name, attempt, request)
+        return SendFrame(worker.name, Adopt(attempt, packed(request.job.prompt)))
 
     def _place(self, request: Routed) -> Action | None:
         """Sends a request to a worker; None if no worker has room for it."""
@@ -418,7 +424,7 @@ class Coordinator:
         self._attempts.pop(attempt, None)
         request.prefill, request.source = None, None
         there = self.placement.workers.get(worker.name) is worker
-        return [SendRelease(worker.name, attempt)] if there else []
+        return [SendFrame(worker.name, Release(attempt))] if there else []
 
     def _take_from_domain(self, request: Routed) -> None:
         self._attempts.pop(request.attempt, None)
@@ -500,7 +506,7 @@ class Coordinator:
         actions = self._release(request)
         if request.worker is not None:
             if self.placement.workers.get(request.worker.name) is request.worker:
-                actions.append(SendCancel(request.worker.name, request.attempt))
+                actions.append(SendFrame(request.worker.name, Cancel(request.attempt)))
             self._take_from_domain(request)
         return actions
 

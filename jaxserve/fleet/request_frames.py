@@ -1,7 +1,6 @@
-"""Frames about requests that more than one connection uses.
+"""Parts of messages between a router and a worker (`worker_frames.py`), and ids of requests.
 
-They travel between a face's process and the engine's (`server/processes/`), and between a router
-and a worker (`worker_frames.py`). MessagePack; a frame carries its type.
+Used by the faces, too, which have no workers.
 """
 
 import hashlib
@@ -69,7 +68,7 @@ def seed_of_key(request_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Frame(msgspec.Struct, tag=True, omit_defaults=True):
+class Frame(msgspec.Struct, tag=True, array_like=True):
     """Base of all frames."""
 
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -27,7 +27,6 @@ from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.registry import Place, Registry
 from jaxserve.fleet.request_frames import (
     NO_GRAMMAR,
-    Cancel,
     Frame,
     GrammarOf,
     Outputs,
@@ -41,16 +40,12 @@ from jaxserve.fleet.routing_actions import (
     Action,
     End,
     Send,
-    SendAdopt,
-    SendCancel,
+    SendFrame,
     SendPrefill,
-    SendRelease,
-    SendRenew,
     SendSubmit,
-    SendWithdraw,
 )
 from jaxserve.fleet.stand_ins import StandIns
-from jaxserve.fleet.worker_connections import WorkerConnections
+from jaxserve.fleet.worker_connections import WorkerConnection, WorkerConnections
 from jaxserve.observe.view import PipelineView
 
 MOST_NAMED = 32
@@ -91,10 +86,10 @@ class RouterEngine:
 
     failure: EngineFailedError | None = None
     """Always None: only a router's workers fail."""
+    connection: ClassVar = WorkerConnection
 
     def __init__(self, deployment: Deployment, token: str, model: str):
         self.name = secrets.token_hex(4)
-        self._model = model
         self._registry = Registry(deployment.fleet, deployment.prefill)
         self._coordinator = Coordinator(deployment, self.name, time.monotonic)
         self._lock = threading.Lock()
@@ -112,8 +107,9 @@ class RouterEngine:
         self.connections = WorkerConnections(
             self._registry.places,
             token,
-            self.name,
+            frames.hello_of(f"router {self.name}", model),
             self,
+            kind=self.connection,
             suspect=deployment.cluster.suspect_seconds,
             silent=deployment.cluster.heartbeat_seconds,
             stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
@@ -186,8 +182,14 @@ class RouterEngine:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        source: None = None,
+        emitted: Sequence[int] = (),
     ) -> str:
         """Takes a request; `on_output` is called on the connections' thread.
+
+        Args:
+          source: None; a router takes no pages.
+          emitted: tokens that the request has from before.
 
         Raises:
           InvalidRequestError: a field is out of range.
@@ -197,7 +199,7 @@ class RouterEngine:
         if self._checks is None or self._status != "ready":
             raise DrainingError(f"the router is {self.status} and takes no requests")
         request_id = request_id or uuid.uuid4().hex
-        request = self._checks.request(prompt, params, request_id, deadline)
+        request = self._checks.request(prompt, params, request_id, deadline, emitted)
         sent, grammar = without_grammar(params)
         if sent.seed is None:  # the same at every worker that may run it
             seed = seed_of_key(request_id) if has_key(request_id) else request.seed
@@ -212,7 +214,7 @@ class RouterEngine:
             params.prompt_logprobs is not None,
         )
         with self._lock:
-            actions = self._coordinator.submit(job)
+            actions = self._coordinator.submit(job, request.emitted)
             self._open[request_id] = _Open(sent, grammar, on_output)
             self._send(actions)
         return request_id
@@ -242,12 +244,6 @@ class RouterEngine:
 
     def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
         """See `Receiver`."""
-        if facts.model != self._model:
-            logger.error(
-                "worker %s serves another model: its config.json is %s, here it is %s",
-                *(place.address, facts.model, self._model),
-            )
-            return
         with self._lock:
             ended = self._send(self._coordinator.joined(place.address, facts, place.reserved))
             self._note_limits()
@@ -289,7 +285,7 @@ class RouterEngine:
             self.connections.send(worker, frames.Become(domain, why))
         self._deliver(ended)
 
-    def received(self, place: Place, frame: frames.FromWorker) -> None:
+    def received(self, place: Place, frame: Any) -> None:
         """See `Receiver`."""
         coordinator = self._coordinator
         if place.address not in coordinator.placement.workers:
@@ -422,16 +418,8 @@ class RouterEngine:
                     request.source,
                     has_key(request.job.request_id),
                 )
-            case SendAdopt(attempt=attempt, request=request):
-                return frames.Adopt(attempt, frames.packed(request.job.prompt))
-            case SendRelease(attempt=attempt):
-                return frames.Release(attempt)
-            case SendRenew(hand_off=hand_off):
-                return frames.Renew(hand_off)
-            case SendCancel(attempt=attempt):
-                return Cancel(attempt)
-            case SendWithdraw(attempt=attempt):
-                return frames.Withdraw(attempt)
+            case SendFrame(frame=frame):
+                return frame
 
     def _deliver(self, news: list[tuple[OnOutput, TokenOutput]]) -> None:
         for on_output, output in news:

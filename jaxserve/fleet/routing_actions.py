@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 from jaxserve.engine.request import FinishReason
+from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Routed
+from jaxserve.fleet.worker_frames import Adopt, Release, Renew, Withdraw
 
 
 class SendPrefill(NamedTuple):
@@ -23,40 +25,11 @@ class SendSubmit(NamedTuple):
     request: Routed
 
 
-class SendAdopt(NamedTuple):
-    """Takes over a request that a domain kept when its router was lost."""
+class SendFrame(NamedTuple):
+    """Sends a worker a message that says everything."""
 
     worker: str
-    attempt: str
-    request: Routed
-
-
-class SendRelease(NamedTuple):
-    """Gives up held pages, or a prompt, that are no longer needed."""
-
-    worker: str
-    attempt: str
-
-
-class SendRenew(NamedTuple):
-    """Renews the lease of held pages that are still needed."""
-
-    worker: str
-    hand_off: str
-
-
-class SendCancel(NamedTuple):
-    """Tells a domain to drop a request."""
-
-    worker: str
-    attempt: str
-
-
-class SendWithdraw(NamedTuple):
-    """Lets a domain give back a request that still waits there: another has a free slot."""
-
-    worker: str
-    attempt: str
+    frame: Adopt | Cancel | Release | Renew | Withdraw
 
 
 class End(NamedTuple):
@@ -69,5 +42,5 @@ class End(NamedTuple):
     """True if the request might succeed later."""
 
 
-Send = SendPrefill | SendSubmit | SendAdopt | SendRelease | SendRenew | SendCancel | SendWithdraw
+Send = SendPrefill | SendSubmit | SendFrame
 Action = Send | End

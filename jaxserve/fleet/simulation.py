@@ -220,9 +220,7 @@ class FleetSimulation:
         made, domains = engine.deployment, len(engine.schedulers)
         limits = made.scheduler
         facts = WorkerFacts(
-            name=name,
             role=role,
-            model="",
             slots=limits.slots * made.lanes * made.attention.dp * domains,
             groups=made.attention.dp * domains,
             pages=made.cache.pages,
@@ -231,7 +229,6 @@ class FleetSimulation:
             vocab=2**31 - 1,
             eos_token_ids=[],
             info={},
-            instance="",
         )
         self._act(self._coordinator.joined(name, facts, reserved))
 

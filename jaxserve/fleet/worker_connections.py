@@ -1,8 +1,9 @@
 """A router's connections to its workers: one thread reads and writes all of them.
 
-A thread or two a worker would be thousands. A few other threads dial, prove the token and exchange
-the first frames (`link/session/channel.py`); they dial lost workers until these answer. Called by
-`router.py`; knows frames, and nothing of requests.
+A thread or two a worker would be thousands. So a `WorkerConnection` is a session whose frames are
+read without waiting, by a selector. A few other threads dial, prove the token and exchange the
+first frames; they dial lost workers until these answer. Called by `router.py`; knows messages, and
+nothing of requests.
 """
 
 import contextlib
@@ -13,19 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, get_args
 
 import msgspec
 
-import jaxserve
 from jaxserve.clock import AwakeClock
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.session.channel import Channel, cut_off, dial
+from jaxserve.link.session.channel import Channel, Deadlines, dial
+from jaxserve.link.session.greet import greet
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.messages import encode
+from jaxserve.link.session.session import Session
 
-HANDSHAKE_SECONDS = 5.0
 DIAL_SECONDS = 0.5
 """Pause between two attempts to reach an absent worker."""
 DIALLING_THREADS = 8
@@ -48,7 +51,7 @@ class Receiver(Protocol):
     def left(self, place: Place, why: str) -> None:
         """Called when a worker is lost."""
 
-    def received(self, place: Place, frame: frames.FromWorker) -> None:
+    def received(self, place: Place, frame: Any) -> None:
         """Called for every frame of a connected worker."""
 
     def silent(self, place: Place, seconds: float) -> None:
@@ -61,75 +64,104 @@ class Receiver(Protocol):
         """Called every `TICK_SECONDS`."""
 
 
-class _Wire:
-    """The connection to one worker, from its welcome on."""
+class WorkerConnection(Session):
+    """The connection to one worker, from its welcome on; the selector's thread reads from it."""
 
-    def __init__(self, place: Place, channel: Channel, facts: frames.WorkerFacts):
-        self.place, self.facts = place, facts
+    greeting = frames.Welcome
+
+    def __init__(
+        self, place: Place, channel: Channel, facts: frames.WorkerFacts, owner: "WorkerConnections"
+    ):
+        super().__init__(channel, owner.deadlines)
+        self.place, self.facts, self._owner = place, facts, owner
+        self._clock = owner.clock
+        self._heard = self._echoed = self._clock.now
         self.socket, self._framing = channel.detach()
         self.socket.setblocking(False)
-        self.heard = self.echo_at = 0.0
         self.joined = False
         """True once its first state has come and says that it is well."""
-        self.lost = ""
-        """Why the connection is given up; empty while it is not."""
         self.cause = ""
-        """The reason in one word: closed, silent, stuck, failed, unread or removed."""
+        """Why the connection was given up, in one word: closed, silent, stuck, failed, unread or
+        removed."""
         self._received = bytearray()
         self.unsent = bytearray()
         """Bytes that wait for room in the connection's buffer."""
         self._sending = threading.Lock()
 
-    def lose(self, cause: str, why: str) -> None:
-        """Gives the connection up; the first reason counts."""
-        if not self.lost:
-            self.cause, self.lost = cause, why
+    def fail(self, reason: str, cause: str = "") -> None:
+        """See `Session`."""
+        silent = self.silent > self._limit()
+        self.cause = self.cause or cause or ("silent" if silent else "closed")
+        super().fail(reason)
 
-    def send(self, found: Sequence[Frame]) -> bool:
-        """Sends frames as far as the socket takes them; returns whether all went."""
-        bodies = [frames.encode(frame) for frame in found]
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends as much as the socket takes at once; `flush` sends the rest."""
         with self._sending:
-            for body in bodies:
-                self.unsent += self._framing.pack(body)
+            self.unsent += self._framing.pack(encode(message))
             if len(self.unsent) > MAX_UNSENT_BYTES:
-                self.lose("unread", f"it has left {len(self.unsent)} bytes unread")
-            return self._flush()
+                self.fail(f"it has left {len(self.unsent)} bytes unread", "unread")
+        self.flush()
 
     def flush(self) -> None:
         """Sends more of the bytes that wait."""
         with self._sending:
-            self._flush()
+            try:
+                while self.unsent:
+                    del self.unsent[: self.socket.send(self.unsent)]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.fail(str(error))
+                self.unsent.clear()
 
-    def read(self) -> list[frames.FromWorker]:
-        """Returns the frames that have come.
-
-        Raises:
-          OSError, EOFError, msgspec.DecodeError: the connection is lost, or has sent nonsense.
-        """
+    def take(self) -> None:
+        """Hands every whole frame that has come to its handler."""
         ended = False
-        with contextlib.suppress(BlockingIOError):
-            while not ended:
-                data = self.socket.recv(READ_BYTES)
-                ended = not data
-                self._received += data
-                if len(data) < READ_BYTES:
-                    break
-        found = self._framing.take(self._received)
-        if ended and not found:
-            raise EOFError("it closed the connection")
-        return [frames.decode_from_worker(body) for body in found]
-
-    def _flush(self) -> bool:
         try:
-            while self.unsent:
-                sent = self.socket.send(self.unsent)
-                del self.unsent[:sent]
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.lose("closed", str(error))
-            self.unsent.clear()
-        return True
+            with contextlib.suppress(BlockingIOError):
+                while not ended:
+                    data = self.socket.recv(READ_BYTES)
+                    ended = not data
+                    self._received += data
+                    if len(data) < READ_BYTES:
+                        break
+            for body in self._framing.take(self._received):
+                self._take(self.decode(body))
+                if self.failure is not None:
+                    return
+            if ended:
+                raise EOFError("it closed the connection")
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            self.fail(str(error) or type(error).__name__)
+
+    def tick(self, now: float) -> None:
+        """Sends signs of life and watches the worker's silence."""
+        self._tick(now)
+        if self.failure is None and self.joined and self.silent > self._owner.suspect:
+            self._owner.receiver.silent(self.place, self.silent)
+
+    def _state(self, state: frames.State) -> None:
+        if state.failure is not None:
+            self.fail(state.failure, "failed")
+        elif state.turn_age > self._owner.stuck:
+            self.fail(f"its step loop has stood still for {state.turn_age:.0f} s", "stuck")
+        elif not self.joined:
+            self.joined = True
+            logger.info("%s worker %s is there", self.facts.role, self.place.address)
+            self._owner.receiver.joined(self.place, self.facts)
+        self.pass_on(state)
+
+    def pass_on(self, frame: Any) -> None:
+        """Handles a message that is the receiver's."""
+        try:
+            self._owner.receiver.received(self.place, frame)
+        except Exception as error:  # its other frames are lost: its requests begin again
+            logger.exception("a frame of %s", self.place.address)
+            self.fail(f"a frame of it was not taken: {error}", "failed")
+
+    handlers: ClassVar = dict.fromkeys(get_args(frames.FromWorker), pass_on) | {
+        frames.State: _state
+    }
 
 
 class WorkerConnections:
@@ -138,36 +170,38 @@ class WorkerConnections:
     Args:
       places: Returns the places of the workers; called in every tick.
       token: Secret of the deployment.
-      router: Name of this router.
+      hello: Introduction of this router.
       receiver: Takes the events of all connections.
       suspect: Seconds without a frame after which the receiver is told of the silence.
       silent: Seconds without a frame after which a worker counts as gone.
       stuck: Seconds for which a worker's step loop may stand still.
+      kind: Kind of the connections, with their table of messages.
     """
 
     def __init__(
         self,
         places: Callable[[], Sequence[Place]],
         token: str,
-        router: str,
+        hello: Hello,
         receiver: Receiver,
         suspect: float,
         silent: float,
         stuck: float,
+        kind: type[WorkerConnection] = WorkerConnection,
     ):
-        self._places, self._token, self._router = places, token, router
-        self._receiver = receiver
-        self._suspect, self._silent, self._stuck = suspect, silent, stuck
+        self._places, self._token, self._hello, self._kind = places, token, hello, kind
+        self.receiver, self.suspect, self.stuck = receiver, suspect, stuck
+        self.deadlines = Deadlines(probe=ECHO_SECONDS, down=silent)
         self._dialling = ThreadPoolExecutor(DIALLING_THREADS, "dial")
-        self._clock = AwakeClock(1.0)
+        self.clock = AwakeClock(1.0)
         self._stopping = False
         self._lock = threading.Lock()
         # Under the lock:
         self._due: dict[str, float] = {}  # address → when to dial again
-        self._dialled: list[_Wire] = []
-        self._changed: set[_Wire] = set()  # with bytes left to send, or lost
+        self._dialled: list[WorkerConnection] = []
+        self._changed: set[WorkerConnection] = set()  # with bytes left to send
         # Written by the connections' thread:
-        self._wires: dict[str, _Wire] = {}
+        self._wires: dict[str, WorkerConnection] = {}
         self._reasons: dict[str, str] = {}  # address → why no worker is connected there
         self.losses: dict[str, dict[str, int]] = {}
         """Role → cause → number of workers lost."""
@@ -189,13 +223,16 @@ class WorkerConnections:
         """Ends all connections."""
         self._stopping = True
         self.wake()
-        self._thread.join(TICK_SECONDS + HANDSHAKE_SECONDS)
+        self._thread.join(TICK_SECONDS + self.deadlines.handshake)
         self._dialling.shutdown(wait=False, cancel_futures=True)
 
     def send(self, address: str, frame: Frame) -> None:
         """Sends a frame, or drops it if no worker is connected there; from any thread."""
         wire = self._wires.get(address)
-        if wire is not None and (not wire.send([frame]) or wire.lost):
+        if wire is None:
+            return
+        wire.send(frame)
+        if wire.unsent:
             with self._lock:
                 self._changed.add(wire)
             self.wake()
@@ -204,10 +241,7 @@ class WorkerConnections:
         """Gives up the connection to a place that has left the fleet; from any thread."""
         wire = self._wires.get(address)
         if wire is not None:
-            wire.lose("removed", why)
-            with self._lock:
-                self._changed.add(wire)
-            self.wake()
+            wire.fail(why, "removed")
 
     def wake(self) -> None:
         """Begins the thread's next round at once."""
@@ -239,9 +273,9 @@ class WorkerConnections:
     def _turn(self) -> None:
         events = self._selector.select(TICK_SECONDS)
         self.last_turn = time.monotonic()
-        now = self._clock.tick()
+        now = self.clock.tick()
         for key, mask in events:
-            wire: _Wire | None = key.data
+            wire: WorkerConnection | None = key.data
             if wire is None:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
@@ -249,11 +283,11 @@ class WorkerConnections:
             if mask & selectors.EVENT_WRITE:
                 wire.flush()
             if mask & selectors.EVENT_READ:
-                self._read(wire, now)
-            if wire.lost or mask & selectors.EVENT_WRITE:
+                wire.take()
+            if wire.failure is not None or mask & selectors.EVENT_WRITE:
                 self._look_after(wire)
-        self._welcome(now)
-        self._receiver.turn()
+        self._welcome()
+        self.receiver.turn()
         with self._lock:
             changed, self._changed = self._changed, set()
         for wire in changed:
@@ -262,24 +296,18 @@ class WorkerConnections:
             return
         self._next_tick = now + TICK_SECONDS
         for wire in list(self._wires.values()):
-            if now >= wire.echo_at:
-                wire.echo_at = now + ECHO_SECONDS
-                wire.send([frames.Echo(0)])
-            silent = now - wire.heard
-            if silent > self._silent:
-                wire.lose("silent", f"it has been silent for {silent:.1f} s")
+            wire.tick(now)
+            if wire.failure is not None:
                 self._look_after(wire)
-            elif silent > self._suspect and wire.joined:
-                self._receiver.silent(wire.place, silent)
         self._dial(now)
-        self._receiver.tick()
+        self.receiver.tick()
 
-    def _look_after(self, wire: _Wire) -> None:
+    def _look_after(self, wire: WorkerConnection) -> None:
         """Gives a lost connection up, and waits for room where something is left to send."""
         if self._wires.get(wire.place.address) is not wire:
             return
-        if wire.lost:
-            self._drop(wire)
+        if wire.failure is not None:
+            self._drop(wire, wire.failure)
             return
         wanted = selectors.EVENT_READ
         if wire.unsent:
@@ -287,57 +315,30 @@ class WorkerConnections:
         if self._selector.get_key(wire.socket).events != wanted:
             self._selector.modify(wire.socket, wanted, wire)
 
-    def _read(self, wire: _Wire, now: float) -> None:
-        try:
-            found = wire.read()
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            wire.lose("closed", str(error) or type(error).__name__)
-            return
-        if found:
-            wire.heard = now
-        for frame in found:
-            if isinstance(frame, frames.State):
-                if frame.failure is not None:
-                    wire.lose("failed", frame.failure)
-                elif frame.turn_age > self._stuck:
-                    wire.lose("stuck", f"its step loop has stood still for {frame.turn_age:.0f} s")
-                elif not wire.joined:
-                    wire.joined = True
-                    logger.info("%s worker %s is there", wire.facts.role, wire.place.address)
-                    self._receiver.joined(wire.place, wire.facts)
-            if wire.lost:
-                return
-            try:
-                self._receiver.received(wire.place, frame)
-            except Exception as error:  # its other frames are lost: its requests begin again
-                logger.exception("a frame of %s", wire.place.address)
-                wire.lose("failed", f"a frame of it was not taken: {error}")
-
-    def _welcome(self, now: float) -> None:
+    def _welcome(self) -> None:
         with self._lock:
             dialled, self._dialled = self._dialled, []
         for wire in dialled:
             if wire.place.address in self._wires:  # a dial that was not started was
                 wire.socket.close()
                 continue
-            wire.heard = now
             self._wires[wire.place.address] = wire
             self._reasons.pop(wire.place.address, None)
             self._selector.register(wire.socket, selectors.EVENT_READ, wire)
 
-    def _drop(self, wire: _Wire) -> None:
+    def _drop(self, wire: WorkerConnection, why: str) -> None:
         address = wire.place.address
         del self._wires[address]
-        self._reasons[address] = wire.lost
+        self._reasons[address] = why
         self._selector.unregister(wire.socket)
         wire.socket.close()
         with self._lock:
-            self._due[address] = self._clock.now + DIAL_SECONDS
+            self._due[address] = self.clock.now + DIAL_SECONDS
         if wire.joined:
-            logger.warning("%s worker %s is gone: %s", wire.facts.role, address, wire.lost)
+            logger.warning("%s worker %s is gone: %s", wire.facts.role, address, why)
             causes = self.losses.setdefault(wire.place.role, {})
             causes[wire.cause] = causes.get(wire.cause, 0) + 1
-            self._receiver.left(wire.place, wire.lost)
+            self.receiver.left(wire.place, why)
 
     def _dial(self, now: float) -> None:
         for place in self._places():
@@ -371,23 +372,17 @@ class WorkerConnections:
             logger.info("%s worker %s: %s", place.role, place.address, reason)
         self._reasons[place.address] = reason
         with self._lock:
-            self._due[place.address] = self._clock.now + DIAL_SECONDS
+            self._due[place.address] = self.clock.now + DIAL_SECONDS
 
-    def _handshake(self, place: Place) -> _Wire:
-        channel = dial(place.address, self._token, HANDSHAKE_SECONDS, frames.WORKER_FRAME_BYTES)
+    def _handshake(self, place: Place) -> WorkerConnection:
+        seconds = self.deadlines.handshake
+        channel = dial(place.address, self._token, seconds, frames.WORKER_FRAME_BYTES)
         try:
-            with cut_off(channel.shutdown, HANDSHAKE_SECONDS):
-                join = frames.Join(self._router, jaxserve.__version__, frames.PROTOCOL)
-                channel.send(frames.encode(join))
-                answer = frames.decode_from_worker(channel.receive())
-            if isinstance(answer, frames.Refused):
-                raise ConfigError(answer.reason)
-            if not isinstance(answer, frames.Welcome):
-                raise ConfigError(f"{type(answer).__name__} came before Welcome")
-            stands_in = answer.facts.stands_in and place.role == "prefill"
-            if answer.facts.role != place.role and not stands_in:
-                raise ConfigError(f"it is a {answer.facts.role}, not a {place.role}")
+            join, decode = frames.Join(self._hello), self._kind.decode
+            facts = greet(channel, join, frames.Welcome, decode, seconds).facts
+            if facts.role != place.role and not (facts.stands_in and place.role == "prefill"):
+                raise ConfigError(f"it is a {facts.role}, not a {place.role}")
+            return self._kind(place, channel, facts, self)
         except BaseException:
             channel.close()
             raise
-        return _Wire(place, channel, answer.facts)

@@ -1,8 +1,11 @@
-"""Frames between a router and a worker; see `worker_port.py` and `worker_connections.py`.
+"""Messages of a session between a router, which dials, and a worker.
+
+The two tables are `RouterConnection.handlers` (`worker_port.py`) and `WorkerConnection.handlers`
+(`worker_connections.py`):
 
     router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
-                                | Drain | Become | AskPipeline | Reset | Echo)*
-    worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Echo)*   or Refused
+                                | Drain | Become | AskPipeline | Reset)*
+    worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline)*   or Refused
 
 Every request has a unique id, which its router made for this attempt to run it. KV pages do not
 pass here: a `PagesSource` names the worker that holds them.
@@ -14,18 +17,17 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+import jaxserve
 from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs, Refusal
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.session.hello import Hello, make_hello
+from jaxserve.link.session.messages import Greeting
 from jaxserve.observe.view import PipelineView
 
 WORKER_FRAME_BYTES = 1 << 28
 """Cap of one frame: a prompt takes four bytes a token."""
-
-PROTOCOL = 3
-"""Raised whenever a frame changes its meaning. Routers and workers of different versions work
-together while they have the same number, so that they can be replaced one by one."""
 
 WorkerRole = Literal["prefill", "domain"]
 DrainMode = Literal["", "finish", "move"]
@@ -37,9 +39,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a worker, sent to routers.
 
     Attributes:
-      name: for people.
       role: the worker's current role.
-      model: digest of the model's config.json; a router takes workers of one model only.
       slots: sequences that run at a time, in all lanes and DP groups.
       groups: DP groups.
       pages: pages of each DP group.
@@ -48,16 +48,13 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       vocab: token ids are below it.
       eos_token_ids: the model's end ids.
       info: `model_info` of the engine.
-      instance: different after every start of the worker.
       weights: digest of the checkpoint's weights; a request never goes from one to another.
       version: version of the software, for people.
       can_stand_in: whether it can start again in another role; see `Become`.
       stands_in: whether it is a domain that was started as a prefill worker.
     """
 
-    name: str
     role: WorkerRole
-    model: str
     slots: int
     groups: int
     pages: int
@@ -66,7 +63,6 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     eos_token_ids: list[int]
     info: dict[str, Any]
-    instance: str
     weights: str = ""
     version: str = ""
     can_stand_in: bool = False
@@ -78,12 +74,17 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.groups * self.pages * self.page_size
 
 
-class Join(Frame):
-    """First frame of a router."""
+def hello_of(who: str, model: str) -> Hello:
+    """Returns the introduction of a router or a worker.
 
-    router: str
-    version: str
-    protocol: int = 0
+    Args:
+      model: Digest of the model's config.json; a router takes workers of one model only.
+    """
+    return make_hello(who, {"model": model}, versions={"jaxserve": jaxserve.__version__})
+
+
+class Join(Greeting, frozen=True, tag="Join"):
+    """First frame of a router."""
 
 
 class Submit(Frame):
@@ -167,22 +168,10 @@ class Reset(Frame):
     """Makes a worker empty its prefix caches; not answered."""
 
 
-class Echo(Frame):
-    """Sent back unchanged, as proof that the process lives."""
-
-    number: int
-
-
-class Welcome(Frame):
+class Welcome(Greeting, frozen=True, tag="Welcome"):
     """Accepts a router."""
 
     facts: WorkerFacts
-
-
-class Refused(Frame):
-    """Refuses a router; the worker then closes the connection."""
-
-    reason: str
 
 
 class Held(Frame):
@@ -226,16 +215,7 @@ class Pipeline(Frame):
     view: PipelineView
 
 
-AboutRequest = Submit | Adopt | Prefill | Release | Renew | Cancel | Withdraw
-AboutWorker = Join | Drain | Become | AskPipeline | Reset | Echo
-FromRouter = AboutRequest | AboutWorker
-FromWorker = Welcome | Refused | Held | Outputs | Rejected | State | Pipeline | Echo
-
-encode = msgspec.msgpack.Encoder().encode
-decode_from_router = msgspec.msgpack.Decoder(FromRouter).decode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-"""Decoders, which raise msgspec.DecodeError for any other bytes."""
-
+FromWorker = Held | Outputs | Rejected | State | Pipeline
 
 TOKEN_BYTES = 4
 

@@ -1,9 +1,10 @@
 """A worker's end of the connections to its routers: requests in, outputs out.
 
 `WorkerPort` stands in the place of the network faces (`server/faces.py`) where `serve` runs a
-prefill worker or a domain of a fleet. Each router gets the outputs of its own requests, numbered by
-their tokens. The requests of a router that is gone, or reads nothing, are cancelled and their pages
-released.
+prefill worker or a domain of a fleet. Each router has a session, and gets the outputs of its own
+requests, numbered by their tokens. The engine's thread only queues them; the session's second
+thread sends those of a step together. The requests of a router that is gone, or reads nothing, are
+cancelled and their pages released.
 """
 
 import contextlib
@@ -12,14 +13,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-import jaxserve
-from jaxserve.clock import AwakeClock
 from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import (
@@ -30,22 +29,27 @@ from jaxserve.errors import (
 )
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
-from jaxserve.fleet.outbox import Outbox
-from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Refusal
+from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import Channel, join_address, listen
+from jaxserve.link.session.channel import Channel, Deadlines, address_of, listen
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.hello import Refusal as HelloRefusal
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.served import ServedSession
 
-HANDSHAKE_SECONDS = 5.0
 MOST_ROUTERS = 256
 AGREED_SECONDS = 15.0
 """Validity of a router's word that it can do without a stand-in; it repeats that every ten seconds
 (`stand_ins.py`). A stand-in stays one for at least this long: some routers may not have found it
 yet."""
 STATE_SECONDS = 0.5
-LOOK_SECONDS = 0.5
-SILENT_SECONDS = 20.0
-"""A router that says nothing for this long is gone: it sends an echo every five seconds."""
+DEADLINES = Deadlines(down=20.0)
+"""A router that says nothing for `down` seconds is gone: it sends an echo every five seconds."""
+BUSY = 64
+"""After sending more outputs than this at once, a session waits to gather more."""
+GATHER_SECONDS = 0.002
+MAX_WAITING = 2**20
+"""Outputs that may wait for a router before it is taken for stuck."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class WorkerPort:
     Args:
       address: host:port; port 0 takes a free one.
       token: Secret of the deployment.
+      hello: Introduction of the worker (`worker_frames.hello_of`); a router's must fit it.
       facts: Describes the worker, given its engine.
       restore: Builds a grammar from its serialised form; slow.
       resume_seconds: Time for which requests with keys outlive their router.
@@ -105,21 +110,22 @@ class WorkerPort:
         self,
         address: str,
         token: str,
+        hello: Hello,
         facts: Callable[[WorkerEngine], frames.WorkerFacts],
         restore: Callable[[GrammarOf, int], Any],
         resume_seconds: float = 0.0,
         on_become: Callable[[bool, str], None] | None = None,
     ):
-        self.on_become = on_become
+        self.on_become, self.hello = on_become, hello
         self._make_facts, self._restore = facts, restore
         self._socket = listen(address, token)
-        self.address = join_address(*self._socket.getsockname()[:2])
+        self.address = address_of(self._socket)
         self._listener = Listener(
             "routers",
             token,
-            self._welcome,
+            lambda channel: self._connection(channel).live(),
             most=MOST_ROUTERS,
-            seconds=HANDSHAKE_SECONDS,
+            seconds=DEADLINES.handshake,
             frame_bytes=frames.WORKER_FRAME_BYTES,
         )
         self.engine: WorkerEngine | None = None
@@ -146,8 +152,9 @@ class WorkerPort:
         threading.Thread(target=self._tick, name="worker-state", daemon=True).start()
 
     def refuse(self) -> None:
-        """Refuses new requests; running ones go on."""
+        """Refuses new requests, and tells all routers; running ones go on."""
         self.draining = True
+        self._send_state()
 
     def drains(self, mode: frames.DrainMode) -> None:
         """Refuses new requests while the mode is not empty, and tells all routers."""
@@ -170,14 +177,18 @@ class WorkerPort:
 
     def stop(self, grace: float) -> None:
         """Ends all connections, once their last outputs are sent or `grace` seconds are over."""
-        self.draining = True
-        self._send_state()
+        self.refuse()
         deadline = time.monotonic() + grace
-        for router in self._connected():
-            router.flush(max(0.0, deadline - time.monotonic()))
+        self.flush(grace)
         self._stopping.set()
         self._listener.close(max(0.0, deadline - time.monotonic()))
         self.compiling.shutdown(wait=False, cancel_futures=True)
+
+    def flush(self, seconds: float) -> None:
+        """Waits until everything queued for routers is sent, or the seconds are over."""
+        deadline = time.monotonic() + seconds
+        for router in self._connected():
+            router.flush(max(0.0, deadline - time.monotonic()))
 
     def restored(self, grammar: GrammarOf) -> Any:
         """Returns a grammar in its first state, or None."""
@@ -195,9 +206,17 @@ class WorkerPort:
         orphans = self.kept.orphans
         return frames.State(status, age, engine.load(), failure, others, drain, orphans)
 
+    def joined(self, router: "RouterConnection") -> None:
+        """Notes a connection, and tells its router the state."""
+        self._routers.add(router)
+        self._send_state()
+
     def left(self, router: "RouterConnection") -> None:
         """Forgets a connection."""
         self._routers.discard(router)
+
+    def _connection(self, channel: Channel) -> "RouterConnection":
+        return RouterConnection(self, channel)
 
     def _cancel(self, request_id: str) -> None:
         if self.engine is not None:
@@ -205,39 +224,6 @@ class WorkerPort:
 
     def _connected(self) -> list["RouterConnection"]:
         return list(self._routers)
-
-    def _welcome(self, channel: Channel) -> None:
-        """Takes a router in, and serves it until it leaves."""
-        try:
-            if not channel.wait(HANDSHAKE_SECONDS):
-                return
-            join = frames.decode_from_router(channel.receive())
-            if reason := self._refusal(join):
-                channel.send(frames.encode(frames.Refused(reason)))
-                return
-            assert isinstance(join, frames.Join)
-            assert self.facts is not None
-            channel.send(frames.encode(frames.Welcome(self.facts)))
-            router = RouterConnection(self, channel, join.router)
-            self._routers.add(router)
-            self._send_state()
-            router.serve()
-        except (OSError, EOFError, msgspec.DecodeError, ValueError) as error:
-            logger.info("router at %s: %s", channel.peer, error or "left")
-        finally:
-            channel.close()
-
-    def _refusal(self, join: frames.FromRouter) -> str:
-        if not isinstance(join, frames.Join):
-            return f"{type(join).__name__} came before Join"
-        if join.protocol != frames.PROTOCOL:
-            return (
-                f"the router (version {join.version}) speaks protocol {join.protocol}, this worker "
-                f"(version {jaxserve.__version__}) {frames.PROTOCOL}"
-            )
-        if self.engine is None:
-            return "is starting"
-        return ""
 
     def _tick(self) -> None:
         while not self._stopping.wait(STATE_SECONDS):
@@ -255,22 +241,26 @@ class WorkerPort:
                 router.post(self.state(everyone - own))
 
 
-class RouterConnection:
+Item = TokenOutput | Frame | threading.Event
+"""What a connection sends; an event is set when everything before it is sent."""
+
+
+class RouterConnection(ServedSession[Item]):
     """One router's requests, and the way of their outputs to it."""
 
-    def __init__(self, port: WorkerPort, channel: Channel, name: str):
-        assert port.engine is not None
-        self._port, self._engine, self._channel, self.name = port, port.engine, channel, name
-        # Ids. The engine's thread and the pool's change them, too: copy before iterating.
+    greeting = frames.Join
+
+    def __init__(self, port: WorkerPort, channel: Channel):
+        super().__init__("routers", channel, port.hello, DEADLINES)
+        self._port = port
+        self._engine: WorkerEngine
+        # Ids. Other threads change them, too: copy before iterating.
         self._submitted: dict[str, int] = {}  # id → tokens so far
         self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet
         self._prefills: dict[str, None] = {}  # ids; until released
         self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
-        self._outbox = Outbox(f"router-{name}", self._send, lambda ended: [], channel.shutdown)
-        self.post = self._outbox.post
-        """Queues a frame or an output for the router."""
-        self.flush = self._outbox.flush
-        """Waits until everything queued is sent, or the given seconds are over."""
+        self.post = self._wanted.put
+        """Queues an item."""
         self.spared = -math.inf
         """When the router said last that a stand-in may go back, in seconds of `time.monotonic`."""
 
@@ -279,81 +269,142 @@ class RouterConnection:
         """Requests and prompts of this router that the worker has."""
         return len(self._submitted) + len(self._prefills)
 
-    def serve(self) -> None:
-        """Takes frames until the router leaves; then ends everything it has here."""
-        logger.info("router %s at %s is connected", self.name, self._channel.peer)
+    def _admit(self, join: frames.Join) -> frames.Welcome:
+        port = self._port
+        if port.engine is None or port.facts is None:
+            raise HelloRefusal("is starting", later=True)
+        self._engine = port.engine
+        port.joined(self)
+        return frames.Welcome(self._hello, port.facts)
+
+    def live(self) -> None:
+        """Runs until the router leaves; then ends everything it has here."""
         try:
-            clock = AwakeClock(2 * LOOK_SECONDS)
-            heard = 0.0
-            while clock.tick() - heard < SILENT_SECONDS:
-                if self._channel.wait(LOOK_SECONDS):
-                    self._take(frames.decode_from_router(self._channel.receive()))
-                    heard = clock.now
+            super().live()
         finally:
             self._port.left(self)
-            self._outbox.close()
             self._restoring.clear()
             submitted, prefills = list(self._submitted), list(self._prefills)
             left = [attempt for attempt in submitted if self._port.kept.leave(attempt)]
-            self._port.kept.left(self._output)
+            self._port.kept.left(self.post)
             submitted = [attempt for attempt in submitted if attempt not in left]
             for request_id in submitted:
                 self._engine.cancel(request_id)
+            for request_id in [*submitted, *left]:
+                self._ended(request_id)
             for request_id in prefills:
                 self._engine.release(request_id)
-            logger.info(
-                "router %s left; %d requests cancelled, %d kept for another, %d prompts released",
-                *(self.name, len(submitted), len(left), len(prefills)),
-            )
+            if submitted or left or prefills:
+                logger.info(
+                    "router %s: %d requests cancelled, %d kept for another, %d prompts released",
+                    *(self.name, len(submitted), len(left), len(prefills)),
+                )
             self._port._send_state()  # another router may be asked for what is kept
 
-    def _take(self, frame: frames.FromRouter) -> None:
-        match frame:
-            case frames.Submit():
-                submit = functools.partial(self._submit, _deadline(frame.seconds))
-                self._submitted[frame.request_id] = len(frame.emitted) // frames.TOKEN_BYTES
-                if frame.grammar.serialised:
-                    self._restoring.add(frame.request_id)
-                    try:
-                        self._port.compiling.submit(self._try, frame, submit)
-                    except RuntimeError as error:  # no thread can be started
-                        self._restoring.discard(frame.request_id)
-                        self._refuse(frame, OverloadedError(f"a grammar cannot wait: {error}"))
-                else:
-                    self._try(frame, submit)
-            case frames.Adopt():
-                self._adopt(frame)
-            case frames.Prefill():
-                self._try(frame, self._prefill)
-            case frames.Release(request_id=request_id):
-                if self._prefills.pop(request_id, self) is None:
-                    self._engine.release(request_id)
-            case frames.Renew(hand_off=hand_off):
-                self._engine.renew(hand_off)
-            case Cancel(request_id=request_id):
-                if request_id in self._submitted:
-                    self._port.kept.drop(request_id)
-                    self._restoring.discard(request_id)
-                    self._engine.cancel(request_id)
-            case frames.Withdraw(request_id=request_id):
-                if request_id in self._submitted:
-                    self._withdrawn.add(request_id)
-                    self._restoring.discard(request_id)
-                    self._engine.withdraw(request_id)
-            case frames.Drain(mode=mode):
-                self._port.drains(mode)
-            case frames.Become(domain=domain, why=why):
-                self.spared = -math.inf if domain else time.monotonic()
-                self._port.becomes(domain, why)
-            case frames.AskPipeline():
-                self.post(frames.Pipeline(self._engine.pipeline()))
-            case frames.Reset():  # waits for the engine's thread, as compiling does
-                with contextlib.suppress(RuntimeError):  # the pool is shut down
-                    self._port.compiling.submit(self._engine.reset_prefix_cache)
-            case frames.Echo():
-                self.post(frame)
-            case frames.Join():
-                raise ValueError("joins twice")
+    def flush(self, seconds: float) -> None:
+        """Waits until everything queued is sent, or the seconds are over."""
+        self.post(sent := threading.Event())
+        sent.wait(seconds)
+
+    def _work(self) -> None:
+        """Sends what is queued, the outputs of a step as one frame."""
+        while self.failure is None and (first := self._wanted.get()) is not None:
+            items = [first]
+            while not self._wanted.empty() and (item := self._wanted.get()) is not None:
+                items.append(item)
+            if len(items) > MAX_WAITING:
+                self.fail(f"it has left {len(items)} outputs unread")
+            try:
+                for frame in self._gathered(items):
+                    frame.set() if isinstance(frame, threading.Event) else self.send(frame)
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    logger.exception("nothing more is sent to router %s", self.name)
+                self.fail(f"the connection closed ({error})")
+            if len(items) > BUSY:  # the step loop is emitting outputs; do not compete for the GIL
+                time.sleep(GATHER_SECONDS)
+
+    def _gathered(self, items: Iterable[Item]) -> list[Frame | threading.Event]:
+        """Numbers outputs by their tokens, and makes consecutive ones one frame."""
+        found: list[Frame | threading.Event] = []
+        outputs: list[TokenOutput] | None = None
+        for each in items:
+            item = self._numbered(each) if isinstance(each, TokenOutput) else each
+            if not isinstance(item, TokenOutput):
+                found.append(item)
+                outputs = None
+            elif outputs is None:
+                found.append(Outputs(outputs := [item]))
+            else:
+                outputs.append(item)
+        return found
+
+    def _numbered(self, output: TokenOutput) -> TokenOutput | Frame:
+        request_id, reason = output.request_id, output.finish_reason
+        offset = self._submitted.get(request_id, 0)
+        if reason is not None:
+            self._ended(request_id)
+        else:
+            self._submitted[request_id] = offset + len(output.token_ids)
+        msgspec.structs.force_setattr(output, "offset", offset)  # no other thread reads it
+        if request_id in self._withdrawn:
+            self._withdrawn.discard(request_id)
+            if reason == "cancelled" and not output.token_ids:
+                text = "it waited for a slot, and another domain has one"
+                return frames.Rejected(request_id, Refusal.of(OverloadedError(text)))
+        return output
+
+    def _ended(self, attempt: str) -> None:
+        """Forgets a request."""
+        self._submitted.pop(attempt, None)
+
+    # ------------------------------------------------------------------- the router's messages
+
+    def _submit(self, frame: frames.Submit) -> None:
+        submit = functools.partial(self._run, _deadline(frame.seconds))
+        self._submitted[frame.request_id] = len(frame.emitted) // frames.TOKEN_BYTES
+        if not frame.grammar.serialised:
+            self._try(frame, submit)
+            return
+        self._restoring.add(frame.request_id)
+        try:
+            self._port.compiling.submit(self._try, frame, submit)
+        except RuntimeError as error:  # no thread can be started
+            self._restoring.discard(frame.request_id)
+            self._refuse(frame, OverloadedError(f"a grammar cannot wait: {error}"))
+
+    def _release(self, frame: frames.Release) -> None:
+        if self._prefills.pop(frame.request_id, self) is None:
+            self._engine.release(frame.request_id)
+
+    def _cancel(self, frame: Cancel) -> None:
+        if frame.request_id in self._submitted:
+            self._port.kept.drop(frame.request_id)
+            self._restoring.discard(frame.request_id)
+            self._engine.cancel(frame.request_id)
+
+    def _withdraw(self, frame: frames.Withdraw) -> None:
+        if frame.request_id in self._submitted:
+            self._withdrawn.add(frame.request_id)
+            self._restoring.discard(frame.request_id)
+            self._engine.withdraw(frame.request_id)
+
+    def _become(self, frame: frames.Become) -> None:
+        self.spared = -math.inf if frame.domain else time.monotonic()
+        self._port.becomes(frame.domain, frame.why)
+
+    def _reset(self, frame: frames.Reset) -> None:
+        """Waits for the engine's thread, as compiling does."""
+        with contextlib.suppress(RuntimeError):  # the pool is shut down
+            self._port.compiling.submit(self._engine.reset_prefix_cache)
+
+    def _adopt(self, frame: frames.Adopt) -> None:
+        """Takes a request over whose router is gone."""
+        self._submitted[frame.request_id] = 0  # before its last output, which may come at once
+        try:
+            self._port.kept.adopt(frame.request_id, frame.prompt, self.post)
+        except (InvalidRequestError, OverloadedError) as error:
+            self._refuse(frame, error)
 
     def _try(self, frame: Any, take: Callable[[Any], None]) -> None:
         """Takes a request, or refuses it with a reason."""
@@ -365,7 +416,7 @@ class RouterConnection:
             self._refuse(frame, error)
 
     def _refuse(self, frame: Any, error: Exception) -> None:
-        self._submitted.pop(frame.request_id, None)
+        self._ended(frame.request_id)
         self._prefills.pop(frame.request_id, None)
         self._port.kept.drop(frame.request_id)
         refusal = Refusal.of(error)
@@ -376,19 +427,19 @@ class RouterConnection:
         else:
             self.post(frames.Rejected(frame.request_id, refusal))
 
-    def _submit(self, deadline: float | None, frame: frames.Submit) -> None:
+    def _run(self, deadline: float | None, frame: frames.Submit) -> None:
         request_id, params = frame.request_id, frame.params
         restores = bool(frame.grammar.serialised)
         if restores:
             if request_id not in self._restoring:
-                self._output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
+                self.post(TokenOutput(request_id=request_id, finish_reason="cancelled"))
                 return
             grammar = self._port.restored(frame.grammar)
             params = msgspec.structs.replace(params, grammar=grammar)
         self._engine.submit(
             frames.unpacked(frame.prompt),
             params,
-            self._port.kept.keep(frame, self._output),
+            self._port.kept.keep(frame, self.post),
             request_id=request_id,
             deadline=deadline,
             source=frame.source,
@@ -397,30 +448,6 @@ class RouterConnection:
         if restores and request_id not in self._restoring:
             self._engine.cancel(request_id)  # the engine did not know it when that was asked for
         self._restoring.discard(request_id)
-
-    def _adopt(self, frame: frames.Adopt) -> None:
-        """Takes a request over whose router is gone."""
-        self._submitted[frame.request_id] = 0  # before its last output, which may come at once
-        try:
-            self._port.kept.adopt(frame.request_id, frame.prompt, self._output)
-        except (InvalidRequestError, OverloadedError) as error:
-            self._refuse(frame, error)
-
-    def _output(self, output: TokenOutput) -> None:
-        request_id, reason = output.request_id, output.finish_reason
-        offset = self._submitted.get(request_id, 0)
-        if reason is not None:
-            self._submitted.pop(request_id, None)
-        else:
-            self._submitted[request_id] = offset + len(output.token_ids)
-        msgspec.structs.force_setattr(output, "offset", offset)  # nobody else reads it
-        if request_id in self._withdrawn:
-            self._withdrawn.discard(request_id)
-            if reason == "cancelled" and not output.token_ids:
-                text = "it waited for a slot, and another domain has one"
-                self.post(frames.Rejected(request_id, Refusal.of(OverloadedError(text))))
-                return
-        self.post(output)
 
     def _prefill(self, frame: frames.Prefill) -> None:
         self._prefills[frame.request_id] = None
@@ -441,9 +468,19 @@ class RouterConnection:
             deadline=_deadline(frame.seconds),
         )
 
-    def _send(self, found: Sequence[Frame]) -> None:
-        for frame in found:
-            self._channel.send(frames.encode(frame))
+    handlers: ClassVar = {
+        frames.Submit: _submit,
+        frames.Adopt: _adopt,
+        frames.Prefill: lambda self, frame: self._try(frame, self._prefill),
+        frames.Release: _release,
+        frames.Renew: lambda self, frame: self._engine.renew(frame.hand_off),
+        Cancel: _cancel,
+        frames.Withdraw: _withdraw,
+        frames.Drain: lambda self, frame: self._port.drains(frame.mode),
+        frames.Become: _become,
+        frames.AskPipeline: lambda self, frame: self.post(frames.Pipeline(self._engine.pipeline())),
+        frames.Reset: _reset,
+    }
 
 
 def _deadline(seconds: float | None) -> float | None:

@@ -10,12 +10,12 @@ from typing import Any
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.interface import StepLoop
 from jaxserve.server.access import Access
+from jaxserve.server.face_processes import FaceProcesses
 from jaxserve.server.faces import Faces, LocalFaces, Port
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS, METRICS, PROBES
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.processes.host import FaceProcesses
 
 LAST_ANSWERS_SECONDS = 5.0
 
@@ -24,10 +24,9 @@ logger = logging.getLogger(__name__)
 
 def network_faces(deployment: Deployment, insecure_bind: bool, log_format: str) -> Faces:
     """Makes the faces for clients; raises as `LocalFaces`."""
-    model, server = deployment.model, deployment.server
-    if server.processes:
-        return FaceProcesses(model, server, insecure_bind, log_format)
-    return LocalFaces(model, server, insecure_bind)
+    if deployment.server.processes:
+        return FaceProcesses(deployment, insecure_bind, log_format)
+    return LocalFaces(deployment.model, deployment.server, insecure_bind)
 
 
 def admin_face(deployment: Deployment) -> HttpServer | None:

@@ -1,11 +1,12 @@
 """The network faces of a deployment as one thing: start, open, refuse, stop, in this order.
 
 `LocalFaces` are the gRPC and the HTTP server in this process, with the text generator they share.
-`processes/host.py` has the same life with the servers in processes of their own. Called by
-`serve.py` and by those processes; knows nothing of devices.
+`face_processes.py` has the same life with the servers in processes of their own (`face.py`).
+Called by `choice.py` and by those processes; knows nothing of devices.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,20 +131,20 @@ class LocalFaces:
     def open(
         self,
         engine: TokenEngine,
-        generator_type: type[TextGenerator] = TextGenerator,
         metrics_folder: Path | None = None,
+        elsewhere: Callable[[str], bool] | None = None,
     ) -> None:
         """See `Faces.open`.
 
         Args:
           engine: where tokens come from.
-          generator_type: of the generator over this engine.
           metrics_folder: shared with other processes, see `Metrics`.
+          elsewhere: see `TextGenerator`.
         """
         engine = shedding(engine, self._wait_seconds)
         self.metrics = Metrics(str(engine.model_info()["model"]), metrics_folder)
         self.metrics.watch(engine)
-        generator = generator_type(engine, self._tokenizer, self.metrics.started)
+        generator = TextGenerator(engine, self._tokenizer, self.metrics.started, elsewhere)
         self.requests = self._generator = generator
         self._grpc.open(generator, self.metrics)
         if self._http is not None:

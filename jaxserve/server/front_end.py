@@ -356,7 +356,7 @@ class FrontEnd:
                     max_pending_tokens=self._max_pending_tokens if stream else None,
                     owner=owner,
                 )
-                generation = await self._waited(submit) if generator.blocks else submit()
+                generation = await self._waited(submit) if generator.elsewhere else submit()
                 sources.append(Source(self, job, buffer, generation))
             yield sources
         finally:
@@ -366,9 +366,11 @@ class FrontEnd:
     async def abort(self, request_id: str, owner: str) -> bool:
         """Ends a request by its id, if it belongs to `owner`; returns whether it was found."""
         generator = self.ready()
-        if generator.blocks:
-            return await self.in_thread(generator.abort, request_id, owner)
-        return generator.abort(request_id, owner)
+        if generator.abort(request_id, owner):
+            return True
+        # Ids begin with the names of their owners.
+        elsewhere = generator.elsewhere
+        return elsewhere is not None and await self.in_thread(elsewhere, request_id)
 
     async def _waited(self, submit: Callable[[], Generation]) -> Generation:
         """Submits on another thread; if the caller is cancelled meanwhile, so is the request."""

@@ -1,6 +1,6 @@
 """Sockets to listen on, bound before anything is served.
 
-Called by the HTTP server and `processes/`; knows no protocol.
+Called by the HTTP server and `face_processes.py`; knows no protocol.
 """
 
 import contextlib

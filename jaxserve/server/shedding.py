@@ -1,7 +1,7 @@
 """Refuses requests whose wait for a first token would be too long, before anything is queued.
 
 `Shedding` stands before the engine of a process with network faces: an engine of its own, or a
-router's. Made by `faces.py` and `processes/host.py`. It measures how fast waiting requests are
+router's. Made by `faces.py` and `face_processes.py`. It measures how fast waiting requests are
 taken up, and asks the engine how many wait; it knows no slots, pages or workers.
 """
 
@@ -102,8 +102,9 @@ class Shedding:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        **more: Any,
     ) -> str:
-        """See `TokenEngine`.
+        """See `TokenEngine`; `more` is the engine's own.
 
         Raises:
           OverloadedError: the estimated wait is too long, with the estimate; or as the engine.
@@ -124,7 +125,7 @@ class Shedding:
 
         try:
             return self._engine.submit(
-                prompt, params, take, request_id=request_id, deadline=deadline
+                prompt, params, take, request_id=request_id, deadline=deadline, **more
             )
         except BaseException:
             self._answered(rank, counts=False)

@@ -54,13 +54,18 @@ class TextGenerator:
       engine: generates the tokens.
       tokenizer: of the engine's model.
       grammars: compiles the grammars that requests ask for.
-      blocks: whether `submit` and `abort` wait for another process: then not for an event loop.
+      elsewhere: ends a request of another process with the same engine, and returns whether it was
+        found. Then `submit` waits for the engine's process, as this does: not for an event loop.
     """
 
-    blocks = False
-
-    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer, observe: Observer | None = None):
-        self.engine = engine
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        observe: Observer | None = None,
+        elsewhere: Callable[[str], bool] | None = None,
+    ):
+        self.engine, self.elsewhere = engine, elsewhere
         self.tokenizer = tokenizer
         info = engine.model_info()
         self._vocab_size: int = info["vocab_size"]
@@ -99,16 +104,6 @@ class TextGenerator:
             return False
         generation.abort()
         return True
-
-    def enqueue(self, generation: Generation, params: SamplingParams) -> None:
-        """Hands a request to the engine; raises as the engine's `submit`."""
-        self.engine.submit(
-            generation.prompt,
-            params,
-            generation.receive,
-            request_id=generation.request_id,
-            deadline=generation.deadline,
-        )
 
     def encode(
         self,
@@ -220,7 +215,9 @@ class TextGenerator:
                 raise InvalidRequestError("request_id", f"{request_id!r} is already running")
             self._live[request_id] = generation
         try:
-            self.enqueue(generation, params)
+            self.engine.submit(
+                token_ids, params, generation.receive, request_id=request_id, deadline=deadline
+            )
         except BaseException:
             self._forget(generation)
             raise

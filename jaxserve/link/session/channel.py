@@ -275,7 +275,16 @@ def dial(address: str, token: str, seconds: float, most: int = MAX_FRAME_BYTES) 
       AuthenticationError: the two ends have different tokens.
       OSError, EOFError: nothing listens there, or it did not answer in time.
     """
-    sock = socket.create_connection(split_address(address), timeout=seconds)
+    if _is_path(address):
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+    else:
+        sock = socket.create_connection(split_address(address), timeout=seconds)
     return _authenticated(Channel(sock, most), token, seconds, accepted=False)
 
 
@@ -295,14 +304,19 @@ def _authenticated(channel: Channel, token: str, seconds: float, *, accepted: bo
 
 
 def listen(address: str, token: str) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """A listening socket at host:port, of which port 0 takes a free one, or at a path.
 
     Raises:
-      ConfigError: the address is not host:port, cannot be listened on, or is reachable from other
-        hosts while there is no token.
+      ConfigError: the address is neither, cannot be listened on, or is reachable from other hosts
+        while there is no token.
     """
-    host, port = split_address(address)
+    host, port = ("", 0) if _is_path(address) else split_address(address)
     try:
+        if not host:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(address)
+            sock.listen(64)
+            return sock
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if not token and not all(ipaddress.ip_address(a[4][0]).is_loopback for a in found):
             raise ConfigError(
@@ -313,6 +327,17 @@ def listen(address: str, token: str) -> socket.socket:
         return listening(host, port, family=family, backlog=64)
     except OSError as error:
         raise ConfigError(f"link address {address}: {error}") from error
+
+
+def _is_path(address: str) -> bool:
+    """Whether an address is that of a Unix socket."""
+    return address.startswith("/")
+
+
+def address_of(sock: socket.socket) -> str:
+    """Returns the address at which a socket listens, for `dial`."""
+    name = sock.getsockname()
+    return name if isinstance(name, str) else join_address(*name[:2])
 
 
 def split_address(address: str, name: str = "link address") -> tuple[str, int]:

@@ -18,7 +18,7 @@ from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
     accept,
-    join_address,
+    address_of,
 )
 
 MOST_HANDSHAKES = 64
@@ -68,7 +68,7 @@ class Listener:
         """Begins to accept and returns the address."""
         self._socket = listening
         self._thread.start()
-        return join_address(*listening.getsockname()[:2])
+        return address_of(listening)
 
     def close(self, seconds: float) -> None:
         """Accepts no more, ends all connections and waits for their threads. Idempotent, and

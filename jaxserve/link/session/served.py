@@ -54,8 +54,9 @@ class ServedSession[Wanted](Session, abc.ABC):
             ):
                 if not self._welcome():
                     return
-            worker = threading.Thread(target=self._work, name=f"{link} {self.name}", daemon=True)
-            worker.start()
+            made = threading.Thread(target=self._work, name=f"{link} {self.name}", daemon=True)
+            made.start()
+            worker = made
             self.read()
         except (EOFError, OSError) as error:
             self.fail(f"the connection closed ({error or 'end of file'})")

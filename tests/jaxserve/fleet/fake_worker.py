@@ -14,7 +14,7 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet.request_frames import GrammarOf
-from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
+from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.view import PipelineView
@@ -232,9 +232,9 @@ class FakeWorkerEngine:
 
 def worker_facts(role: WorkerRole, **changes: Any) -> WorkerFacts:
     """Facts that a worker tells routers about itself."""
-    facts: dict[str, Any] = {"name": role, "role": role, "model": MODEL, "slots": 4, "groups": 1}
+    facts: dict[str, Any] = {"role": role, "slots": 4, "groups": 1}
     facts |= {"pages": 1000, "page_size": PAGE, "max_length": 200, "vocab": VOCAB}
-    facts |= {"eos_token_ids": [], "info": {}, "instance": "1"}
+    facts |= {"eos_token_ids": [], "info": {}}
     return WorkerFacts(**facts | changes)
 
 
@@ -254,8 +254,9 @@ class FakeWorker:
     ):
         self.engine = engine or FakeWorkerEngine()
         info = dict(self.engine.model_info())
-        facts = worker_facts(role, model=model, slots=slots, info=info)
-        self.port = WorkerPort(address, TOKEN, lambda engine: facts, restore, resume_seconds)
+        facts = worker_facts(role, slots=slots, info=info)
+        hello = hello_of(role, model)
+        self.port = WorkerPort(address, TOKEN, hello, lambda engine: facts, restore, resume_seconds)
         self.port.start()
         self.port.open(self.engine)
         self.address, self.model = self.port.address, model
@@ -264,7 +265,7 @@ class FakeWorker:
         """Ends the connections without a word, like a process that is killed."""
         self.port._stopping.set()
         for router in self.port._connected():
-            router._outbox.close()
+            router.fail("killed")
         self.port._listener.close(1.0)
         self.engine.close()
 

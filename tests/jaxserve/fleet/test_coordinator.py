@@ -16,8 +16,9 @@ from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import Place
+from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Job, Routed, Worker
-from jaxserve.fleet.worker_frames import State, WorkerRole
+from jaxserve.fleet.worker_frames import Release, Renew, State, Withdraw, WorkerRole
 from jaxserve.link.pages.source import PagesSource
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import worker_facts
@@ -116,17 +117,17 @@ class World:
                         assert workers[holder].facts.weights == request.weights
                         assert request.source.tokens == len(request.tokens) // PAGE * PAGE
                     self.running[attempt] = worker, request
-                case orders.SendRelease(worker=worker, attempt=attempt):
+                case orders.SendFrame(worker, Release(attempt)):
                     assert worker in workers
                     self.prompts.pop(attempt, None)
                     self.held.pop(attempt, None)
-                case orders.SendCancel(worker=worker, attempt=attempt):
+                case orders.SendFrame(worker, Cancel(attempt)):
                     assert worker in workers
                     self.running.pop(attempt, None)
-                case orders.SendWithdraw(worker=worker, attempt=attempt):
+                case orders.SendFrame(worker, Withdraw(attempt)):
                     assert self.running[attempt][0] == worker
                     self.withdrawn.add(attempt)
-                case orders.SendRenew(hand_off=hand_off):
+                case orders.SendFrame(_, Renew(hand_off)):
                     assert hand_off in self.held
 
     def computed(self, attempt: str) -> None:
@@ -175,7 +176,7 @@ def test_a_gap_in_the_tokens_begins_the_request_again() -> None:
     assert world.coordinator.output(attempt, first) == (request, [])
     passed_on, (cancel, submit) = world.coordinator.output(attempt, third)
     assert passed_on is None
-    assert cancel == orders.SendCancel(worker, attempt)
+    assert cancel == orders.SendFrame(worker, Cancel(attempt))
     assert (submit.request, request.emitted, request.lost) == (request, [7], 1)
 
 

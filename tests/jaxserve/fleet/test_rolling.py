@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.fleet import worker_frames as frames
 from tests.jaxserve.fleet.fake_worker import FakeWorker
 from tests.jaxserve.fleet.test_router import LONG, Rig, rig
 from tests.jaxserve.waiting import until
@@ -153,11 +152,3 @@ def test_a_request_keeps_to_the_weights_that_it_began_with(replay):
             assert len(errors) == began
             for error in errors:
                 assert error.startswith("no domain with weights old (fleet.replay) was there for")
-
-
-def test_versions_of_software_are_compared_by_their_protocol():
-    with rig(0, 1) as fleet:
-        port = fleet.domains[0].port
-        assert port._refusal(frames.Join("r", "0.0.1", frames.PROTOCOL)) == ""
-        refusal = port._refusal(frames.Join("r", "0.0.1", 1))
-        assert refusal.startswith("the router (version 0.0.1) speaks protocol 1, this worker (ver")

@@ -498,7 +498,7 @@ def test_all_workers_forget_their_prefix_caches():
 def test_workers_that_do_not_belong_are_not_used(caplog):
     foreign = FakeWorker("domain", model="another model")
     with contextlib.closing(Rig([], [FakeWorker("domain"), foreign])) as fleet:
-        until(lambda: "serves another model" in caplog.text)
+        until(lambda: "model = a model, here another model" in caplog.text)
         fleet.submit_all(range(6), 3)
         fleet.check(range(6), 3)
         assert not foreign.engine.submits

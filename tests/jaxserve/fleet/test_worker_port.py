@@ -8,15 +8,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-import jaxserve
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet import worker_port
-from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, Frame, GrammarOf, Outputs
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, GrammarOf, Outputs
+from jaxserve.fleet.worker_connections import WorkerConnection
 from jaxserve.link.session.channel import Channel, dial, split_address
-from tests.jaxserve.fleet.fake_worker import TOKEN, FakeWorker
+from jaxserve.link.session.messages import Echo, encode
+from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker
 from tests.jaxserve.fleet.test_router import SECONDS
 from tests.jaxserve.waiting import failing_once, until
 
@@ -39,20 +41,20 @@ class Router:
     def __init__(self, worker: FakeWorker):
         self._channel = dial(worker.address, TOKEN, SECONDS, frames.WORKER_FRAME_BYTES)
         ENDS.append(self._channel)
-        self.send(frames.Join("r", jaxserve.__version__, frames.PROTOCOL))
+        self.send(frames.Join(frames.hello_of("router r", MODEL)))
         assert isinstance(self.receive(), frames.Welcome)
 
-    def send(self, frame: Frame) -> None:
-        self._channel.send(frames.encode(frame))
+    def send(self, message: msgspec.Struct) -> None:
+        self._channel.send(encode(message))
 
-    def receive(self) -> frames.FromWorker:
+    def receive(self) -> Any:
         assert self._channel.wait(SECONDS)
-        return frames.decode_from_worker(self._channel.receive())
+        return WorkerConnection.decode(self._channel.receive())
 
     def until_taken(self) -> None:
         """The worker has taken every frame before this one."""
-        self.send(frames.Echo(7))
-        while self.receive() != frames.Echo(7):
+        self.send(Echo(7))
+        while self.receive() != Echo(7):
             pass
 
     def submit(self, name: str, grammar: GrammarOf = NO_GRAMMAR, **options: Any) -> None:
@@ -259,6 +261,17 @@ def test_a_kept_request_that_ends_while_it_is_adopted_is_not_counted() -> None:
         assert second.end_of("x@first.1").finish_reason == "cancelled"
         second.until_taken()
         assert router_count(worker) == 0
+
+
+def test_outputs_that_cannot_be_sent_end_the_connection() -> None:
+    """Otherwise their router would wait for ever."""
+    with a_worker() as worker:
+        router = Router(worker)
+        router.until_taken()
+        (connection,) = worker.port._connected()
+        connection.post(frames.Pipeline(object()))  # type: ignore[arg-type]
+        until(lambda: connection.failure)
+        until(lambda: not worker.port._connected())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ does: callbacks come from that thread, cancellation and deadlines are seen betwe
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,8 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        source: None = None,
+        emitted: Sequence[int] = (),
     ) -> str:
         if self.refusal is not None:
             raise self.refusal

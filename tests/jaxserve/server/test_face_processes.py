@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 import httpx
-import msgspec
 import pytest
 
-from jaxserve.config.deployment import Server
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.server import face_processes
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.processes import host
-from jaxserve.server.processes.host import FaceProcesses
+from jaxserve.server.face_processes import FaceProcesses
 from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.server.faces import rpc_error
 from tests.jaxserve.server.http.rig import events
@@ -25,7 +24,12 @@ from tests.jaxserve.text.letters import ids_of, write_letters
 from tests.jaxserve.waiting import until
 
 SECONDS = 30
-SERVER = Server(grpc_port=0, http_port=0, processes=2)
+
+
+def made(folder: Path, http_port: int = 0) -> FaceProcesses:
+    settings = {"grpc_port": 0, "http_port": http_port, "processes": 2}
+    server = {f"server.{key}": value for key, value in settings.items()}
+    return FaceProcesses(load_deployment(folder, {"mode": "colocated", **server}), False, "text")
 
 
 class Rig:
@@ -33,7 +37,7 @@ class Rig:
 
     def __init__(self, folder: Path):
         self.engine = FakeEngine(ids_of("one two three"), view=pipeline_view(200))
-        self.faces = FaceProcesses(str(folder), SERVER, False, "text")
+        self.faces = made(folder)
         try:
             self.addresses = self.faces.start()
             self.health = self.get("/health").json()
@@ -174,22 +178,23 @@ def test_metrics_are_of_all_processes(rig: Rig) -> None:
 def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(face_processes, "RESTART_SECONDS", 0.1)
     rig.engine.allowed = 3
     before = rig.pids()
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel)
         next(call)
-        (victim,) = (process for process in rig.faces._processes if process.owners)
-        os.kill(victim.pid, signal.SIGKILL)
+        (router,) = rig.faces._port.live.values()
+        victim = int(router.name.rpartition("pid ")[2].rstrip(")"))
+        os.kill(victim, signal.SIGKILL)
         with pytest.raises(grpc.RpcError):
             list(call)
     assert rig.engine.wait_until_idle(SECONDS)
     rig.engine.allowed = None
-    until(lambda: victim.pid not in rig.pids())
+    until(lambda: victim not in rig.pids())
     assert len(rig.pids() - before) == 1
     for process in rig.faces._processes:
-        process.wait_opened()
+        process.wait(process.opened, "")
     for _ in range(8):
         assert rig.complete().json()["choices"][0]["text"] == "one two three"
 
@@ -200,9 +205,7 @@ def test_the_end(folder: Path) -> None:
     rig.engine.allowed = 3
     pids = rig.pids()
     port = int(rig.addresses["http"].rpartition(":")[2])
-    other = FaceProcesses(
-        str(folder), msgspec.structs.replace(SERVER, http_port=port), False, "text"
-    )
+    other = made(folder, port)
     with pytest.raises(ConfigError, match=r"http_port: .* is it in use"):
         other.start()
     other.stop(0)
@@ -242,4 +245,4 @@ def test_draining_lets_streams_finish(folder: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"tokenizer"):
-        FaceProcesses(str(tmp_path), SERVER, False, "text")
+        made(tmp_path)
