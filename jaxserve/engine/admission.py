@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
-from jaxserve.engine.pages import pages_for
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import Request
 from jaxserve.engine.sequence import Sequence
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.roles.layout import PageRun
+from jaxserve.roles.layout import PageRun, pages_for
 
 if TYPE_CHECKING:
     from jaxserve.engine.scheduler import Scheduler

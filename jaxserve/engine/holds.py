@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.engine.pages import pages_for
 from jaxserve.engine.request import Request, due
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.roles.layout import PageRun
+from jaxserve.roles.layout import PageRun, pages_for
 
 logger = logging.getLogger(__name__)
 

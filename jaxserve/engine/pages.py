@@ -7,15 +7,12 @@ the attention mesh and are unknown here.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from jaxserve.roles.layout import pages_for
+
 QUARANTINE = 4
 """Inverse of the largest share of the pool that may be in quarantine."""
 NO_PAGE = 2**30
 """Page id that no pool has: nothing is written to it."""
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    """Returns the number of pages that hold `tokens` tokens."""
-    return -(-tokens // page_size)
 
 
 class PageAllocator:

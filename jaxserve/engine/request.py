@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from jaxserve.engine.pages import pages_for
 from jaxserve.errors import InvalidRequestError
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS
+from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS, pages_for
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -44,12 +44,13 @@ from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
 from jaxserve.engine.interface import DraftCounts
 from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
-from jaxserve.engine.pages import RingPool, pages_for
+from jaxserve.engine.pages import RingPool
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, Sequence, token_array
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.roles.layout import pages_for
 from jaxserve.roles.step_plan import StepPlan
 
 MAX_STEPS_IN_FLIGHT = 2

@@ -32,6 +32,11 @@ SAMPLER_FIELDS = 5
 """Words for each slot in the batch array's sampler block: temperature to seed."""
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Returns the number of pages that hold `tokens` tokens."""
+    return -(-tokens // page_size)
+
+
 class Bucket(msgspec.Struct, frozen=True):
     """Padded size of a step. Each bucket and kind of program has one compiled executable."""
 
