@@ -23,6 +23,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import Loss, measure
+from jaxserve.checkpoint.verification import verify
 from jaxserve.config.formats import sharing
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
@@ -254,7 +255,7 @@ def _say_rounded(report: LayerReport, enough: int) -> None:
 
 def _verify(folder: str) -> int:
     with Progress("verify", 1) as progress:
-        problems = conversion.verify(folder, on_block=_counted(progress))
+        problems = verify(folder, on_block=_counted(progress))
     for problem in problems:
         print(f"convert: {folder}: {problem}", file=sys.stderr)
     if not problems:

@@ -29,7 +29,7 @@ import numpy as np
 from jaxserve.calibration.forward import refuse_unsupported
 from jaxserve.calibration.gptq import INT8, Target
 from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
-from jaxserve.checkpoint.fingerprint import Revision, file_hash
+from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import (
@@ -47,8 +47,9 @@ from jaxserve.checkpoint.manifest import (
 )
 from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.stored_array import check_array, open_array, read_array
+from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.checkpoint.tensors import list_tensors
+from jaxserve.checkpoint.verification import changed, damaged, digest_of
 from jaxserve.config.formats import FORMATS, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
@@ -57,7 +58,7 @@ from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.matrix_formats import weight_format
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.storage.mirror import local_folder, weight_files
+from jaxserve.storage.mirror import local_folder
 from pallas_kernels.quantize import in_bytes
 
 logger = logging.getLogger(__name__)
@@ -167,11 +168,11 @@ def convert(
     model = _model(source, config, names, dtype, wanted)
     with _alone(target):
         _prepare(target, conversion)
-        files = {path.name: _digest(path) for path in _copied(source)}
+        files = {path.name: digest_of(path) for path in _copied(source)}
         known = None
         if (target / MANIFEST).exists():
             known = read_record(target / MANIFEST, Manifest).files
-        if known == files and not list(_changed(target, files)):
+        if known == files and not list(changed(target, files)):
             blocks = len(blocks_of(names))
             on_block(blocks, blocks, "complete already")
             return
@@ -183,7 +184,7 @@ def convert(
             records = made.convert(on_block)
         for name in files:
             shutil.copyfile(source / name, target / name)
-        if problems := list(_changed(target, files)):
+        if problems := list(changed(target, files)):
             raise CheckpointError(f"{source}: while it was converted, {'; '.join(problems)}")
         tree = json.loads((source / "config.json").read_text())
         revision.check()
@@ -439,68 +440,7 @@ def _finished(target: Path, name: str) -> Records | None:
         record = read_record(path, BlockRecord).leaves
     except CheckpointError:
         return None
-    return None if list(_damaged(target, {name: record})) else record
-
-
-def _damaged(folder: Path, blocks: dict[str, Records]) -> Iterator[str]:
-    """Describes every array that differs from its record."""
-    for name, record in blocks.items():
-        for leaf, entry in record.items():
-            try:
-                array = open_array(folder / BLOCKS / name / leaf, entry.int4)
-                if array.shape != entry.shape or str(array.dtype) != entry.dtype:
-                    yield f"{name}: {leaf} is {array.dtype}{list(array.shape)}"
-                else:
-                    check_array(array, entry.checksum)
-            except CheckpointError as error:
-                yield f"{name}: {leaf}: {error}"
-
-
-def _changed(folder: Path, files: dict[str, str]) -> Iterator[str]:
-    """Describes every copied file that is missing or was changed."""
-    for name, digest in files.items():
-        path = folder / name
-        if not path.is_file():
-            yield f"{name} is missing"
-        elif _digest(path) != digest:
-            yield f"{name} was changed"
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def verify(
-    folder: str | Path, *, on_block: Callable[[int, int, str], None] = lambda *_: None
-) -> list[str]:
-    """Reads a whole folder and returns the problems found. Arrays of a converted checkpoint must
-    have their checksums. Other weight files must have the SHA-256 that the Hub's cache names them
-    by, or else the SHA-256 that this host recorded first.
-
-    Raises:
-      CheckpointError: the folder has no weights.
-    """
-    folder = local_folder(folder)
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return list(_damaged_files(folder, on_block))
-    problems = list(_changed(folder, manifest.files))
-    for done, (name, record) in enumerate(manifest.blocks.items()):
-        problems += _damaged(folder, {name: record})
-        on_block(done + 1, len(manifest.blocks), name)
-    return problems
-
-
-def _damaged_files(folder: Path, on_block: Callable[[int, int, str], None]) -> Iterator[str]:
-    files = weight_files(folder)
-    if not files:
-        raise CheckpointError(f"{folder}: neither {MANIFEST} nor weight files")
-    for done, path in enumerate(files):
-        try:
-            file_hash(path, anew=True)
-        except CheckpointError as error:
-            yield str(error)
-        on_block(done + 1, len(files), path.name)
+    return None if list(damaged(target, {name: record})) else record
 
 
 def _copied(source: Path) -> list[Path]:

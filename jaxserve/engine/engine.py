@@ -20,7 +20,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
-from jaxserve.engine.interface import DomainLoad, EngineLoad, NeededLink
+from jaxserve.engine.interface import EngineLoad, NeededLink
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver
@@ -68,7 +68,7 @@ class Engine:
       link: to runtimes that this one needs; closed with the engine.
       info: what `model_info` reports.
       watch: measures the pipeline; None: it is not measured.
-      experts: see the attribute.
+      experts: moves experts, or asks the runtime that has them to; None: the model has none.
     """
 
     def __init__(
@@ -90,10 +90,7 @@ class Engine:
         self.schedulers = list(schedulers)
         self._checks = RequestChecks(self.schedulers[0].limits, vocab, eos_token_ids)
         self._followers, self.link = followers, link
-        self._info = info or {}
-        self._watch = watch
-        self.experts = experts
-        """Moves experts, or asks the runtime that has them to; None: the model has no experts."""
+        self._info, self._watch, self.experts = info or {}, watch, experts
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
         self._open: dict[str, OnOutput] = {}
@@ -129,14 +126,6 @@ class Engine:
         """Number of compilations that the step loop waited for since `start`; should stay 0."""
         return self._compilations.count if self._compilations else 0
 
-    @property
-    def _waiting(self) -> int:
-        """Number of requests that wait for a slot, for room to be held, or for a domain."""
-        held_back = self._loop.holds.waiting if self._loop.holds is not None else 0
-        return (
-            sum(scheduler.num_waiting for scheduler in self.schedulers) + self._queued + held_back
-        )
-
     def load(self) -> EngineLoad:
         """Load of the engine; may be read from any thread."""
         cache = self.deployment.cache
@@ -149,21 +138,7 @@ class Engine:
             held=self.hand_offs.held,
             hand_offs=self.hand_offs.load,
             problems=() if self.link is None else self.link.problems,
-            domains=[
-                DomainLoad(
-                    running=scheduler.num_running,
-                    waiting=scheduler.num_waiting,
-                    kv_usage=scheduler.kv_usage,
-                    preemptions=scheduler.num_preemptions,
-                    prefix_queries=scheduler.queue.prompt_tokens,
-                    prefix_hits=scheduler.queue.prompt_tokens_found,
-                    invalid_logits=scheduler.invalid_logits,
-                    recomputed=scheduler.recomputed,
-                    quarantined=scheduler.quarantined,
-                    drafts=scheduler.drafts if scheduler.draft_policy else None,
-                )
-                for scheduler in self.schedulers
-            ],
+            domains=self._loop.load(),
         )
 
     def pipeline(self) -> PipelineView:
@@ -264,7 +239,7 @@ class Engine:
           on_held: called once, on the engine's thread: with the source, or with what went wrong
             (cancelled, deadline, failed). The lease runs from then on.
           cache_salt, priority: as of `SamplingParams`.
-          request_id: for `cancel` and `release`; drawn if None.
+          request_id: for `cancel`, which also gives held pages back; drawn if None.
           deadline: `time.monotonic` seconds at which it is given up, if it is not held by then.
 
         Raises:
@@ -279,10 +254,6 @@ class Engine:
         held = list(request.prompt[: (len(request.prompt) - 1) // size * size])
         request = msgspec.structs.replace(request, prompt=held, hold=True)
         return self._take_in(request, self.hand_offs.told(request, on_held))
-
-    def release(self, request_id: str) -> None:
-        """Gives back the pages that `prefill` holds for a request; ignores unknown requests."""
-        self.cancel(request_id)
 
     def renew(self, hand_off: str) -> None:
         """Begins the lease of held pages anew; ignores unknown ones."""
@@ -299,7 +270,14 @@ class Engine:
     def withdraw(self, request_id: str) -> None:
         """Ends a request, as cancelled, if it still waits for its first slot. Pages held for it
         stay held, for another domain. A running or unknown request is left alone."""
-        self._post(lambda: self._withdraw(request_id))
+
+        def withdraw() -> list[TokenOutput]:
+            if not self._loop.waits(request_id):
+                return []
+            self.hand_offs.leave(request_id)
+            return self._loop.cancel(request_id)
+
+        self._post(withdraw)
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix caches of the domains, and waits for it.
@@ -338,9 +316,7 @@ class Engine:
         return True
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the loop and lets go of the devices; open requests end as cancelled.
-
-        Once is enough, more does no harm.
+        """Ends the loop and releases the devices; open requests end as cancelled. May be repeated.
 
         Args:
           timeout: seconds to wait for the step under way; None: `cluster.step_seconds`.
@@ -410,7 +386,7 @@ class Engine:
                 raise InvalidRequestError("request_id", f"{request_id!r} is running already")
             if any(grammar is other for other in self._grammars.values()):
                 raise InvalidRequestError("grammar", "is another running request's")
-            waiting = self._waiting
+            waiting = self._loop.waiting + self._queued  # the latter for a domain, too
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
             self.hand_offs.keep(request)
@@ -446,12 +422,6 @@ class Engine:
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=str(error))
             ]
         return []
-
-    def _withdraw(self, request_id: str) -> list[TokenOutput]:
-        if not self._loop.waits(request_id):
-            return []
-        self.hand_offs.leave(request_id)
-        return self._loop.cancel(request_id)
 
     def _run(self) -> None:
         try:

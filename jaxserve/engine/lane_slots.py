@@ -283,6 +283,22 @@ class LaneSlots:
         self.told[rows] = True
         return plan, StepInFlight(number, rows, certain, samples, kv_lengths, own)
 
+    def filled(self, step: "StepInFlight") -> list[tuple[Sequence, int]]:
+        """Returns the sequences whose pages may go to the prefix cache after a complete step: those
+        with new full pages, and those that leave; each with its tokens in the KV cache.
+
+        A page that the cache has of another sequence is offered again with the next one.
+        """
+        cached, rows = self.known_cached(step), step.rows
+        full = cached // self.page_size
+        changed = (full > self.published[rows]) | ~self.running[rows]
+        changed &= self.resident[rows]  # a sequence to be computed anew may have left already
+        self.published[rows] = full
+        return [
+            (self.write_back(int(rows[index])), int(cached[index]))
+            for index in np.flatnonzero(changed).tolist()
+        ]
+
     def _unrecorded(self, rows: np.ndarray) -> list[SaidTokens]:
         """Returns cached tokens that the workers were not told for looking up drafts."""
         said = []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from jaxserve.engine.admission import FetchOrder
+from jaxserve.engine.interface import DomainLoad
 from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
@@ -151,6 +152,30 @@ class Loop:
     def in_flight(self) -> Sequence[ScheduledStep]:
         """Steps that were enqueued and are not complete, oldest first."""
         return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot, or for room to be held."""
+        held_back = self.holds.waiting if self.holds is not None else 0
+        return held_back + sum(scheduler.num_waiting for scheduler in self.schedulers)
+
+    def load(self) -> list[DomainLoad]:
+        """Returns the figures of each domain; may be read from any thread."""
+        return [
+            DomainLoad(
+                running=scheduler.num_running,
+                waiting=scheduler.num_waiting,
+                kv_usage=scheduler.kv_usage,
+                preemptions=scheduler.num_preemptions,
+                prefix_queries=scheduler.queue.prompt_tokens,
+                prefix_hits=scheduler.queue.prompt_tokens_found,
+                invalid_logits=scheduler.invalid_logits,
+                recomputed=scheduler.recomputed,
+                quarantined=sum(group.pool.quarantined for group in scheduler.groups),
+                drafts=scheduler.drafts if scheduler.draft_policy else None,
+            )
+            for scheduler in self.schedulers
+        ]
 
     def submit(self, request: Request, domain: int = 0) -> None:
         """Queues a request with the scheduler of a domain.

@@ -135,7 +135,7 @@ class Scheduler:
             )
             for lane in range(lanes)
         ]
-        self._groups = [
+        self.groups = [
             DPGroup(
                 index,
                 lanes=self._lanes,
@@ -150,7 +150,7 @@ class Scheduler:
             for index in range(groups)
         ]
         spare = pages - pages_for(max_length, page_size)
-        for group in self._groups:  # so that pages for a valid request can always be had
+        for group in self.groups:  # so that pages for a valid request can always be had
             group.pool.most_quarantined = max(0, min(group.pool.most_quarantined, spare))
         self.draft_policy = (
             DraftPolicy(drafts, automatic=automatic_drafts, lanes=lanes) if drafts else None
@@ -158,7 +158,7 @@ class Scheduler:
         """Policy for drafts; None without drafts."""
         self.drafts = DraftCounts()
         self._composer = StepComposer(
-            self._groups,
+            self.groups,
             slots=slots,
             token_budget=token_budget,
             prefill_tokens=prefill_tokens or token_budget,
@@ -173,15 +173,14 @@ class Scheduler:
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
-        self.fetches = Fetches(self._groups, self._lanes)
+        self.fetches = Fetches(self.groups, self._lanes)
         """Fetches of sequences whose first pages a prefill worker holds."""
-        self.queue = AdmissionQueue(self._groups, page_size, self.fetches)
+        self.queue = AdmissionQueue(self.groups, page_size, self.fetches)
         """Requests that wait for pages and a slot."""
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._grammars = 0  # live sequences with a grammar
         self._end_ids: Counter[int] = Counter()  # id → live sequences that it would end
-        self._requests_seen = 0
-        self._steps_issued = 0
+        self._requests_seen = self._steps_issued = 0
         self.invalid_logits = 0
         """Number of requests that ended because their logits were not finite."""
         self.recomputed = 0
@@ -250,11 +249,8 @@ class Scheduler:
         waiting = grammar_wait(slots) if self._grammars else "none"
         if waiting == "lane":
             return None
-        if (
-            self._side_by_side
-            and self._grammars
-            and others_are_late(lane, self._lanes, self._in_flight, self._completed_at)
-        ):
+        lanes = self._lanes, self._in_flight, self._completed_at
+        if self._side_by_side and self._grammars and others_are_late(lane, *lanes):
             return None
 
         # Step 1: one token of every decoding sequence that has, or gets, a page for it.
@@ -314,15 +310,16 @@ class Scheduler:
         self.invalid_logits += outputs.invalid
         for sequence in outputs.ended:
             if sequence.suspect:
-                self._groups[sequence.place.group].suspect(sequence)
+                self.groups[sequence.place.group].suspect(sequence)
             self._end(sequence)
         for sequence in outputs.poisoned:
             self._compute_anew(sequence)
         if self._publishes:
-            self._publish(slots, step)
+            for sequence, cached in slots.filled(step):
+                self.groups[sequence.place.group].publish(sequence, cached)
         for sequence in outputs.ended:
             if sequence.request.hold and sequence.generated:
-                self._groups[sequence.place.group].hold(sequence)
+                self.groups[sequence.place.group].hold(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued
         return outputs
@@ -365,7 +362,7 @@ class Scheduler:
 
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
         """Returns the DP group and the pages (as in `PageRun`) held for an ended request."""
-        for group in self._groups:
+        for group in self.groups:
             if (held := group.held.get(request_id)) is not None:
                 missing = next(iter(held.ring.values()), 0)
                 return group.index, group.with_rings(held.page_ids, held.ring, missing=missing)
@@ -373,21 +370,18 @@ class Scheduler:
 
     def let_go(self, request_id: str) -> None:
         """Releases the pages that `held` reports."""
-        for group in self._groups:
+        for group in self.groups:
             if request_id in group.held:
                 group.let_go(request_id)
 
     def cached_tokens(self, request: Request) -> int:
-        """Returns the tokens of the request's prompt that are in a prefix cache now."""
-        prompt = request.prompt
-        keys = PageKeys(request.params.cache_salt, token_array(prompt), self.page_size)
-        caches = [group.cache for group in self._groups if group.cache is not None]
-        found = [len(cache.match(keys, len(prompt) - 1)) for cache in caches]
-        return max(found, default=0) * self.page_size
+        """Returns the tokens of the request that would be found in a prefix cache now."""
+        sequence = self._sequence(request)
+        return max(len(group.match(sequence)) for group in self.groups) * self.page_size
 
     def reset_prefix_caches(self) -> int:
         """Empties the prefix caches; returns the number of pages that this freed."""
-        return sum(group.reset_prefix_cache() for group in self._groups)
+        return sum(group.reset_prefix_cache() for group in self.groups)
 
     @property
     def num_running(self) -> int:
@@ -400,14 +394,9 @@ class Scheduler:
         return len(self.queue.waiting)
 
     @property
-    def quarantined(self) -> int:
-        """Pages in quarantine after logits that were not finite."""
-        return sum(group.pool.quarantined for group in self._groups)
-
-    @property
     def kv_usage(self) -> list[float]:
         """The fraction of its pages that each DP group uses, 0 … 1."""
-        return [group.usage for group in self._groups]
+        return [group.usage for group in self.groups]
 
     @property
     def has_work(self) -> bool:
@@ -424,9 +413,10 @@ class Scheduler:
 
         Takes time in proportion to the number of pages, so it is for tests. See `check_next_group`.
         """
-        for group in self._groups:
-            group.check_integrity()
-        self._check_sequences()
+        for group in self.groups:
+            group.changed = True
+        while self.check_next_group():
+            pass
 
     def check_next_group(self) -> bool:
         """Checks one DP group that changed since its last check; with the last such group also the
@@ -437,12 +427,14 @@ class Scheduler:
         Raises:
           RuntimeError: pages, slots, the queue or the steps in flight do not add up.
         """
-        changed = [group for group in self._groups if group.changed]
+        changed = [group for group in self.groups if group.changed]
         if not changed:
             return False
         changed[0].check_integrity()
         if len(changed) == 1:
-            self._check_sequences()
+            check_lanes(self._lanes, self._in_flight)
+            self.fetches.check_integrity()
+            check_queue(self._lanes, self.queue.waiting, self._live.values())
         return True
 
     def _sequence(self, request: Request, due_at: float | None = None) -> Sequence:
@@ -457,11 +449,6 @@ class Scheduler:
             scores=None if request.params.prompt_logprobs is None else [None],
         )
 
-    def _check_sequences(self) -> None:
-        check_lanes(self._lanes, self._in_flight)
-        self.fetches.check_integrity()
-        check_queue(self._lanes, self.queue.waiting, self._live.values())
-
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, to recompute its cache later."""
         self.num_preemptions += 1
@@ -474,7 +461,7 @@ class Scheduler:
         flight sample are dropped. It may have been preempted before, and be queued already.
         """
         self.recomputed += 1
-        self._groups[sequence.place.group].suspect(sequence)
+        self.groups[sequence.place.group].suspect(sequence)
         self._send_back(sequence)
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -490,32 +477,14 @@ class Scheduler:
         self._stop(sequence, "ended")
         del self._live[sequence.request.request_id]
         self._grammars -= sequence.has_grammar
-        for end_id in sequence.request.end_ids:
-            self._end_ids[end_id] -= 1
-            if not self._end_ids[end_id]:
-                del self._end_ids[end_id]
+        self._end_ids -= Counter(sequence.request.end_ids)  # drops ids of no live sequence
 
     def _stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
         """Gives a sequence no further steps, for the time being or for ever."""
         self.fetches.drop(sequence)
         sequence.status = status
         if sequence.home is not None:
-            self._groups[sequence.home.group].stop(sequence, status)
-
-    def _publish(self, slots: LaneSlots, step: StepInFlight) -> None:
-        """Offers the pages that a complete step has filled to the prefix cache.
-
-        If the cache has such a page of another sequence in use, the page is offered again with the
-        next one, and when the sequence leaves.
-        """
-        cached, rows = slots.known_cached(step), step.rows
-        full = cached // self.page_size
-        changed = (full > slots.published[rows]) | ~slots.running[rows]
-        changed &= slots.resident[rows]  # a sequence to be computed anew may have left already
-        slots.published[rows] = full
-        for index in np.flatnonzero(changed).tolist():
-            sequence = slots.write_back(int(rows[index]))
-            self._groups[sequence.place.group].publish(sequence, int(cached[index]))
+            self.groups[sequence.home.group].stop(sequence, status)
 
     def _release_rows(self, slots: LaneSlots, rows: np.ndarray) -> None:
         leaving = slots.resident & ~slots.running
@@ -528,4 +497,4 @@ class Scheduler:
             return
         slots = self._lanes[sequence.home.lane]
         if not slots.in_flight[sequence.place.row]:
-            self._groups[sequence.home.group].release(sequence)
+            self.groups[sequence.home.group].release(sequence)

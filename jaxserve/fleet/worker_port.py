@@ -60,7 +60,6 @@ class WorkerEngine(TokenEngine, Protocol):
     """Part of an engine that routers use through this port (`jaxserve.engine.engine.Engine`)."""
 
     def withdraw(self, request_id: str) -> None: ...
-    def release(self, request_id: str) -> None: ...
     def renew(self, hand_off: str) -> None: ...
     def reset_prefix_cache(self) -> int: ...
     def submit(
@@ -293,7 +292,7 @@ class RouterConnection(ServedSession[Item]):
             for request_id in [*submitted, *left]:
                 self._ended(request_id)
             for request_id in prefills:
-                self._engine.release(request_id)
+                self._engine.cancel(request_id)
             if submitted or left or prefills:
                 logger.info(
                     "router %s: %d requests cancelled, %d kept for another, %d prompts released",
@@ -375,7 +374,7 @@ class RouterConnection(ServedSession[Item]):
 
     def _release(self, frame: frames.Release) -> None:
         if self._prefills.pop(frame.request_id, self) is None:
-            self._engine.release(frame.request_id)
+            self._engine.cancel(frame.request_id)
 
     def _cancel(self, frame: Cancel) -> None:
         if frame.request_id in self._submitted:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint.conversion import convert, verify
+from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
@@ -14,6 +14,7 @@ from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.reading import Region, read_regions
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.checkpoint.tensors import list_tensors
+from jaxserve.checkpoint.verification import verify
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.mirror import _mirrored, local_folder

@@ -9,11 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.checkpoint import conversion
-from jaxserve.checkpoint.conversion import convert, verify
+from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
 from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.verification import verify
 from jaxserve.errors import CheckpointError
 from tests import golden
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3

@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import fingerprint
-from jaxserve.checkpoint.conversion import verify
 from jaxserve.checkpoint.fingerprint import Revision, file_hash, revision, weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.verification import verify
 from jaxserve.errors import CheckpointError
 from tests.reference.tiny_step3 import write_tiny_step3
 

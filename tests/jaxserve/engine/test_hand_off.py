@@ -153,7 +153,7 @@ def test_a_prediction_module_s_entries_come_along(tmp_path):
         def written(salt: str) -> list[np.ndarray]:
             """The prompt's full pages in the module's layer, which is the last one."""
             keys = PageKeys(salt, token_array(prompt), 32)
-            path = domain.schedulers[0]._groups[0].cache.match(keys, 96)
+            path = domain.schedulers[0].groups[0].cache.match(keys, 96)
             rows = [sizes.num_hidden_layers * 16 + node.page_id for node in path]
             arrays = [np.asarray(array)[rows] for array in domain.driver._pages]
             by_token = [np.moveaxis(array, 1, 2).reshape(96, -1) for array in arrays]
@@ -248,13 +248,13 @@ class TestTokens:
         source, domain = pair
         (prompt,) = draw_prompts(4, [150])
         assert prefill(source, prompt[:97], request_id="first").cached == 0
-        source.release("first")
+        source.cancel("first")
         found = source.schedulers[0].queue.prompt_tokens_found
         expected = alone(domain, [prompt])
         assert hand_over(source, domain, [prompt], GREEDY) == expected
         assert source.schedulers[0].queue.prompt_tokens_found - found == 96
         assert prefill(source, prompt, request_id="again").cached == 128
-        source.release("again")
+        source.cancel("again")
 
     def test_what_was_emitted_elsewhere_is_held_too(self, pair):
         source, domain = pair
@@ -338,9 +338,9 @@ class TestHolds:
         assert source.load().held == 1
         assert source.schedulers[0].kv_usage == [pytest.approx(3 / 32)]
         source.schedulers[0].check_integrity()
-        source.release("x")
+        source.cancel("x")
         until(lambda: not source.load().held)
-        source.release("x")
+        source.cancel("x")
         at_rest(source)
 
     def test_one_that_is_cancelled(self, pair):
@@ -365,7 +365,7 @@ class TestHolds:
         assert source._loop.holds.waiting == 3
         for number in range(9):
             waiting[number].wait()
-            source.release(f"b{number}")
+            source.cancel(f"b{number}")
         at_rest(source)
 
     def test_bad_requests(self, pair):
@@ -377,7 +377,7 @@ class TestHolds:
             source.submit([5] * 50, GREEDY, Collector(), source=held)
         with pytest.raises(InvalidRequestError, match="48 tokens are held of a request of 20"):
             domain.submit([5] * 20, GREEDY, Collector(), source=held)
-        source.release("y")
+        source.cancel("y")
 
 
 def test_a_source_may_hold_every_token_of_its_request():
@@ -402,7 +402,7 @@ class TestIntegrity:
         source, domain = pair
         held = msgspec.structs.replace(prefill(source, [9] * 50, request_id="z"), **change)
         assert message in self._error(domain, [token] * 50, held)
-        source.release("z")
+        source.cancel("z")
 
     def test_another_lease(self, pair):
         source, domain = pair
@@ -412,7 +412,7 @@ class TestIntegrity:
         error = self._error(domain, [9] * 50, mixed)
         assert f"digest {first.digest} was asked for, {second.digest} is held" in error
         for name in ("z1", "z2"):
-            source.release(name)
+            source.cancel(name)
 
     @staticmethod
     def _error(domain, prompt, held) -> str:
@@ -458,7 +458,7 @@ class TestFailures:
         held = msgspec.structs.replace(prefill(source, prompt, request_id="l"), **change)
         salt = msgspec.structs.replace(GREEDY, cache_salt=str(change))
         assert ask(domain, prompt, salt, source=held).token_ids == expected[0]
-        source.release("l")
+        source.cancel("l")
 
     def test_a_request_that_would_recompute_too_much_fails(self, pair):
         source, domain = pair
@@ -476,7 +476,7 @@ class TestFailures:
             assert ask(domain, [4] * 70, GREEDY, source=gone).finish_reason == "length"
         finally:
             loop.fetch_policy = policy
-        source.release("r")
+        source.cancel("r")
 
 
 def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
@@ -531,7 +531,7 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
     assert [len(action.page_ids) for action in told["domain"][:2]] == [2, 2]
     assert {action.cache_format for action in told["domain"][:2]} == {"float32"}
     assert {*told["domain"][2:]} == {"steps"}
-    source.release("told")
+    source.cancel("told")
 
 
 class TestPressure:
@@ -583,7 +583,7 @@ class TestPressure:
         collector.wait()
         # A lease whose request was cancelled on its way between the two is for the router to end.
         for number in range(60):
-            source.release(f"{number}")
+            source.cancel(f"{number}")
         for engine in (source, domain):
             at_rest(engine)
         until(lambda: counters(domain).queued == 0)
@@ -609,7 +609,7 @@ class TestPressure:
         finally:
             domain.deployment = whole
         collector.wait()
-        source.release("o")
+        source.cancel("o")
 
 
 def test_a_domain_whose_ffn_worker_is_in_another_runtime(tmp_path):

@@ -92,7 +92,7 @@ def admitted_together(loop: Loop, *names: str, tokens: int = 12) -> None:
 
 
 def held_pages(loop: Loop, name: str) -> list[int]:
-    group = loop.schedulers[0]._groups[0]
+    group = loop.schedulers[0].groups[0]
     assert loop.holds.of_request(name).page_ids == group.held[name].page_ids
     return group.held[name].page_ids
 

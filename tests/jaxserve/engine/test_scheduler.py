@@ -232,10 +232,10 @@ def test_groups_are_checked_one_by_one_and_once_a_change():
     assert checked == [True, True, False], "nothing happened in the third group"
     scheduler.cancel("b")
     scheduler.complete(plan, sampled({0: 11}, {}, {}))
-    scheduler._groups[1].promised += 1
+    scheduler.groups[1].promised += 1
     with pytest.raises(RuntimeError, match="group 1 counts"):
         scheduler.check_next_group()
-    scheduler._groups[1].promised -= 1
+    scheduler.groups[1].promised -= 1
     scheduler._lanes[0].in_flight[0] += 1
     with pytest.raises(RuntimeError, match="request 'a' is counted in the wrong number of steps"):
         scheduler.check_next_group()
@@ -249,7 +249,7 @@ def test_integrity_names_the_request_and_what_is_wrong():
     scheduler = make_scheduler(make_request("a", [1, 2, 3]))
     scheduler.plan(0)
     scheduler.check_integrity()
-    (sequence,) = scheduler._groups[0].residents()
+    (sequence,) = scheduler.groups[0].residents()
     (lane,) = scheduler._lanes
     for harm, message in (
         (lane.in_flight, "is counted in the wrong number of steps"),
@@ -266,7 +266,7 @@ def test_integrity_names_the_request_and_what_is_wrong():
         scheduler.check_integrity()
     sequence.page_ids.append(1)
     scheduler.check_integrity()
-    scheduler._groups[0].promised += 1
+    scheduler.groups[0].promised += 1
     with pytest.raises(RuntimeError, match=r"group 0 counts .* pages promised"):
         scheduler.check_integrity()
 

@@ -156,6 +156,8 @@ class FakeWorkerEngine:
     def cancel(self, request_id: str) -> None:
         with self._lock:
             running = self.running.pop(request_id, None)
+            self.prompts.pop(request_id, None)
+            self.held.pop(request_id, None)
         if running is not None:
             running.on_output(TokenOutput(request_id=request_id, finish_reason="cancelled"))
 
@@ -164,11 +166,6 @@ class FakeWorkerEngine:
             one = self.running.get(request_id)
             if one is not None and not one.sent:
                 self.cancel(request_id)
-
-    def release(self, request_id: str) -> None:
-        with self._lock:
-            self.prompts.pop(request_id, None)
-            self.held.pop(request_id, None)
 
     def renew(self, hand_off: str) -> None:
         self.renewed.append(hand_off)
