@@ -12,8 +12,7 @@ from jaxserve.config.formats import FORMATS, scaled
 from jaxserve.errors import ConfigError
 from jaxserve.planner import aot
 from jaxserve.planner.aot import CompiledProgram, RoleMemory
-from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.measurements import hardware_of
+from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.options import read_deployment
 from jaxserve.planner.view import Part, Report, show
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{deployment.model}: the engine cannot run it, only plan it")
     config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
-    hardware = hardware_of(there.device_kind, options.configs)
+    hardware = load_hardware(there.device_kind, folder=options.configs)
     start = time.perf_counter()
     programs = aot.compile_deployment(
         config,

@@ -187,7 +187,8 @@ def known_hardware(folder: Path = CONFIGS) -> list[str]:
 def load_hardware(
     name: str, prices: Mapping[str, float] | None = None, folder: Path = CONFIGS
 ) -> Hardware:
-    """Loads known hardware by name, or a YAML file by its path: one of its JAX devices.
+    """Loads one JAX device of known hardware, by its name or by what JAX calls it ("NVIDIA H200"),
+    or of a YAML file by its path.
 
     Args:
       prices: USD an accelerator and hour by name, in place of the files'.
@@ -197,7 +198,11 @@ def load_hardware(
     """
     path = Path(name) if name.endswith(".yaml") else folder / "hardware" / f"{name.lower()}.yaml"
     if not path.is_file():
-        raise ConfigError(unknown("hardware", name, known_hardware(folder)))
+        files = sorted((folder / "hardware").glob("*.yaml"))
+        kinds = {kind: each for each in files for kind in read_struct(each, Hardware).device_kinds}
+        if name not in kinds:
+            raise ConfigError(unknown("hardware", name, [each.stem for each in files]))
+        path = kinds[name]
     hardware = read_struct(path, Hardware)
     problems = []
     if "bfloat16" not in hardware.teraflops:

@@ -26,11 +26,8 @@ from jaxserve.planner.calibration import (
     fit,
 )
 from jaxserve.planner.hardware import (
-    Hardware,
-    known_hardware,
     load_hardware,
     read_json,
-    unknown,
 )
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
@@ -141,7 +138,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
     Raises:
       ConfigError: its hardware or model is unknown, or the model has no such layers.
     """
-    hardware = hardware_of(one.device_kind, configs)
+    hardware = load_hardware(one.device_kind, folder=configs)
     formats = Formats(
         weights=one.format,
         cache=one.cache or one.format,
@@ -184,22 +181,6 @@ def most_layers(model: CostModel, stage: MeasuredStage) -> int:
     elif stage == "ffn":
         sizes = [group.layers for group in model.ffn]
     return sizes.index(max(sizes))
-
-
-def hardware_of(device_kind: str, configs: Path = CONFIGS) -> Hardware:
-    """The hardware with this name, of this file, or with this JAX device kind.
-
-    Raises:
-      ConfigError: it is unknown; the message lists the known ones.
-    """
-    names = known_hardware(configs)
-    if device_kind.lower() in names or device_kind.endswith(".yaml"):
-        return load_hardware(device_kind, None, configs)
-    for name in names:
-        hardware = load_hardware(name, None, configs)
-        if device_kind in hardware.device_kinds:
-            return hardware
-    raise ConfigError(unknown("hardware", device_kind, names))
 
 
 def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:

@@ -8,7 +8,6 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.measurements import (
     calibration,
     expected,
-    hardware_of,
     joined,
     read_calibration,
     read_measurements,
@@ -81,14 +80,6 @@ def test_what_is_wrong_is_named(tmp_path):
             read_measurements(write(path, {**ATTEND, **point}))
     with pytest.raises(ConfigError, match="No such file"):
         read_measurements(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("TPU v6 lite", "v6e"), ("TPU7x", "v7x"), ("NVIDIA H200", "h200"), ("H20", "h20")],
-)
-def test_hardware_by_what_jax_calls_it(kind, name):
-    assert hardware_of(kind) == load_hardware(name)
 
 
 def test_layers_of_a_kind_have_a_fit_of_their_own(tmp_path):
