@@ -152,7 +152,9 @@ def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> 
       times: the source of the steps' times.
     """
     lanes = layout.lanes
-    pipeline = pipeline_of(layout.topology, times, lanes=lanes, groups=layout.dp)
+    pipeline = pipeline_of(
+        layout.topology, times, layers=times.layers, lanes=lanes, groups=layout.dp
+    )
     ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
     for number, step in enumerate(steps[:lanes]):
         pipeline.begin(number, number, 0.0, step)

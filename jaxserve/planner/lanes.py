@@ -9,7 +9,7 @@ concurrently: one computes while the messages of the other are in flight.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -59,17 +59,33 @@ class _Waited:
         self.least, self.most = float("inf"), 0.0
 
 
+class Setting(TypedDict, total=False):
+    """Arguments of a pipeline."""
+
+    layers: Required[int]
+    """Number of layers of the model."""
+    lanes: Required[int]
+    groups: Required[int]
+    """Lanes and DP groups of a domain."""
+    domains: int
+    """Attention meshes, served by one ffn mesh; 1 unless given."""
+    link: LinkMode
+    disturb: Disturb
+    """Adds noise to a stage."""
+    note: Note | None
+    """Called with every stage as a span, from the first device's start to the last one's end."""
+
+
 class _Pipeline:
-    """Common parts of all pipelines.
+    """Common parts of all pipelines."""
 
-    Args:
-      layers: number of layers of the model.
-      disturb: adds noise to a stage.
-      note: called with every stage as a span, from the first device's start to the last one's end.
-    """
-
-    def __init__(self, layers: int, disturb: Disturb, note: Note | None):
-        self._layers, self._disturb, self._note = layers, disturb, note
+    def __init__(self, **setting: Unpack[Setting]):
+        self._layers, self._groups = setting["layers"], setting["groups"]
+        self._domains = setting.get("domains", 1)
+        self._all_lanes = range(setting["lanes"] * self._domains)
+        self._link = setting.get("link", "duplex")
+        self._disturb = setting.get("disturb", undisturbed)
+        self._note = setting.get("note")
         self._busy = np.zeros(4)
 
     @property
@@ -106,30 +122,15 @@ class _Lane:
 
 
 class Disaggregated(_Pipeline):
-    """Attention and FFN on submeshes of their own.
+    """Attention and FFN on submeshes of their own."""
 
-    Args:
-      lanes, groups: lanes and DP groups of a domain.
-      domains: attention meshes, served by one ffn mesh.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        lanes: int,
-        groups: int,
-        domains: int = 1,
-        link: LinkMode = "duplex",
-        disturb: Disturb = undisturbed,
-        note: Note | None = None,
-    ):
-        super().__init__(layers, disturb, note)
-        self._domains, self._link = domains, link
-        self._rotation = Rotation(layers, lanes * domains)
-        self._lanes = [_Lane(groups) for _ in range(lanes * domains)]
-        self._attention_free = [np.zeros(groups) for _ in range(domains)]
-        self._link_free = [[np.zeros(groups) for _ in range(domains)] for _ in range(2)]
+    def __init__(self, **setting: Unpack[Setting]):
+        super().__init__(**setting)
+        groups, domains = self._groups, range(self._domains)
+        self._rotation = Rotation(self._layers, len(self._all_lanes))
+        self._lanes = [_Lane(groups) for _ in self._all_lanes]
+        self._attention_free = [np.zeros(groups) for _ in domains]
+        self._link_free = [[np.zeros(groups) for _ in domains] for _ in range(2)]
         self._side_free = [0.0, 0.0]  # the ffn role's end of the link, by direction
         self._ffn_free = 0.0
 
@@ -142,7 +143,7 @@ class Disaggregated(_Pipeline):
     def idle_lanes(self) -> list[int]:
         """Lanes that could begin a step."""
         inside = set(self._rotation.active)
-        return [lane for lane in range(len(self._lanes)) if lane not in inside]
+        return [lane for lane in self._all_lanes if lane not in inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
         """Begins a step of a lane at `now`, the host's time."""
@@ -247,6 +248,16 @@ class Disaggregated(_Pipeline):
         return end
 
 
+class _Batch:
+    """The progress of a colocated batch."""
+
+    def __init__(self, lane: int, number: int, times: StepTimes, begun: float):
+        self.lane, self.number, self.times, self.begun = lane, number, times, begun
+        self.layer = 0
+        self.attended = False
+        """Whether attention of this layer is done, so that its rows go to the FFN next."""
+
+
 class Colocated(_Pipeline):
     """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
     that wait for the last device.
@@ -254,39 +265,31 @@ class Colocated(_Pipeline):
     Experts are divided over the DP groups, and each disturbs its ffn stage by itself.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        lanes: int,
-        groups: int,
-        disturb: Disturb = undisturbed,
-        note: Note | None = None,
-    ):
-        super().__init__(layers, disturb, note)
-        self._free = np.zeros(groups)
-        self._begun: list[tuple[int, int, StepTimes]] = []
-        self._all_lanes = range(lanes)
+    def __init__(self, **setting: Unpack[Setting]):
+        super().__init__(**(setting | {"domains": 1}))
+        self._free = np.zeros(self._groups)
+        self._inside: list[_Batch] = []
         self._seen: dict[AFDStage, _Waited] = {"dispatch": _Waited(), "combine": _Waited()}
 
     @property
     def active(self) -> bool:
-        """Whether a step has begun and waits to run."""
-        return bool(self._begun)
+        """Whether a lane is inside a step, or waits for it to run."""
+        return bool(self._inside)
 
     @property
     def idle_lanes(self) -> list[int]:
         """Lanes that could begin a step."""
-        begun = {lane for lane, _, _ in self._begun}
-        return [lane for lane in self._all_lanes if lane not in begun]
+        inside = {batch.lane for batch in self._inside}
+        return [lane for lane in self._all_lanes if lane not in inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
         """Adds a step of a lane."""
-        self._begun.append((lane, number, times))
+        self._inside.append(_Batch(lane, number, times, now))
 
     def advance(self, now: float) -> tuple[int, float]:
         """Runs the step that waited longest: (lane, time when its last device had sampled)."""
-        lane, number, times = self._begun.pop(0)
+        batch = self._inside.pop(0)
+        lane, number, times = batch.lane, batch.number, batch.times
         first = np.maximum(self._free, now)
         attend, there, ffn, back = self._disturbed(times)
         # A collective ends for all devices at once, so each layer's two follow those before.
@@ -340,47 +343,11 @@ class Colocated(_Pipeline):
         return Seen(seen.total / seen.count, seen.least, seen.most)
 
 
-class _Batch:
-    """The progress of a batch of `Overlapped`."""
-
-    def __init__(self, lane: int, number: int, times: StepTimes, begun: float):
-        self.lane, self.number, self.times, self.begun = lane, number, times, begun
-        self.layer = 0
-        self.attended = False
-        """Whether attention of this layer is done, so that its rows go to the FFN next."""
-
-
 class Overlapped(Colocated):
     """A colocated deployment whose two lanes hide each other's messages, as in DeepSeek's decoding
     (profile-data, "Decoding"). One lane attends in two parts. Meanwhile the rows of the other lane
     travel to the experts, are computed between the parts, and travel back. A single lane runs its
     stages one after the other."""
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        groups: int,
-        disturb: Disturb = undisturbed,
-        note: Note | None = None,
-    ):
-        super().__init__(layers=layers, lanes=2, groups=groups, disturb=disturb, note=note)
-        self._inside: list[_Batch] = []
-
-    @property
-    def active(self) -> bool:
-        """Whether a lane is inside a step."""
-        return bool(self._inside)
-
-    @property
-    def idle_lanes(self) -> list[int]:
-        """Lanes that could begin a step."""
-        inside = {batch.lane for batch in self._inside}
-        return [lane for lane in self._all_lanes if lane not in inside]
-
-    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """Adds a step of a lane."""
-        self._inside.append(_Batch(lane, number, times, now))
 
     def advance(self, now: float) -> tuple[int, float]:
         """Runs stages until a lane leaves: (lane, time when its last device had sampled)."""
@@ -438,27 +405,9 @@ class Overlapped(Colocated):
 
 
 def pipeline_of(
-    topology: Topology,
-    times: StageTimes,
-    *,
-    lanes: int,
-    groups: int,
-    domains: int = 1,
-    link: LinkMode = "duplex",
-    disturb: Disturb = undisturbed,
-    note: Note | None = None,
+    topology: Topology, times: StageTimes, **setting: Unpack[Setting]
 ) -> Disaggregated | Colocated:
-    """Makes the pipeline that runs the lanes of a deployment; the classes explain the arguments."""
+    """Makes the pipeline that runs the lanes of a deployment."""
     if topology.has("ffn"):
-        return Disaggregated(
-            layers=times.layers,
-            lanes=lanes,
-            groups=groups,
-            domains=domains,
-            link=link,
-            disturb=disturb,
-            note=note,
-        )
-    if times.overlapped:
-        return Overlapped(layers=times.layers, groups=groups, disturb=disturb, note=note)
-    return Colocated(layers=times.layers, lanes=lanes, groups=groups, disturb=disturb, note=note)
+        return Disaggregated(**setting)
+    return Overlapped(**setting) if times.overlapped else Colocated(**setting)

@@ -136,6 +136,7 @@ class SimulatedEngine:
         self._pipeline = pipeline_of(
             deployment.topology,
             times,
+            layers=times.layers,
             lanes=lanes,
             groups=groups,
             domains=domains,

@@ -194,7 +194,7 @@ class TestColocated:
 def overlapped(times: StepTimes, layers: int, groups: int = 2) -> tuple[list[float], list[Span]]:
     """Ends of the first lane's steps, with both lanes always in a step, and all spans."""
     spans: list[Span] = []
-    pipeline = Overlapped(layers=layers, groups=groups, note=spans.append)
+    pipeline = Overlapped(layers=layers, lanes=2, groups=groups, note=spans.append)
     ends = []
     for number in range(8):
         for lane in pipeline.idle_lanes:
@@ -214,7 +214,7 @@ class TestOverlapped:
 
     def test_a_lane_that_is_alone_is_the_sum(self):
         times = Given(layers=3, groups=2, attend=2, dispatch=1, ffn=3, combine=1, leave=5)
-        pipeline = Overlapped(layers=3, groups=2)
+        pipeline = Overlapped(layers=3, lanes=2, groups=2)
         assert pipeline.idle_lanes == [0, 1]
         pipeline.begin(1, 0, 4.0, times.step())
         assert pipeline.idle_lanes == [0]
