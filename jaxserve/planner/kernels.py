@@ -46,6 +46,19 @@ class Expanded(NamedTuple):
     """Tokens for which the maps are charged in addition to their pass as linear maps."""
 
 
+class Attending(NamedTuple):
+    """A layer's attention in a step: numbers, or arrays with an entry for each DP group."""
+
+    tokens: Any
+    """Rows of the batch."""
+    read: Any
+    """Cached tokens that are read; of lightning attention, states read and written."""
+    pairs: Any
+    """A query's token with a token that it attends to, all of them, times `tile_padding`."""
+    expanded: Expanded | None = None
+    """The part on expanded keys and values; its pairs times `row_padding`."""
+
+
 def prompt_chunks(
     tokens: Any, length: Any, pairs: Any, *, whole: bool
 ) -> tuple[Any, Any, Expanded]:

@@ -5,7 +5,6 @@ hardware, corrected by what was measured or counted from compiled programs. Time
 which `noise.py` adds.
 """
 
-import functools
 import math
 from typing import Literal, NamedTuple, Protocol
 
@@ -18,6 +17,7 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import (
     BLOCK_TOKENS,
     FIRST_TOKENS,
+    Attending,
     Expanded,
     prompt_chunks,
     row_padding,
@@ -180,12 +180,12 @@ class Rooflines:
           tokens: of every DP group.
         """
         group, on, tp = self._attention.model.attention[index], self._on_attention, self._layout.tp
-        ask = functools.partial(self._attention.attend_seconds, group, on, tp, stage=stage)
         window = group.spec.window
         if on.pads and rows.reach and not isinstance(group.spec, Lightning):
             reach = min(rows.reach, window) if window else _blocks_reach(rows)
             tokens = np.full(rows.groups, float(rows.padded))
-            return np.asarray(ask(tokens, tokens * reach, tokens * reach))
+            load = Attending(tokens, tokens * reach, tokens * reach)
+            return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
         read, pairs, expanded = rows.length, rows.pairs, None
         if pairs is None:
             pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
@@ -200,7 +200,8 @@ class Rooflines:
             more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))
             expanded = Expanded(*(self._sums(rows, each) for each in more))
         pairs = pairs * tile_padding(group, on, tp, rows.tokens)
-        return np.asarray(ask(tokens, self._sums(rows, read), self._sums(rows, pairs), expanded))
+        load = Attending(tokens, self._sums(rows, read), self._sums(rows, pairs), expanded)
+        return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
 
     def _sums(self, rows: Rows, each: np.ndarray) -> np.ndarray:
         """Sums of a number of each sequence, an entry a DP group."""

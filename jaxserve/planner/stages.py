@@ -28,7 +28,7 @@ from jaxserve.planner.fabric import (
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import (
     BLOCK_ROWS,
-    Expanded,
+    Attending,
     blocks_met,
     busiest_by_chance,
     core_flops,
@@ -120,51 +120,24 @@ class Calculator(NamedTuple):
         seen, tokens = group.seen(self.context), batch * rows
         read = batch * (2 if isinstance(group.spec, Lightning) else seen)  # states are also written
         pairs = tokens * seen * tile_padding(group, hardware, tp, rows)
-        kernels = self._attend_kernels(group, hardware, tp, tokens, read, pairs)
-        return StageTime(*self._attention(stage, group, hardware, tp, tokens, kernels))
+        return StageTime(*self.attended(group, hardware, tp, Attending(tokens, read, pairs), stage))
 
-    def attend_seconds(
+    def attended(
         self,
         group: AttentionLayers,
         hardware: Hardware,
         tp: int,
-        tokens: Any,
-        read: Any,
-        pairs: Any,
-        expanded: Expanded | None = None,
+        load: Attending,
         stage: Literal["attend", "enter"] = "attend",
-    ) -> Any:
-        """`attend` of many DP groups with batches of their own.
-
-        Args:
-          tokens: NumPy array, one entry a DP group: rows of the batch.
-          read: cached tokens that are read; of lightning attention, states read and written.
-          pairs: a query's token with a token that it attends to, all of them, times
-            `tile_padding`.
-          expanded: of latent attention, what runs on expanded keys and values, an entry a DP group
-            each; its pairs times `row_padding`.
-          stage: as of `attend`.
-        """
-        kernels = self._attend_kernels(group, hardware, tp, tokens, read, pairs)
-        if expanded is not None:
-            kernels += self._expanded_kernels(group, tp, expanded)
-        return self._attention(stage, group, hardware, tp, tokens, kernels)[0]
-
-    def _attention(
-        self,
-        stage: Literal["attend", "enter"],
-        group: AttentionLayers,
-        hardware: Hardware,
-        tp: int,
-        tokens: Any,
-        kernels: Sequence[tuple[Any, Any, str]],
     ) -> tuple[Any, str]:
-        """Seconds and bound of these kernels, and of the sum over the devices of a DP group."""
+        """Seconds and bound of a layer's attention, and of the sum over the devices of a DP group.
+        Seconds are an array, without a bound, for many DP groups with loads of their own."""
+        kernels = self._attend_kernels(group, hardware, tp, load)
         seconds, bound = self._work(hardware, kernels)
         layers, fixed = _place(self.model.attention, group), kernels[1][0]
         seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
         if tp > 1:
-            moving = self._sum_over(hardware, tp, tokens)
+            moving = self._sum_over(hardware, tp, load.tokens)
             bound = "network" if bound and moving > seconds else bound
             seconds = seconds + moving
         return seconds, bound
@@ -198,40 +171,27 @@ class Calculator(NamedTuple):
         return FitKey(stage, hardware.name, self.model.name, form, layers)
 
     def _attend_kernels(
-        self,
-        group: AttentionLayers,
-        hardware: Hardware,
-        tp: int,
-        tokens: Any,
-        read: Any,
-        pairs: Any,
+        self, group: AttentionLayers, hardware: Hardware, tp: int, load: Attending
     ) -> list[tuple[Any, Any, str]]:
         """Costs of attention and of the linear maps as (bytes, FLOPs, format), from numbers or
         arrays. FLOPs of INT8 products are divided by the speed-up of their kernel."""
         split, whole = group.split_parameters(self.model.d_model)
-        flops = core_flops(group) / tp
+        flops, form = core_flops(group) / tp, self.formats.attention
         if group.int8_products:
             flops /= hardware.int8_attention
-        return [
-            (self.cache_row(group, tp) * read, flops * pairs, self.formats.attention),
-            (
-                self._linear_bytes(group, tp),
-                2 * tokens * (split / tp + whole),
-                self.formats.linear,
-            ),
+        linear = 2 * load.tokens * (split / tp + whole)
+        kernels = [
+            (self.cache_row(group, tp) * load.read, flops * load.pairs, form),
+            (self._linear_bytes(group, tp), linear, self.formats.linear),
         ]
-
-    def _expanded_kernels(
-        self, group: AttentionLayers, tp: int, expanded: Expanded
-    ) -> list[tuple[Any, Any, str]]:
-        """Keys and values are expanded and written, then read and attended to."""
-        assert isinstance(group.spec, MLA)
-        width = expanded_width(group.spec) / tp
-        size = width * number_bytes(self.formats.rows) * expanded.tokens
-        maps = 2 * head_parameters(group.spec) / tp * expanded.again
-        attending = 2 * width * expanded.pairs
-        form = self.formats.attention
-        return [(size, maps, form), (size, attending, form)]
+        if load.expanded is not None:
+            assert isinstance(group.spec, MLA)
+            # Keys and values are expanded and written, then read and attended to.
+            width = expanded_width(group.spec) / tp
+            size = width * number_bytes(self.formats.rows) * load.expanded.tokens
+            maps = 2 * head_parameters(group.spec) / tp * load.expanded.again
+            kernels += [(size, maps, form), (size, 2 * width * load.expanded.pairs, form)]
+        return kernels
 
     def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
         """Seconds to sum the output's rows over the devices of a DP group."""

@@ -7,6 +7,7 @@ from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import Calibration, Fit, FitKey
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.kernels import Attending
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads, Skew
@@ -74,7 +75,8 @@ def test_a_prefill_chunk_attends_to_what_is_before_each_token():
     found = rooflines(msgspec.structs.replace(LAYOUT, dp=1)).step(rows).attend[0][0]
     pairs = sum(range(1537, 2049))
     group = made.model.attention[0]
-    assert found == pytest.approx(made.attend_seconds(group, H800, 1, 512, 2048, pairs))
+    seconds, _ = made.attended(group, H800, 1, Attending(512, 2048, pairs))
+    assert found == pytest.approx(seconds)
 
 
 class TestLatentPrompts:
