@@ -1,4 +1,7 @@
-"""Names of the GPUs that the kernels support. Planning without JAX imports this, too."""
+"""Names of the GPUs that the kernels support, and their multiprocessors.
+
+Planning without JAX imports this, too.
+"""
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """Parts of the names of GPUs that all kernels support (sm_90a)."""
@@ -18,3 +21,15 @@ BEFORE_HOPPER = {
 """Multiprocessors of the GPUs that paged attention alone supports, by Triton (sm_80, sm_86, sm_89):
 by a part of the name, of which the first match counts. Step-3's attention devices that are no
 flagships."""
+
+SMALLER_HOPPER = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
+"""Multiprocessors by the beginning of the device kind; other Hopper GPUs have 132."""
+
+
+def multiprocessors_of(device_kind: str) -> int:
+    """Returns the multiprocessors of a supported GPU, by its name in JAX."""
+    # A space, so that names that end can be told from longer ones.
+    names = SMALLER_HOPPER.items()
+    smaller = (count for name, count in names if f"{device_kind} ".startswith(name))
+    older = (count for part, count in BEFORE_HOPPER.items() if part in device_kind)
+    return next(smaller, next(older, 132))

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import multiprocessors_of
 from pallas_kernels.target import Target
-
-HOPPER_PROCESSORS = {"NVIDIA H20 ": 78, "NVIDIA H20-": 78, "NVIDIA H100 PCIe": 114}
-"""Multiprocessors by the beginning of the device kind; other kinds have 132."""
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
@@ -108,10 +106,3 @@ def processors(target: Target) -> int:
     if target.interpret:
         return INTERPRETED_PROCESSORS
     return multiprocessors_of(target.device_kind) - min(target.left, LEFT_BY_PRODUCTS)
-
-
-def multiprocessors_of(device_kind: str) -> int:
-    """Returns the number of multiprocessors of a Hopper GPU."""
-    names = HOPPER_PROCESSORS.items()
-    # A space, so that names that end can be told from longer ones.
-    return next((count for name, count in names if f"{device_kind} ".startswith(name)), 132)

@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.attention.tiles import TpuTiles, smaller_tiles, tpu_tiles
+from pallas_kernels.attention.tiles import TPU_CHOICES, TpuTiles, smaller_tiles
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
-from pallas_kernels.tuned import Fields
+from pallas_kernels.tuned import Fields, in_force
 
 SUBLANES_16_BITS = 16
 """Rows of a register tile of 16 bits."""
@@ -132,7 +132,7 @@ class Call(NamedTuple):
         dtype = self.pages[0][1]
         default, least = None, 0
         compact_heads = self.kv_heads if self.compact else 0
-        for default in smaller_tiles(device_kind, decode=self.single, compact_heads=compact_heads):
+        for default in smaller_tiles(decode=self.single, compact_heads=compact_heads):
             least = self.need(default).total()
             if least <= VMEM_BYTES:
                 break
@@ -143,15 +143,12 @@ class Call(NamedTuple):
                 f"{least} bytes of VMEM with its smallest tiles, at most {VMEM_BYTES} fit: use "
                 "smaller pages, or divide the heads among more devices"
             )
-        tiles = tpu_tiles(
-            device_kind,
-            heads,
-            widths,
-            dtype,
-            decode=self.single,
-            default=default,
-            given=given,
-        )
+        name = jnp.dtype(dtype).name.replace("float8_e4m3fn", "fp8").replace("uint8", "fp8")
+        kind, choices = "chunk", TPU_CHOICES
+        if self.single:
+            kind, choices = "decode", {"block_tokens": TPU_CHOICES["block_tokens"]}
+        call = f"paged_attention {kind} heads {heads[0]}/{heads[1]} widths {widths[0]}/{widths[1]}"
+        tiles = in_force("attention", device_kind, f"{call} {name}", default, choices, given)
         need = self.need(tiles)
         if need.total() > VMEM_BYTES:
             raise ValueError(

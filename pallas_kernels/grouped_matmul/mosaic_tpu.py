@@ -34,7 +34,6 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
     of_groups,
     same_format,
 )
-from pallas_kernels.grouped_matmul.mosaic_tpu_narrowing import store_quantised, store_whole_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_pick import pick_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     LANES,
@@ -46,7 +45,12 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
     plan_call,
     plan_visits,
 )
-from pallas_kernels.grouped_matmul.mosaic_tpu_product import Blocks, product
+from pallas_kernels.grouped_matmul.mosaic_tpu_product import (
+    Blocks,
+    product,
+    store_quantised,
+    store_whole_rows,
+)
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
 from pallas_kernels.grouped_matmul.tile_list import when_known
 from pallas_kernels.grouped_matmul.tiles import RowFormat, tpu_tiles

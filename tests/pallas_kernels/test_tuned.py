@@ -6,7 +6,6 @@ from typing import NamedTuple
 import pytest
 
 from pallas_kernels import tuned
-from pallas_kernels.attention.tiles import TpuTiles, smaller_tiles, tpu_tiles
 from pallas_kernels.grouped_matmul.tiles import HopperTiles, hopper_tiles
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles as grouped_tiles
 
@@ -59,12 +58,6 @@ def test_entries_are_written_in_order(tmp_path):
     found = json.loads(path.read_text())
     assert list(found) == ["TPU v8", "TPU v9"]
     assert list(found["TPU v9"]) == ["a", "b"]
-
-
-def test_a_kind_without_a_row_takes_the_default():
-    default = next(smaller_tiles("TPU v99", decode=True))
-    found = tpu_tiles("TPU v99", (64, 1), (256, 256), "bfloat16", decode=True, default=default)
-    assert found == default == TpuTiles(2048, 256, 1024)
 
 
 def test_hopper_tiles_are_tuned_by_call():

@@ -23,7 +23,7 @@ TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
 def tiny(monkeypatch):
     """Blocks of two pages, items of four tokens in tiles of two."""
     row = tiles.TpuTiles(block_tokens=32, tile_rows=16, item_rows=32)
-    monkeypatch.setitem(tiles.TPU, TINY.device_kind, row)
+    monkeypatch.setattr(tiles, "TPU", row)
 
 
 @pytest.mark.usefixtures("no_race")
