@@ -277,15 +277,22 @@ class FleetFile(NamedTuple):
         keys = _keys(self.file, plan, self.calculator)
         fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
         of_fleet = fewer.keys(asked.longest, asked.page, requests, self.cost)
+        domains = fleet.units
         if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
+            if domains > 1:
+                raise ConfigError(
+                    f"--write: a file has one FFN worker for attention on other hardware, and "
+                    f"{domains} units have {domains}; plan for one unit's share of the rate"
+                )
             del of_fleet["attention.dp"], of_fleet["domains"]
+            domains = keys["domains"] or 1
         keys |= of_fleet
         keys["attention.hardware"] = unit.attention
         if unit.topology.has("ffn"):
             keys["ffn.hardware"] = unit.ffn
         if fleet.workers or fleet.units > 1:
             keys |= {
-                "fleet.domains": [f"decode-{number}:{PORT}" for number in range(fleet.units)],
+                "fleet.domains": [f"decode-{number}:{PORT}" for number in range(domains)],
                 "fleet.ttft_seconds": asked.ttft.seconds,
                 "fleet.tpot_seconds": asked.tpot.seconds,
             }
