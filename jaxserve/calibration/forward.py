@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.rope import paired, rotation
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.module import Template, rms_norm
+from pallas_kernels.activation import SWIGLU
 from pallas_kernels.rotate_and_write import rotate
 
 
@@ -33,7 +34,11 @@ def refuse_unsupported(config: ModelConfig) -> None:
     kinds = config.decoder + config.predictors
     found = {
         "gates of heads": any(getattr(kind.attention, "gate", "none") != "none" for kind in kinds),
-        "limits of SwiGLU": any(kind.ffn.limit or kind.ffn.expert_limit for kind in kinds),
+        "sinks": any(getattr(kind.attention, "sinks", False) for kind in kinds),
+        "limits of SwiGLU": any(
+            {kind.ffn.activation, kind.ffn.expert_activation} != {SWIGLU} for kind in kinds
+        ),
+        "biases of experts": any(kind.ffn.expert_bias for kind in kinds),
         "heads of prediction modules": config.own_heads,
     }
     if missing := [name for name, used in found.items() if used]:

@@ -37,6 +37,8 @@ class Source(NamedTuple):
     """Sources of further entries of the leaf's first axis, one each, after the tensors' entries."""
     plus: float = 0.0
     """Number that is added to the tensors' elements, in the leaf's dtype."""
+    expert_stack: bool = False
+    """Whether a tensor has the matrices of all experts, in a layout of `expert_stacks.py`."""
 
     @property
     def entries(self) -> int:
@@ -166,6 +168,8 @@ def grouped_query(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     if sizes.qkv_bias:
         for leaf, columns in (("query", heads), ("key", kv), ("value", kv)):
             sources[f"attention.{leaf}_bias"] = vector(f"{name}{leaf[0]}_proj.bias", columns)
+    if sizes.sinks:
+        sources["attention.sinks"] = vector(f"{name}sinks", sizes.q_heads)
     if sizes.gate == "heads":
         sources["attention.gate"] = matrix(f"{name}g_proj.weight", sizes.q_heads, d)
     if sizes.out_bias:
@@ -234,6 +238,8 @@ def decoder_names(
             sources["router.gate"] = matrix(f"{prefix}{gate}.weight", config.experts, d)
             if router.bias:
                 sources["router.bias"] = vector(f"{prefix}{bias}", config.experts)
+            if router.logit_bias:
+                sources["router.logit_bias"] = vector(f"{prefix}{gate}.bias", config.experts)
         attentions.append(sources)
         ffns.append(ffn(config, prefix, kind.ffn))
     modules = prefixes[config.layers :]

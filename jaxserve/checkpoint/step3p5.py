@@ -9,6 +9,7 @@ from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.source import CheckpointNames, decoder_names
 from jaxserve.checkpoint.step3 import STEP3, moe_ffn, step3_ffn
 from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig
+from pallas_kernels.activation import Activation
 
 WINDOWED = "sliding_attention"
 LIMITS = "swiglu_limits", "swiglu_limits_shared"
@@ -38,10 +39,12 @@ def step3p5_config(entries: Entries) -> ModelConfig:
         attention = windowed if own.any("layer_types") == WINDOWED else full
         share = own.number("partial_rotary_factors", default=1.0)
         rope = own.rope("head_dim", attention["head_dim"], share=share)
-        routed, shared = (own.number(name) if own.any(name) else 0.0 for name in LIMITS)
-        ffn = FFN(d_ff=d_ff, limit=shared)
+        routed, shared = (
+            Activation(limit=own.number(name) if own.any(name) else 0.0) for name in LIMITS
+        )
+        ffn = FFN(d_ff=d_ff, activation=shared)
         if n in moe_layers:
-            ffn = msgspec.structs.replace(moe, limit=shared, expert_limit=routed)
+            ffn = msgspec.structs.replace(moe, activation=shared, expert_activation=routed)
         entries.problems += [said for said in own.problems if said not in entries.problems]
         return LayerKind(GQA(**attention, rope=rope, qk_norm="heads"), ffn)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from jaxserve.config.formats import Floats, StoredFormat
 from jaxserve.errors import ConfigError
+from pallas_kernels.activation import SWIGLU, Activation
 
 Platform = Literal["cpu", "gpu", "tpu"]
 FFNKind = Literal["dense", "moe"]
@@ -111,6 +112,8 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
     out_bias: bool = False
     gate: Literal["none", "heads"] = "none"
     """`heads` multiplies the output of every head by the sigmoid of a linear map of the token."""
+    sinks: bool = False
+    """Whether the softmax of every head has one more score, a weight, whose value is zero."""
 
 
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
@@ -158,6 +161,8 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     """Factor applied to the gate weights."""
     bias: bool = False
     """Whether a bias is added to the scores for the selection, but not to the gate weights."""
+    logit_bias: bool = False
+    """Whether a bias is added to the logits."""
     groups: int = 1
     """Number of expert groups; a token chooses experts from its `top_groups` best groups only."""
     top_groups: int = 1
@@ -170,14 +175,14 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
     d_ff: int = 0
     """Hidden width of the dense network or of the shared expert (of all of them together); 0: none.
     """
-    limit: float = 0.0
-    """Largest value of silu(gate), and of up's magnitude, in this network; 0: unlimited."""
+    activation: Activation = SWIGLU
     router: Router | None = None
     """None: the layer is dense."""
     expert_d_ff: int = 0
     """Hidden width of a routed expert."""
-    expert_limit: float = 0.0
-    """The `limit` of routed experts."""
+    expert_activation: Activation = SWIGLU
+    expert_bias: bool = False
+    """Whether the three matrices of a routed expert have biases."""
 
     @property
     def kind(self) -> FFNKind:
@@ -200,7 +205,9 @@ class LayerKind(NamedTuple):
 
     def __str__(self) -> str:
         window, int8 = "_window" * bool(self.attention.window), "_int8" * self.int8_products
-        limit = "_limit" * (self.ffn.limit > 0 or self.ffn.expert_limit > 0)
+        limit = "_limit" * any(
+            one.limit for one in (self.ffn.activation, self.ffn.expert_activation)
+        )
         return f"{self.ffn.kind}{window}{limit}{int8}"
 
 

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.tiles import RowFormat
@@ -50,6 +51,10 @@ from pallas_kernels.tuned import Fields
 _Stack = Array | QuantArray | InputMajor
 _Weights = tuple[_Stack, _Stack, _Stack]
 _KernelWeights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
+Biases = tuple[
+    Float[Array, "groups d_ff"], Float[Array, "groups d_ff"], Float[Array, "groups d_out"]
+]
+"""Biases of the products of gate, up and down, of all groups."""
 _EIGHT_BITS = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "fp8"}
 _COST = "multiplies 8 rows at a time, one block after the other"
 
@@ -123,7 +128,8 @@ def grouped_swiglu(
     narrow: QuantArray | None = None,
     zero_padding: bool = True,
     average: int | None = None,
-    limit: float = 0.0,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
@@ -149,8 +155,9 @@ def grouped_swiglu(
       average: expected rows of a group, if that is not all rows over all groups: some rows may not
         exist, some groups surely have none. Affects only sizes: of tiles on Hopper GPUs, of blocks
         of rows on CPUs.
-      limit: largest value of silu, and of the up projection's magnitude; 0: no limit. With a limit
-        kernels compute the three products one by one, and round between them.
+      activation: what makes hidden rows of the products of gate and up. With biases, or another
+        one than `SWIGLU`, kernels compute the three products one by one, and round between them.
+      biases: of the networks; None: they have none.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -175,32 +182,46 @@ def grouped_swiglu(
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     weights = gate_weights, up_weights, down_weights
     target = _target("grouped_swiglu", implementation, rows, weights, row_format, tiles)
-    if limit < 0:
-        raise ValueError(f"limit is {limit}, needs 0 or more")
-    if limit and target is not None:
+    if biases is not None:
+        _check_biases(biases, gate_weights, down_weights)
+    if target is not None and (biases is not None or activation != SWIGLU):
+        # No kernel adds biases or computes other activations between its products.
         given = rows if source is None else rows[source]
-        product = functools.partial(
+        multiply = functools.partial(
             grouped_matmul,
             group_sizes=group_sizes,
             row_format=row_format,
             implementation=implementation,
             tiles=tiles,
         )
-        gate, up, down = cast(_KernelWeights, weights)
-        opened, raised = (product(given, each).astype(jnp.float32) for each in (gate, up))
-        hidden = reference.gated(opened, raised, limit).astype(rows.dtype)
-        return product(hidden, down)
+        ends = jnp.cumsum(jnp.asarray(group_sizes))
+        group = jnp.sum(ends[:, None] <= jnp.arange(given.shape[0]), axis=0)  # padding: past all
+
+        def product(some: Array, place: int) -> Array:
+            found = multiply(some, cast(_KernelWeights, weights)[place]).astype(jnp.float32)
+            if biases is None:
+                return found
+            return found + biases[place].at[group].get(mode="fill", fill_value=0)
+
+        hidden = reference.gated(product(given, 0), product(given, 1), activation)
+        return product(hidden.astype(rows.dtype), 2).astype(rows.dtype)
 
     def compute(
         rows: Array,
         weights: _Weights,
         source: Array | None,
         narrow: QuantArray | None,
+        biases: Biases | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
         if target is None:
             return reference.grouped_swiglu(
-                rows, *weights, group_sizes, row_format, source, average, limit
+                *(rows, *weights, group_sizes),
+                row_format=row_format,
+                source=source,
+                average=average,
+                activation=activation,
+                biases=biases,
             )
         arrays = (rows, *cast(_KernelWeights, weights), group_sizes)
         options: dict[str, Any] = {"zero_padding": zero_padding, "tiles": tiles}
@@ -214,7 +235,8 @@ def grouped_swiglu(
         return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
 
     narrow = _in_format(narrow, gate_weights, up_weights)
-    out: Array = _run("grouped_swiglu", compute, group_sizes, rows, weights, source, narrow)
+    arrays = rows, weights, source, narrow, biases
+    out: Array = _run("grouped_swiglu", compute, group_sizes, *arrays)
     return out
 
 
@@ -310,6 +332,16 @@ def _check_weights(
         raise ValueError(f"{name} has shape {weights.shape}, needs {wanted}")
     if not isinstance(weights, QuantArray | InputMajor) and weights.dtype != rows.dtype:
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")
+
+
+def _check_biases(biases: Biases, gate: _Stack, down: _Stack) -> None:
+    widths = gate.shape[1], gate.shape[1], down.shape[1]
+    for name, bias, width in zip(("gate", "up", "down"), biases, widths, strict=True):
+        if bias.shape != (gate.shape[0], width) or not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(
+                f"the bias of {name} is {bias.dtype}{bias.shape}, needs floats "
+                f"{(gate.shape[0], width)}"
+            )
 
 
 def _check_row_format(row_format: str | None, **weights: Array | QuantArray | InputMajor) -> None:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.reference import gated as gated_product
@@ -170,7 +171,7 @@ def dense_swiglu(
     up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
     narrow: QuantArray | None = None,
-    limit: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Float[Array, "rows d_out"]:
     """Computes `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ` by a kernel or by XLA; hidden rows and results are
     rounded to the dtype of `rows`.
@@ -180,10 +181,10 @@ def dense_swiglu(
         `grouped_swiglu`. On a GPU XLA multiplies these values, and then the sums by the scales: it
         reads 8 bits, and 16-bit rows are never written. It multiplies FP8 by FP8 at twice the rate
         of 16 bits; the products are the same.
-      limit: see `grouped_swiglu`.
+      activation: see `grouped_swiglu`.
     """
     value: Any = rows, narrow
-    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights, limit):
+    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights, activation):
         value = step(value)
     return value
 
@@ -193,13 +194,13 @@ def swiglu_steps(
     gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
     down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
-    limit: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> tuple[Callable[[Any], Any], ...]:
     """Returns `dense_swiglu` of rows like these as steps, for a caller that does something else
     beside each step. The first step takes (rows, narrow), each other one the previous result, a
     tree of arrays; the last returns the output. A kernel computes everything in one step."""
     weights = (gate_weights, up_weights, down_weights)
-    if covers(rows, *weights) and not limit:
+    if covers(rows, *weights) and activation == SWIGLU:
         stacks = gate, up, down = tuple(map(_stack, weights))
         row_format = fastest_row_format(rows, stacks)
         return (
@@ -216,7 +217,7 @@ def swiglu_steps(
     def hidden(found: Any) -> Array:
         (rows, narrow), gate = found
         up = _dense_product(rows, up_weights, narrow)
-        return gated_product(gate, up, limit).astype(rows.dtype)
+        return gated_product(gate, up, activation).astype(rows.dtype)
 
     def project(hidden: Array) -> Array:
         return dense_matmul(hidden, down_weights).astype(hidden.dtype)

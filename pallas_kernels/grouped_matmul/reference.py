@@ -15,12 +15,14 @@ a group, however few there are.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize.bits import as_bits
@@ -64,30 +66,42 @@ def grouped_swiglu(
     row_format: str | None = None,
     source: Int32[Array, " picked"] | None = None,
     average: int | None = None,
-    limit: float = 0.0,
+    activation: Activation = SWIGLU,
+    biases: tuple[Array, Array, Array] | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Runs every row through the SwiGLU network of its group.
 
     Args:
-      limit: see `gated`.
       average: expected rows of a group; affects speed alone.
+      activation: see `gated`.
+      biases: of gate, up and down, [groups, d_out]; None: the networks have none.
     """
 
-    def swiglu(some: Array, gate: WeightArray, up: WeightArray, down: WeightArray) -> Array:
-        hidden = gated(_matmul(some, gate, row_format), _matmul(some, up, row_format), limit)
+    def swiglu(some: Array, *weights: Any) -> Array:
+        *own, gate, up, down = weights
+        products = _matmul(some, gate, row_format), _matmul(some, up, row_format)
+        if own:
+            products = products[0] + own[0], products[1] + own[1]
+        hidden = gated(*products, activation)
         if row_format in (None, "float"):
             hidden = hidden.astype(rows.dtype)
-        return _matmul(hidden, down, row_format).astype(rows.dtype)
+        out = _matmul(hidden, down, row_format)
+        return (out + own[2] if own else out).astype(rows.dtype)
 
-    weights = gate_weights, up_weights, down_weights
+    added = [bias[:, None].astype(jnp.float32) for bias in biases or ()]
+    weights = *added, gate_weights, up_weights, down_weights
     return _map_rows(swiglu, rows, weights, group_sizes, average, source)
 
 
-def gated(gate: Array, up: Array, limit: float = 0.0) -> Array:
-    """Returns silu(gate) · up. A limit above 0 is the largest value of silu(gate), and of up's
-    magnitude (Step-3.5)."""
-    opened = jax.nn.silu(gate)
-    return opened * up if not limit else jnp.minimum(opened, limit) * jnp.clip(up, -limit, limit)
+def gated(gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
+    """Returns the activation of the two products."""
+    limit, before = activation.limit, activation.clamp == "before"
+    if limit:
+        gate, up = jnp.minimum(gate, limit) if before else gate, jnp.clip(up, -limit, limit)
+    opened = gate * jax.nn.sigmoid(activation.alpha * gate)
+    if limit and not before:
+        opened = jnp.minimum(opened, limit)
+    return opened * (up + activation.plus if activation.plus else up)
 
 
 def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
@@ -106,7 +120,7 @@ def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
 def _map_rows(
     function: Callable[..., Array],
     rows: Array,
-    weights: tuple[WeightArray, ...],
+    weights: tuple[Any, ...],
     sizes: Array | np.ndarray,
     average: int | None = None,
     source: Array | None = None,

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Num
 
+from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Implementation
-from pallas_kernels.grouped_matmul.api import grouped_swiglu
+from pallas_kernels.grouped_matmul.api import Biases, grouped_swiglu
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray
@@ -235,7 +236,8 @@ def routed_choices(
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
     among: int | None = None,
-    limit: float = 0.0,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
@@ -247,7 +249,7 @@ def routed_choices(
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
       among: number of networks to choose from, on all devices; None: those of the window.
-      row_format, narrow, limit, implementation, tiles: see `grouped_swiglu`.
+      row_format, narrow, activation, biases, implementation, tiles: see `grouped_swiglu`.
 
     Returns:
       the results, and with their order the number of tokens of each network of the window.
@@ -279,7 +281,8 @@ def routed_choices(
         narrow=narrow,
         zero_padding=False,
         average=choices.size // (among or count),
-        limit=limit,
+        activation=activation,
+        biases=biases,
         implementation=implementation,
         tiles=tiles,
     )

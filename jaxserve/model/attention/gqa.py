@@ -1,12 +1,14 @@
-"""Grouped-query attention: optional norms of q and k, sliding window, biases and gates of heads.
+"""Grouped-query attention: optional norms of q and k, sliding window, biases, sinks, and gates of
+heads.
 
-One of the attention families; `model.py` composes it with norms, router and residual. Runs inside
+One of the attention families; `blocks.py` composes it with norms, router and residual. Runs inside
 `shard_map` on the attention mesh: query heads and K and V heads are split over `tp`. Where there
 are fewer K heads than devices, all devices compute all of them, and each keeps the one that its
 query heads read.
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -30,6 +32,7 @@ class GQA(nnx.Module):
         None: the model has none.
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
       gate: [q_heads, d_model]; None: the outputs of heads are not gated.
+      sinks: FP32 [q_heads], one more score of every head; None: the softmax is over tokens alone.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
@@ -55,6 +58,8 @@ class GQA(nnx.Module):
         self.out_bias = zeros(dtype, d_model=d_model) if sizes.out_bias else None
         gated = sizes.gate == "heads"
         self.gate = weight(rngs, dtype, q_heads=sizes.q_heads, d_model=d_model) if gated else None
+        fp32 = jnp.dtype(jnp.float32)
+        self.sinks = zeros(fp32, q_heads=sizes.q_heads) if sizes.sinks else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
@@ -79,7 +84,8 @@ class GQA(nnx.Module):
             query, pages = rotate_and_write(pages, query, key, value, turn, batch, norms)
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
-            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
+            sinks = None if self.sinks is None else self.sinks[...]
+            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype, sinks=sinks)
         if self.gate is not None:
             mixed *= jax.nn.sigmoid(linear(x, self.gate))[:, :, None]
         share = linear(mixed.reshape(tokens, -1), self.out)

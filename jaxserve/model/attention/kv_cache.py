@@ -197,12 +197,18 @@ def attend(
     *,
     scale: float,
     dtype: jnp.dtype,
+    sinks: Float[Array, " q_heads"] | None = None,
 ) -> Float[Array, "tokens q_heads v_width"]:
-    """Attention of every token to the cached tokens of its sequence, itself included, in `dtype`:
-    queries from `rotate_and_write` may have another one."""
+    """Computes the attention of every token to the cached tokens of its sequence, itself included.
+
+    Args:
+      dtype: of the output; queries from `rotate_and_write` may have another one.
+      sinks: of every head a score in the softmax, whose value is zero. Kernels do not know it: with
+        the log-sum-exp of all other scores, the output is multiplied by their share of the softmax.
+    """
     keys, values, *scales = pages
     k_scales, v_scales = scales or (None, None)
-    return paged_attention(
+    mixed, lse = paged_attention(
         queries,
         keys,
         values,
@@ -212,9 +218,13 @@ def attend(
         int8_products=kind.int8_products,
         k_scales=k_scales,
         v_scales=v_scales,
+        with_lse=sinks is not None,
         out_dtype=dtype,
         places=batch.own.places,
-    )[0]
+    )
+    if sinks is None or lse is None:
+        return mixed
+    return (mixed * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(dtype)
 
 
 def attend_latent(

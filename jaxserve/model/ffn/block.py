@@ -65,7 +65,7 @@ class FFNBlock(nnx.Module):
         split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
         formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
         here = d_ff > 0 and not (moe and shared_ranks)
-        dense = functools.partial(DenseFFN, dimension=split, limit=spec.limit)
+        dense = functools.partial(DenseFFN, dimension=split, activation=spec.activation)
         self.dense = dense(d_model, d_ff, formats, rngs) if here else None
 
     def unsummed(
@@ -241,7 +241,8 @@ def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
             f"{said}: slots are as wide as a routed expert, d_ff = {config.moe.expert_d_ff}, which "
             f"does not divide the shared expert's {config.moe.d_ff}"
         )
-    if any(kind.ffn.limit != kind.ffn.expert_limit for kind in config.decoder if kind.ffn.router):
+    ffns = [kind.ffn for kind in config.decoder if kind.ffn.router]
+    if any(ffn.activation != ffn.expert_activation for ffn in ffns):
         raise ConfigError(f"{said}: limits of the shared expert and of routed ones differ")
     sizes = deployment_slots(config, deployment)
     if sizes.shared_parts > sizes.local:

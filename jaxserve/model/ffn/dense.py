@@ -10,15 +10,16 @@ from jaxtyping import Array, Float
 
 from jaxserve.model.module import Formats, matrix
 from jaxserve.model.quant.rows import EncodedRows
+from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
 from pallas_kernels.quantize import QuantArray
 
 
 class DenseFFN(nnx.Module):
-    """down(silu(x·gate) · (x·up)), of which a limit bounds both factors.
+    """down(activation(x·gate, x·up)).
 
     Attributes:
-      limit: see `FFN.limit`.
+      activation: see `gated` of the kernels.
       gate, up: [d_ff, d_model].
       down: [d_model, d_ff].
     """
@@ -31,10 +32,10 @@ class DenseFFN(nnx.Module):
         rngs: nnx.Rngs,
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",
-        limit: float = 0.0,
+        activation: Activation = SWIGLU,
     ):
-        self.limit = limit
-        self._in_blocks = formats.expert_rows in (None, "fp8") and not limit
+        self.activation = activation
+        self._in_blocks = formats.expert_rows in (None, "fp8") and activation == SWIGLU
         hidden = {dimension: d_ff}
         self.gate = matrix(rngs, formats, **hidden, d_model=d_model)
         self.up = matrix(rngs, formats, **hidden, d_model=d_model)
@@ -49,7 +50,7 @@ class DenseFFN(nnx.Module):
           encoded: x as it came over the wire, if in 8 bits.
         """
         weights = self.gate[...], self.up[...], self.down[...]
-        return dense_swiglu(x, *weights, _narrow(encoded), self.limit)
+        return dense_swiglu(x, *weights, _narrow(encoded), self.activation)
 
     def steps(
         self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
@@ -71,7 +72,7 @@ class DenseFFN(nnx.Module):
             if of_fp8 is not None:
                 hidden, project = of_fp8
                 return (lambda rows: hidden(rows[2].quantised())), project
-        first, *others = swiglu_steps(x, *weights, self.limit)
+        first, *others = swiglu_steps(x, *weights, self.activation)
         return lambda rows: first((rows[0], _narrow(rows[1]))), *others
 
 

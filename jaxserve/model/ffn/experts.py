@@ -6,14 +6,16 @@ per slot is data. Choices of slots elsewhere, and padding tokens, contribute not
 slot holds is not known here; on ranks of the shared expert it is a part of that one.
 """
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import Formats, matrix
+from jaxserve.model.module import Formats, matrix, zeros
 from jaxserve.model.quant.rows import EncodedRows
-from pallas_kernels.grouped_matmul.api import fastest_row_format
+from pallas_kernels.grouped_matmul.api import Biases, fastest_row_format
 from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
 
 
@@ -35,6 +37,9 @@ class Experts(nnx.Module):
       gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
         splits it.
       down: [slots, d_model, expert_d_ff].
+      bias: [slots, 2·expert_d_ff], of gate and up in turns, as files have them; None: the model's
+        experts have no biases.
+      down_bias: [slots, d_model], or None.
       sizes: numbers of slots.
       local: slots of one layer on one device.
       row_format: see `grouped_swiglu`; None: the device's fastest format that loses nothing beyond
@@ -55,11 +60,14 @@ class Experts(nnx.Module):
         expert_ranks, tensor_ranks = ranks
         self.sizes = slot_sizes(spec, expert_ranks, redundant, shared_ranks)
         self.local, slots = self.sizes.local, self.sizes.all_slots
-        self.row_format, self.limit = formats.expert_rows, spec.expert_limit
+        self.row_format, self.activation = formats.expert_rows, spec.expert_activation
         d_model, d_ff = config.d_model, -(-spec.expert_d_ff // tensor_ranks) * tensor_ranks
         self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)
+        biased, dtype = spec.expert_bias, formats.dtype
+        self.bias = zeros(dtype, slots=slots, expert_d_ff=2 * d_ff) if biased else None
+        self.down_bias = zeros(dtype, slots=slots, d_model=d_model) if biased else None
 
     def choices(
         self,
@@ -97,5 +105,14 @@ class Experts(nnx.Module):
             row_format=row_format,
             narrow=narrow,
             among=self.sizes.all_slots,
-            limit=self.limit,
+            activation=self.activation,
+            biases=self._biases(),
         )
+
+    def _biases(self) -> Biases | None:
+        """Biases of this device's shares of gate and up, and of down, which the first of the
+        devices that add up their results adds alone."""
+        if self.bias is None or self.down_bias is None:
+            return None
+        both, down = self.bias[...], self.down_bias[...]
+        return both[:, ::2], both[:, 1::2], jnp.where(jax.lax.axis_index("tp") == 0, down, 0)

@@ -20,6 +20,7 @@ class Router(nnx.Module):
       gate: [router_experts, d_model], replicated.
       bias: FP32 [router_experts], added to the scores for the selection but not for the gate
         weights; None: the model has none.
+      logit_bias: FP32 [router_experts], added to the logits; None: the model has none.
     """
 
     def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -27,6 +28,8 @@ class Router(nnx.Module):
         self.gate = weight(rngs, dtype, router_experts=rule.experts, d_model=d_model)
         fp32 = jnp.dtype(jnp.float32)
         self.bias = zeros(fp32, router_experts=rule.experts) if rule.bias else None
+        biased = rule.logit_bias
+        self.logit_bias = zeros(fp32, router_experts=rule.experts) if biased else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], valid: Bool[Array, " tokens"], sentinel: int
@@ -37,6 +40,8 @@ class Router(nnx.Module):
             logits = matmul(x.astype(jnp.float32), self.gate[...].astype(jnp.float32))
         else:
             logits = linear(x, self.gate).astype(jnp.float32)
+        if self.logit_bias is not None:
+            logits += self.logit_bias[...]
         softmax = rule.score == "softmax"
         scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
         choice = scores if self.bias is None else scores + self.bias[...]

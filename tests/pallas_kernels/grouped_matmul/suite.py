@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.activation import Activation
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
@@ -398,6 +399,30 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         together = compiled(jnp.asarray(rows), weights.jax, jnp.asarray([40, self.rows - 40]))
         few = compiled(jnp.asarray(np.roll(rows, -39, 0)), weights.jax, jnp.asarray([1, 2]))
         np.testing.assert_array_equal(few[:3], together[39:42])
+
+    @pytest.mark.parametrize("format", nightly("float", "fp8"))
+    def test_swiglu_with_biases_and_another_activation(self, format):
+        """gpt-oss's: limits before the sigmoid, a gain, 1 added to up, and biases of groups."""
+        rng = np.random.default_rng(0)
+        sizes, (d, d_ff) = [20, 0, self.rows - 30], (self.d_in, self.d_ff)
+        shapes = [(3, d_ff, d)] * 2 + [(3, d, d_ff)]
+        gate, up, down = (Weight(rng, shape, format, jnp.bfloat16, sizes) for shape in shapes)
+        biases = [rng.normal(size=(3, width)).astype(np.float32) for width in (d_ff, d_ff, d)]
+        rows = poisoned_rows(rng, self.rows, d, np.float32, sizes) / 16
+        rows = rows.astype(jnp.bfloat16)
+        activation = Activation(limit=0.7, clamp="before", alpha=1.702, plus=1.0)
+
+        def network(row, group):
+            opened, raised, added = (bias[group].astype(np.float64) for bias in biases)
+            opened = np.minimum(gate.product(row, group) + opened, 0.7)
+            raised = np.clip(up.product(row, group) + raised, -0.7, 0.7) + 1
+            hidden = opened / (1 + np.exp(-1.702 * opened)) * raised
+            return down.product(hidden.astype(jnp.bfloat16), group) + added
+
+        options = {"activation": activation, "biases": tuple(map(jnp.asarray, biases))}
+        output = self.run(grouped_swiglu, rows, [gate, up, down], sizes, **options)
+        assert_near(output, by_group_numpy(rows, sizes, d, network), 2e-2)
+        np.testing.assert_array_equal(output[sum(sizes) :], 0)
 
     def test_no_rows(self):
         rng = np.random.default_rng(0)

@@ -30,6 +30,9 @@ class TestReference(GroupedMatmulSuite):
     def test_what_takes_kernels_too_long(self, test, format, dtype):
         getattr(self, test)(format, dtype)
 
+    def test_biases_and_another_activation(self):
+        self.test_swiglu_with_biases_and_another_activation("float")
+
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     @pytest.mark.parametrize(("d_model", "d_ff"), [(8, 16), (256, 72)])
     def test_a_row_is_the_same_in_any_company(self, d_model, d_ff, dtype):
