@@ -37,6 +37,7 @@ FAMILIES = {
     "kimi_k2": "deepseek:DEEPSEEK",
     "kimi_k25": "deepseek:KIMI_K25",
     "glm4_moe": "glm4_moe:GLM4_MOE",
+    "gpt_oss": "gpt_oss:GPT_OSS",
     "minimax_m2": "minimax_m2:MINIMAX_M2",
     "qwen3": "qwen3:QWEN3",
     "qwen3_moe": "qwen3:QWEN3",

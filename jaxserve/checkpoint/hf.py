@@ -28,6 +28,7 @@ from jaxserve.checkpoint.arrays import (
     quantised_here,
     refuse,
 )
+from jaxserve.checkpoint.expert_stacks import ExpertStack, join_stacks
 from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
@@ -43,8 +44,8 @@ FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
 """Suffix that turns the name of a matrix into the name of its scales."""
 
-Tensors = dict[str, Tensor | PackedTensor]
-"""Tensors of a folder by name, each packed matrix joined into one."""
+Tensors = dict[str, Tensor | PackedTensor | ExpertStack]
+"""Tensors of a folder by name, each packed matrix or stack joined into one."""
 
 
 class HFCheckpoint(Blocks):
@@ -194,7 +195,7 @@ class HFCheckpoint(Blocks):
         of_blocks = [{} for _ in sources] if grids is None else grids
         names = [name for source in sources for name in source.all_names]
         # A tile of packed words would need one small read per input channel: read by rows instead.
-        by_rows = leaf.tile and any(isinstance(tensors[name], PackedTensor) for name in names)
+        by_rows = leaf.tile and not all(isinstance(tensors[name], Tensor) for name in names)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             regions, read = [], leaf._replace(tile=0) if by_rows else leaf
@@ -208,10 +209,12 @@ class HFCheckpoint(Blocks):
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding
                 regions += own
-            packed = [r for r in regions if isinstance(r.tensor, PackedTensor)]
             read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
-            for region in packed:
-                read_packed(region, self.on_read)
+            for region in regions:
+                if isinstance(region.tensor, ExpertStack):
+                    region.tensor.read(region, self.on_read)
+                elif isinstance(region.tensor, PackedTensor):
+                    read_packed(region, self.on_read)
             for target in targets if sources[0].plus else ():
                 target += sources[0].plus
             if not by_rows:
@@ -283,12 +286,13 @@ def _joined(
 ) -> tuple[Tensors, list[str]]:
     """The tensors with each packed matrix joined into one, and problems found in their parts."""
     if packing is None:
-        return dict(listing.tensors), []
+        return join_stacks(listing.tensors, names)
     matrices = dict(names.unloaded)
     for sources in (names.head, *names.attention, *names.ffn, *names.predictions):
         for source in sources.values():
             matrices |= source.tensors
-    return join_parts(listing.tensors, matrices, packing)
+    joined, problems = join_parts(listing.tensors, matrices, packing)
+    return {**joined}, problems
 
 
 def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> list[str]:
@@ -342,7 +346,7 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
     return problems + sorted(wrong)
 
 
-def _is_blocked(tensor: Tensor | PackedTensor) -> bool:
+def _is_blocked(tensor: Tensor | PackedTensor | ExpertStack) -> bool:
     """Whether this is an FP8 matrix with block scales in a separate tensor."""
     return tensor.kind == FP8 and len(tensor.shape) > 1
 

@@ -10,6 +10,7 @@ from typing import get_args
 
 import msgspec
 
+from jaxserve.checkpoint.expert_stacks import join_stacks
 from jaxserve.checkpoint.families import FAMILIES, architecture, family_of
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
@@ -86,7 +87,8 @@ def read_config(
             floats="bfloat16" if done.dtype == "bfloat16" else "float32",
         )
         return config, family.names(config)
-    names, tensors = family.names(config), _listed(path.parent)
+    names = family.names(config)
+    tensors, _ = join_stacks(_listed(path.parent), names)
     if config.stored != "plain":
         packing, groups = packing_of(tree), sharing(config.stored) == "group"
         config = msgspec.structs.replace(

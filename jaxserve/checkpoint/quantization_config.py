@@ -18,7 +18,7 @@ from jaxserve.errors import CheckpointError
 SECTION = "quantization_config"
 OLDER_SECTIONS = ("quantize_config.json", "quant_config.json")
 """Files in which older tools wrote this section."""
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round", "mxfp4")
 
 
 GROUPS = (32, 64, 128)
@@ -85,6 +85,7 @@ def quantisation(section: Mapping[str, Any], outer: Entries) -> Quantisation:
         "gptq": _gptq,
         "awq": _awq,
         "auto-round": _auto_round,
+        "mxfp4": _mxfp4,
     }
     found = Quantisation("plain")
     if method in readers:
@@ -105,6 +106,12 @@ def _blocks(inner: Entries) -> Quantisation:
     # Scales are read in any dtype that the file has.
     inner.meaningless("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
     return Quantisation("fp8_block")
+
+
+def _mxfp4(inner: Entries) -> Quantisation:
+    """gpt-oss's experts, which become floats: BF16 represents them exactly (`expert_stacks.py`)."""
+    inner.meaningless("modules_to_not_convert", "dequantize")
+    return Quantisation("plain")
 
 
 PROVENANCE = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxserve.checkpoint.expert_stacks import ExpertStack
 from jaxserve.checkpoint.packed import PackedTensor
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, Scales
 from jaxserve.checkpoint.source import Shape, Source
@@ -25,7 +26,7 @@ Grids = Mapping[str, np.ndarray]
 
 def source_regions(
     source: Source,
-    tensors: Mapping[str, Tensor | PackedTensor],
+    tensors: Mapping[str, Tensor | PackedTensor | ExpertStack],
     grids: Grids,
     ranges: Ranges,
     target: np.ndarray,
@@ -109,7 +110,7 @@ def _corner(target: np.ndarray, own: Ranges, ranges: Ranges) -> np.ndarray:
 
 def _rectangles(
     source: Source,
-    tensor: Tensor | PackedTensor,
+    tensor: Tensor | PackedTensor | ExpertStack,
     grid: np.ndarray | None,
     own: Ranges,
     target: np.ndarray,
@@ -143,7 +144,9 @@ def _rectangles(
         )
 
 
-def _scales(grid: np.ndarray, tensor: Tensor | PackedTensor, first: int, stride: int) -> Scales:
+def _scales(
+    grid: np.ndarray, tensor: Tensor | PackedTensor | ExpertStack, first: int, stride: int
+) -> Scales:
     """The scales of a rectangle whose first element has index `first` in the tensor."""
     *_, d_out, d_in = tensor.shape
     if stride != d_in:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from jaxserve.config.load import load_deployment
@@ -20,6 +21,7 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.llm import LLM
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
 from tests.reference.catalogue import CATALOGUE, random_model
@@ -56,40 +58,13 @@ COLOCATED = LIMITS | {"mode": "colocated"}
 CHUNKED = LIMITS | {"scheduler.token_budget": 16, "scheduler.token_buckets": [16]}
 """The scheduler cuts the longest prompt into chunks."""
 
-AFD: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"attention.dp": 2, "ffn.ep": 2, "lanes": 2},
-    "deepseek_v3_biases": {"attention.tp": 2, "ffn.tp": 2},
-    "qwen3_moe_biases": {"attention.tp": 2, "ffn.ep": 2},
-    "qwen3_window": {"attention.dp": 2, "ffn.tp": 2},
-    "glm4_moe": {"attention.tp": 2, "ffn.ep": 2},
-    "minimax_m2": {"attention.tp": 2, "ffn.ep": 2},
-    "step3p5": {"attention.tp": 2, "ffn.ep": 2},
-}
+TABLES = yaml.safe_load(golden.text("reference/parity.yaml"))
+AFD: dict[str, dict[str, Any]] = TABLES["afd"]
 """2A2F for every family; those with biases on devices that must not add them twice."""
 IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
 """`test_families_layouts.py` has these on other devices; here only `-m nightly` looks at them."""
 
-SHOWN_BY_ANOTHER = {
-    "deepseek_v3_all_moe",  # deepseek_v3, and which layers by every_other
-    "deepseek_v3_all_dense",  # qwen3, and the dense layers of every_other
-    "deepseek_v3_biases",  # full_query_biases, and the two meshes
-    "deepseek_v3_full_query",  # full_query_biases
-    "deepseek_v3_one_group",  # kimi_k2
-    "deepseek_v3_tied",  # qwen3_tied
-    "deepseek_v3_two_dense",  # every_other
-    "deepseek_v3_yarn_plain",  # glm4_moe_air
-    "glm4_moe",  # glm4_moe_air, qwen3, and the two meshes
-    "kimi_k2_thinking",  # kimi_k2, deepseek_v3_epsilon
-    "minimax_m2_transformers5",  # minimax_m2, glm4_moe_air
-    "qwen3_biases",  # qwen3_moe_biases
-    "qwen3_four_queries_a_key",  # qwen3_moe_four_queries_a_key
-    "qwen3_moe_biases",  # the two meshes
-    "qwen3_moe_mlp_only",  # qwen3_moe_sparse_step
-    "qwen3_moe_tied",  # qwen3_tied
-    "qwen3_moe_window",  # qwen3_window, qwen3_moe
-    "qwen3_window_transformers5",  # qwen3_window, qwen3_transformers5
-    "qwen3_yarn",  # glm4_moe_air
-}
+SHOWN_BY_ANOTHER: dict[str, str] = TABLES["shown_by_another"]
 """Models with nothing that the models named beside them have not: they cost a compilation each, so
 only `pytest -m nightly` looks at them."""
 
@@ -206,7 +181,10 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
         ("minimax_m2", "colocated"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("glm4_moe", "colocated"), ("kimi_k2", "colocated"), ("step3p5", "afd"))
+            for case in (
+                *(("glm4_moe", "colocated"), ("kimi_k2", "colocated")),
+                *(("step3p5", "afd"), ("gpt_oss", "afd")),
+            )
         ),
     ],
 )

@@ -6,124 +6,30 @@ random variation is compared with a live transformers only.
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from tests.reference import tiny_sizes
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import (
-    TinyDeepseek,
-    TinyGlm4,
-    TinyMinimax,
-    TinyQwen3,
-    TinyStep3p5,
-    Yarn,
-)
+from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
-_DEEPSEEK = TinyDeepseek(yarn=Yarn(mscale=1.0, mscale_all_dim=1.0))
-_KIMI = replace(
-    _DEEPSEEK,
-    model_type="kimi_k2",
-    num_attention_heads=2,
-    n_routed_experts=6,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    routed_scaling_factor=2.827,
-    rope_theta=50_000.0,
-    yarn=Yarn(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
-)
-_FP8 = replace(
-    _DEEPSEEK,
-    hidden_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    q_lora_rank=136,
-    kv_lora_rank=128,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    intermediate_size=200,
-    moe_intermediate_size=136,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=2,
-    topk_group=1,
-)
-_QWEN3 = TinyQwen3()
-_QWEN3_MOE = TinyQwen3(model_type="qwen3_moe")
+TABLE = Path(__file__).resolve().parents[1] / "golden" / "reference" / "catalogue.yaml"
 
 
-def _entries() -> list[TinyModel]:
-    def deepseek(name: str, **changes: Any) -> TinyModel:
-        return TinyModel(f"deepseek_v3_{name}", replace(_DEEPSEEK, **changes))
-
-    def moe(name: str, **changes: Any) -> TinyModel:
-        return TinyModel(f"qwen3_moe_{name}", replace(_QWEN3_MOE, **changes))
-
-    def dense(name: str, **changes: Any) -> TinyModel:
-        return TinyModel(f"qwen3_{name}", replace(_QWEN3, **changes))
-
-    return [
-        TinyModel("deepseek_v3", replace(_DEEPSEEK, num_nextn_predict_layers=1)),
-        TinyModel("deepseek_v3_transformers5", _DEEPSEEK, spelling="transformers 5"),
-        TinyModel("deepseek_v3_fp8", _FP8, fp8_blocks=True, sigma=0.08),
-        deepseek("full_query", q_lora_rank=None),
-        deepseek("raw_gates", norm_topk_prob=False, routed_scaling_factor=1.5),
-        deepseek("one_group", n_group=1, topk_group=1),
-        deepseek("all_dense", first_k_dense_replace=3),
-        deepseek("all_moe", first_k_dense_replace=0, n_shared_experts=2),
-        deepseek("two_dense", first_k_dense_replace=2),
-        deepseek("every_other", num_hidden_layers=4, moe_layer_freq=2),
-        deepseek("no_yarn", yarn=None),
-        deepseek("yarn_mscales", yarn=Yarn(40.0, 4096, mscale=0.7, mscale_all_dim=1.2)),
-        deepseek("yarn_plain", yarn=Yarn(beta_fast=None, beta_slow=None)),
-        deepseek("biases", attention_bias=True),
-        deepseek("full_query_biases", q_lora_rank=None, attention_bias=True),
-        deepseek("epsilon", rms_norm_eps=1e-2),
-        deepseek("tied", tie_word_embeddings=True),
-        TinyModel("kimi_k2", _KIMI),
-        TinyModel("kimi_k2_thinking", replace(_KIMI, rms_norm_eps=1e-5), spelling="transformers 5"),
-        TinyModel("qwen3_moe", _QWEN3_MOE),
-        TinyModel("qwen3_moe_transformers5", _QWEN3_MOE, spelling="transformers 5"),
-        moe("raw_gates", norm_topk_prob=False),
-        moe("sparse_step", num_hidden_layers=4, decoder_sparse_step=2),
-        moe("mlp_only", mlp_only_layers=(1,)),
-        moe("biases", attention_bias=True),
-        moe("window", use_sliding_window=True, sliding_window=8, max_window_layers=2),
-        moe("four_queries_a_key", num_key_value_heads=1),
-        moe("tied", num_key_value_heads=4, tie_word_embeddings=True),
-        TinyModel("qwen3", _QWEN3),
-        TinyModel("qwen3_transformers5", _QWEN3, spelling="transformers 5"),
-        dense("four_queries_a_key", num_key_value_heads=1),
-        dense("tied", num_key_value_heads=4, tie_word_embeddings=True),
-        dense("biases", attention_bias=True, rms_norm_eps=1e-5),
-        dense(
-            "window",
-            num_hidden_layers=4,
-            use_sliding_window=True,
-            sliding_window=8,
-            max_window_layers=2,
-        ),
-        TinyModel(
-            "qwen3_window_transformers5",
-            replace(_QWEN3, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-            spelling="transformers 5",
-        ),
-        dense("window_unused", use_sliding_window=False, sliding_window=4, max_window_layers=0),
-        dense("yarn", yarn=Yarn()),
-        TinyModel("glm4_moe", TinyGlm4(num_nextn_predict_layers=1)),
-        TinyModel(
-            "glm4_moe_air",
-            TinyGlm4(use_qk_norm=False, routed_scaling_factor=1.0, yarn=Yarn()),
-            spelling="transformers 5",
-        ),
-        TinyModel("minimax_m2", TinyMinimax()),
-        TinyModel("minimax_m2_transformers5", TinyMinimax(), spelling="transformers 5"),
-        TinyModel("step3p5", TinyStep3p5(), sigma=0.3),
-    ]
+def _entries() -> Iterator[TinyModel]:
+    """The models that `TABLE` lists."""
+    for name, row in yaml.safe_load(TABLE.read_text()).items():
+        made, sizes = getattr(tiny_sizes, row.pop("of")), row.pop("sizes")
+        sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
+        if "yarn" in sizes:
+            sizes["yarn"] = sizes["yarn"] if sizes["yarn"] is None else Yarn(**sizes["yarn"])
+        yield TinyModel(name, made(**sizes), **row)
 
 
 _index = GOLDEN / "golden.json"

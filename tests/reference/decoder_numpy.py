@@ -95,7 +95,9 @@ class RopeNumpy:
             / (2 * math.log(theta))
             for rotations in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
         )
-        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
         ramp = np.clip((pairs - low) / (high - low or 0.001), 0, 1)
         self.frequencies *= ramp / factor + 1 - ramp
         above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -128,11 +130,17 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 
 def attend(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, window: int
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    scale: float,
+    window: int,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Causal attention, [tokens, heads, dim] each; key and value heads serve equal shares.
 
-    A token sees itself and `window - 1` tokens before it; all of them if the window is 0.
+    A token sees itself and `window - 1` tokens before it; all of them if the window is 0. A head's
+    sink is one more score, of a value that is zero.
     """
     tokens, heads, _ = query.shape
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
@@ -141,7 +149,10 @@ def attend(
     for head in range(heads):
         group = head * key.shape[1] // heads
         scores = query[:, head] @ key[:, group].T * scale
-        output[:, head] = softmax(np.where(visible, scores, -np.inf)) @ value[:, group]
+        scores = np.where(visible, scores, -np.inf)
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((tokens, 1), sinks[head])], axis=1)
+        output[:, head] = softmax(scores)[:, :tokens] @ value[:, group]
     return output
 
 
@@ -163,7 +174,7 @@ class DecoderNumpy:
             tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
         kinds = {"deepseek_v3": DeepseekNumpy, "kimi_k2": DeepseekNumpy}
         kinds |= {"glm4_moe": Glm4Numpy, "minimax_m2": MinimaxNumpy}
-        kinds |= {"step3p5": Step3p5Numpy, "step3p7": Step3p5Numpy}
+        kinds |= {"step3p5": Step3p5Numpy, "step3p7": Step3p5Numpy, "gpt_oss": GptOssNumpy}
         return kinds.get(config["model_type"], Qwen3Numpy)(config, tensors)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
@@ -406,4 +417,41 @@ class Step3p5Numpy(DecoderNumpy):
             for part, matrix in zip(("gate", "up", "down"), matrices, strict=True):
                 self.tensors[f"{moe}.one.{part}_proj.weight"] = matrix
             output += weights[:, expert, None] * self.mlp(f"{moe}.one", x, "swiglu_limits")
+        return output
+
+
+class GptOssNumpy(Qwen3Numpy):
+    """Windows in turns, sinks, and experts with biases; of files that transformers writes."""
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        config, name = self.config, f"model.layers.{layer}.self_attn."
+        dim = config["head_dim"]
+        query, key, value = (
+            self.linear(f"{name}{kind}_proj", x).reshape(len(x), -1, dim) for kind in "qkv"
+        )
+        rope = RopeNumpy(config, dim)
+        query, key = (rope.turn(heads, interleaved=False) for heads in (query, key))
+        window = 0 if config["layer_types"][layer] == "full_attention" else config["sliding_window"]
+        sinks = self.tensors[f"{name}sinks"]
+        output = attend(query, key, value, dim**-0.5, window, sinks)
+        return self.linear(f"{name}o_proj", output.reshape(len(x), -1))
+
+    def is_moe(self, layer: int) -> bool:
+        return True
+
+    def experts(self, name: str, x: np.ndarray) -> np.ndarray:
+        config, tensors, limit = self.config, self.tensors, self.config["swiglu_limit"]
+        logits = self.linear(f"{name}.router", x)
+        chosen = keep_best(logits, config["num_experts_per_tok"])
+        weights, output = softmax(np.where(chosen, logits, -np.inf)), np.zeros_like(x)
+        stacks = [
+            tensors[f"{name}.experts.{part}_proj{bias}"]
+            for part in ("gate_up", "down")
+            for bias in ("", "_bias")
+        ]
+        for expert, (both, bias, down, down_bias) in enumerate(zip(*stacks, strict=True)):
+            made = x @ both + bias
+            gate, up = np.minimum(made[:, ::2], limit), np.clip(made[:, 1::2], -limit, limit)
+            hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            output += weights[:, expert, None] * (hidden @ down + down_bias)
         return output

@@ -91,6 +91,7 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
         "glm4_moe": "Glm4Moe",
         "minimax_m2": "MiniMaxM2",
         "step3p5": "Step3p7",
+        "gpt_oss": "GptOss",
     }[model.sizes.model_type]
     last = "ForConditionalGeneration" if name == "Step3p7" else "ForCausalLM"
     config_class, model_class = (getattr(transformers, f"{name}{x}") for x in ("Config", last))
@@ -176,7 +177,8 @@ def _router_margins(network: Any, model: TinyModel, margins: list[float]) -> Ite
                 shift = None if bias is None else bias.double().numpy()
                 margins.append(router_margin(model, output[0].double().numpy(), shift))
 
-            hooks.append(block.mlp.gate.register_forward_hook(note))
+            router = "router" if model.sizes.model_type == "gpt_oss" else "gate"
+            hooks.append(getattr(block.mlp, router).register_forward_hook(note))
     try:
         yield
     finally:

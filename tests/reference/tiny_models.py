@@ -26,6 +26,7 @@ from tests.reference.tiny_sizes import (
     VOCAB,
     Spelling,
     TinyDeepseek,
+    TinyGptOss,
     TinyQwen3,
     TinyStep3p5,
 )
@@ -36,7 +37,7 @@ class TinyModel:
     """One entry of the catalogue."""
 
     name: str
-    sizes: TinyDeepseek | TinyQwen3 | TinyStep3p5
+    sizes: TinyDeepseek | TinyQwen3 | TinyStep3p5 | TinyGptOss
     seed: int = 0
     """Seed of the weights, with which no choice of the reference is a close one."""
     spelling: Spelling = "released"

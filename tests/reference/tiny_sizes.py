@@ -439,6 +439,65 @@ class TinyStep3p5:
         return shapes | _mlp_shapes("share_expert.", hidden, self.share_expert_dim)
 
 
+@dataclass(frozen=True)
+class TinyGptOss:
+    """The sizes of a tiny gpt-oss, named as in config.json; every other layer has a window.
+
+    Its shapes are those of a folder that transformers writes: experts' matrices are floats
+    [experts, in, out], and columns of gate and up take turns.
+    """
+
+    model_type: str = "gpt_oss"
+    hidden_size: int = 48
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    sliding_window: int = 8
+    intermediate_size: int = 24
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 3
+    swiglu_limit: float = 1.0
+    rms_norm_eps: float = 1e-5
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        kinds = ["full" if n % 2 else "sliding" for n in range(self.num_hidden_layers)]
+        scaling = {"rope_type": "yarn", **Yarn(32.0).entries(), "truncate": False}
+        entries = _common("GptOssForCausalLM") | vars(self) | {"attention_bias": True}
+        entries["layer_types"] = [f"{kind}_attention" for kind in kinds]
+        if spelling == "released":
+            old = {"rope_theta": 150_000.0, "rope_scaling": scaling, "experts_per_token": 3}
+            return entries | old | {"initial_context_length": 64}
+        return entries | {
+            "rope_parameters": {"rope_theta": 150_000.0, **scaling},
+            "swiglu_alpha": 1.702,
+        }
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return True
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape."""
+        hidden, width, dim = self.hidden_size, self.intermediate_size, self.head_dim
+        query, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        experts = self.num_local_experts
+        layer = _grouped(hidden, query, keys, None, "qkvo") | {
+            "self_attn.sinks": (self.num_attention_heads,),
+            "mlp.router.weight": (experts, hidden),
+            "mlp.router.bias": (experts,),
+            "mlp.experts.gate_up_proj": (experts, hidden, 2 * width),
+            "mlp.experts.gate_up_proj_bias": (experts, 2 * width),
+            "mlp.experts.down_proj": (experts, width, hidden),
+            "mlp.experts.down_proj_bias": (experts, hidden),
+        }
+        shapes = _outer_shapes(hidden, tied=False)
+        for number in range(self.num_hidden_layers):
+            shapes |= _prefixed(f"model.layers.{number}.", layer)
+        return shapes
+
+
 MINIMAX = {"mlp.gate.e_score": "mlp.e_score", ".mlp.": ".block_sparse_moe."}
 MINIMAX |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Parts of the names of tensors: GLM-4.5's -> MiniMax-M2's."""

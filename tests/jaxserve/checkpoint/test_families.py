@@ -23,6 +23,7 @@ from tests.reference.tiny_models import TinyModel, write_safetensors
 from tests.reference.tiny_sizes import (
     TinyDeepseek,
     TinyGlm4,
+    TinyGptOss,
     TinyMinimax,
     TinyQwen3,
     TinyStep3p5,
@@ -31,7 +32,7 @@ from tests.reference.tiny_sizes import (
 from tests.reference.tiny_step3 import TinyStep3
 
 TINY = [TinyDeepseek(), TinyQwen3(), TinyQwen3(model_type="qwen3_moe")]
-TINY += [TinyGlm4(), TinyMinimax(), TinyStep3(), TinyStep3p5()]
+TINY += [TinyGlm4(), TinyMinimax(), TinyStep3(), TinyStep3p5(), TinyGptOss()]
 NAMES = [tiny.config()["model_type"] for tiny in TINY]
 
 
@@ -64,6 +65,8 @@ def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
         ("glm-4.5-air", 106.9),
         ("minimax-m2", 228.7),
         ("step-3.5-flash", 197.0),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
     ],
 )
 def test_released(name: str, billions: float):
@@ -111,6 +114,7 @@ BASES = {
     "qwen3_moe": TinyQwen3(model_type="qwen3_moe", **FOUR).config(),
     "step3": TinyStep3().config(),
     "step3p5": TinyStep3p5().config(),
+    "gpt_oss": TinyGptOss().config(),
 }
 
 
@@ -213,12 +217,13 @@ def test_the_text_model_of_a_model_with_images(tmp_path: Path):
         read(tree)
 
 
-def test_step3p5_as_transformers_5_writes_it():
+def test_others_as_transformers_5_writes_them():
     tiny = TinyStep3p5(model_type="step3p7")
     entries = tiny.config("transformers 5")
     for key in ("norm_expert_weight", "use_head_wise_attn_gate"):
         del entries["text_config"][key]
     assert read(entries) == read(TinyStep3p5().config())
+    assert read(TinyGptOss().config("transformers 5")) == read(TinyGptOss().config())
 
 
 def test_towers_of_step3p7_are_skipped(tmp_path):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+import yaml
 
 from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.prefix_cache import PageKeys
@@ -25,6 +26,7 @@ from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.layout import NO_TOKEN
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.hand_offs import (
     TOKEN,
@@ -74,43 +76,7 @@ def alone(engine, prompts, params=GREEDY) -> list[list[int]]:
 
 
 # A `tp` that differs: `pair`, below. Two roles that decode: the last test.
-PAIRS = {
-    "GQA, two groups each, bfloat16": (
-        "qwen3_moe",
-        {"attention.dp": 2, "cache.page_size": 8, "cache.pages": 48, "cache.format": "bfloat16"},
-        {"attention.dp": 2, "cache.format": "bfloat16", "cache.pages": 13, "lanes": 2},
-    ),
-    "GQA, bfloat16 to float32 of a model in bfloat16": (
-        "qwen3",
-        {"dtype": "bfloat16"},
-        {
-            "dtype": "bfloat16",
-            "cache.format": "float32",
-            "prefill.workers": 1,
-            "prefill.cache": {"format": "bfloat16"},
-        },
-    ),
-    "MLA, int8, pages of 32 to 16, prefill by two roles": (
-        "deepseek_v3",
-        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16, "cache.format": "int8"},
-        {"cache.format": "int8"},
-    ),
-    "rings, pages of 32 to 8, prefill by two roles, drafts": (
-        "qwen3_window",
-        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16},
-        {
-            "cache.page_size": 8,
-            "cache.pages": 100,
-            "speculative.method": "ngram",
-            "speculative.automatic": False,
-        },
-    ),
-    "GQA, layers that differ, pages of 32 to 8, prefill by two roles": (
-        "step3p5",
-        {"mode": "afd", "cache.page_size": 32, "cache.pages": 16},
-        {"cache.page_size": 8, "cache.pages": 100},
-    ),
-}
+PAIRS = yaml.safe_load(golden.text("engine/hand_off_pairs.yaml"))
 
 
 # Formats that differ: `test_quantised_entries_are_converted_where_they_arrive`, too. Groups:

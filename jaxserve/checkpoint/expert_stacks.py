@@ -1,0 +1,112 @@
+"""Matrices of all experts of a layer in one tensor, as gpt-oss's folders have them.
+
+`hf.py` reads them as a tensor X of matrices [experts, d_out, d_in], each in one of two layouts:
+
+MXFP4:  `X_blocks` uint8 [experts, d_out, d_in / 32, 16], two numbers a byte, the first one low;
+        `X_scales` uint8 [experts, d_out, d_in / 32], powers of two as exponents plus 127 (OCP
+        Microscaling Formats 1.0). BF16 represents the products of both exactly.
+floats: `X` [experts, d_in, d_out], as transformers writes it.
+
+Pure NumPy; knows neither families nor JAX.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.checkpoint.reading import Region, read_regions
+from jaxserve.checkpoint.source import CheckpointNames, Shape
+from jaxserve.checkpoint.tensors import Tensor
+
+GROUP = 32
+"""Numbers along d_in that share a scale in MXFP4."""
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_PAIRS = _NUMBERS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]
+"""The two numbers of every byte, [256, 2]."""
+
+
+class ExpertStack(NamedTuple):
+    """The matrices of all experts; takes the place of a `Tensor`."""
+
+    path: Path
+    kind: str
+    """Dtype that represents the numbers exactly, by its safetensors name."""
+    shape: Shape
+    """[experts, d_out, d_in]."""
+    values: Tensor
+    scales: Tensor | None = None
+    """Scales of MXFP4 values; None: the values are floats, each matrix transposed."""
+
+    def read(self, region: Region, on_read: Callable[[int], None]) -> None:
+        """Fills a region, whose rows lie a whole number of matrix rows apart.
+
+        Raises:
+          CheckpointError: a file is missing or has become shorter.
+        """
+        _, d_out, d_in = self.shape
+        row, column = divmod(region.first, d_in)
+        step, columns = region.stride // d_in, region.columns
+        if self.scales is None:
+            expert, row = divmod(row, d_out)
+            outputs = step * (region.rows - 1) + 1
+            numbers = np.empty((columns, outputs), self.values.dtype)
+            first = (expert * d_in + column) * d_out + row
+            wanted = Region(self.values, first, d_out, columns, outputs, numbers)
+            read_regions([wanted], on_read)
+            region.target[...] = numbers[:, ::step].T
+            return
+        groups = slice(column // GROUP, -(-(column + columns) // GROUP))
+
+        def part(tensor: Tensor, width: int) -> np.ndarray:
+            size, pitch = (groups.stop - groups.start) * width, d_in // GROUP * width
+            target = np.empty((region.rows, size), np.uint8)
+            first = row * pitch + groups.start * width
+            wanted = Region(tensor, first, step * pitch, region.rows, size, target)
+            read_regions([wanted], on_read)
+            return target
+
+        scales = part(self.scales, 1).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        pairs = _PAIRS[part(self.values, GROUP // 2)]
+        numbers = pairs.reshape(*scales.shape, GROUP) * scales[:, :, None]
+        start = column - groups.start * GROUP
+        region.target[...] = numbers.reshape(region.rows, -1)[:, start : start + columns]
+
+
+def join_stacks(
+    tensors: Mapping[str, Any], names: CheckpointNames
+) -> tuple[dict[str, Any], list[str]]:
+    """Replaces the tensors of every stack of experts by one `ExpertStack`.
+
+    Returns:
+      the tensors by name, and problems: tensors that are missing or have a wrong shape.
+    """
+    joined, problems = dict(tensors), []
+    sources = [source for layer in names.ffn for source in layer.values() if source.expert_stack]
+    for name, shape in {k: v for source in sources for k, v in source.tensors.items()}.items():
+        experts, d_out, d_in = shape
+        if found := joined.get(name):
+            wanted: dict[str, Shape] = {name: (experts, d_in, d_out)}
+            stack = ExpertStack(found.path, found.kind, shape, found)
+        elif blocks := joined.get(f"{name}_blocks"):
+            grid = experts, d_out, -(-d_in // GROUP)
+            wanted = {f"{name}_blocks": (*grid, GROUP // 2), f"{name}_scales": grid}
+            stack = ExpertStack(
+                blocks.path, "BF16", shape, blocks, joined.get(f"{name}_scales", blocks)
+            )
+        else:
+            continue  # `hf.py` says that it is missing
+        for part, size in wanted.items():
+            own = joined.pop(part, None)
+            if own is None:
+                problems.append(f"missing {part} {list(size)}")
+            elif own.shape != size or (stack.scales and own.kind != "U8"):
+                kind = " U8" if stack.scales else ""
+                said = f"{part} is {own.kind} {list(own.shape)}"
+                problems.append(f"{said}, not{kind} {list(size)}")
+        joined[name] = stack
+    return joined, problems
