@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.text.calls import CALL_FORMATS, CallFormat, CallPart, CallReader, types_of, unfinished
-from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.calls import CallFormat, CallPart, CallReader, types_of, unfinished
 
 THINK, END_THINK = "<think>", "</think>"
 MAX_CALLS = 128
@@ -52,52 +51,12 @@ def calls_of(pieces: Iterable[Piece]) -> list[Call]:
     return calls
 
 
-class AnswerFormat(msgspec.Struct, frozen=True):
-    """The markers that a model knows."""
-
-    thinks: bool
-    calls: CallFormat | None
-
-    @classmethod
-    def of(cls, template: ChatTemplate) -> "AnswerFormat":
-        """The markers that the model's template writes."""
-        calls = next(
-            (known for known in CALL_FORMATS if all(map(template.mentions, known.known_by))), None
-        )
-        return cls(template.mentions(THINK) or template.mentions(END_THINK), calls)
-
-    def parser(
-        self,
-        prompt: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_calls: int = MAX_CALLS,
-        continued: str = "",
-    ) -> "AnswerParser":
-        """A parser for one answer.
-
-        Args:
-          prompt: the text that the answer continues; its end may have begun the reasoning.
-          tools: functions that may be called; None: calls are treated as text.
-          max_calls: most calls of the answer; further calls are dropped.
-          continued: the beginning of the answer, with which the prompt ends.
-        """
-        calls = None if tools is None else self.calls
-        thinking = self.thinking(prompt, continued)
-        begun = continued != "" and not continued.rstrip().endswith((THINK, END_THINK))
-        return AnswerParser(self.thinks, thinking, calls, tools, max_calls, begun)
-
-    def thinking(self, prompt: str, continued: str = "") -> bool:
-        """Whether the prompt, or the answer that it begins, ends inside the reasoning."""
-        inside = continued.rfind(THINK) > continued.rfind(END_THINK)
-        return self.thinks and (inside or prompt.rstrip().endswith(THINK))
-
-
 State = Callable[[str, bool], tuple[list["Piece"], str | None]]
 """Takes text and whether it is the last; returns pieces, and the text for the next state if any."""
 
 
 class AnswerParser:
-    """Parses one answer. Made by `AnswerFormat.parser`.
+    """Parses one answer. Made by `AnswerFormat.parser` (`answer_format.py`).
 
     Attributes:
       held: the end of the text, while it may be the beginning of a marker.

@@ -111,7 +111,7 @@ class CallReader:
         self._inside = self.begun = True
         self._depth = 0
         self._in_string = self._escaped = self._broken = False
-        return CallPart(name=name, id=found.groupdict().get("id") or _new_id())
+        return CallPart(name=name, id=found.groupdict().get("id") or new_id())
 
     def _scan(self, text: str) -> int:
         """Follows the arguments' JSON; returns how many characters of the text belong to it."""
@@ -367,7 +367,8 @@ def types_of(tools: Sequence[Mapping[str, Any]] | None) -> Types:
     return types
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """Returns a new id of a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -421,7 +422,7 @@ def _whole_json(body: str) -> list[CallPart]:
             arguments = _written(arguments)
         if isinstance(found["name"], str):
             name = _unquoted(_written(found["name"]))
-            return [CallPart(name=name, id=_new_id(), arguments=arguments)]
+            return [CallPart(name=name, id=new_id(), arguments=arguments)]
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     return []
@@ -439,6 +440,7 @@ _KIMI = re.compile(
     r"<\|tool_call_argument_begin\|>"
 )
 _STEP = re.compile(r"\s*function\n(?P<name>[^\n]+)\n\s*(?=\{)")
+_HARMONY = re.compile(r"(?P<name>[^\s<]+)[^<]*<\|constrain\|>json<\|message\|>(?=\{)")
 _QWEN_TAGS = Tags(
     re.compile(r"<function=(?P<name>[^>\n]+)>"),
     re.compile(r"<parameter=(?P<key>[^>\n]+)>|</function>"),
@@ -538,6 +540,14 @@ MINIMAX = CallFormat(
     ('\n<invoke name="{name}">\n', "</invoke>\n"),
     ('<parameter name="{key}">', "</parameter>\n"),
 )
+HARMONY = CallFormat(
+    "<|channel|>commentary to=functions.",
+    "",
+    lambda types: JsonReader(_HARMONY, False),
+    ("<|channel|>", "<|message|>"),
+    ("{name} <|constrain|>json<|message|>", ""),
+)
+"""Forced calls of gpt-oss; `harmony.py` reads its answers."""
 
-CALL_FORMATS = (QWEN_XML, GLM, MINIMAX, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
+CALL_FORMATS = (HARMONY, QWEN_XML, GLM, MINIMAX, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
 """The known formats; a model has the first one that its template shows."""

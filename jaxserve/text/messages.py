@@ -96,6 +96,8 @@ class MessageForm(msgspec.Struct, frozen=True):
         for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
             if isinstance(copy.get(name), str):
                 copy.setdefault(other, copy[name])
+        if not copy["content"] and "reasoning" in copy:
+            copy.setdefault("thinking", copy["reasoning"])  # as gpt-oss's template calls it
         return copy
 
     def _content(self, content: Any, role: str, place: str) -> Any:

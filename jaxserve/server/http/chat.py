@@ -28,15 +28,8 @@ from jaxserve.server.http.responses import (
 )
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
-from jaxserve.text.answers import (
-    END_THINK,
-    MAX_CALLS,
-    THINK,
-    AnswerFormat,
-    AnswerParser,
-    Piece,
-    calls_of,
-)
+from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, calls_of
 from jaxserve.text.calls import CallPart
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
@@ -95,15 +88,14 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
     """
     prompt = await read_prompt(service, request)
     generator, form, tools = service.ready(), AnswerFormat.of(prompt.template), prompt.tools
-    thought = END_THINK.encode() if form.thinking(prompt.text, prompt.continued) else b""
-    constraint = await forced_call(service, request, form, thought)
+    place = prompt.text, prompt.continued
+    constraint = await forced_call(service, request, form, form.before_call(*place).encode())
     if constraint is None:
-        constraint = await grammar(service, request, thought)
-    reasoning = ("" if thought else THINK, END_THINK) if form.thinks else None
-    constraint = with_rules(service, request, constraint, reasoning)
+        constraint = await grammar(service, request, form.before_content(*place).encode())
+    constraint = with_rules(service, request, constraint, form.reasoning(*place))
     jobs = _jobs(generator, request, tenant, prompt.text, prompt.token_ids, constraint)
-    if tools is not None and form.calls is not None:
-        jobs = [_spelling(job, generator.tokenizer, form.calls.begin) for job in jobs]
+    if mark := form.spelt(tools):
+        jobs = [_spelling(job, generator.tokenizer, mark) for job in jobs]
     most = 1 if request.parallel_tool_calls is False else MAX_CALLS
     parsers = [form.parser(prompt.text, tools, most, prompt.continued) for _ in jobs]
     return Conversation(prompt.model, jobs, parsers)
@@ -211,7 +203,7 @@ def _jobs(
 
 
 def _spelling(job: Job, tokenizer: Tokenizer, mark: str) -> Job:
-    """The job with special tokens as text, if the mark of calls would be lost without."""
+    """The job with special tokens as text, if the mark would be lost without."""
     ids = tokenizer.encode(mark, add_bos=False)
     if tokenizer.special_ids.isdisjoint(ids):
         return job

@@ -13,7 +13,7 @@ from jaxserve.server.http.requests import ChatRequest, GenerationFields, Samplin
 from jaxserve.server.http.service import Service
 from jaxserve.server.structured_outputs import ANY_OBJECT, form
 from jaxserve.text import structured
-from jaxserve.text.answers import AnswerFormat
+from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.grammars import Form
 from jaxserve.text.structured import JSON_OPTIONS, TokenGrammar, TokenRules, quoted
 
@@ -134,7 +134,8 @@ async def forced_call(
     if not alternatives:
         asked = ", ".join(map(repr, sorted(names or ())))
         raise InvalidRequestError("tool_choice.function.name", f"{asked} is no tool")
-    start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)}) {quoted(calls.end)}"
+    start = f"start: {quoted(calls.begin)} ({' | '.join(alternatives)})"
+    start += f" {quoted(calls.end)}" if calls.end else ""
     lark = "\n".join([start, *rules])
     return await _compiled(service, "tools", lambda: structured.lark(lark), begins_after)
 

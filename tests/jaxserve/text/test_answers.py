@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.text.answers import AnswerFormat, AnswerParser, Piece, calls_of
+from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answers import AnswerParser, Piece, calls_of
 from jaxserve.text.calls import (
     DEEPSEEK,
     DEEPSEEK_V31,

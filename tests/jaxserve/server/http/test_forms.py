@@ -4,8 +4,10 @@ import itertools
 import json
 
 import pytest
+import yaml
 
 from jaxserve.text.calls import CALL_FORMATS
+from tests import golden
 from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make, events
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
@@ -43,20 +45,7 @@ def test_a_hostile_grammar_is_refused_while_a_stream_goes_on(rig: HttpRig) -> No
         assert list(filter(None, lines))[-1] == "data: [DONE]"
 
 
-FAMILIES = [
-    '<tool_call>\n{"name": "bid", "arguments": {"b": 5}}\n</tool_call>',
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>bid\n"
-    '```json\n{"b": 5}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.bid:1"
-    '<|tool_call_argument_begin|>{"b": 5}<|tool_call_end|><|tool_calls_section_end|>',
-    '<|CALL_START|>function\nbid\n{"b": 5}<|CALL_END|>',
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>bid<｜tool▁sep｜>"
-    '{"b": 5}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "<tool_call>\n<function=bid>\n<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>",
-    "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
-    '<steptml:invoke name="bid">\n<steptml:parameter name="b">5</steptml:parameter>\n'
-    "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
-]
+FAMILIES = yaml.safe_load(golden.text("text/forced_calls.yaml"))
 
 
 NAMED = {"type": "function", "function": {"name": "bid"}}

@@ -5,40 +5,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.http import chat
-from jaxserve.text.answers import AnswerFormat
+from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.calls import CALL_FORMATS, CallFormat
+from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig, events
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import ids_of
 
 TOOLS = [tool("f", {"a": {"type": "string"}, "b": {}, "c": {"$ref": "#/$defs/C"}})]
-VALUES = [
-    "x",
-    "",
-    "5",
-    "NaN",
-    '"\\ud800"',
-    '{"k": [1]}',
-    "\u0141\n",
-    "{begin}",
-    "{end}",
-    "</think>",
-]
-WORDS = [
-    "<think>",
-    "</think>",
-    "\n\n",
-    "Hm.",
-    " a < b ",
-    "\U0001f600",
-    "{begin}",
-    "{end}",
-    "</func",
-]
+STREAMED = yaml.safe_load(golden.text("text/streamed.yaml"))
+VALUES, WORDS = STREAMED["values"], STREAMED["words"]
 NAMES = ["f", "", "\\ud800", "unknown"]
 
 
