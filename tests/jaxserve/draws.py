@@ -8,7 +8,9 @@ import random
 from typing import Any
 
 import msgspec
+import yaml
 
+from tests import golden
 from tests.reference.tiny_sizes import VOCAB
 
 LONGEST = 192
@@ -52,30 +54,7 @@ SPLIT: tuple[dict[str, Any], ...] = (
 
 CHEAP = 10
 """Seeds below this draw one of `PLANS`, so that `make test` compiles few programs."""
-PLANS: tuple[dict[str, Any], ...] = (
-    {
-        "model": "qwen3_moe",
-        "decode": {"mode": "colocated", "attention.dp": 2, "lanes": 2, "cache.page_size": 16},
-        "prefill": {"mode": "colocated", "attention.tp": 2, "cache.page_size": 16},
-    },
-    {
-        "model": "qwen3_moe",
-        "decode": {
-            "mode": "afd",
-            "lanes": 2,
-            "domains": 2,
-            "attention.dp": 2,
-            "ffn.ep": 2,
-            "ffn.exchange": "alltoall",
-            "link.transport": "ppermute",
-            "cache.page_size": 32,
-            "speculative.method": "ngram",
-            "speculative.drafts": 2,
-            "speculative.automatic": False,
-        },
-        "prefill": {"mode": "colocated", "attention.tp": 2, "cache.page_size": 16},
-    },
-)
+PLANS: list[dict[str, Any]] = yaml.safe_load(golden.text("engine/draw_plans.yaml"))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -41,36 +41,7 @@ from tests.reference.tiny_sizes import TinyQwen3
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30
 
-PROGRAM = """
-import os, sys, threading, time
-from jaxserve import serve
-from jaxserve.checkpoint import tensors
-from jaxserve.commands import serving
-from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import ids_of
-
-def open_engine(deployment, *options):
-    mode = os.environ["FAKE"]
-    if mode == "slow start":
-        print("starting", flush=True)
-        for _ in range(600):  # a signal just before one long sleep would be handled after it
-            time.sleep(0.1)
-    engine = FakeEngine(ids_of("x" * 40), pace=0.05)
-    if mode == "stuck":
-        engine.allowed = 3
-    if mode == "failing":
-        engine.allowed = 3
-        def fail():
-            while not engine.running:
-                time.sleep(0.01)
-            time.sleep(0.2)
-            engine.fail("process 1 (ffn) is gone")
-        threading.Thread(target=fail, daemon=True).start()
-    return engine
-
-serving.open_engine = open_engine
-sys.exit(serve.main(sys.argv[1:]))
-"""
+PROGRAM = golden.text("commands/serve_fake.txt")
 
 
 @pytest.fixture

@@ -55,20 +55,5 @@ def test_jax_platforms_comes_first(
 
 def test_an_installed_plugin_without_hardware_leaves_simulated_devices() -> None:
     """JAX_PLATFORMS is not set, and a module named libtpu can be imported."""
-    code = """
-import json, sys, types, importlib.machinery
-libtpu = types.ModuleType("libtpu")
-libtpu.__spec__ = importlib.machinery.ModuleSpec("libtpu", None)
-sys.modules["libtpu"] = libtpu
-import jax
-from pathlib import Path
-from types import SimpleNamespace
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
-from jaxserve.fleet import devices, hardware
-from jaxserve.fleet.arguments import ProcessArguments
-hardware._has_tpu = hardware._has_nvidia_gpu = lambda root, environment: False
-deployment = Deployment(model=".", attention=AttentionRole(dp=3), ffn=FFNRole(ep=2))
-devices.initialise(ProcessArguments(), deployment)
-print(json.dumps([jax.config.jax_platforms, jax.device_count()]))
-"""
+    code = golden.text("fleet/installed_plugin.txt")
     assert python(code, JAX_PLATFORMS=None) == ["cpu", 5]
