@@ -317,11 +317,12 @@ def chunk_attention(
     )
 
     def compute(inputs: tuple[Array, Array, Array, Array, Array]) -> tuple[Array, Array]:
+        call = reference.ChunkCall(*inputs, scale)
         if target is None:
-            return reference.chunk_attention(*inputs, scale=scale)
+            return reference.chunk_attention(call)
         from pallas_kernels.attention import mosaic_tpu_chunk
 
-        return mosaic_tpu_chunk.chunk_attention(*inputs, scale=scale, target=target, tiles=tiles)
+        return mosaic_tpu_chunk.chunk_attention(call, target, tiles)
 
     output, lse = run_op("chunk_attention", compute, inputs)
     return output, lse

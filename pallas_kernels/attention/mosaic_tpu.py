@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Items, Pool, Sizes
+from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Fetcher, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
 from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES, Call, call_of
 from pallas_kernels.attention.reference import Cache, PagedCall
@@ -269,19 +269,11 @@ def _call(
         output_buffers = [next(at) for _ in out_shapes]
         state = State(*(next(at) for _ in State._fields))
         ordered = next(at) if plan.compact else None
-        Kernel(
-            plan,
-            items,
-            total,
-            padding,
-            table,
-            Copied(query_ref, query_buffer),
-            pools,
-            [Copied(*pair) for pair in zip(outputs, output_buffers, strict=True)],
-            state,
-            ordered,
-            *at,
-        ).run()
+        copied = [Copied(*pair) for pair in zip(outputs, output_buffers, strict=True)]
+        *arrived, written = at
+        queries = Copied(query_ref, query_buffer)
+        fetcher = Fetcher(plan, items, total, table, queries, pools, *arrived)
+        Kernel(plan, fetcher, padding, copied, state, ordered, written).run()
 
     arguments = 1 + len(pages) + sum(scaled)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

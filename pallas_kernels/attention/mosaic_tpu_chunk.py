@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.attention.mosaic_tpu_kernel import LOWEST, product
+from pallas_kernels.attention.reference import ChunkCall
 from pallas_kernels.attention.write_tpu import LANES
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
@@ -49,21 +50,14 @@ class Pairs(NamedTuple):
 
 
 def chunk_attention(
-    queries: Float[Array, "tokens heads head_dim"],
-    keys: Float[Array, "tokens heads head_dim"],
-    values: Float[Array, "tokens heads v_head_dim"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
-    target: Target,
-    tiles: Fields | None = None,
+    call: ChunkCall, target: Target, tiles: Fields | None
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
     """`api.chunk_attention` on a TPU.
 
     Raises:
       ValueError: the tiles do not fit.
     """
+    queries, keys, values, sequence_of_token, position, scale = call
     tokens, heads, width = queries.shape
     v_width = values.shape[2]
     if 0 in queries.shape or v_width == 0:

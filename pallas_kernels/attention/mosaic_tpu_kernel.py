@@ -20,7 +20,6 @@ from pallas_kernels.attention.mosaic_tpu_fetch import (
     BUFFERS,
     Copied,
     Fetcher,
-    Items,
     Pool,
     Producer,
     Sizes,
@@ -73,22 +72,17 @@ class Kernel:
     def __init__(
         self,
         plan: Sizes,
-        items: Items,
-        total: Any,
+        fetcher: Fetcher,
         padding: Any,
-        table: Any,
-        queries: Copied,
-        pools: list[Pool],
         outputs: list[Copied],
         state: State,
         ordered: Any,  # [tiles, kv_heads, rows, head_dim] queries of the item, if rows are compact
-        arrived: Any,
-        query_arrived: Any,
         written: Any,
     ):
-        self.fetcher = Fetcher(plan, items, total, table, queries, pools, arrived, query_arrived)
-        self.plan, self.items, self.total, self.padding = plan, items, total, padding
-        self.queries, self.pools, self.outputs, self.state = queries, pools, outputs, state
+        self.plan, self.fetcher, self.padding = plan, fetcher, padding
+        self.items, self.total = fetcher.items, fetcher.total
+        self.queries, pools = fetcher.queries, fetcher.pools
+        self.pools, self.outputs, self.state = pools, outputs, state
         self.ordered, self.written = ordered, written
         # The pools that make a key, with the columns of a query that meet them.
         self.keys = [(pools[0], slice(None))]

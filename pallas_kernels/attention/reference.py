@@ -318,16 +318,22 @@ def _gather(
     return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)
 
 
+class ChunkCall(NamedTuple):
+    """A call of `api.chunk_attention` that has been checked."""
+
+    queries: Float[Array, "tokens heads head_dim"]
+    keys: Float[Array, "tokens heads head_dim"]
+    values: Float[Array, "tokens heads v_head_dim"]
+    sequence_of_token: Int32[Array, " tokens"]
+    position: Int32[Array, " tokens"]
+    scale: float
+
+
 def chunk_attention(
-    queries: Float[Array, "tokens heads head_dim"],
-    keys: Float[Array, "tokens heads head_dim"],
-    values: Float[Array, "tokens heads v_head_dim"],
-    sequence_of_token: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-    *,
-    scale: float,
+    call: ChunkCall,
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
-    """Attend to the rows of the batch itself, a block of queries at a time."""
+    """Attends to the rows of the batch itself, a block of queries at a time."""
+    queries, keys, values, sequence_of_token, position, scale = call
     # Heads first is what CPUs multiply fastest.
     keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
     values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)

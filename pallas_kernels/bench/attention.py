@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.model_batch import attend
+from pallas_kernels.attention.model_batch import attend, page_shapes
 from pallas_kernels.attention.shapes import AttentionShape
 
 FORMATS = ("bf16", "int8", "fp8")
@@ -51,14 +51,14 @@ def inputs(step: Step) -> tuple[Any, ...]:
     """Returns queries and the other arguments of `attend`; pages lie in a random order."""
     shape, each = step.shape, step.context // step.page_size
     keys = jax.random.split(jax.random.key(0), 4)
-    place = (step.sequences * each, shape.kv_heads, step.page_size)
-    widths = [shape.head_dim] if shape.shared else [shape.head_dim, shape.v_width]
+    dtype = jnp.dtype(jnp.bfloat16 if step.format == "bf16" else jnp.int8)
+    shapes, of_scales = page_shapes(shape, dtype, step.sequences * each, step.page_size)
     pages = tuple(
-        values(key, (*place, width), step.format) for key, width in zip(keys, widths, strict=False)
+        values(key, one.shape, step.format) for key, one in zip(keys, shapes, strict=False)
     )
     scale = 1 / 64 if step.format == "int8" else 1.0
-    scales = () if step.format == "bf16" else (jnp.full(place, scale, jnp.float32),) * len(pages)
-    order = jax.random.permutation(keys[2], place[0]).astype(jnp.int32)
+    scales = tuple(jnp.full(one.shape, scale, one.dtype) for one in of_scales)
+    order = jax.random.permutation(keys[2], step.sequences * each).astype(jnp.int32)
     token = jnp.arange(step.sequences * step.queries, dtype=jnp.int32)
     queries = jax.random.normal(keys[3], (token.size, shape.q_heads, shape.head_dim), jnp.bfloat16)
     where = (

@@ -22,13 +22,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.grouped_matmul.mosaic_tpu_plan import LANES
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words, wait_for_rows
 from pallas_kernels.target import Target
 from pallas_kernels.varying import varying_shape
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
-
-LANES = 128
 
 BLOCK_TOKENS = 32
 """Tokens of a block; a multiple of `TILE_TOKENS`."""
