@@ -428,7 +428,7 @@ def _hidden(counts: Counts, name: str) -> float:
     """Returns `hidden_seconds` of a program."""
     one, role = counts.programs[name], "ffn" if name.startswith("ffn") else "attention"
     beyond = _shared(counts) if name == "ffn_moe" and one.beside else []
-    return hidden_seconds(one, *counts.meshes[role], beyond)
+    return hidden_seconds(one, *counts.members(role), beyond)
 
 
 def _shared(counts: Counts) -> list[float]:
