@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, alltoall_moves, gather_moves
+from jaxserve.model.ffn.traffic import ExchangeMesh, alltoall_moves, gather_moves
 from jaxserve.model.row_width import RowBytes
 from jaxserve.planner.hardware import Hardware, TpuNames
 
@@ -130,50 +130,46 @@ def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
     return TpuSlice(hardware.tpu, text, chips // whole, whole)
 
 
-class Rows(NamedTuple):
-    """Rows of a layer's FFN on their way."""
-
-    own: float
-    """Rows of a device."""
-    size: RowBytes
-    reached: float
-    """Part of the ranks that a row goes to; 1 in a gather."""
-    shared: bool
-    """Whether there is a shared expert."""
-
-
-def exchange_bytes_seconds(
-    kind: ExchangeKind, hardware: Hardware, mesh: ExchangeMesh, rows: Rows, *, brought: bool
+def gather_seconds(
+    hardware: Hardware, mesh: ExchangeMesh, row: RowBytes, *, brought: bool
 ) -> tuple[float, float]:
-    """Seconds there and back at the peak of link and network, without latencies.
-
-    Between islands of the fast link a gather moves a row once, and the fast link spreads it then;
-    an all-to-all moves it as often as ranks there need it, and both networks are busy at once.
+    """Seconds there and back of a device's row in a gather, at the peak of link and network.
+    Between islands of the fast link a row moves once, and the fast link spreads it then.
 
     Args:
       brought: whether the link between the roles has brought the rows to every island, and takes
         the islands' results in the model's format from there (`Assumptions.broadcast`).
     """
-    row, devices = rows.size, mesh.ranks * mesh.tensor
-    near = min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)
-    if kind == "alltoall":
-        moved = alltoall_moves(mesh, row, rows.reached, shared=rows.shared)
-        far, sizes = rows.reached * (mesh.peers - near), (row.packed, row.result)
-        link = alltoall_bandwidth(hardware, devices)
-        return (
-            rows.own * _at_once(moved.there, far * sizes[0], link, hardware.network),
-            rows.own * _at_once(moved.back, far * sizes[1], link, hardware.network),
-        )
-    moved = gather_moves(mesh, row)
-    link, far = gather_bandwidth(hardware, devices), mesh.peers / near - 1
-    there, back = (
-        rows.own * rows.reached * (whole - far * size) / link
-        + (0.0 if brought else rows.own * far * size / hardware.network)
-        for whole, size in zip(moved, (row.packed, row.result), strict=True)
-    )
-    return there, back
+    link = gather_bandwidth(hardware, mesh.ranks * mesh.tensor)
+    far, moved = mesh.peers / _near(hardware, mesh) - 1, gather_moves(mesh, row)
+    network = math.inf if brought else hardware.network
+
+    def seconds(whole: float, size: int) -> float:
+        return (whole - far * size) / link + far * size / network
+
+    return seconds(moved.there, row.packed), seconds(moved.back, row.result)
 
 
-def _at_once(whole: float, far: float, link: float, network: float) -> float:
-    """Seconds of one row's bytes, of which `far` go over the network meanwhile."""
-    return max((whole - far) / link, far / network)
+def alltoall_seconds(
+    hardware: Hardware, mesh: ExchangeMesh, row: RowBytes, reached: float, *, shared: bool
+) -> tuple[float, float]:
+    """Seconds there and back of a device's row in an all-to-all, at the peak of link and network,
+    which are busy at once. A row moves as often as ranks need it.
+
+    Args:
+      reached: part of the ranks that a row goes to.
+      shared: whether there is a shared expert.
+    """
+    link = alltoall_bandwidth(hardware, mesh.ranks * mesh.tensor)
+    far = reached * (mesh.peers - _near(hardware, mesh))
+    moved = alltoall_moves(mesh, row, reached, shared=shared)
+
+    def seconds(whole: float, size: int) -> float:
+        return max((whole - far * size) / link, far * size / hardware.network)
+
+    return seconds(moved.there, row.packed), seconds(moved.back, row.result)
+
+
+def _near(hardware: Hardware, mesh: ExchangeMesh) -> int:
+    """Devices with rows of their own on an island of the fast link."""
+    return min(mesh.peers, hardware.link_devices // (1 if mesh.split else mesh.tensor) or 1)

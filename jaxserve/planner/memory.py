@@ -39,7 +39,7 @@ class RoleMemory(NamedTuple):
 
     @property
     def step(self) -> float:
-        """What the largest step and moving experts take."""
+        """Bytes of the largest step and of moving experts."""
         return self.activations + self.moving
 
     def fits(self, hardware: Hardware, reserve: float) -> bool:

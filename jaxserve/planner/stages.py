@@ -19,9 +19,9 @@ from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
 from jaxserve.planner.fabric import (
-    Rows,
-    exchange_bytes_seconds,
+    alltoall_seconds,
     gather_bandwidth,
+    gather_seconds,
     hops,
     middle_bandwidth,
 )
@@ -391,27 +391,21 @@ class Calculator(NamedTuple):
         devices = mesh.ranks * mesh.tensor
         if devices == 1:
             return 0.0, 0.0
-        kind, reached = self.exchange_kind(group, mesh, hardware), 1.0
-        if kind == "alltoall":
+        own, row = tokens * self.own_rows(mesh), self._row_bytes(group.top_k)
+        latency, ahead = self.latency(hardware, devices), 1
+        if self.exchange_kind(group, mesh, hardware) == "alltoall":
             reached = reach(group.experts, group.top_k, mesh.routed)
             if mesh.shared:  # whichever kind of rank gets more
                 reached = max(reached, 1 / mesh.shared)
-        elif self._broadcast(mesh):
-            reached = self.needed(group, mesh.ranks)
-        rows = Rows(
-            tokens * self.own_rows(mesh),
-            self._row_bytes(group.top_k),
-            reached,
-            group.shared_d_ff > 0,
-        )
-        brought = self._broadcast(mesh)
-        moving = exchange_bytes_seconds(kind, hardware, mesh, rows, brought=brought)
-        most = busiest if kind == "alltoall" else 1.0
-        there, back = (most * seconds / self.assumed.network for seconds in moving)
-        latency = self.latency(hardware, devices)
-        if there:  # how many rows there are goes ahead of an all-to-all's
-            there += latency * (2 if kind == "alltoall" else 1)
-        return there, back + latency
+            shared = group.shared_d_ff > 0
+            moving = alltoall_seconds(hardware, mesh, row, reached, shared=shared)
+            own, ahead = own * busiest, 2  # the numbers of rows go ahead
+        else:
+            brought = self._broadcast(mesh)
+            moving = gather_seconds(hardware, mesh, row, brought=brought)
+            own *= self.needed(group, mesh.ranks) if brought else 1.0
+        there, back = (own * seconds / self.assumed.network for seconds in moving)
+        return there + ahead * latency if there else 0.0, back + latency
 
     def needed(self, group: FFNLayers, instances: int) -> float:
         """Part of the rows that an ffn instance of a broadcast needs (`Assumptions.forward`)."""
