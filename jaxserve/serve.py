@@ -1,9 +1,10 @@
-"""`python -m jaxserve.serve --config F`: a deployment on the network, until a signal ends it.
+"""`jaxserve serve --config F`: a deployment on the network, until a signal ends it.
 
-`--model DIR` serves a bare model folder, or replaces the model of the deployment file. `--check`
-only says how large the model is and what every device would hold, and compares the tensors that the
-headers of its weight files name with those that it has; it needs config.json alone, and none of the
-devices. It exits 0 if that fits, 1 if not, 2 if tensors are missing or others.
+`--model DIR`, or `DIR` alone, serves a bare model folder, or replaces the model of the deployment
+file; without both the demo is served. `--check` only says how large the model is and what every
+device would hold, and compares the tensors that the headers of its weight files name with those
+that it has; it needs config.json alone, and none of the devices. It exits 0 if that fits, 1 if not,
+2 if tensors are missing or others.
 
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready` (with `--log-format json`: an object with that message), serve; on SIGTERM
@@ -116,8 +117,15 @@ def _ready_to_start(
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = argparse.ArgumentParser(prog="python -m jaxserve.serve", description="Serve a model.")
+    made = argparse.ArgumentParser(
+        prog="jaxserve serve",
+        usage="jaxserve serve [MODEL] [--config FILE] [--set KEY=VALUE] [--port N] [options]",
+        description="Serve a model.",
+    )
+    made.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
     add_deployment_arguments(made)
+    made.add_argument("--host", help="the same as --set server.host=HOST")
+    made.add_argument("--port", metavar="N", help="the same as --set server.http_port=N")
     made.add_argument(
         "--check",
         action="store_true",
@@ -153,8 +161,15 @@ def parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser()
     options = made.parse_args(arguments)
+    if options.folder is not None and options.model is not None:
+        made.error(f"MODEL {options.folder} and --model {options.model}: two models")
+    options.model = options.folder if options.model is None else options.model
+    own = {"host": options.host, "http_port": options.port}
+    given = [f"server.{key}={value}" for key, value in own.items() if value is not None]
+    options.set = [*options.set, *given]
     if options.config is None and options.model is None:
-        made.error("one of the arguments --config --model is required")
+        print("jaxserve: no model is named: serving the demo (--config demo)", file=sys.stderr)
+        options.config = "demo"
     return options
 
 

@@ -171,7 +171,8 @@ def _check_keys(tree: Mapping[Any, Any], struct: type[msgspec.Struct], prefix: s
     for key, value in tree.items():
         if key not in known:
             everything = known_keys()
-            near = difflib.get_close_matches(f"{prefix}{key}", everything, 1, 0.4)
+            inside = f".{next(iter(value))}" if isinstance(value, Mapping) and value else ""
+            near = difflib.get_close_matches(f"{prefix}{key}{inside}", everything, 1, 0.4)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown key {prefix}{key!s}{hint}")
         section = known[key]
