@@ -83,7 +83,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Number of a head's columns that are rotated, from the first on; 0: all."""
 
 
-class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa"):
+class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa", forbid_unknown_fields=True):
     """Multi-matrix factorization attention (Step-3 §2.2)."""
 
     q_heads: int
@@ -96,7 +96,7 @@ class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa"):
     """Tokens that a token attends to, itself included; 0: all."""
 
 
-class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
+class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa", forbid_unknown_fields=True):
     """Grouped-query attention."""
 
     q_heads: int
@@ -116,7 +116,7 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa"):
     """Whether the softmax of every head has one more score, a weight, whose value is zero."""
 
 
-class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla"):
+class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_fields=True):
     """Multi-head latent attention (DeepSeek-V2 §2.1)."""
 
     q_heads: int

@@ -26,7 +26,9 @@ Count = Annotated[int, Meta(ge=1)]
 Width = Annotated[int, Meta(ge=0)]
 
 
-class Lightning(msgspec.Struct, frozen=True, kw_only=True, tag="lightning"):
+class Lightning(
+    msgspec.Struct, frozen=True, kw_only=True, tag="lightning", forbid_unknown_fields=True
+):
     """Linear attention with a state of head_dim × head_dim a head (MiniMax M1). The engine cannot
     run it."""
 

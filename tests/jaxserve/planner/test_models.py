@@ -63,6 +63,9 @@ def test_a_path_is_a_model_too(tmp_path):
     (tmp_path / "cost.yaml").write_text(COST.replace("FFN", "3"), encoding="utf-8")
     with pytest.raises(ConfigError, match="2 attention layers and 3 FFN layers"):
         load_model(str(tmp_path))
+    (tmp_path / "cost.yaml").write_text(COST.replace("rope", "windw: 4, rope"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown field `windw` - at `\$\.attention\[0\]\.spec"):
+        load_model(str(tmp_path))
 
 
 def test_unknown_models_list_the_known():
