@@ -23,7 +23,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_slots
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.roles.expert_balancer import ExpertFacts, propose
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
@@ -131,14 +131,14 @@ def balance(placement: Placement, draws: list[np.ndarray], sizes: SlotSizes) -> 
     return statistics.median(map(balance_of, loads))
 
 
-def rows_of(experts: np.ndarray) -> Message:
+def rows_of(experts: np.ndarray) -> DispatchMessage:
     """Random rows with these experts."""
     x = np.random.default_rng(0).normal(size=(ROWS, D_MODEL)).astype(np.float32)
     gates = np.full((ROWS, TOP_K), 1 / TOP_K, np.float32)
-    return Message(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))
+    return DispatchMessage(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))
 
 
-def counting_cost(model: RandomModel, rows: Message, rounds: int) -> float:
+def counting_cost(model: RandomModel, rows: DispatchMessage, rounds: int) -> float:
     """Core time of the layer's program over that of one that leaves the counts as they are."""
     program = model.ffn.ffn(ROWS, model.config.moe)
     packed = np.asarray(model.ffn.formats["moe"].pack(rows))

@@ -24,7 +24,7 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import Router
 from jaxserve.model.matrix_formats import role_formats
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.dense import matmul
@@ -55,7 +55,7 @@ class AttentionBlock(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
-    ) -> tuple[Float[Array, "tokens d_model"], Message, Pages]:
+    ) -> tuple[Float[Array, "tokens d_model"], DispatchMessage, Pages]:
         """Returns the residual stream after attention, the message to the ffn role, and the
         pages."""
         epsilon = self.config.norm_epsilon
@@ -68,7 +68,7 @@ class AttentionBlock(nnx.Module):
             experts = gates = None
             if self.router is not None:
                 experts, gates = self.router(normed, batch.position >= 0, sentinel)
-            return x, Message(normed, experts, gates, encoded), pages
+            return x, DispatchMessage(normed, experts, gates, encoded), pages
 
     def _norm(
         self, x: Float[Array, "tokens d_model"]

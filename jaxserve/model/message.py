@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.model.quant.rows import EncodedRows
 
 
-class Message(NamedTuple):
+class DispatchMessage(NamedTuple):
     """A message, unpacked."""
 
     tokens: Float[Array, "tokens d_model"]

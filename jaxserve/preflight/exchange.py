@@ -32,7 +32,7 @@ from jaxserve.mesh import (
 from jaxserve.model.ffn.placement import home_slots, replica_table
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.matrix_formats import placed
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.preflight.layers import only_layers
 from jaxserve.preflight.outcomes import Failed, Skipped
@@ -175,7 +175,7 @@ def _message(
         experts = np.argsort(generator.random((rows, config.experts)), axis=1)[:, : config.top_k]
         if skewed:
             experts = np.tile(np.arange(config.top_k), (rows, 1))
-        message = Message(
+        message = DispatchMessage(
             jnp.asarray(generator.normal(size=(rows, config.d_model)), programs.dtype),
             jnp.asarray(experts, jnp.int32),
             jnp.full((rows, config.top_k), 1 / config.top_k, jnp.float32),

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, UInt, UInt32
 from jaxserve.config.formats import FormatName
 from jaxserve.config.model import FFNKind
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.quant.rows import EncodedRows, decode_rows, encode_rows, has_scales, storage
 from jaxserve.model.row_width import result_words, row_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
@@ -54,7 +54,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         size, has_scale = self.word.itemsize, has_scales(self.rows)
         return row_words(self.d_model, self.top_k, size, has_scale=has_scale)
 
-    def pack(self, message: Message) -> UInt[Array, "tokens width"]:
+    def pack(self, message: DispatchMessage) -> UInt[Array, "tokens width"]:
         """Quantises and packs a message; ids travel as int32, scales and gates as FP32."""
         values, scales = message.encoded or encode_rows(message.tokens, self.rows)
         assert values.dtype == storage(self.rows)
@@ -73,7 +73,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         words.append(jnp.zeros((values.shape[0], padding), self.word))
         return jnp.concatenate(words, axis=1)
 
-    def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> Message:
+    def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> DispatchMessage:
         """Unpacks a message, with tokens dequantised to `dtype`.
 
         Keeps rows as rows. XLA would otherwise transpose a message gathered from other devices, and
@@ -84,7 +84,7 @@ class MessageFormat(msgspec.Struct, frozen=True):
         # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
         beside = has_scales(self.rows) + 2 * self.top_k
         if not beside:
-            return Message(decode_rows(values, None, dtype), None, None)
+            return DispatchMessage(decode_rows(values, None, dtype), None, None)
         used = self.d_model + beside * 4 // self.word.itemsize
         bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
         scales = reinterpreted(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
@@ -96,10 +96,10 @@ class MessageFormat(msgspec.Struct, frozen=True):
             on_tpu = current_target().backend == "mosaic_tpu"
             encoded = wide if on_tpu else EncodedRows(values, scales)
         if not self.top_k:
-            return Message(tokens, None, None, encoded, wide)
+            return DispatchMessage(tokens, None, None, encoded, wide)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
         experts, gates = reinterpreted(experts, jnp.int32), reinterpreted(gates, jnp.float32)
-        return Message(tokens, experts, gates, encoded, wide)
+        return DispatchMessage(tokens, experts, gates, encoded, wide)
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):

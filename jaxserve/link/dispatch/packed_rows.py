@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt
 
 from jaxserve.link.dispatch.message import MessageFormat, reinterpreted, to_words
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.quant.rows import has_scales
 
 
@@ -18,7 +18,7 @@ class PackedRows(NamedTuple):
     dtype: jnp.dtype
     """The dtype that rows are dequantised to."""
 
-    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
+    def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
         """Unpacks the rows."""
         return self.format.unpack(packed, self.dtype)
 

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array
 
 from jaxserve.model.ffn.dense import DenseFFN
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 
 Step = Callable[[Any], Any]
 
@@ -67,7 +67,9 @@ NOTHING = Beside(None, ())
 """No work: collectives run alone."""
 
 
-def shared_expert(expert: DenseFFN, packed: Array, unpack: Callable[[Array], Message]) -> Beside:
+def shared_expert(
+    expert: DenseFFN, packed: Array, unpack: Callable[[Array], DispatchMessage]
+) -> Beside:
     """The steps of the whole shared expert for packed rows, which the first one unpacks."""
     like = unpack(packed)
     first, *others = expert.steps(like.tokens, like.wide)

@@ -23,7 +23,7 @@ from jaxserve.model.ffn.experts import Experts, slot_sizes
 from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.matrix_formats import role_formats, weight_format
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import BLOCK, Formats, Part, Template
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.tiles import RowFormat
@@ -69,7 +69,7 @@ class FFNBlock(nnx.Module):
         self.dense = dense(d_model, d_ff, formats, rngs) if here else None
 
     def unsummed(
-        self, message: Message, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
+        self, message: DispatchMessage, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
     ) -> tuple[Unsummed, Int[Array, " local"] | None]:
         """Computes this device's share of the layer's output, without its work for its own rows.
 

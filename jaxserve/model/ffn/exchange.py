@@ -29,7 +29,7 @@ from jaxserve.model.ffn.collectives import (
 )
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.row_width import result_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, Unsummed
 from pallas_kernels.grouped_matmul.routed import Choices, Order, sort_choices
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Packing(Protocol):
     """The packing of rows (`link.dispatch.packed_rows.PackedRows`)."""
 
-    def unpack(self, packed: UInt[Array, "rows words"]) -> Message:
+    def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
         """Unpacks rows."""
         ...
 

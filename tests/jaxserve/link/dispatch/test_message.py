@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.link.dispatch.message import AnswerFormat, MessageFormat
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.quant.rows import encode_rows
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from tests import golden
@@ -21,14 +21,16 @@ STORAGE = {
 FORMATS = list(STORAGE)
 
 
-def message(tokens: int, d_model: int, top_k: int, dtype=np.float32, seed: int = 0) -> Message:
+def message(
+    tokens: int, d_model: int, top_k: int, dtype=np.float32, seed: int = 0
+) -> DispatchMessage:
     rng = np.random.default_rng(seed)
     rows = jnp.asarray(rng.normal(size=(tokens, d_model)).astype(dtype))
     if not top_k:
-        return Message(rows, None, None)
+        return DispatchMessage(rows, None, None)
     experts = rng.integers(0, 2**31 - 1, (tokens, top_k)).astype(np.int32)
     gates = rng.random((tokens, top_k), np.float32)
-    return Message(rows, jnp.asarray(experts), jnp.asarray(gates))
+    return DispatchMessage(rows, jnp.asarray(experts), jnp.asarray(gates))
 
 
 def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +41,7 @@ def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
     return (np.rint(values) if rows == "int8" else values).astype(STORAGE[rows]), scales
 
 
-def expected_bytes(m: Message, rows: str) -> bytes:
+def expected_bytes(m: DispatchMessage, rows: str) -> bytes:
     """Row by row: values, scale, expert ids, gates, little endian; zeros if tiles are filled."""
     x = np.asarray(m.tokens, np.float32)
     values, scales = (
@@ -118,7 +120,8 @@ def test_side_fields_are_not_rounded_and_not_interpreted():
     experts = jnp.asarray([[-1, 2**31 - 1], [0, -(2**31)]], jnp.int32)
     gates = np.asarray([[1e-45, np.nan], [-0.0, np.inf]], np.float32)
     got = form.unpack(
-        form.pack(Message(jnp.ones((2, 4)), experts, jnp.asarray(gates))), jnp.dtype(jnp.float32)
+        form.pack(DispatchMessage(jnp.ones((2, 4)), experts, jnp.asarray(gates))),
+        jnp.dtype(jnp.float32),
     )
     np.testing.assert_array_equal(got.experts, experts)
     assert np.asarray(got.gates).tobytes() == gates.tobytes()

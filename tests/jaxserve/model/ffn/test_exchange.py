@@ -29,7 +29,7 @@ from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_shared_rank
-from jaxserve.model.message import Message
+from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template
 from tests import golden
 from tests.jaxserve.model.ffn.test_placement import random_placement
@@ -128,7 +128,7 @@ def layer(
     leaves = random_leaves(template, 1)
 
     def body(x, experts, gates, table, *leaves):
-        packed = FORMAT.pack(Message(x, experts, gates))
+        packed = FORMAT.pack(DispatchMessage(x, experts, gates))
         rows, load = exchange(packed, template.merge(leaves), PackedRows(FORMAT, FLOAT), table)
         return rows.total(), load
 
