@@ -18,7 +18,7 @@ from jaxserve.bench.random_model import RandomModel, build, deployment_of
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, run_worker
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec, decoder_layers
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table
@@ -88,7 +88,7 @@ def measure_layer(rounds: int) -> dict[str, Any]:
 def model_config() -> ModelConfig:
     """One MoE layer without a shared expert."""
     attention = MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4))
-    moe = FFN(router=Router(experts=EXPERTS, top_k=TOP_K), expert_d_ff=D_FF)
+    moe = FFN(router=RouterSpec(experts=EXPERTS, top_k=TOP_K), expert_d_ff=D_FF)
     return ModelConfig(
         vocab=64,
         d_model=D_MODEL,

@@ -18,7 +18,7 @@ from jaxserve.bench.random_model import RandomModel, build, decode_plan, deploym
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
-from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router
+from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
 from jaxserve.roles.compilation import hot_call
 from jaxserve.roles.token_programs import GroupPut
 from jaxserve.roles.weights import zeroed
@@ -28,7 +28,7 @@ LAYERS = 16
 KV_LENGTH = 3
 KIND = LayerKind(
     MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4)),
-    FFN(router=Router(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
+    FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
 )
 _SECONDS = 900.0
 LIMIT = 1.15

@@ -35,7 +35,7 @@ from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_worker
 from jaxserve.checkpoint.random_leaves import RandomLeaves, random_leaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, Router, decoder_layers
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec, decoder_layers
 from jaxserve.config.topology import TRANSPORTS, Role
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
@@ -129,7 +129,7 @@ def ideal_gains(attend: float, ffn: float, link: float) -> dict[int, float]:
 def model_config(width: int) -> ModelConfig:
     """MoE layers whose shared expert has this width."""
     attention = MFA(q_heads=8, kv_heads=1, head_dim=64, latent=256, rope=Rope(theta=1e4))
-    moe = FFN(router=Router(experts=8, top_k=2), expert_d_ff=64, d_ff=width)
+    moe = FFN(router=RouterSpec(experts=8, top_k=2), expert_d_ff=64, d_ff=width)
     return ModelConfig(
         vocab=64,
         d_model=256,

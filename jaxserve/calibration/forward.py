@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxserve.calibration.gptq import dequantised
 from jaxserve.config.model import GQA, MFA, MLA, Attention, ModelConfig
-from jaxserve.config.model import Router as Rule
+from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.rope import paired, rotation
-from jaxserve.model.ffn.router import Router
+from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.module import Template, rms_norm
 from pallas_kernels.activation import SWIGLU
 from pallas_kernels.rotate_and_write import rotate
@@ -197,7 +197,9 @@ def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndar
 
 def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
     """Chooses each row's experts with the serving router, in FP32."""
-    template = Template(functools.partial(Router, normed.shape[1], rule, jnp.dtype(jnp.float32)))
+    template = Template(
+        functools.partial(ExpertRouter, normed.shape[1], rule, jnp.dtype(jnp.float32))
+    )
     router = template.merge(
         [jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in template.names]
     )

@@ -15,7 +15,7 @@ from jaxserve.checkpoint.source import (
     matrix,
     vector,
 )
-from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, Router, decoder_layers
+from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, RouterSpec, decoder_layers
 
 
 def deepseek_config(entries: Entries) -> ModelConfig:
@@ -71,11 +71,11 @@ def _attention(entries: Entries, rope: Rope, rope_dim: int) -> MLA:
     )
 
 
-def _router(entries: Entries, count: int) -> Router:
+def _router(entries: Entries, count: int) -> RouterSpec:
     entries.only("scoring_func", "sigmoid")
     # Required for models with experts: tools disagree on its default, and no tensor shape tells.
     none, one = (None, None) if count else (0, 1)
-    return Router(
+    return RouterSpec(
         experts=count,
         top_k=entries.size("num_experts_per_tok", least=0, default=none),
         score="sigmoid",

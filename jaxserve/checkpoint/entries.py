@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxserve.config.model import Llama3, Rope, Router, Yarn
+from jaxserve.config.model import Llama3, Rope, RouterSpec, Yarn
 from jaxserve.errors import CheckpointError
 
 HARMLESS = frozenset(
@@ -207,7 +207,7 @@ class Entries:
         value = self.any(name)
         return 0.0 if value in (None, 0) else self.number(name)
 
-    def router(self, rule: Router, experts: str, top_k: str) -> None:
+    def router(self, rule: RouterSpec, experts: str, top_k: str) -> None:
         """Checks that a router's sizes are consistent; `experts` and `top_k` are the entries'
         names."""
         if not 1 <= rule.top_k <= rule.experts:

@@ -5,7 +5,7 @@ import msgspec
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, View, decoder_names
-from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, Router
+from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, RouterSpec
 from pallas_kernels.activation import Activation
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -26,7 +26,7 @@ def gpt_oss_config(entries: Entries) -> ModelConfig:
     top_k = entries.size("num_experts_per_tok")
     entries.only("experts_per_token", top_k)
     entries.meaningless("initial_context_length")  # repeats original_max_position_embeddings
-    rule = Router(
+    rule = RouterSpec(
         experts=entries.size("num_local_experts"), top_k=top_k, renormalise=True, logit_bias=True
     )
     activation = Activation(

@@ -3,7 +3,7 @@
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import CheckpointNames, Sources, decoder_names, per_expert
-from jaxserve.config.model import FFN, GQA, ModelConfig, Router, decoder_layers
+from jaxserve.config.model import FFN, GQA, ModelConfig, RouterSpec, decoder_layers
 
 
 def minimax_m2_config(entries: Entries) -> ModelConfig:
@@ -24,7 +24,7 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
     # modules, which are not loaded.
     entries.meaningless("shared_moe_mode", "mlp_intermediate_size", "use_mtp")
     entries.meaningless("num_mtp_modules", "mtp_transformer_layers")
-    rule = Router(
+    rule = RouterSpec(
         experts=entries.size("num_local_experts"),
         top_k=entries.size("num_experts_per_tok"),
         score="sigmoid",

@@ -5,7 +5,7 @@ import msgspec
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import decoder_names
-from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, Router
+from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, RouterSpec
 
 
 def qwen3_config(entries: Entries) -> ModelConfig:
@@ -40,9 +40,9 @@ def qwen3_config(entries: Entries) -> ModelConfig:
     return ModelConfig(**decoder, decoder=tuple(kinds))
 
 
-def _router(entries: Entries) -> Router | None:
+def _router(entries: Entries) -> RouterSpec | None:
     experts = entries.size("num_experts", "num_local_experts", least=0, default=0)
-    rule = Router(
+    rule = RouterSpec(
         experts=experts,
         top_k=entries.size("num_experts_per_tok", least=0, default=None if experts else 0),
         renormalise=entries.flag("norm_topk_prob"),

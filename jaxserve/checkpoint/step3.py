@@ -15,7 +15,7 @@ from jaxserve.checkpoint.source import (
     swiglu,
     vector,
 )
-from jaxserve.config.model import FFN, MFA, Attention, ModelConfig, Router, decoder_layers
+from jaxserve.config.model import FFN, MFA, Attention, ModelConfig, RouterSpec, decoder_layers
 
 
 def step3_config(entries: Entries) -> ModelConfig:
@@ -52,12 +52,12 @@ def moe_ffn(entries: Entries, none: int | None = None, **rule: Any) -> FFN:
 
     Args:
       none: sizes where the file does not say them.
-      rule: fields of its `Router`.
+      rule: fields of its `RouterSpec`.
     """
     size = functools.partial(entries.size, least=0, default=none)
     return FFN(
         d_ff=size("share_expert_dim"),
-        router=Router(
+        router=RouterSpec(
             experts=size("moe_num_experts", "n_routed_experts"),
             top_k=size("moe_top_k", "num_experts_per_tok"),
             **rule,

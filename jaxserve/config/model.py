@@ -147,7 +147,7 @@ Attention = MFA | GQA | MLA
 """Parameters of a layer's attention. Code that depends on the kind of attention asks this value."""
 
 
-class Router(msgspec.Struct, frozen=True, kw_only=True):
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens choose their experts."""
 
     experts: int
@@ -176,7 +176,7 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
     """Hidden width of the dense network or of the shared expert (of all of them together); 0: none.
     """
     activation: Activation = SWIGLU
-    router: Router | None = None
+    router: RouterSpec | None = None
     """None: the layer is dense."""
     expert_d_ff: int = 0
     """Hidden width of a routed expert."""

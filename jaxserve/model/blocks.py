@@ -22,7 +22,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.columns import all_columns
-from jaxserve.model.ffn.router import Router
+from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
@@ -51,7 +51,7 @@ class AttentionBlock(nnx.Module):
         self.spec = config.attentions().index(kind.attention)
         self.post_norm = scale(formats.norms, d_model=config.d_model)
         rule = kind.ffn.router
-        self.router = Router(config.d_model, rule, formats.dtype, rngs) if rule else None
+        self.router = ExpertRouter(config.d_model, rule, formats.dtype, rngs) if rule else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config.model import Router as Rule
+from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.model.module import linear, weight, zeros
 from pallas_kernels.grouped_matmul.dense import matmul
 
 
-class Router(nnx.Module):
+class ExpertRouter(nnx.Module):
     """FP32 scores of all experts, then the top_k (Step-3 §2, DeepSeek-V3 §2.1.2, Qwen3).
 
     Attributes:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.checkpoint.entries import HARMLESS, Entries, yarn_magnitude
-from jaxserve.config.model import Router
+from jaxserve.config.model import RouterSpec
 from jaxserve.errors import CheckpointError
 from tests import golden
 
@@ -117,10 +117,10 @@ def test_yarn_magnitude(factor: float, mscale: float, expected: float):
 
 def test_routers_that_fit():
     for rule in (
-        Router(experts=256, top_k=8, groups=8, top_groups=4),
-        Router(experts=384, top_k=8, groups=1, top_groups=1),
-        Router(experts=8, top_k=4, groups=4, top_groups=2),
-        Router(experts=1, top_k=1),
+        RouterSpec(experts=256, top_k=8, groups=8, top_groups=4),
+        RouterSpec(experts=384, top_k=8, groups=1, top_groups=1),
+        RouterSpec(experts=8, top_k=4, groups=4, top_groups=2),
+        RouterSpec(experts=1, top_k=1),
     ):
         entries = Entries({})
         entries.router(rule, "e", "k")
@@ -132,7 +132,7 @@ def test_problems_of_routers():
 
     def said(rule: str) -> str:
         entries = Entries({})
-        entries.router(Router(**json.loads(rule)), "e", "k")
+        entries.router(RouterSpec(**json.loads(rule)), "e", "k")
         (problem,) = entries.problems
         return problem
 

@@ -1,12 +1,12 @@
 import msgspec
 import pytest
 
-from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, Router, decoder_layers
+from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec, decoder_layers
 
 ATTENTION = MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4, rope=Rope(theta=1e4))
 WINDOW = msgspec.structs.replace(ATTENTION, window=4)
 DENSE = LayerKind(ATTENTION, FFN(d_ff=16))
-MOE = LayerKind(ATTENTION, FFN(router=Router(experts=4, top_k=2), expert_d_ff=8))
+MOE = LayerKind(ATTENTION, FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8))
 
 
 def config(layers, moe_layers):

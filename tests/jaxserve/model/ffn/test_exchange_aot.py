@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.model import FFN, MLA, ModelConfig, Rope, decoder_layers
-from jaxserve.config.model import Router as Rule
+from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.config.model import Router as Rule
-from jaxserve.model.ffn.router import Router
+from jaxserve.config.model import RouterSpec as Rule
+from jaxserve.model.ffn.router import ExpertRouter
 from tests import golden
 from tests.reference.decoder_numpy import DeepseekNumpy
 from tests.reference.step3_numpy import Step3Numpy
@@ -15,7 +15,7 @@ def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **r
     """A router with `weights` [experts, d_model], as a checkpoint has them."""
     experts, d_model = weights.shape
     asked = Rule(experts=experts, top_k=top_k, bias=bias is not None, **rule)
-    module = Router(d_model, asked, jnp.dtype(dtype), nnx.Rngs(0))
+    module = ExpertRouter(d_model, asked, jnp.dtype(dtype), nnx.Rngs(0))
     assert module.gate[...].shape == (experts, d_model)
     module.gate.set_value(jnp.asarray(weights, dtype))
     if bias is not None:
@@ -24,7 +24,7 @@ def router(weights: np.ndarray, top_k: int, *, bias=None, dtype=jnp.float32, **r
     return module
 
 
-def route(module: Router, x, dtype=jnp.float32) -> tuple[list[list[int]], np.ndarray]:
+def route(module: ExpertRouter, x, dtype=jnp.float32) -> tuple[list[list[int]], np.ndarray]:
     """Experts and gate weights of valid tokens."""
     x = jnp.asarray(x, dtype)
     experts, gates = module(x, jnp.ones(len(x), bool), 10_000)
