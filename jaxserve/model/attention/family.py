@@ -16,8 +16,12 @@ from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
 
-Module = mfa.MFA | gqa.GQA | mla.MLA
-MODULES: dict[type, type[Module]] = {MFA: mfa.MFA, GQA: gqa.GQA, MLA: mla.MLA}
+Module = mfa.FactorizedAttention | gqa.GroupedQueryAttention | mla.LatentAttention
+MODULES: dict[type, type[Module]] = {
+    MFA: mfa.FactorizedAttention,
+    GQA: gqa.GroupedQueryAttention,
+    MLA: mla.LatentAttention,
+}
 """Attention spec → the module that computes it."""
 
 

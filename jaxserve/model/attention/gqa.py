@@ -21,7 +21,7 @@ from jaxserve.model.columns import norm_columns
 from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros
 
 
-class GQA(nnx.Module):
+class GroupedQueryAttention(nnx.Module):
     """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
 
     Attributes:

@@ -17,7 +17,7 @@ from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
 
 
-class MFA(nnx.Module):
+class FactorizedAttention(nnx.Module):
     """q = RoPE(RMSNorm(x·W_down)·W_up) per head; k, v = x·W_kv, shared by all query heads.
 
     Attributes:

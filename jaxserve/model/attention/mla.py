@@ -40,7 +40,7 @@ from pallas_kernels.attention.api import chunk_attention, merge
 from pallas_kernels.rotate_and_write import rotate
 
 
-class MLA(nnx.Module):
+class LatentAttention(nnx.Module):
     """Multi-head latent attention. Attributes hold the paper's matrices W^DQ, W^UQ, W^DKV, W^UK,
     W^UV.
 
