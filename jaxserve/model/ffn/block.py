@@ -19,7 +19,7 @@ from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import RoleMeshes, shards
 from jaxserve.model.ffn.dense import DenseFFN
-from jaxserve.model.ffn.experts import Experts, slot_sizes
+from jaxserve.model.ffn.experts import RoutedExperts, slot_sizes
 from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.matrix_formats import role_formats, weight_format
@@ -60,7 +60,7 @@ class FFNBlock(nnx.Module):
         shards = tensor_ranks * (instances if self.own_rows else expert_ranks)
         d_ff = -(-spec.d_ff // shards) * shards
         more = {"redundant": redundant, "shared_ranks": shared_ranks}
-        self.experts = Experts(config, spec, ranks, formats, rngs, **more) if moe else None
+        self.experts = RoutedExperts(config, spec, ranks, formats, rngs, **more) if moe else None
         split: Literal["d_ff", "shared_d_ff", "own_d_ff"]
         split = "own_d_ff" if whole else "shared_d_ff" if of_rank else "d_ff"
         formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
@@ -76,7 +76,7 @@ class FFNBlock(nnx.Module):
         Args:
           message: the rows and routing that the attention role sent, with slots for experts.
           rank: this device's ep coordinate.
-          layer: index into stacked expert weights; see `Experts`.
+          layer: index into stacked expert weights; see `RoutedExperts`.
 
         Returns:
           the share, with the results of a token's experts not yet added up; and the tokens that

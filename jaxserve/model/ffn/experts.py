@@ -30,7 +30,7 @@ def slot_sizes(spec: FFN, ranks: int, redundant: int = 0, shared_ranks: int = 0)
     return SlotSizes(spec.experts, ranks - shared_ranks, redundant, shared_ranks, parts)
 
 
-class Experts(nnx.Module):
+class RoutedExperts(nnx.Module):
     """Stacked expert weights.
 
     Attributes:
