@@ -130,7 +130,7 @@ def _tiled(shape: tuple[int, ...], tile: int) -> tuple[int, ...]:
     return (*stack, d_out // tile, d_in, tile)
 
 
-class Blocks(abc.ABC):
+class BlockReader(abc.ABC):
     """Source of the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`.
 
     Attributes:
@@ -143,7 +143,7 @@ class Blocks(abc.ABC):
         self.checks: list[Future[None]] = []
 
     @property
-    def storage(self) -> "Blocks":
+    def storage(self) -> "BlockReader":
         """The source that reads storage, not running workers."""
         return self
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.checkpoint.arrays import (
-    Blocks,
+    BlockReader,
     Leaf,
     block_of,
     make_array,
@@ -48,7 +48,7 @@ Tensors = dict[str, Tensor | PackedTensor | ExpertStack]
 """Tensors of a folder by name, each packed matrix or stack joined into one."""
 
 
-class HFCheckpoint(Blocks):
+class HFCheckpoint(BlockReader):
     """Reads leaves from a folder of safetensors files.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
-    Blocks,
+    BlockReader,
     Leaf,
     block_key,
     block_of,
@@ -87,7 +87,7 @@ def open_weights(
     return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
 
 
-class PeerCheckpoint(Blocks):
+class PeerCheckpoint(BlockReader):
     """Reads leaves from running workers, with storage as a fallback.
 
     Args:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
-    Blocks,
+    BlockReader,
     Leaf,
     block_key,
     block_of,
@@ -87,7 +87,7 @@ def _read(
     return target
 
 
-class StoreCheckpoint(Blocks):
+class StoreCheckpoint(BlockReader):
     """Reads leaves from a converted checkpoint.
 
     Args:

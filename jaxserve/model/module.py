@@ -221,7 +221,7 @@ def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Arra
     return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
 
 
-class Part(NamedTuple):
+class AppendedPart(NamedTuple):
     """Entries of a leaf's first axis behind those of the checkpoint's array: equal parts of another
     matrix of the checkpoint."""
 
@@ -272,7 +272,7 @@ class Template:
         self,
         build: Callable[[nnx.Rngs], nnx.Module],
         entries: Mapping[str, tuple[int, ...]] | None = None,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, AppendedPart] | None = None,
     ):
         self.build = build
         self.entries, self.parts = entries or {}, parts or {}

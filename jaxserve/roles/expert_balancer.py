@@ -26,8 +26,8 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.balance import rebalance, rebalance_slices
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.placement import (
+    MoveRound,
     Placement,
-    Round,
     SlotSizes,
     aligned,
     balance_of,
@@ -128,7 +128,7 @@ def _best(slices: np.ndarray, current: Placement, facts: ExpertFacts) -> Placeme
     )[2]
 
 
-def _copies(rounds: list[Round]) -> int:
+def _copies(rounds: list[MoveRound]) -> int:
     return sum(len(each.copies) for each in rounds)
 
 

@@ -29,7 +29,7 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNTemplates
-from jaxserve.model.ffn.exchange import Blocks, make_exchanges
+from jaxserve.model.ffn.exchange import RowBlocks, make_exchanges
 from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
 from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
 from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
@@ -63,7 +63,7 @@ class FFNPrograms:
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
         self.route = Route.of(self.contract, mesh.size)
         instances = self.route.instances
-        blocks = Blocks(mesh.size // instances * self.route.slots, self.route.filled)
+        blocks = RowBlocks(mesh.size // instances * self.route.slots, self.route.filled)
         axes = Axes(*FFN_AXES, rows=FFN_AXES, instance=INSTANCE if instances > 1 else None)
         self.exchanges = make_exchanges(
             templates.exchange, axes, self.dtype, blocks, self.contract.combine

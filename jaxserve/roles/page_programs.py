@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pool, layer_entries, row_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, layer_entries, row_arrays
 from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
@@ -160,7 +160,7 @@ class PagePrograms:
             donates=(2,),
         )
 
-    def _places(self) -> Iterator[tuple[Pool, list[list[int]]]]:
+    def _places(self) -> Iterator[tuple[PagePool, list[list[int]]]]:
         """Yields every pool with the places of its page arrays, kind of rows by kind; an array has
         the pages of one layer, or of all."""
         for number, pool in enumerate(self.pools):
@@ -168,13 +168,13 @@ class PagePrograms:
             kinds = len(pool.arrays)
             yield pool, [[owner * kinds + kind for owner in owners] for kind in range(kinds)]
 
-    def _of_pool(self, pool: Pool, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
+    def _of_pool(self, pool: PagePool, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
         """The page ids in a pool, of those in all page tables."""
         return page_ids[0].reshape(-1, self.tables)[:, int(pool.ring)]
 
     def _gathered(
         self,
-        pool: Pool,
+        pool: PagePool,
         arrays: Sequence[Num[Array, "rows heads page_size *width"]],
         head: int,
         page_ids: Int[Array, " count"],
@@ -195,7 +195,7 @@ class PagePrograms:
         # Two ends of one page size: every byte is copied once.
         return jax.lax.cond(offset == 0, lambda: read(page_ids[:count]), shifted)
 
-    def _rows(self, pool: Pool, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
+    def _rows(self, pool: PagePool, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
         """Rows of a page array that hold these pages; layer by layer if it has all layers."""
         if not self._stacked:
             return page_ids
@@ -204,7 +204,7 @@ class PagePrograms:
 
     def _put(
         self,
-        pool: Pool,
+        pool: PagePool,
         array: Num[Array, "rows heads page_size *width"],
         page_ids: Int[Array, " count"],
         head: int,

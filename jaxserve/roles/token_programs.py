@@ -19,7 +19,7 @@ from jaxserve.link.dispatch.put import Put, fast_put
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, Pool, page_pools
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
@@ -85,7 +85,7 @@ class TokenPrograms:
             caches[kind.attention] = self.of_kind(ragged, kind).page_table, pages
         return StepContext(with_shared(ragged, self.dtype, caches), fields)
 
-    def pool(self, kind: LayerKind) -> Pool:
+    def pool(self, kind: LayerKind) -> PagePool:
         """Returns the pool that holds the pages of layers of a kind."""
         return self.pools[-1 if kind.attention.window else 0]
 
@@ -221,7 +221,7 @@ class TokenPrograms:
         )
 
 
-def stacked_pages(pool: Pool) -> tuple[jax.ShapeDtypeStruct, ...]:
+def stacked_pages(pool: PagePool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """One array for the pages of all layers of a pool: a DP group's lie layer after layer."""
     layers = len(pool.layers)
     return tuple(

@@ -82,7 +82,7 @@ def row_arrays(
     return (*values, *[scale] * len(scaled))
 
 
-class Pool(NamedTuple):
+class PagePool(NamedTuple):
     """Layers whose rows lie in pages with the same ids."""
 
     layers: tuple[int, ...]
@@ -94,7 +94,7 @@ class Pool(NamedTuple):
     """True if sequences keep only the pages of their last tokens; page tables list these second."""
 
 
-def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[Pool, ...]:
+def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, ...]:
     """Pools of a deployment: layers that see all tokens, then layers with a window."""
     rings, pages = ring_pages(config, deployment), deployment.cache.pages
     pools = []
@@ -102,7 +102,7 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[Pool, ...]:
         kinds = enumerate(map(config.layer, range(config.all_layers)))
         layers = [n for n, kind in kinds if windowed == (kind.attention.window > 0)]
         arrays = page_arrays(config, deployment, count)
-        pools.append(Pool(tuple(layers), count, arrays, windowed and rings > 0))
+        pools.append(PagePool(tuple(layers), count, arrays, windowed and rings > 0))
     return tuple(pool for pool in pools if pool.layers)
 
 

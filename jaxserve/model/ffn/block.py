@@ -24,7 +24,7 @@ from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.matrix_formats import role_formats, weight_format
 from jaxserve.model.message import DispatchMessage
-from jaxserve.model.module import BLOCK, Formats, Part, Template
+from jaxserve.model.module import BLOCK, AppendedPart, Formats, Template
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 
@@ -160,13 +160,13 @@ def deployment_slots(config: ModelConfig, deployment: Deployment) -> SlotSizes:
     return slot_sizes(config.moe, deployment.expert_ranks, ffn.redundant_slots, ffn.shared_ranks)
 
 
-def shared_parts(sizes: SlotSizes) -> dict[str, Part]:
+def shared_parts(sizes: SlotSizes) -> dict[str, AppendedPart]:
     """Leaves whose last entries are parts of the shared expert, which divide its d_ff."""
     if not sizes.shared_parts:
         return {}
     cut = {"gate": 0, "up": 0, "down": 1}
     return {
-        f"experts.{leaf}": Part(f"dense.{leaf}", sizes.shared_parts, axis)
+        f"experts.{leaf}": AppendedPart(f"dense.{leaf}", sizes.shared_parts, axis)
         for leaf, axis in cut.items()
     }
 

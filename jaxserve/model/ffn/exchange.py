@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jaxserve.model.ffn.block import FFNBlock
 
 
-class Packing(Protocol):
+class RowPacking(Protocol):
     """The packing of rows (`link.dispatch.packed_rows.PackedRows`)."""
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
@@ -53,7 +53,7 @@ class Packing(Protocol):
         ...
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """Equal blocks of the rows of all devices, device after device."""
 
     total: int = 1
@@ -73,7 +73,7 @@ class Exchange(Protocol):
         self,
         packed: UInt[Array, "rows words"],
         block: "FFNBlock",
-        packing: Packing,
+        packing: RowPacking,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
@@ -119,7 +119,7 @@ def make_exchanges(
     kind: ExchangeKind,
     axes: Axes,
     dtype: jnp.dtype,
-    blocks: Blocks | None = None,
+    blocks: RowBlocks | None = None,
     combine: FormatName | None = None,
 ) -> dict[FFNKind, Exchange]:
     """Makes the exchange of every kind of layer. Dense layers need all rows on all devices.
@@ -130,7 +130,7 @@ def make_exchanges(
       combine: format in which results travel that are not yet summed over devices; `dtype` unless
         it has scales.
     """
-    blocks, results = blocks or Blocks(), Results(dtype, combine is not None and scaled(combine))
+    blocks, results = blocks or RowBlocks(), Results(dtype, combine is not None and scaled(combine))
     gather = GatherExchange(axes, blocks, results)
     moe: Exchange = AllToAllExchange(axes, blocks, results) if kind == "alltoall" else gather
     return {"dense": gather, "moe": moe}
@@ -141,14 +141,14 @@ class GatherExchange(NamedTuple):
     reduce-scatter back."""
 
     axes: Axes
-    blocks: Blocks
+    blocks: RowBlocks
     results: Results
 
     def __call__(
         self,
         packed: UInt[Array, "rows words"],
         block: "FFNBlock",
-        packing: Packing,
+        packing: RowPacking,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
@@ -213,14 +213,14 @@ class AllToAllExchange(NamedTuple):
     """
 
     axes: Axes
-    blocks: Blocks
+    blocks: RowBlocks
     results: Results
 
     def __call__(
         self,
         packed: UInt[Array, "rows words"],
         block: "FFNBlock",
-        packing: Packing,
+        packing: RowPacking,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
@@ -271,7 +271,7 @@ class AllToAllExchange(NamedTuple):
         return self.results.over_tensor(rows, axes), load
 
     def _beside(
-        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: Packing
+        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: RowPacking
     ) -> Beside:
         """Steps of the shared expert on GPUs, if it needs nothing from other devices."""
         if block.dense is None or current_target().backend != "mosaic_gpu":
@@ -282,7 +282,7 @@ class AllToAllExchange(NamedTuple):
         return shared_expert(block.dense, packed, packing.unpack)
 
     def _shared(
-        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: Packing
+        self, packed: UInt[Array, "rows words"], block: "FFNBlock", packing: RowPacking
     ) -> Float[Array, "rows d_model"]:
         """Applies the shared expert to this device's rows, or its share if others have the rows."""
         tensor, expert = self.axes.tensor, block.dense
@@ -313,7 +313,7 @@ class SendPlan(NamedTuple):
     """
 
     axes: Axes
-    blocks: Blocks
+    blocks: RowBlocks
     order: Order
     starts: Int32[Array, "devices ranks"]
     places: Int32[Array, "devices ranks"]
@@ -394,7 +394,7 @@ class SendPlan(NamedTuple):
 def make_send_plan(
     ranks_chosen: Int[Array, "rows top_k"],
     axes: Axes,
-    blocks: Blocks,
+    blocks: RowBlocks,
     beside: Beside = NOTHING,
 ) -> SendPlan:
     """Counts rows by rank, and tells all devices the counts.

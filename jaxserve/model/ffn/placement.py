@@ -148,18 +148,18 @@ def balance_of(loads: Floats) -> float:
     return float(np.mean(loads)) / most if most > 0 else 1.0
 
 
-class Copy(NamedTuple):
+class ExpertCopy(NamedTuple):
     """Copy of one expert's weights from slot to slot."""
 
     source: int
     target: int
 
 
-class Round(NamedTuple):
+class MoveRound(NamedTuple):
     """Copies made at once, at most one to each rank, and the placement afterwards. All sources are
     read before any target is written."""
 
-    copies: tuple[Copy, ...]
+    copies: tuple[ExpertCopy, ...]
     placement: Placement
 
 
@@ -194,7 +194,7 @@ def _in_place(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return [next(rest) if expert is None else expert for expert in slots]
 
 
-def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[Round]:
+def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[MoveRound]:
     """Plans the rounds that turn one placement into another, up to the order of a rank's slots.
     After each round every expert has a slot, so any round can be the last. A slot that becomes
     empty is merely no longer used, so the last round may have no copies.
@@ -214,17 +214,17 @@ def plan_rounds(current: Placement, target: Placement, ranks: int) -> list[Round
         before = list(now)
         for copy in copies:
             now[copy.target] = before[copy.source]
-        rounds.append(Round(tuple(copies), tuple(now)))
+        rounds.append(MoveRound(tuple(copies), tuple(now)))
     if rounds and rounds[-1].copies:
         rounds[-1] = rounds[-1]._replace(placement=target)
     elif target != current:
-        rounds.append(Round((), target))
+        rounds.append(MoveRound((), target))
     return rounds
 
 
 def _overwrites(
     now: Sequence[int], target: Sequence[int], pending: Sequence[int], local: int
-) -> list[Copy]:
+) -> list[ExpertCopy]:
     """Returns copies into slots that are empty or whose expert also has another slot."""
     counts = replica_counts(now, max(now) + 1)
     taken, copies = set(), []
@@ -235,13 +235,13 @@ def _overwrites(
         taken.add(rank)
         if expert != EMPTY:
             counts[expert] -= 1
-        copies.append(Copy(now.index(target[slot]), slot))
+        copies.append(ExpertCopy(now.index(target[slot]), slot))
     return copies
 
 
-def _swap(now: Sequence[int], target: Sequence[int], pending: Sequence[int]) -> list[Copy]:
+def _swap(now: Sequence[int], target: Sequence[int], pending: Sequence[int]) -> list[ExpertCopy]:
     """Swaps two experts, for the case that every pending slot has an expert's only replica. One of
     them reaches its place, on another rank, since otherwise its own rank would have kept it."""
     slot = pending[0]
     other = next(place for place in pending if target[place] == now[slot])
-    return [Copy(slot, other), Copy(other, slot)]
+    return [ExpertCopy(slot, other), ExpertCopy(other, slot)]

@@ -4,8 +4,8 @@ import pytest
 
 from jaxserve.model.ffn.placement import (
     EMPTY,
-    Copy,
-    Round,
+    ExpertCopy,
+    MoveRound,
     SlotSizes,
     aligned,
     balance_of,
@@ -78,12 +78,14 @@ def test_alignment_keeps_experts_where_they_are():
 
 def test_rounds_fill_empty_slots_first_and_free_what_is_left_over():
     # 0 and 1 are alone; 2 has two replicas, of which one gives way.
-    assert plan_rounds((0, 2, 1, 2), (0, 1, 1, 2), 2) == [Round((Copy(2, 1),), (0, 1, 1, 2))]
+    assert plan_rounds((0, 2, 1, 2), (0, 1, 1, 2), 2) == [
+        MoveRound((ExpertCopy(2, 1),), (0, 1, 1, 2))
+    ]
     # Only the table changes.
-    assert plan_rounds((0, 1, 1), (0, 1, EMPTY), 3) == [Round((), (0, 1, EMPTY))]
+    assert plan_rounds((0, 1, 1), (0, 1, EMPTY), 3) == [MoveRound((), (0, 1, EMPTY))]
     assert plan_rounds((0, 1), (0, 1), 2) == []
     # Only replicas change places.
-    swap = Round((Copy(1, 2), Copy(2, 1)), (0, 2, 1, 3))
+    swap = MoveRound((ExpertCopy(1, 2), ExpertCopy(2, 1)), (0, 2, 1, 3))
     assert plan_rounds((0, 1, 2, 3), (0, 2, 1, 3), 2) == [swap]
 
 
