@@ -30,7 +30,6 @@ from jaxserve.planner.deploy_fleet import Fleet, Slowed
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import (
     Parser,
     add_command,
@@ -39,6 +38,7 @@ from jaxserve.planner.options import (
     read_formats,
     read_hardware,
     read_searcher,
+    read_target,
 )
 from jaxserve.planner.simulate import Constant, FleetResult, Progress
 from jaxserve.planner.stage_times import StageTimes
@@ -244,12 +244,9 @@ def _asked(
         tpot=options.tpot,
         positions=most,
         page=max(page_tokens(one.platform, formats.cache) for one in hardware.values()),
-        target=Target(
-            tpot=options.tpot.seconds,
+        target=msgspec.structs.replace(
+            read_target(options, options.tpot.seconds, options.modes),
             max_devices=max(options.max_devices, options.prefill_devices, options.decode_devices),
-            modes=tuple(options.modes),
-            most_drafts=options.drafts,
-            shared_ranks=options.shared_ranks,
         ),
         spares=Spares(count=options.spares, between=between, repair=repair),
         pages_latency=options.pages_latency,

@@ -212,7 +212,11 @@ class Sizer:
             raise ConfigError(why_not(self.searcher, asked.target, found))
         workers = sorted(self._workers(), key=self._least_prefill)
         if not workers:
-            raise ConfigError(self._no_worker())
+            most = asked.prefill_devices or f"up to {asked.target.max_devices}"
+            raise ConfigError(
+                f"no prefill worker: the weights do not fit on {most} devices of "
+                f"{', '.join(self._hosts.prefill)}"
+            )
         units = sorted(self._units(candidates), key=self._least_decode)
         best = self._apart(units, workers)
         for unit in () if asked.prefill_devices else units:
@@ -262,7 +266,7 @@ class Sizer:
         if prompts + demand.rate / unit.capacity > MOST_BUSY:
             return None
         fleet = self._with_units(fleet, 1, demand)
-        found = self.simulated("whole", fleet, demand)
+        found = self._simulate(self, "whole", fleet, demand)
         self._reasons[name] = (
             f"TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2g} s, TPOT p{asked.tpot.percent:g} "
             f"{found.tpot_asked * 1e3:.3g} ms, {unit.dollars:,.2f} USD an hour"
@@ -335,7 +339,7 @@ class Sizer:
         """The fleet with the fewest units that meets the TPOT; None: no number of units does."""
 
         def meets(units: int) -> bool:
-            found = self.simulated("decode", self._with_units(fleet, units, demand), demand)
+            found = self._simulate(self, "decode", self._with_units(fleet, units, demand), demand)
             return found.tpot_asked <= self.asked.tpot.seconds
 
         units = _fewest(meets, _ceil(demand.rate / fleet.unit.capacity))
@@ -376,11 +380,6 @@ class Sizer:
         alone = chunks.alone(prompt, found)
         return PrefillWorker(layout, chunk, hardware, pages, capacity, alone)
 
-    def _no_worker(self) -> str:
-        names = ", ".join(self._hosts.prefill)
-        most = self.asked.prefill_devices or f"up to {self.asked.target.max_devices}"
-        return f"no prefill worker: the weights do not fit on {most} devices of {names}"
-
     def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
         return _ceil(rate / (MOST_BUSY * worker.capacity))
 
@@ -418,7 +417,7 @@ class Sizer:
         asked, demand = self.asked, self.asked.demand
 
         def meets(workers: int) -> bool:
-            found = self.simulated("prefill", fleet._replace(workers=workers), demand)
+            found = self._simulate(self, "prefill", fleet._replace(workers=workers), demand)
             return found.ttft_asked <= asked.ttft.seconds
 
         workers = _fewest(meets, self._least_workers(fleet.worker, demand.rate))
@@ -428,7 +427,7 @@ class Sizer:
         """The deployment of this fleet, with as many more workers and units as it takes when both
         run together; None: no number does."""
         for _ in range(GROWN):
-            found = self.simulated("whole", fleet, demand)
+            found = self._simulate(self, "whole", fleet, demand)
             if self._meets(found):
                 return self._deployment(fleet, demand, found)
             slow = found.ttft_asked > self.asked.ttft.seconds
@@ -447,10 +446,6 @@ class Sizer:
         return fleet._replace(units=units, taken=fleet.unit.taken(demand.rate / units, output))
 
     # ------------------------------------------------------------------------------- together
-
-    def simulated(self, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
-        """Runs a fleet, or a part of it, in simulated time."""
-        return self._simulate(self, part, fleet, demand)
 
     def times(self, layout: Layout, hardware: tuple[Hardware, Hardware]) -> Rooflines:
         """Stage times of a layout, with its experts placed as the engine places them."""

@@ -127,12 +127,9 @@ stall = reader(
 
 def jitter(options: argparse.Namespace) -> Jitter:
     """Reads `--jitter` and `--stall`."""
-    spreads: dict[AFDStage, float] = {}
-    for one in options.jitter:
-        spreads |= one
     chance, duration, exponent = options.stall
     return Jitter(
-        spread=spreads,
+        spread={stage: size for one in options.jitter for stage, size in one.items()},
         stall_probability=chance,
         stall_seconds=duration,
         stall_exponent=exponent,
