@@ -24,7 +24,7 @@ def test_it_is_the_reference(data):
     rows = jnp.asarray(rng.normal(size=(TOKENS, 2, 3)), jnp.float8_e4m3fn)
     where = draw_batch(data, rng, PAGE)
     (expected,) = reference.write_rows((pages,), (rows,), *where)
-    np.testing.assert_array_equal(by_pages(pages, rows, *where), expected)
+    np.testing.assert_array_equal(by_pages(pages, rows, reference.Where(*where)), expected)
 
 
 @settings(max_examples=100)
@@ -41,7 +41,7 @@ def test_scales_are_the_reference(data, heads, page, pool):
     rows = jnp.asarray(rng.normal(size=(TOKENS, heads)), jnp.float32)
     where = draw_batch(data, rng, page)
     (expected,) = reference.write_rows((scales,), (rows,), *where)
-    np.testing.assert_array_equal(by_tiles(scales, rows, *where), expected)
+    np.testing.assert_array_equal(by_tiles(scales, rows, reference.Where(*where)), expected)
 
 
 def draw_batch(data, rng, page):
@@ -67,7 +67,7 @@ def test_of_tokens_at_one_place_one_is_written():
     pages = jnp.zeros((1, 1, PAGE, 1))
     rows = jnp.asarray([1.0, 2.0]).reshape(2, 1, 1)
     where = (jnp.zeros((1, 1), jnp.int32), jnp.zeros(2, jnp.int32), jnp.full(2, 1, jnp.int32))
-    written = np.asarray(by_pages(pages, rows, *where))[0, 0, :, 0]
+    written = np.asarray(by_pages(pages, rows, reference.Where(*where)))[0, 0, :, 0]
     assert written[1] in (1, 2)
     np.testing.assert_array_equal(written[[0, 2, 3]], 0)
 
