@@ -3,7 +3,7 @@ at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
 
 Arithmetic gives every layout the most requests a second that it could serve, which orders the
 layouts by what they would cost at least. From the cheapest on, a simulation with the engine's own
-schedulers and the router's own policy (`fleet/planned_fleet.py`) says how many it takes; a layout
+schedulers and the router's own policy (`fleet/deploy_command.py`) says how many it takes; a layout
 that costs more at least than the best one costs is not simulated. Where one unit that computes
 prompts, too, meets the targets for less, that is the plan. No queue is approximated.
 """
