@@ -83,7 +83,7 @@ def ffn_shard(
 
     def shard(rows: Any, choices: Any, gates: Any, routed_weights: Any, shared_weights: Any) -> Any:
         share, _ = routed_swiglu(rows, choices, gates, *routed_weights)
-        return share + dense_swiglu(rows, *shared_weights).astype(share.dtype)
+        return share + dense_swiglu(rows, tuple(shared_weights)).astype(share.dtype)
 
     arguments = (rows, choices, gates, routed_weights, shared_weights)
     return shard, arguments, arguments

@@ -30,8 +30,10 @@ refused (`pallas_kernels/coverage.py`).
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from types import ModuleType
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.reference import GroupedCall, WeightArray
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits
@@ -48,9 +51,6 @@ from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
-_Stack = Array | QuantArray | InputMajor
-_Weights = tuple[_Stack, _Stack, _Stack]
-_KernelWeights = tuple[Array | QuantArray, Array | QuantArray, Array | QuantArray]
 Biases = tuple[
     Float[Array, "groups d_ff"], Float[Array, "groups d_ff"], Float[Array, "groups d_out"]
 ]
@@ -97,19 +97,11 @@ def grouped_matmul(
         narrow: QuantArray | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
+        call = GroupedCall(rows, (weights,), group_sizes, row_format, narrow)
         if target is None:
-            return reference.grouped_matmul(rows, weights, group_sizes, row_format)
-        if target.backend == "mosaic_tpu":
-            from pallas_kernels.grouped_matmul import mosaic_tpu
-
-            return mosaic_tpu.grouped_matmul(
-                rows, weights, group_sizes, target, row_format, narrow, tiles=tiles
-            )
-        from pallas_kernels.grouped_matmul import mosaic_gpu
-
-        return mosaic_gpu.grouped_matmul(
-            rows, weights, group_sizes, target, row_format, narrow, tiles
-        )
+            return reference.grouped_matmul(call)
+        product: Array = _kernels(target).grouped_matmul(call, target, tiles)
+        return product
 
     narrow = _in_format(narrow, weights)
     product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow)
@@ -187,7 +179,7 @@ def grouped_swiglu(
     if target is not None and (biases is not None or activation != SWIGLU):
         # No kernel adds biases or computes other activations between its products.
         given = rows if source is None else rows[source]
-        multiply = functools.partial(
+        multiply: Callable[..., Array] = functools.partial(
             grouped_matmul,
             group_sizes=group_sizes,
             row_format=row_format,
@@ -198,7 +190,7 @@ def grouped_swiglu(
         group = jnp.sum(ends[:, None] <= jnp.arange(given.shape[0]), axis=0)  # padding: past all
 
         def product(some: Array, place: int) -> Array:
-            found = multiply(some, cast(_KernelWeights, weights)[place]).astype(jnp.float32)
+            found = multiply(some, weights[place]).astype(jnp.float32)
             if biases is None:
                 return found
             return found + biases[place].at[group].get(mode="fill", fill_value=0)
@@ -208,31 +200,18 @@ def grouped_swiglu(
 
     def compute(
         rows: Array,
-        weights: _Weights,
+        weights: tuple[WeightArray, ...],
         source: Array | None,
         narrow: QuantArray | None,
         biases: Biases | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
+        options = source, zero_padding, average, activation, biases
+        call = GroupedCall(rows, weights, group_sizes, row_format, narrow, *options)
         if target is None:
-            return reference.grouped_swiglu(
-                *(rows, *weights, group_sizes),
-                row_format=row_format,
-                source=source,
-                average=average,
-                activation=activation,
-                biases=biases,
-            )
-        arrays = (rows, *cast(_KernelWeights, weights), group_sizes)
-        options: dict[str, Any] = {"zero_padding": zero_padding, "tiles": tiles}
-        if target.backend == "mosaic_tpu":
-            from pallas_kernels.grouped_matmul import mosaic_tpu
-
-            return mosaic_tpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
-        from pallas_kernels.grouped_matmul import mosaic_gpu
-
-        options["average"] = average
-        return mosaic_gpu.grouped_swiglu(*arrays, target, row_format, source, narrow, **options)
+            return reference.grouped_swiglu(call)
+        out: Array = _kernels(target).grouped_swiglu(call, target, tiles)
+        return out
 
     narrow = _in_format(narrow, gate_weights, up_weights)
     arrays = rows, weights, source, narrow, biases
@@ -240,9 +219,13 @@ def grouped_swiglu(
     return out
 
 
-def _in_format(
-    narrow: QuantArray | None, *weights: Array | QuantArray | InputMajor
-) -> QuantArray | None:
+def _kernels(target: Target) -> ModuleType:
+    """Returns the module of a backend, `mosaic_tpu` or `mosaic_gpu`: each has `grouped_matmul` and
+    `grouped_swiglu`, functions of (call, target, tiles)."""
+    return importlib.import_module(f"pallas_kernels.grouped_matmul.{target.backend}")
+
+
+def _in_format(narrow: QuantArray | None, *weights: WeightArray) -> QuantArray | None:
     """Returns 8-bit rows if the weights have their format, else None; FP8 may be given as bits."""
     if narrow is None:
         return None
@@ -261,7 +244,7 @@ def _run(
 
 
 def fastest_row_format(
-    rows: Float[Array, "rows d_model"], weights: tuple[Array | QuantArray | InputMajor, ...]
+    rows: Float[Array, "rows d_model"], weights: tuple[WeightArray, ...]
 ) -> RowFormat | None:
     """Returns the fastest `row_format` for a SwiGLU network (gate, up, down).
 
@@ -285,7 +268,7 @@ def _target(
     op: str,
     implementation: Implementation,
     rows: Array,
-    weights: tuple[Array | QuantArray | InputMajor, ...],
+    weights: tuple[WeightArray, ...],
     row_format: RowFormat | None,
     tiles: Fields | None,
 ) -> Target | None:
@@ -315,7 +298,7 @@ def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:
 
 def _check_weights(
     name: str,
-    weights: Array | QuantArray | InputMajor,
+    weights: WeightArray,
     rows: Array,
     expected: tuple[int, int | None, int],
 ) -> None:
@@ -334,7 +317,7 @@ def _check_weights(
         raise ValueError(f"{name} is {weights.dtype}, rows is {rows.dtype}")
 
 
-def _check_biases(biases: Biases, gate: _Stack, down: _Stack) -> None:
+def _check_biases(biases: Biases, gate: WeightArray, down: WeightArray) -> None:
     widths = gate.shape[1], gate.shape[1], down.shape[1]
     for name, bias, width in zip(("gate", "up", "down"), biases, widths, strict=True):
         if bias.shape != (gate.shape[0], width) or not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -344,7 +327,7 @@ def _check_biases(biases: Biases, gate: _Stack, down: _Stack) -> None:
             )
 
 
-def _check_row_format(row_format: str | None, **weights: Array | QuantArray | InputMajor) -> None:
+def _check_row_format(row_format: str | None, **weights: WeightArray) -> None:
     """Checks that all weights can be multiplied by rows in this format."""
     if row_format is None:
         return

@@ -161,8 +161,8 @@ def _shared(name: str, tokens: int) -> Case:
     def function(values: jax.Array, *weights: Any) -> jax.Array:
         *matrices, scales = weights
         narrow = QuantArray(values, scales, (1, 0))
-        one = [jax.tree.map(lambda array: array[0], stack) for stack in matrices]
-        steps = swiglu_steps_of_fp8(jnp.zeros(values.shape, jnp.bfloat16), narrow, *one)
+        gate, up, down = (jax.tree.map(lambda array: array[0], stack) for stack in matrices)
+        steps = swiglu_steps_of_fp8(jnp.zeros(values.shape, jnp.bfloat16), narrow, (gate, up, down))
         assert steps is not None
         first, second = steps
         return second(first(narrow))

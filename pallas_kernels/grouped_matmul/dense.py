@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Fallback, fall_back
 from pallas_kernels.grouped_matmul.api import fastest_row_format, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.reference import WeightArray
 from pallas_kernels.grouped_matmul.reference import gated as gated_product
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
@@ -52,10 +53,13 @@ are not left to collectives. By machine code, Step-3's shared expert takes 29 µ
 tiles (reading its weights takes 26). Half of its width takes 31 µs for 256 rows, also in 80 tiles
 (weights 14); in two rounds, or in 40 tiles of twice the rows, some 50 µs."""
 
+Network = tuple[WeightArray, WeightArray, WeightArray]
+"""Weights of a SwiGLU network: gate and up [d_ff, d_model], and down [d_out, d_ff]."""
+
 _COST = "converts the weights, and multiplies one block of columns after the other"
 
 
-def covers(rows: Array, *weights: Array | QuantArray | InputMajor) -> bool:
+def covers(rows: Array, *weights: WeightArray) -> bool:
     """Whether a kernel, rather than XLA, should multiply rows [rows, d_in] by 8-bit weights
     [d_out, d_in]."""
     target = current_target()
@@ -167,9 +171,7 @@ def dense_matmul(
 
 def dense_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+    weights: Network,
     narrow: QuantArray | None = None,
     activation: Activation = SWIGLU,
 ) -> Float[Array, "rows d_out"]:
@@ -184,22 +186,19 @@ def dense_swiglu(
       activation: see `grouped_swiglu`.
     """
     value: Any = rows, narrow
-    for step in swiglu_steps(rows, gate_weights, up_weights, down_weights, activation):
+    for step in swiglu_steps(rows, weights, activation):
         value = step(value)
     return value
 
 
 def swiglu_steps(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+    weights: Network,
     activation: Activation = SWIGLU,
 ) -> tuple[Callable[[Any], Any], ...]:
     """Returns `dense_swiglu` of rows like these as steps, for a caller that does something else
     beside each step. The first step takes (rows, narrow), each other one the previous result, a
     tree of arrays; the last returns the output. A kernel computes everything in one step."""
-    weights = (gate_weights, up_weights, down_weights)
     if covers(rows, *weights) and activation == SWIGLU:
         stacks = gate, up, down = tuple(map(_stack, weights))
         row_format = fastest_row_format(rows, stacks)
@@ -212,15 +211,15 @@ def swiglu_steps(
         )
 
     def gated(given: Any) -> Any:
-        return given, _dense_product(given[0], gate_weights, given[1])
+        return given, _dense_product(given[0], weights[0], given[1])
 
     def hidden(found: Any) -> Array:
         (rows, narrow), gate = found
-        up = _dense_product(rows, up_weights, narrow)
+        up = _dense_product(rows, weights[1], narrow)
         return gated_product(gate, up, activation).astype(rows.dtype)
 
     def project(hidden: Array) -> Array:
-        return dense_matmul(hidden, down_weights).astype(hidden.dtype)
+        return dense_matmul(hidden, weights[2]).astype(hidden.dtype)
 
     return gated, hidden, project
 
@@ -228,9 +227,7 @@ def swiglu_steps(
 def swiglu_steps_of_fp8(
     rows: Float[Array, "rows d_model"],
     narrow: QuantArray,
-    gate_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "d_out d_ff"] | QuantArray | InputMajor,
+    weights: Network,
 ) -> tuple[Callable[[QuantArray], Any], Callable[[Any], Array]] | None:
     """Returns `swiglu_steps` as two launches of the kernel, for one network with FP8 weights. Both
     products multiply FP8 by FP8; hidden rows between them are in FP8 blocks.
@@ -245,7 +242,7 @@ def swiglu_steps_of_fp8(
         `MOST_TILES` tiles.
     """
     target, values = current_target(), from_bits(narrow.values)
-    stacks = gate, up, down = tuple(map(_stack, (gate_weights, up_weights, down_weights)))
+    stacks = gate, up, down = tuple(map(_stack, weights))
     if values.dtype != jnp.float8_e4m3fn or fastest_row_format(rows, stacks) != "fp8":
         return None
     from pallas_kernels.grouped_matmul import mosaic_gpu
@@ -253,12 +250,10 @@ def swiglu_steps_of_fp8(
     tiles = -(-rows.shape[0] // TILE[0]) * -(-gate.shape[1] // TILE[1])
     if not 0 < tiles <= MOST_TILES or rows.shape[0] % mosaic_gpu.BLOCK_ROWS:
         return None
-    weights, dtype = {"gate_weights": gate, "up_weights": up}, rows.dtype
+    first, second, dtype = mosaic_gpu.hidden_in_blocks, mosaic_gpu.down_of_blocks, rows.dtype
     return (
-        functools.partial(mosaic_gpu.hidden_in_blocks, **weights, target=target),
-        functools.partial(
-            mosaic_gpu.down_of_blocks, down_weights=down, out_dtype=dtype, target=target
-        ),
+        functools.partial(first, gate_weights=gate, up_weights=up, target=target),
+        functools.partial(second, down_weights=down, out_dtype=dtype, target=target),
     )
 
 
@@ -282,7 +277,7 @@ def _dense_product(
     return dense_matmul(values.astype(rows.dtype), weights) * narrow.scales  # 16 bits have each
 
 
-def _takes_narrow(rows: Array, weights: Array | QuantArray | InputMajor) -> bool:
+def _takes_narrow(rows: Array, weights: WeightArray) -> bool:
     """Whether multiplying the 8-bit values gives the products of the 16-bit rows. INT8 weights are
     excluded: they quantise rows themselves."""
     is_gpu, wide = current_target().backend == "mosaic_gpu", rows.dtype.itemsize == 2

@@ -38,6 +38,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
     Tiles,
     quantises,
 )
+from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum, when_known
 from pallas_kernels.grouped_matmul.tiles import Kind
 from pallas_kernels.mosaic_gpu import interpreter, processors
@@ -62,49 +63,33 @@ class RowsInBlocks(NamedTuple):
 
 
 def grouped_matmul(
-    rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    target: Target,
-    row_format: str | None = None,
-    narrow: QuantArray | None = None,
-    tiles: Fields | None = None,
+    call: GroupedCall, target: Target, tiles: Fields | None
 ) -> Float[Array, "rows d_out"]:
     """Multiplies every row by the weights of its group, for a call in which `gap` finds nothing."""
+    rows, weights, sizes, row_format, narrow = call[:5]
     if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[1]), rows.dtype)
+        return jnp.zeros((0, weights[0].shape[1]), rows.dtype)
     operand, _ = _whole_blocks(rows, row_format, narrow=narrow)
-    as_floats = row_format == "float"
     found = _product(
         operand,
-        (weights,),
-        group_sizes,
+        weights,
+        sizes,
         rows.dtype,
         target,
-        as_floats=as_floats,
+        as_floats=row_format == "float",
         given=tiles,
-        one_group=isinstance(group_sizes, np.ndarray) and group_sizes.tolist() == [rows.shape[0]],
+        one_group=isinstance(sizes, np.ndarray) and sizes.tolist() == [rows.shape[0]],
     )
     return found[0][: rows.shape[0]]
 
 
 def grouped_swiglu(
-    rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    target: Target,
-    row_format: str | None = None,
-    source: Int32[Array, " picked"] | None = None,
-    narrow: QuantArray | None = None,
-    *,
-    zero_padding: bool = True,
-    average: int | None = None,
-    tiles: Fields | None = None,
+    call: GroupedCall, target: Target, tiles: Fields | None
 ) -> Float[Array, "picked d_out"]:
     """Runs every row through the SwiGLU network of its group: gate and up in one pass, then down.
     For calls in which `gap` finds nothing."""
+    rows, weights, group_sizes, row_format, narrow, source = call[:6]
+    *gate_and_up, down_weights = weights
     count = (rows if source is None else source).shape[0]
     if 0 in (count, rows.shape[0]):
         return jnp.zeros((count, down_weights.shape[1]), rows.dtype)
@@ -118,19 +103,19 @@ def grouped_swiglu(
         group_sizes=group_sizes,
         target=target,
         as_floats=row_format == "float",
-        average=average,
+        average=call.average,
         given=tiles,
     )
-    gate_and_up = (gate_weights, up_weights)
     hidden = product(
         operand,
-        gate_and_up,
+        tuple(gate_and_up),
         out_dtype=hidden_dtype,
         epilogue=_swiglu,
         picked=later,
         zero_padding=False,
     )
     between = RowsInBlocks(*hidden) if isinstance(operand, RowsInBlocks) else hidden[0]
+    zero_padding = call.zero_padding
     out = product(between, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
     return out[0][:count]
 

@@ -24,11 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul import mosaic_tpu_fetch as fetch
 from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
-    WeightArray,
     factor_of,
     format_name,
     of_groups,
@@ -52,8 +51,9 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_product import (
     store_whole_rows,
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
+from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import when_known
-from pallas_kernels.grouped_matmul.tiles import RowFormat, tpu_tiles
+from pallas_kernels.grouped_matmul.tiles import tpu_tiles
 from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK
@@ -65,37 +65,22 @@ INTERPRET = pltpu.InterpretParams(detect_races=True)
 
 
 def grouped_matmul(
-    rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    target: Target,
-    row_format: RowFormat | None = None,
-    narrow: QuantArray | None = None,
-    *,
-    tiles: Fields | None = None,
+    call: GroupedCall, target: Target, tiles: Fields | None
 ) -> Float[Array, "rows d_out"]:
     """Multiplies every row by the weights of its group."""
+    rows, weights, sizes, row_format, narrow = call[:5]
     factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     return _grouped_products(
-        factor, (weights,), group_sizes, rows.dtype, target, as_floats=as_floats, given=tiles
+        factor, weights, sizes, rows.dtype, target, as_floats=as_floats, given=tiles
     )
 
 
 def grouped_swiglu(
-    rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    target: Target,
-    row_format: RowFormat | None = None,
-    source: Int32[Array, " picked"] | None = None,
-    narrow: QuantArray | None = None,
-    *,
-    zero_padding: bool = True,
-    tiles: Fields | None = None,
+    call: GroupedCall, target: Target, tiles: Fields | None
 ) -> Float[Array, "picked d_out"]:
     """Runs rows through the SwiGLU network of their group: gate and up in one pass, then down."""
+    rows, weights, group_sizes, row_format, narrow, source = call[:6]
+    gate_weights, up_weights, down_weights = weights
     factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     products = partial(
         _grouped_products,
@@ -118,6 +103,7 @@ def grouped_swiglu(
         )
         hidden = factor_of(_swiglu(gate, up), row_format, target)
         hidden = hidden if isinstance(hidden, QuantArray) else hidden.astype(rows.dtype)
+    zero_padding = call.zero_padding
     return products(hidden, (down_weights,), out_dtype=rows.dtype, zero_padding=zero_padding)
 
 
@@ -167,7 +153,7 @@ class _Call(NamedTuple):
 
 def _grouped_products(
     factor: Array | QuantArray,
-    weights: tuple[WeightArray, ...],
+    weights: tuple[Any, ...],
     group_sizes: Array | np.ndarray,
     out_dtype: DTypeLike,
     target: Target,

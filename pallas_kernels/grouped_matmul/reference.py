@@ -15,7 +15,7 @@ a group, however few there are.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.activation import SWIGLU, Activation
+from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
 from pallas_kernels.quantize.bits import as_bits
@@ -43,54 +44,50 @@ _BLOCKS = ((2, 1), (4, 4), (BLOCK_ROWS, 2 * BLOCK_ROWS))
 WeightArray = Array | QuantArray | InputMajor
 
 
-def grouped_matmul(
-    rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_out d_in"] | QuantArray,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    row_format: str | None = None,
-) -> Float[Array, "rows d_out"]:
+class GroupedCall(NamedTuple):
+    """A call of `api.grouped_matmul`, with one stack of weights, or of `api.grouped_swiglu`, with
+    gate, up and down, that has been checked. `api.py` explains the fields."""
+
+    rows: Float[Array, "rows d_in"]
+    weights: tuple[Any, ...]
+    """Arrays, `QuantArray`s or, on CPUs, `InputMajor`s."""
+    group_sizes: Int32[Array | np.ndarray, " groups"]
+    row_format: RowFormat | None
+    narrow: QuantArray | None
+    source: Int32[Array, " picked"] | None = None
+    zero_padding: bool = True
+    average: int | None = None
+    activation: Activation = SWIGLU
+    biases: tuple[Array, Array, Array] | None = None
+
+
+def grouped_matmul(call: GroupedCall) -> Float[Array, "rows d_out"]:
     """Multiplies every row by the weights of its group."""
 
     def product(some: Array, weights: WeightArray) -> Array:
-        return _matmul(some, weights, row_format).astype(rows.dtype)
+        return _matmul(some, weights, call.row_format).astype(call.rows.dtype)
 
-    return _map_rows(product, rows, (weights,), group_sizes)
+    return _map_rows(product, call.rows, call.weights, call.group_sizes)
 
 
-def grouped_swiglu(
-    rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
-    row_format: str | None = None,
-    source: Int32[Array, " picked"] | None = None,
-    average: int | None = None,
-    activation: Activation = SWIGLU,
-    biases: tuple[Array, Array, Array] | None = None,
-) -> Float[Array, "picked d_out"]:
-    """Runs every row through the SwiGLU network of its group.
-
-    Args:
-      average: expected rows of a group; affects speed alone.
-      activation: see `gated`.
-      biases: of gate, up and down, [groups, d_out]; None: the networks have none.
-    """
+def grouped_swiglu(call: GroupedCall) -> Float[Array, "picked d_out"]:
+    """Runs every row through the SwiGLU network of its group; `average` affects speed alone."""
+    dtype, row_format = call.rows.dtype, call.row_format
 
     def swiglu(some: Array, *weights: Any) -> Array:
         *own, gate, up, down = weights
         products = _matmul(some, gate, row_format), _matmul(some, up, row_format)
         if own:
             products = products[0] + own[0], products[1] + own[1]
-        hidden = gated(*products, activation)
+        hidden = gated(*products, call.activation)
         if row_format in (None, "float"):
-            hidden = hidden.astype(rows.dtype)
+            hidden = hidden.astype(dtype)
         out = _matmul(hidden, down, row_format)
-        return (out + own[2] if own else out).astype(rows.dtype)
+        return (out + own[2] if own else out).astype(dtype)
 
-    added = [bias[:, None].astype(jnp.float32) for bias in biases or ()]
-    weights = *added, gate_weights, up_weights, down_weights
-    return _map_rows(swiglu, rows, weights, group_sizes, average, source)
+    added = [bias[:, None].astype(jnp.float32) for bias in call.biases or ()]
+    weights = *added, *call.weights
+    return _map_rows(swiglu, call.rows, weights, call.group_sizes, call.average, call.source)
 
 
 def gated(gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:

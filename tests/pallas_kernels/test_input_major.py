@@ -81,8 +81,8 @@ def test_dense_ops_take_it():
     np.testing.assert_allclose(
         dense_matmul(rows, kept[0]), dense_matmul(rows, jnp.asarray(gate)), atol=1e-5
     )
-    plain = dense_swiglu(rows, *map(jnp.asarray, (gate, up, down)))
-    np.testing.assert_allclose(dense_swiglu(rows, *kept), plain, rtol=1e-4, atol=1e-3)
+    plain = dense_swiglu(rows, tuple(map(jnp.asarray, (gate, up, down))))
+    np.testing.assert_allclose(dense_swiglu(rows, tuple(kept)), plain, rtol=1e-4, atol=1e-3)
 
 
 # Of 0: two rows a block; 5: eight; 20: thirty-two.

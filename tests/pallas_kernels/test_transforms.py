@@ -74,7 +74,7 @@ def test_plain_ops_have_gradients():
     def plain(rows):
         normed = rms_norm(rows, NORM, 1e-5)
         again = dequantize_rows(*quantize_rows(jax.lax.stop_gradient(rows), "int8"), jnp.float32)
-        dense = dense_swiglu(normed, WEIGHTS[0], WEIGHTS[0], WEIGHTS[0])
+        dense = dense_swiglu(normed, (WEIGHTS[0],) * 3)
         return jnp.sum(merge([dense[:, None], again[:, None]], [rows[:, :1], rows[:, 1:2]]))
 
     assert jax.eval_shape(jax.grad(plain), rows).shape == (8, 128)

@@ -50,7 +50,7 @@ class DenseFFN(nnx.Module):
           encoded: x as it came over the wire, if in 8 bits.
         """
         weights = self.gate[...], self.up[...], self.down[...]
-        return dense_swiglu(x, *weights, _narrow(encoded), self.activation)
+        return dense_swiglu(x, weights, _narrow(encoded), self.activation)
 
     def steps(
         self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
@@ -68,11 +68,11 @@ class DenseFFN(nnx.Module):
         """
         weights = self.gate[...], self.up[...], self.down[...]
         if self._in_blocks and wide is not None:
-            of_fp8 = swiglu_steps_of_fp8(x, wide.quantised(), *weights)
+            of_fp8 = swiglu_steps_of_fp8(x, wide.quantised(), weights)
             if of_fp8 is not None:
                 hidden, project = of_fp8
                 return (lambda rows: hidden(rows[2].quantised())), project
-        first, *others = swiglu_steps(x, *weights, self.activation)
+        first, *others = swiglu_steps(x, weights, self.activation)
         return lambda rows: first((rows[0], _narrow(rows[1]))), *others
 
 

@@ -65,7 +65,7 @@ def test_as_numpy(target, format):
 
     def both(rows, gate, up, down):
         assert covers(rows, gate, up, down)
-        return dense_matmul(rows, gate), dense_swiglu(rows, gate, up, down)
+        return dense_matmul(rows, gate), dense_swiglu(rows, (gate, up, down))
 
     arguments = jnp.asarray(rows), gate_array, up_array, down_array
     with use_target(TARGETS[target]):
@@ -96,7 +96,7 @@ def test_without_kernels(format):
     shapes = ((24, D_IN), (24, D_IN), (8, 24))
     (gate, up, down), arrays = zip(*(dense_weight(rng, *s, format) for s in shapes), strict=True)
     product = dense_matmul(jnp.asarray(rows), arrays[0])
-    network = dense_swiglu(jnp.asarray(rows), *arrays)
+    network = dense_swiglu(jnp.asarray(rows), arrays)
     assert (product.dtype, network.dtype) == (jnp.float32, jnp.bfloat16)
     gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
@@ -116,7 +116,7 @@ def test_rows_that_came_in_8_bits(target, taken):
     weights, arrays = zip(*(dense_weight(rng, *s, "fp8") for s in shapes), strict=True)
     given = jnp.full_like(rows, jnp.nan) if taken else jnp.asarray(rows)
     with use_target(TARGETS.get(target, Target("reference", "cpu"))):
-        found = dense_swiglu(given, *arrays, narrow)
+        found = dense_swiglu(given, arrays, narrow)
     _, expected = products_numpy(rows, *weights, scales_of_hidden=24 if taken else 0)
     assert_near(found, expected, 8e-3)
 
@@ -199,13 +199,13 @@ def test_a_network_in_two_steps(format):
     down, down_array = dense_weight(rng, D_OUT, D_FF, format)
     arrays = gate_array, up_array, down_array
     in_int8 = dataclasses.replace(narrow, values=jnp.zeros(wide.shape, jnp.int8))
-    assert swiglu_steps_of_fp8(rows, narrow, *arrays) is None
+    assert swiglu_steps_of_fp8(rows, narrow, arrays) is None
     with use_target(TARGETS["gpu"]):
-        assert swiglu_steps_of_fp8(rows, in_int8, *arrays) is None
-        assert swiglu_steps_of_fp8(rows[:9], narrow, *arrays) is None
+        assert swiglu_steps_of_fp8(rows, in_int8, arrays) is None
+        assert swiglu_steps_of_fp8(rows[:9], narrow, arrays) is None
         many = jnp.zeros((MOST_TILES * TILE[0] + 8, D_IN), rows.dtype)
-        assert swiglu_steps_of_fp8(many, narrow, *arrays) is None
-        hidden, project = swiglu_steps_of_fp8(rows, narrow, *arrays)
+        assert swiglu_steps_of_fp8(many, narrow, arrays) is None
+        hidden, project = swiglu_steps_of_fp8(rows, narrow, arrays)
         found = replay(lambda narrow: project(hidden(narrow)), narrow)
         options = {"source": jnp.arange(16, dtype=jnp.int32), "narrow": narrow, "row_format": "fp8"}
         stacks = jax.tree.map(lambda array: array[None], arrays)

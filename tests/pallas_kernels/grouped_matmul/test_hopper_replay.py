@@ -104,14 +104,14 @@ def network_in_two_steps():
 
     def network(values, scales, *weights):
         narrow = QuantArray(values, scales, (1, 0))
-        found = swiglu_steps_of_fp8(like, narrow, *weights)
+        found = swiglu_steps_of_fp8(like, narrow, weights)
         assert found is not None
         hidden, project = found
         return project(hidden(narrow))
 
     came = (np.asarray(wide[:, :D_MODEL], np.float32) * scales).astype(jnp.bfloat16)
     with use_target(Target("reference", "cpu")):
-        expected = jax.jit(dense_swiglu)(came, *weights)
+        expected = jax.jit(dense_swiglu)(came, tuple(weights))
     found = replay(network, wide, scales, *weights)
     return np.asarray(found, np.float32), np.asarray(expected, np.float32)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mosaic_tpu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
+from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
@@ -50,8 +51,9 @@ class TestMosaicTpu(GroupedMatmulSuite):
 
 def test_a_dropped_wait_is_noticed(monkeypatch):
     """The products would read weights that are still on their way."""
-    arguments = (jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([3, 4], jnp.int32))
-    run = functools.partial(mosaic_tpu.grouped_matmul, *arguments, TARGET)
+    rows, weights, sizes = jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([3, 4])
+    call = GroupedCall(rows, (weights,), sizes.astype(jnp.int32), None, None)
+    run = functools.partial(mosaic_tpu.grouped_matmul, call, TARGET, None)
     check_wait(monkeypatch, run, mosaic_tpu, mosaic_tpu, "wait")
 
 
