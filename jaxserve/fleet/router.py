@@ -87,11 +87,12 @@ class RouterEngine:
     failure: EngineFailedError | None = None
     """Always None: only a router's workers fail."""
     connection: ClassVar = WorkerConnection
+    coordinator: ClassVar = Coordinator
 
     def __init__(self, deployment: Deployment, token: str, model: str):
         self.name = secrets.token_hex(4)
         self._registry = Registry(deployment.fleet, deployment.prefill)
-        self._coordinator = Coordinator(deployment, self.name, time.monotonic)
+        self._coordinator = self.coordinator(deployment, self.name, time.monotonic)
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
         self._cancelled: deque[str] = deque()
@@ -343,18 +344,18 @@ class RouterEngine:
             for output in outputs:
                 request, actions = self._coordinator.output(output.request_id, output)
                 if request is not None:
-                    news += self._passed_on(request, output)
+                    self._pass_on(request, output, news)
                 if actions:
                     news += self._send(actions)
         self._deliver(news)
 
-    def _passed_on(
-        self, request: Routed, output: TokenOutput
-    ) -> list[tuple[OnOutput, TokenOutput]]:
+    def _pass_on(
+        self, request: Routed, output: TokenOutput, news: list[tuple[OnOutput, TokenOutput]]
+    ) -> None:
         request_id = request.job.request_id
         entry = self._open.get(request_id)
         if entry is None:
-            return []
+            return
         if entry.cached is None:
             entry.cached = request.cached(output)
             entry.queued = request.queued(output)
@@ -366,7 +367,7 @@ class RouterEngine:
         change(output, "queue_seconds", entry.queued)
         if output.finish_reason is not None:
             self._ended(request_id)
-        return [(entry.on_output, output)]
+        news.append((entry.on_output, output))
 
     def _ended(self, request_id: str) -> None:
         self._open.pop(request_id, None)

@@ -24,12 +24,15 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet import worker_frames as frames
+from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Outputs, Refusal
+from jaxserve.fleet.routed import Routed
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.worker_connections import WorkerConnection
 from jaxserve.server.face_frames import Abort, Aborted, Admitted
 from jaxserve.server.faces import LocalFaces
+from jaxserve.text.output import joined
 
 ANSWER_SECONDS = 30.0
 """Longest wait for the engine's process to accept or to abort a request."""
@@ -65,6 +68,14 @@ class EngineConnection(WorkerConnection):
     )
 
 
+class FaceCoordinator(Coordinator):
+    """Sends every request to the one worker, so it estimates no pace."""
+
+    def _log(self, request: Routed, output: TokenOutput) -> None:
+        request.last_at = 0.0
+        request.emitted += output.token_ids
+
+
 class FaceEngine(RouterEngine):
     """The engine of another process, which decides over every request: it alone refuses and drains.
 
@@ -72,7 +83,7 @@ class FaceEngine(RouterEngine):
       faces: the servers of this process, which drain and abort as the engine's process says.
     """
 
-    connection = EngineConnection
+    connection, coordinator = EngineConnection, FaceCoordinator
 
     def __init__(self, start: Start, faces: LocalFaces):
         super().__init__(start.deployment, start.token, start.model)
@@ -150,7 +161,7 @@ class FaceEngine(RouterEngine):
                 # The engine refuses, finishes and hands over nothing by this router's rules.
                 frame = frames.State("ready", 0.0, frame.load, orphans=frame.orphans)
             case Outputs(outputs=outputs):  # the engine's failure follows, and says it better
-                frame.outputs = [output for output in outputs if not output.engine_failed]
+                frame.outputs = _merged([one for one in outputs if not one.engine_failed])
             case frames.Rejected(request_id=attempt, refusal=refusal):
                 request_id = attempt.rpartition("@")[0]
                 if request_id in self._answers:
@@ -187,6 +198,16 @@ class FaceEngine(RouterEngine):
     def _answered(self, request_id: str, answer: object) -> None:
         if (future := self._answers.pop(request_id, None)) is not None:
             future.set_result(answer)
+
+
+def _merged(outputs: list[TokenOutput]) -> list[TokenOutput]:
+    """Outputs of several steps that came together, one a request."""
+    batch: dict[str, list[TokenOutput]] = {}
+    for output in outputs:
+        batch.setdefault(output.request_id, []).append(output)
+    if len(batch) == len(outputs):
+        return outputs
+    return [msgspec.structs.replace(joined(own), offset=own[0].offset) for own in batch.values()]
 
 
 def main() -> int:
