@@ -73,7 +73,7 @@ class Stubs:
         prefill = number < len(self.ports) // 2
         hello = frames.hello_of(f"stub {number}", MODEL)
         channel.send(encode(frames.Welcome(hello, facts_of(prefill))))
-        connection, framing = channel.detach()
+        connection, framing, _ = channel.detach()
         connection.setblocking(True)
         stub = _Stub(connection, framing, number)
         self._there.append(stub)

@@ -104,7 +104,7 @@ class Broadcaster:
 
     def _admit(self, channel: Channel) -> None:
         """Takes a subscriber, and says so by an empty message."""
-        connection, framing = channel.detach()
+        connection, framing, _ = channel.detach()
         connection.setblocking(False)
         with self._lock:
             if self._closed:

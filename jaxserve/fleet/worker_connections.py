@@ -76,14 +76,13 @@ class WorkerConnection(Session):
         self.place, self.facts, self._owner = place, facts, owner
         self._clock = owner.clock
         self._heard = self._echoed = self._clock.now
-        self.socket, self._framing = channel.detach()
+        self.socket, self._framing, self._received = channel.detach()
         self.socket.setblocking(False)
         self.joined = False
         """True once its first state has come and says that it is well."""
         self.cause = ""
         """Why the connection was given up, in one word: closed, silent, stuck, failed, unread or
         removed."""
-        self._received = bytearray()
         self.unsent = bytearray()
         """Bytes that wait for room in the connection's buffer."""
         self._sending = threading.Lock()
@@ -325,6 +324,8 @@ class WorkerConnections:
             self._wires[wire.place.address] = wire
             self._reasons.pop(wire.place.address, None)
             self._selector.register(wire.socket, selectors.EVENT_READ, wire)
+            wire.take()  # frames right behind the welcome have come with it
+            self._look_after(wire)
 
     def _drop(self, wire: WorkerConnection, why: str) -> None:
         address = wire.place.address

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError as AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -37,6 +37,8 @@ MOST_PARTS = 64
 """Parts that go out together with their frame; the system takes 1,024 at most."""
 TICK_SECONDS = 0.1
 """Wait of a channel's reader before it looks at its deadlines."""
+READ_BYTES = 1 << 16
+"""Most bytes that are read ahead: a frame, and small rows behind it, come in one call."""
 LONGEST_TICK_SECONDS = 0.5
 """Most that a tick counts for: a process that was stopped has not waited (`AwakeClock`)."""
 RECEIVE_SECONDS = 5
@@ -89,48 +91,33 @@ class Framing:
         self._sent += 1
         return _head(body, self._sent - 1) + body
 
-    def length(self, head: bytes | bytearray, start: int = 0) -> int:
-        """Returns the bytes of the body that follows a head.
+    def next(self, received: bytearray) -> bytes | None:
+        """Takes a frame off the front of the received bytes and returns its body; None if it has
+        not come whole.
 
         Raises:
-          EOFError: Larger than the cap; said before the body has come.
+          EOFError: the frame is larger than the cap; said before its body has come.
+          OSError: it is not the one that was sent.
         """
-        length: int = _NUMBERED.unpack_from(head, start)[0]
+        if len(received) < _HEAD_BYTES:
+            return None
+        length = _NUMBERED.unpack_from(received)[0]
         if length > self._most:
             raise EOFError(f"a frame of {length} bytes where {self._most} are the most")
-        return length
-
-    def check(self, head: bytes, body: bytes) -> None:
-        """Checks the next frame received.
-
-        Raises:
-          OSError: It is not the one that was sent.
-        """
-        if head != _head(body, self._received):
+        if len(received) < (end := _HEAD_BYTES + length):
+            return None
+        body = bytes(received[_HEAD_BYTES:end])
+        if received[:_HEAD_BYTES] != _head(body, self._received):
             raise OSError(
                 f"frame {self._received} was changed, lost or repeated, or is of another version"
             )
         self._received += 1
+        del received[:end]
+        return body
 
     def take(self, received: bytearray) -> list[bytes]:
-        """Takes the whole frames off the front of the received bytes; returns their bodies.
-
-        Raises:
-          EOFError, OSError: As `length` and `check`.
-        """
-        found, start = [], 0
-        with memoryview(received) as view:
-            while len(view) >= start + _HEAD_BYTES:
-                begin = start + _HEAD_BYTES
-                end = begin + self.length(received, start)
-                if len(view) < end:
-                    break
-                body = bytes(view[begin:end])
-                self.check(bytes(view[start:begin]), body)
-                found.append(body)
-                start = end
-        del received[:start]
-        return found
+        """Takes all whole frames off the front and returns their bodies; raises as `next`."""
+        return list(iter(lambda: self.next(received), None))
 
 
 def _head(body: bytes, number: int) -> bytes:
@@ -163,24 +150,28 @@ class Channel:
             raise
         self._framing = Framing(most)
         self._sending = threading.Lock()
+        self._unread = bytearray()
+        """Bytes that have been received and not taken yet."""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
     def allow(self, send: float, receive: float) -> None:
         """Sets the seconds that the peer may read nothing, and stop in the middle of a frame."""
-        self._receive_seconds = receive
         for option, seconds in {socket.SO_SNDTIMEO: send, socket.SO_RCVTIMEO: receive}.items():
             value = struct.pack("ll", math.ceil(seconds), 0)
             self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
-    def send(self, frame: bytes, parts: Iterable[memoryview] = ()) -> None:
+    def send(self, frame: bytes, parts: Sequence[memoryview] = ()) -> None:
         """Sends a frame and, right behind it, the bytes that it announces.
 
         Raises:
           OSError: the connection is gone.
         """
         with self._sending:
-            whole = [memoryview(self._framing.pack(frame)), *parts]
+            head = self._framing.pack(frame)
+            if not parts:
+                return self._socket.sendall(head)
+            whole = [memoryview(head), *parts]
             # Plain bytes go in one call, or the other end would wake up twice.
             together = all(part.format == "B" and part.ndim == 1 for part in whole)
             sent = self._socket.sendmsg(whole[:MOST_PARTS]) if together else 0
@@ -189,9 +180,18 @@ class Channel:
                     self._socket.sendall(part[sent:] if sent else part)
                 sent = max(0, sent - part.nbytes)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether a frame, or the end of the connection, is there to be received."""
-        return bool(self._poll.poll(seconds * 1000))
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Waits for the next frame and returns whether it has begun to come.
+
+        Args:
+          seconds: longest wait; negative: as long as the connection lasts.
+
+        Raises:
+          EOFError, OSError: the connection is gone.
+        """
+        if not self._unread and self._poll.poll(seconds * 1000):
+            self._read()
+        return bool(self._unread)
 
     def receive(self) -> bytes:
         """Returns the body of the next frame; waits for it as long as the connection lasts.
@@ -199,25 +199,28 @@ class Channel:
         Raises:
           EOFError, OSError: the connection is gone, or the frame is not the one that was sent.
         """
-        self._poll.poll()
-        head = bytearray(_HEAD_BYTES)
-        self.receive_into(memoryview(head), self._receive_seconds)
-        body = bytearray(self._framing.length(head))
-        self.receive_into(memoryview(body), self._receive_seconds)
-        self._framing.check(bytes(head), frame := bytes(body))
+        self.wait()
+        while (frame := self._framing.next(self._unread)) is None:
+            self._read()
         return frame
 
     def receive_into(self, buffer: memoryview, seconds: float) -> None:
         """Receives bytes that a frame has announced; raises EOFError or OSError when the connection
         is gone, or they are not there within `seconds`."""
-        received, end = 0, time.monotonic() + seconds
+        received, end = min(len(buffer), len(self._unread)), time.monotonic() + seconds
+        buffer[:received] = self._unread[:received]
+        del self._unread[:received]
         while received < len(buffer):
-            count = self._socket.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
-            if not count:
+            if not (count := self._socket.recv_into(buffer[received:], 0, socket.MSG_WAITALL)):
                 raise EOFError
             received += count
             if received < len(buffer) and time.monotonic() > end:
                 raise OSError(f"{received} of {len(buffer)} bytes within {seconds:g} s")
+
+    def _read(self) -> None:
+        if not (data := self._socket.recv(READ_BYTES)):
+            raise EOFError
+        self._unread += data
 
     def authenticate(self, token: str, *, accepted: bool) -> None:
         """Proves to each end that the other knows the token; `accepted` at the listening end.
@@ -235,10 +238,10 @@ class Channel:
         except AuthenticationError as error:
             raise AuthenticationError(f"another token than that of {self.peer}") from error
 
-    def detach(self) -> tuple[socket.socket, Framing]:
-        """Returns the socket, and the framing with which its frames go on, for another way to read
-        and write them; ends the channel."""
-        return self._socket, self._framing
+    def detach(self) -> tuple[socket.socket, Framing, bytearray]:
+        """Returns the socket, the framing with which its frames go on, and the bytes received so
+        far, for another way to read and write them; ends the channel."""
+        return self._socket, self._framing, self._unread
 
     def shutdown(self) -> None:
         """Ends the connection from any thread: threads that receive or send get an error."""
@@ -323,8 +326,7 @@ def listen(address: str, token: str) -> socket.socket:
                 f"link address {address}: other hosts reach it, so it needs a token (one secret, "
                 "the same for every worker)"
             )
-        family, *_ = found[0]
-        return listening(host, port, family=family, backlog=64)
+        return listening(host, port, family=found[0][0], backlog=64)
     except OSError as error:
         raise ConfigError(f"link address {address}: {error}") from error
 

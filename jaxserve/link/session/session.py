@@ -70,16 +70,20 @@ class Session:
 
     def read(self) -> None:
         """Reads, and watches deadlines, until the session has failed."""
-        self._heard = self._echoed = self._clock.tick()
         while self.failure is None:
-            try:
-                if self._channel.wait(TICK_SECONDS):
-                    self._take(self.decode(self._channel.receive()))
-                self._tick(self._clock.tick())
-            except (EOFError, OSError) as error:
-                self.fail(f"the connection closed ({error or 'end of file'})")
-            except (RuntimeError, msgspec.DecodeError) as error:
-                self.fail(str(error))
+            self._read_frame()
+
+    def _read_frame(self, seconds: float = TICK_SECONDS) -> None:
+        """Handles the next frame, if it comes within `seconds`, and watches deadlines; called by
+        one thread at a time."""
+        try:
+            if self._channel.wait(seconds):
+                self._take(self.decode(self._channel.receive()))
+            self._tick(self._clock.tick())
+        except (EOFError, OSError) as error:
+            self.fail(f"the connection closed ({error or 'end of file'})")
+        except (RuntimeError, msgspec.DecodeError) as error:
+            self.fail(str(error))
 
     def _drop(self) -> None:
         """Wakes threads that wait for the other end, once the session has failed."""

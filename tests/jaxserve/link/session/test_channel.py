@@ -57,15 +57,21 @@ def test_frames_keep_their_bounds_and_order(ends) -> None:
     assert client.wait(5.0)
     assert client.receive() == b"back"
     client.close()
-    assert server.wait(5.0)
     with pytest.raises((EOFError, OSError)):
         server.receive()
 
 
 def test_a_detached_socket_has_the_same_frames(ends) -> None:
     client, server = ends
-    sock, framing = client.detach()
+    server.send(b"zero", [memoryview(b"rows")])
+    server.send(b"half")
+    assert client.receive() == b"zero"
+    client.receive_into(memoryview(rows := bytearray(4)), 5.0)
+    assert rows == b"rows"
+    assert client.wait(5.0)
+    sock, framing, received = client.detach()
     with sock:
+        assert framing.take(received) == [b"half"]
         sock.sendall(framing.pack(b"one") + framing.pack(b""))
         assert [server.receive() for _ in range(2)] == [b"one", b""]
         server.send(b"three")
@@ -104,7 +110,7 @@ def test_every_changed_bit_of_a_frame_is_noticed() -> None:
 
 def test_a_lost_and_a_repeated_frame_are_noticed(ends) -> None:
     client, server = ends
-    sock, framing = client.detach()
+    sock, framing, _ = client.detach()
     with sock:
         first, second, third = (framing.pack(body) for body in (b"1", b"2", b"3"))
         sock.sendall(first + third)
