@@ -161,16 +161,15 @@ class MessageClient:
         """
         message = self._unanswered[lane]
         while True:
-            if message.connection is None:
-                self._resend()
-            elif (answer := message.answer.get()) is not None:
+            if message.connection is not None:
+                message.connection.wait_for(message)
+            if message.answer is not None:
                 del self._unanswered[lane]
                 self._messages += 1
-                return answer
-            elif message.error is not None:
+                return message.answer
+            if message.error is not None:
                 raise message.error
-            else:
-                self._resend()
+            self._resend()
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.

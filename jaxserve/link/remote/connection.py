@@ -1,7 +1,9 @@
 """One connection of an attention worker to an ffn worker, from hello to loss.
 
-A peer's thread (`peer.py`) joins and reads; the engine's thread posts messages (`client.py`), which
-a third one sends once they are computed. Knows nothing of attention and ffn.
+The engine's thread posts messages and reads while it waits for their answers (`client.py`), so
+that no other thread has to wake it. A peer's thread (`peer.py`) joins, watches deadlines, and reads
+while the engine does not. A third one sends messages that were not computed when they were posted.
+Knows nothing of attention and ffn.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import numpy as np
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote import frames
-from jaxserve.link.session.channel import Channel, Deadlines
+from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import Bulk, encode
@@ -46,8 +48,7 @@ class Unanswered:
       packed: the message on the attention mesh; kept to be sent again.
       answer_shape: landing of its answer.
       connection: over which it was sent last; None before.
-      answer: gets the answer; None where the connection failed, or there is an `error`. A further
-        None says nothing.
+      answer: the answer; None as long as it has not arrived.
       error: why the message could not be computed.
       due: on the connection's clock, when the answer is late; None before the message has left.
       posts: how often it was sent.
@@ -61,9 +62,7 @@ class Unanswered:
     packed: jax.Array
     answer_shape: AnswerShape
     connection: "MessageConnection | None" = None
-    answer: "queue.SimpleQueue[jax.Array | None]" = dataclasses.field(
-        default_factory=queue.SimpleQueue
-    )
+    answer: jax.Array | None = None
     error: Exception | None = None
     due: float | None = None
     posts: int = 0
@@ -76,8 +75,8 @@ class Unanswered:
 class MessageConnection(Session):
     """One connection to an ffn worker.
 
-    The peer's thread drives it (`join`, `serve`); the engine's thread posts messages; any thread
-    may `fail` it.
+    The peer's thread drives it (`join`, `serve`, `close`); the engine's thread posts messages and
+    waits for answers; any thread may `fail` it.
 
     Args:
       limit: returns the seconds of silence that are allowed just now.
@@ -94,6 +93,8 @@ class MessageConnection(Session):
         self._posted: dict[int, Unanswered] = {}
         """Message number → message."""
         self._to_send: queue.SimpleQueue[tuple[int, Unanswered] | None] = queue.SimpleQueue()
+        self._reading = threading.Lock()
+        self._ended = threading.Event()
         self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
         self._epoch = 0
@@ -105,19 +106,25 @@ class MessageConnection(Session):
         return greet(self._channel, us, frames.Welcome, self.decode, seconds).hello
 
     def post(self, message: Unanswered) -> None:
-        """Has the message sent once it is computed; does not wait."""
+        """Sends the message, or has it sent once it is computed."""
         number = next(self._numbers)
         message.connection, message.due = self, None
         message.posts += 1
         self._posted[number] = message
-        self._to_send.put((number, message))
-        if self.failure is not None:
-            message.answer.put(None)
+        if self._transfers.at_once([message.packed]):
+            self._send_one(number, message)
+        else:
+            self._to_send.put((number, message))
+
+    def wait_for(self, message: Unanswered) -> None:
+        """Waits until a posted message has its answer or error, or the connection has failed."""
+        with self._reading:
+            while message.answer is None and message.error is None and self.failure is None:
+                self._read_frame()
 
     def _drop(self) -> None:
+        self._ended.set()
         self._to_send.put(None)
-        for message in list(self._posted.values()):
-            message.answer.put(None)
         for number in list(self._questions):
             self._settle(frames.Answer(number, failed=self.failure or ""))
 
@@ -152,23 +159,21 @@ class MessageConnection(Session):
             future.set_result(answer.data)
 
     def serve(self) -> None:
-        """Reads and watches until the connection has failed, and has messages sent meanwhile."""
+        """Watches until the connection has failed, and reads what the engine does not wait for."""
         sender = threading.Thread(target=self._send, name="link sender", daemon=True)
         sender.start()
-        self.read()
+        while not self._ended.wait(TICK_SECONDS):
+            if not self._reading.locked():
+                with self._reading:
+                    self._read_frame(0.0)
         sender.join()
 
     def _send(self) -> None:
-        while self.failure is None and self._send_next():
-            pass
+        while self.failure is None and (item := self._to_send.get()) is not None:
+            self._send_one(*item)
+            del item  # or it would be kept until the next one comes
 
-    def _send_next(self) -> bool:
-        """Waits for a message and sends it; False at the end. Keeps no reference to it."""
-        item = self._to_send.get()
-        if item is None:
-            return False
-        number, message = item
-
+    def _send_one(self, number: int, message: Unanswered) -> None:
         def note(bulk: Bulk) -> bytes:
             fields = message.lane, message.kind, message.layer, message.rows
             return encode(frames.Note(number, *fields, self._epoch, bulk))
@@ -181,8 +186,12 @@ class MessageConnection(Session):
         except Exception as error:  # of its computation, which `receive` raises
             message.error = error
             self._posted.pop(number, None)
-            message.answer.put(None)
-        return True
+
+    def close(self) -> None:
+        """Ends the connection and frees the descriptors."""
+        self.fail("closed here")
+        with self._reading:
+            self._channel.close()
 
     def _limit(self) -> float:
         return self._allowed()
@@ -192,8 +201,8 @@ class MessageConnection(Session):
         if message is None:
             raise RuntimeError(f"an answer to message {result.number}, which waits for none")
         pieces = self._transfers.receive(result.bulk, message.answer_shape.pieces)
-        message.answer.put(message.answer_shape.put(pieces))
-        del self._posted[result.number]  # not before: a loss on the way wakes what is posted
+        message.answer = message.answer_shape.put(pieces)
+        del self._posted[result.number]
 
     def _refused(self, failed: frames.Failed) -> None:
         if failed.number in self._posted:

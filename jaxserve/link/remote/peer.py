@@ -137,9 +137,8 @@ class Peer:
                 logger.warning("link to %s is down: %s", self.address, connection.failure)
             self._become(PeerState.DOWN, connection.failure or "")
         finally:
-            connection.fail("closed here")
+            connection.close()
             self.connection = self._joining = None
-            channel.close()
 
     def _allowed(self) -> float:
         """Returns the seconds of silence allowed; logs when the peer becomes suspect or

@@ -1,21 +1,20 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
-Attention workers connect, send messages and get their answers. Each has three threads here: one
-receives messages, the next enqueues the worker's programs for them, and the last sends answers once
-they are computed. A program is enqueued only once its message has arrived, because device queues
-are in order and a program ahead of its message would block every other domain's. So each domain is
-served in the order of its notes, and domains whose messages have arrived take turns. The server
-keeps only messages in flight and compiled programs (`work.py`): a lost domain is forgotten.
+Attention workers connect, send messages and get their answers. Each has two threads here: one
+receives a message and enqueues the worker's program for it at once; the other sends answers that
+were not computed by then. A program is enqueued only once its message has arrived, because device
+queues are in order and a program ahead of its message would block every other domain's. So each
+domain is served in the order of its notes, and domains whose messages have arrived take turns. The
+server keeps only messages in flight and compiled programs (`work.py`): a lost domain is forgotten.
 `client.py` is the other end. This module knows nothing of ffn, plans or requests.
 """
 
 import contextlib
 import functools
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 
@@ -109,15 +108,12 @@ class MessageServer:
             self.turns.forget(domain)
 
 
-class _Arrived(NamedTuple):
-    """A message that has arrived whole."""
-
-    note: frames.Note
-    message: Arrays
+_Answer = tuple[int, Sequence[jax.Array]]
+"""Number of a message and the pieces of its answer."""
 
 
-class _Domain(ServedSession[_Arrived]):
-    """One connected attention worker."""
+class _Domain(ServedSession[_Answer]):
+    """One connected attention worker; its thread of work sends answers."""
 
     greeting = frames.Join
 
@@ -128,8 +124,6 @@ class _Domain(ServedSession[_Arrived]):
         self._server = server
         self._answering = False
         self._transfers = opens(server.transport)(channel)
-        self._answers: queue.SimpleQueue[tuple[int, Sequence[jax.Array]] | None]
-        self._answers = queue.SimpleQueue()
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
         self._server.preparations.ask(join.pieces, join.rows)
@@ -165,59 +159,45 @@ class _Domain(ServedSession[_Arrived]):
             logger.exception("link: no shapes of %s", note)
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         pieces = self._transfers.receive(note.bulk, shapes)
-        self._wanted.put(_Arrived(note, work.land(size, pieces)))
+        self._run(note, size, work.land(size, pieces))
 
     handlers: ClassVar = {frames.Note: _announced, frames.Question: _asked}
 
-    def _work(self) -> None:
-        """Runs messages that have arrived."""
-        sender = threading.Thread(target=self._send, name=f"answers {self.name}", daemon=True)
-        sender.start()
-        while self.failure is None and (item := self._wanted.get()) is not None:
-            self._run(*item)
-            del item  # or it would be kept until the next one comes
-        self._answers.put(None)
-        sender.join()
-        # Unserved messages would otherwise keep their memory for as long as this object lives.
-        while not self._wanted.empty():
-            self._wanted.get()
-
-    def _run(self, note: frames.Note, message: Arrays) -> None:
-        """Enqueues the answer, unless the connection has failed."""
-        size = MessageSize(self.pieces, note.rows)
+    def _run(self, note: frames.Note, size: MessageSize, message: Arrays) -> None:
+        """Enqueues the answer, and sends it or has it sent once it is computed."""
+        turns = self._server.turns
         try:
-            with self._server.turns.take(self):
-                if self.failure is None:
-                    answer = self._server.work.run(note.kind, note.layer, size, message)
-                    self._answers.put((note.number, answer))
-                    self._server.turns.enqueued(answer[0])
+            with turns.take(self):
+                answer = self._server.work.run(note.kind, note.layer, size, message)
+                turns.enqueued(answer[0])
         except Exception as error:
+            logger.exception("link: no answer to %s", note)
+            self._refuse(note.number, f"{type(error).__name__}: {error}")
+            return
+        if self._transfers.at_once(answer):
+            self._send(note.number, answer)
+        else:
+            self._wanted.put((note.number, answer))
+
+    def _work(self) -> None:
+        """Sends answers; after a failure only drops them, with their memory."""
+        while (item := self._wanted.get()) is not None:
             if self.failure is None:
-                logger.exception("link: no answer to %s", note)
-                self._refuse(note.number, f"{type(error).__name__}: {error}")
+                self._send(*item)
+            del item  # or it would be kept until the next one comes
 
-    def _send(self) -> None:
-        while self._send_next():
-            pass
-
-    def _send_next(self) -> bool:
-        """Waits for an answer and sends it; returns False at the end. Keeps no reference to it."""
-        item = self._answers.get()
-        if item is None:
-            return False
-        number, answer = item
+    def _send(self, number: int, answer: Sequence[jax.Array]) -> None:
+        """Sends an answer once it is computed."""
 
         def result(bulk: Bulk) -> bytes:
             return encode(frames.Result(number, bulk))
 
         try:
-            if self.failure is None:
-                self._transfers.send(result, answer)
+            self._transfers.send(result, answer)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:
             self._refuse(number, f"{type(error).__name__}: {error}")
-        return True
 
     def _refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer. The domain then ends the connection."""

@@ -15,13 +15,22 @@ TRANSPORT = Transport(crosses_runtimes=True, gb_per_second=4.5)
 SECONDS = 30.0
 """Longest wait for the last byte of a message whose first one has come."""
 
+SMALL_BYTES = 1 << 18
+"""Most bytes of arrays that a thread sends itself, though it has other work to do."""
+
 
 class PullTransfers:
-    """The arrays of one connection. One thread sends, another one receives. What a transport
-    between runtimes does: another fabric is another class with these calls."""
+    """The arrays of one connection. Any thread may send, and one at a time receives. Another fabric
+    between runtimes is another class with these calls."""
 
     def __init__(self, channel: Channel):
         self._channel, self._buffers = channel, HostBuffers()
+
+    def at_once(self, arrays: Sequence[jax.Array]) -> bool:
+        """Returns whether to send these arrays on the thread at hand: they are small and computed,
+        and sending them takes less time than waking another thread."""
+        computed = all(one.is_deleted() or one.is_ready() for one in arrays)  # type: ignore[attr-defined]
+        return computed and sum(array.nbytes for array in arrays) <= SMALL_BYTES
 
     def send(self, frame: Callable[[Bulk], bytes], arrays: Sequence[jax.Array]) -> None:
         """Sends arrays with one buffer each behind the frame that announces them, once they are

@@ -123,8 +123,7 @@ def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
 def test_many_messages_over_three_lanes(server) -> None:
     with client(server) as link:
         rounds(link, 0, 60)
-        counters = link.counters
-    assert counters == LinkCounters(messages=3 * 60)
+        assert link.counters == LinkCounters(messages=3 * 60)
 
 
 def test_two_domains_at_once_get_their_own_answers(server) -> None:

@@ -30,7 +30,6 @@ FACTS = {"model": "toy", "layers": "4"}
 WORD = "int32"
 DEADLINES = {"handshake": 10.0, "probe": 0.25, "suspect": 1.5, "down": 3.0, "absent": 30.0}
 REFUSED_LAYER = 9
-PATIENCE = 60.0
 
 
 def kind_of(pieces: int, words: int) -> str:
@@ -72,9 +71,6 @@ class ToyServer:
         """Ends it, and returns its exit status, negative where a signal ended it."""
         self.send_signal(number)
         self.send_signal(signal.SIGCONT)
-        return self._reap()
-
-    def _reap(self) -> int:
         status, self.pid = self._nursery.ask({"wait": self.pid}), 0
         return os.waitstatus_to_exitcode(status)
 
@@ -139,17 +135,13 @@ class Nursery:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(PATIENCE)
+        self._process.wait(60.0)
 
 
 @contextlib.contextmanager
 def nursery() -> Iterator[Nursery]:
-    with tempfile.TemporaryDirectory() as folder:
-        opened = Nursery(Path(folder))
-        try:
-            yield opened
-        finally:
-            opened.close()
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Nursery(Path(folder))) as one:
+        yield one
 
 
 def serve(options: dict) -> None:
@@ -179,6 +171,9 @@ def serve(options: dict) -> None:
             time.sleep(options.get("compile_seconds", 0.5))
             if any(size.rows == UNFIT_ROWS for size in sizes):
                 raise ValueError(f"{UNFIT_ROWS} rows do not fit")
+            for size in sizes:
+                zeros = [np.zeros((size.rows, WORDS), WORD)] * DEVICES
+                jax.block_until_ready(self.run("", 0, size, self.land(size, zeros)))
 
         def warm_up(self, sizes) -> None:
             self.known = self.known | {size.rows for size in sizes}
@@ -236,7 +231,7 @@ def keep_sending(address: str) -> None:
     """What a doomed client's process does: 1 MB on each of three lanes, again and again."""
     import jax
     import numpy as np
-    from jax.sharding import Mesh, SingleDeviceSharding
+    from jax.sharding import Mesh
 
     from jaxserve.link.remote.client import MessageClient
     from jaxserve.link.session.channel import Deadlines
@@ -244,7 +239,6 @@ def keep_sending(address: str) -> None:
 
     words = 1 << 14
     device = jax.devices()[0]
-    sharding = SingleDeviceSharding(device)
     link = MessageClient(
         [address],
         make_hello("attention", FACTS),
@@ -257,7 +251,7 @@ def keep_sending(address: str) -> None:
         deadlines=Deadlines(**DEADLINES),
     )
     link.connect()
-    message = jax.device_put(np.ones((BULK_ROWS, words), WORD), sharding)
+    message = jax.device_put(np.ones((BULK_ROWS, words), WORD), device)
     for round_number in itertools.count():
         for lane in range(3):
             if round_number:
