@@ -157,6 +157,17 @@ def test_requests_of_all_processes_have_one_set_of_ids(rig: Rig) -> None:
     assert rig.faces.abort("mine") is False
 
 
+def test_a_lost_connection_to_the_engine_loses_no_token(rig: Rig) -> None:
+    rig.engine.allowed = 3
+    with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
+        call = streams(rig, channel)
+        text = next(call).delta.text
+        (face,) = rig.faces._port.live.values()
+        face.fail("cut")
+        rig.engine.allowed = None
+        assert text + "".join(event.delta.text for event in call) == "one two three"
+
+
 def test_metrics_are_of_all_processes(rig: Rig) -> None:
     def count() -> float:
         name = 'jaxserve:generation_tokens_total{model_name="fake"} '

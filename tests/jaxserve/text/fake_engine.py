@@ -122,7 +122,8 @@ class FakeEngine:
                 raise InvalidRequestError("request_id", "is already running")
             self.prompts.append(prompt)
             self.params.append(params)
-            self._running[request_id] = _Running(prompt, params, on_output, deadline)
+            running = _Running(prompt, params, on_output, deadline, sent=len(emitted))
+            self._running[request_id] = running
         return request_id
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
