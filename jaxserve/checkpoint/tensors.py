@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.files import LocalFile, RemoteFile, Version, open_file, stamp
+from jaxserve.storage.files import FileVersion, LocalFile, RemoteFile, open_file, stamp
 from jaxserve.storage.mirror import weight_files
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +74,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
-    version: Version | None = None
+    version: FileVersion | None = None
     """Version of the local file whose header was read; None: the file is in a bucket."""
 
     @property
@@ -203,7 +203,9 @@ def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]
         yield from pool.map(tensors_of, files)
 
 
-def _entries(path: Path, header: bytes, version: Version | None) -> tuple[dict[str, Tensor], int]:
+def _entries(
+    path: Path, header: bytes, version: FileVersion | None
+) -> tuple[dict[str, Tensor], int]:
     """The tensors of a header, and the byte where the last one ends; ValueError if an entry is
     wrong.
 

@@ -22,7 +22,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
-from jaxserve.storage.bucket import Span, StorageBucket, is_url
+from jaxserve.storage.bucket import ByteSpan, StorageBucket, is_url
 from jaxserve.storage.mirror import user_cache
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class BucketEntries(cache_interface.CacheInterface):
     def get(self, key: str) -> bytes | None:
         """Returns the entry; None if no readable one exists."""
         try:
-            (part,) = self._bucket.read([Span(f"{key}-cache")])
+            (part,) = self._bucket.read([ByteSpan(f"{key}-cache")])
         except CheckpointError as error:
             logger.warning("compilation cache: %s", error)
             return None

@@ -39,7 +39,7 @@ def is_url(folder: str | Path) -> bool:
     return isinstance(folder, str) and folder.partition("://")[0] in SCHEMES and "://" in folder
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """A range of bytes of an object, `stop` excluded; `stop` None: to the end."""
 
     name: str
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     stop: int | None = None
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """Bytes that were read, and the version (generation) of their object."""
 
     data: bytes
@@ -80,7 +80,7 @@ class StorageBucket:
         """
         return sorted(name.decode() for name in _answer(self._store.list(), self.url))
 
-    def read(self, spans: Sequence[Span]) -> list[Part | None]:
+    def read(self, spans: Sequence[ByteSpan]) -> list[ReadPart | None]:
         """Reads the spans concurrently; None for objects that do not exist.
 
         Raises:
@@ -92,11 +92,11 @@ class StorageBucket:
             part = None if all_of_it else slice(span.start, span.stop)
             asked.append(self._store.read(span.name, byte_range=part))
         size = sum(span.stop - span.start for span in spans if span.stop is not None)
-        parts: list[Part | None] = []
+        parts: list[ReadPart | None] = []
         for span, future in zip(spans, asked, strict=True):
             found = _answer(future, f"{self.url}/{span.name}", size)
             there = found.state == "value"
-            parts.append(Part(found.value, found.stamp.generation.hex()) if there else None)
+            parts.append(ReadPart(found.value, found.stamp.generation.hex()) if there else None)
         return parts
 
     def write(self, name: str, data: bytes) -> None:

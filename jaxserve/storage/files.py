@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import Span, StorageBucket, kvstore
+from jaxserve.storage.bucket import ByteSpan, StorageBucket, kvstore
 from jaxserve.storage.mirror import origin_of
 
 
-class Version(NamedTuple):
+class FileVersion(NamedTuple):
     """Version of a file on disk; differs once the file was replaced or written to."""
 
     inode: int
@@ -25,7 +25,7 @@ class Version(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> "Version":
+    def of(cls, status: os.stat_result) -> "FileVersion":
         """The version with this result of `stat`."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -49,7 +49,7 @@ class LocalFile:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        self.version = Version.of(os.fstat(self.descriptor))
+        self.version = FileVersion.of(os.fstat(self.descriptor))
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes from each start to its stop.
@@ -92,7 +92,7 @@ class RemoteFile:
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """See `LocalFile`."""
-        asked = [Span(self._key, start, stop) for start, stop in spans]
+        asked = [ByteSpan(self._key, start, stop) for start, stop in spans]
         parts = []
         for part, span in zip(self._bucket.read(asked), asked, strict=True):
             if part is None:
@@ -111,7 +111,7 @@ class RemoteFile:
 
 
 @contextlib.contextmanager
-def open_file(path: Path, version: Version | None = None) -> Iterator[LocalFile | RemoteFile]:
+def open_file(path: Path, version: FileVersion | None = None) -> Iterator[LocalFile | RemoteFile]:
     """Opens a file for the duration of a `with` block.
 
     Args:
@@ -131,7 +131,7 @@ def open_file(path: Path, version: Version | None = None) -> Iterator[LocalFile 
             raise replaced(path)
         yield file
         # Whoever writes in place while others read would otherwise give them some of both.
-        if Version.of(os.fstat(file.descriptor)) != file.version:
+        if FileVersion.of(os.fstat(file.descriptor)) != file.version:
             raise replaced(path)
     finally:
         os.close(file.descriptor)
@@ -145,7 +145,7 @@ def stamp(*paths: Path) -> str:
         below = [f"{root}/{file}" for root, _, files in os.walk(path) for file in files]
         for name in sorted(below) or [str(path)]:
             with contextlib.suppress(OSError):
-                digest.update(f"{name} {Version.of(os.stat(name))}".encode())
+                digest.update(f"{name} {FileVersion.of(os.stat(name))}".encode())
     return digest.hexdigest()
 
 

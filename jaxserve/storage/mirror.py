@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import Part, Span, StorageBucket, is_url
+from jaxserve.storage.bucket import ByteSpan, ReadPart, StorageBucket, is_url
 
 ORIGIN = "origin.json"
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*", "LICENSE*")
@@ -63,9 +63,9 @@ def _mirrored(url: str) -> Path:
     else:
         names = [name for name in bucket.names() if "/" not in name]
         copied = [name for name in names if any(fnmatch.fnmatch(name, p) for p in SMALL)]
-        files = _read(bucket, [Span(name) for name in copied])
+        files = _read(bucket, [ByteSpan(name) for name in copied])
         heads = [name for name in names if fnmatch.fnmatch(name, WEIGHTS)]
-        seen = _read(bucket, [Span(name, 0, _HEAD) for name in heads])
+        seen = _read(bucket, [ByteSpan(name, 0, _HEAD) for name in heads])
         if not names:
             raise CheckpointError(f"no model at {bucket.url}: there is nothing")
     origin = Origin(bucket.url, {name: part.generation for name, part in seen.items()})
@@ -74,11 +74,11 @@ def _mirrored(url: str) -> Path:
     return _written(bucket.url, contents, converted)
 
 
-def _converted(bucket: StorageBucket) -> dict[str, Part] | None:
+def _converted(bucket: StorageBucket) -> dict[str, ReadPart] | None:
     """The small files of a converted checkpoint, as its manifest lists them; None: the folder is
     not converted. Uses no listing, which would return its many chunks."""
     try:
-        (manifest,) = bucket.read([Span(MANIFEST)])
+        (manifest,) = bucket.read([ByteSpan(MANIFEST)])
     except CheckpointError:  # without the right to list, a missing file reads as "no permission"
         return None
     if manifest is None:
@@ -88,14 +88,14 @@ def _converted(bucket: StorageBucket) -> dict[str, Part] | None:
     except (msgspec.DecodeError, KeyError, TypeError):  # `read_manifest` reports it
         names = []
     plain = [name for name in names if "/" not in name and not name.startswith(".")]
-    found = {MANIFEST: manifest} | _read(bucket, [Span(name) for name in plain])
+    found = {MANIFEST: manifest} | _read(bucket, [ByteSpan(name) for name in plain])
     try:
-        return found | _read(bucket, [Span(INT8_PRODUCTS)])
+        return found | _read(bucket, [ByteSpan(INT8_PRODUCTS)])
     except CheckpointError:  # as above
         return found
 
 
-def _read(bucket: StorageBucket, spans: list[Span]) -> dict[str, Part]:
+def _read(bucket: StorageBucket, spans: list[ByteSpan]) -> dict[str, ReadPart]:
     """The spans that exist, by name."""
     parts = zip(spans, bucket.read(spans), strict=True)
     return {span.name: part for span, part in parts if part is not None}

@@ -11,7 +11,7 @@ from safetensors.numpy import load, save_file
 
 from jaxserve.checkpoint.tensors import INDEX, Tensor, list_tensors, read_header
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.files import Version
+from jaxserve.storage.files import FileVersion
 from tests import golden
 
 
@@ -45,7 +45,7 @@ class TestHeader:
     def test_by_hand(self, tmp_path):
         header = json.dumps({"a": entry()}).encode()
         path = write(tmp_path / "a.safetensors", header, bytes(8))
-        version = Version.of(path.stat())
+        version = FileVersion.of(path.stat())
         assert read_header(path) == {"a": Tensor(path, "F32", (2,), 8 + len(header), version)}
 
     def test_empty_and_scalar_tensors(self, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.errors import CheckpointError
 from jaxserve.storage import bucket
-from jaxserve.storage.bucket import Span, StorageBucket, is_url, kvstore
+from jaxserve.storage.bucket import ByteSpan, StorageBucket, is_url, kvstore
 
 
 def test_urls():
@@ -28,7 +28,9 @@ def test_spans(scheme, objects):
     objects.files |= {"m/a": bytes(range(100)), "m/b/c": b"x", "other": b"y"}
     found = StorageBucket(f"{scheme}://models/m")
     assert found.names() == ["a", "b/c"]
-    parts = found.read([Span("a", 10, 14), Span("b/c"), Span("none"), Span("a", 99, 100)])
+    parts = found.read(
+        [ByteSpan("a", 10, 14), ByteSpan("b/c"), ByteSpan("none"), ByteSpan("a", 99, 100)]
+    )
     assert [part and part.data for part in parts] == [bytes([10, 11, 12, 13]), b"x", None, b"c"]
     assert parts[0].generation == parts[3].generation != parts[1].generation
     assert ("m/a", 10, 14) in objects.ranges
@@ -37,7 +39,7 @@ def test_spans(scheme, objects):
 def test_beyond_the_end(objects):
     objects.files["m/a"] = bytes(10)
     with pytest.raises(CheckpointError, match=r"^s3://models/m/a is shorter than it was, or trunc"):
-        StorageBucket("s3://models/m").read([Span("a", 8, 12)])
+        StorageBucket("s3://models/m").read([ByteSpan("a", 8, 12)])
 
 
 def test_no_such_bucket(objects):
@@ -55,15 +57,15 @@ def test_no_permission(scheme, what, objects):
 def test_tried_again(objects):
     objects.files["m/a"] = b"there"
     objects.failures = 2
-    (part,) = StorageBucket("s3://models/m").read([Span("a")])
+    (part,) = StorageBucket("s3://models/m").read([ByteSpan("a")])
     assert part.data == b"there"
     objects.failures = 10
     with pytest.raises(CheckpointError, match=r"s3://models/m/a cannot be read: .*3 retry"):
-        StorageBucket("s3://models/m").read([Span("a")])
+        StorageBucket("s3://models/m").read([ByteSpan("a")])
 
 
 def test_no_answer(objects, monkeypatch):
     monkeypatch.setattr(bucket, "ANSWER_SECONDS", 0.2)
     objects.silent = True
     with pytest.raises(CheckpointError, match=r"s3://models/m/a: no answer within 0.2 s"):
-        StorageBucket("s3://models/m").read([Span("a")])
+        StorageBucket("s3://models/m").read([ByteSpan("a")])
