@@ -22,7 +22,7 @@ from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
-from jaxserve.checkpoint.sensitivity import Loss, measure
+from jaxserve.checkpoint.sensitivity import ProductLoss, measure
 from jaxserve.checkpoint.verification import verify
 from jaxserve.config.formats import sharing
 from jaxserve.errors import CheckpointError, ConfigError
@@ -239,7 +239,7 @@ def _int8_products(options: argparse.Namespace) -> int:
     return 0
 
 
-def _line(name: str, loss: Loss) -> str:
+def _line(name: str, loss: ProductLoss) -> str:
     return f"{name}  {loss.divergence:10.2e}   {loss.perplexity:+.4f} ({loss.noise:.4f})"
 
 

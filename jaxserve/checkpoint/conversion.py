@@ -37,9 +37,9 @@ from jaxserve.checkpoint.manifest import (
     CONVERSION,
     FORMAT,
     MANIFEST,
-    Block,
     Conversion,
     Manifest,
+    StoredBlock,
     StoredLeaf,
     blocks_of,
     read_manifest,
@@ -91,7 +91,7 @@ class _Model(NamedTuple):
     templates: ModelTemplates
     meshes: Submeshes
 
-    def template(self, block: Block) -> tuple[Template, Rules]:
+    def template(self, block: StoredBlock) -> tuple[Template, Rules]:
         """A block's template, and the rules of its mesh."""
         if block.name in ("embedding", "head"):
             return getattr(self.templates, block.name), ATTENTION_RULES
@@ -396,7 +396,7 @@ def _calibration_digest(calibration: Calibration) -> str:
     return digest.hexdigest()
 
 
-def _leaves(model: _Model, checkpoint: HFCheckpoint, block: Block) -> dict[str, jax.Array]:
+def _leaves(model: _Model, checkpoint: HFCheckpoint, block: StoredBlock) -> dict[str, jax.Array]:
     template, rules = model.template(block)
     mesh = model.meshes.attention
     shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]

@@ -66,22 +66,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: dict[str, dict[str, StoredLeaf]]
 
 
-class Block(NamedTuple):
+class StoredBlock(NamedTuple):
     """The unit of storage and loading: one role's part of a layer, the embedding, or the head."""
 
     name: str
     sources: Sources
 
 
-def blocks_of(names: CheckpointNames) -> list[Block]:
+def blocks_of(names: CheckpointNames) -> list[StoredBlock]:
     """The embedding, the head, the attention and ffn blocks of every layer, and for each loaded
     prediction module its arrays outside of its layer."""
-    blocks = [Block("embedding", names.embedding), Block("head", names.head)]
+    blocks = [StoredBlock("embedding", names.embedding), StoredBlock("head", names.head)]
     for layer, (attention, ffn) in enumerate(zip(names.attention, names.ffn, strict=True)):
-        blocks += [Block(f"layers.{layer}.attention", attention), Block(f"layers.{layer}.ffn", ffn)]
+        blocks += [
+            StoredBlock(f"layers.{layer}.attention", attention),
+            StoredBlock(f"layers.{layer}.ffn", ffn),
+        ]
     first = len(names.attention) - len(names.predictions)
     return blocks + [
-        Block(f"layers.{first + index}.prediction", sources)
+        StoredBlock(f"layers.{first + index}.prediction", sources)
         for index, sources in enumerate(names.predictions)
     ]
 

@@ -228,7 +228,7 @@ def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
     assert isinstance(tensor, PackedTensor)
     row, column = divmod(region.first, tensor.shape[1])
     rows, columns = slice(row, row + region.rows), slice(column, column + region.columns)
-    reader = _Reader(tensor, on_read)
+    reader = _PackedReader(tensor, on_read)
     if tensor.seen == "numbers":
         of = {"scaled": _scaled, "packed": _compressed, "gptq": _gptq, "awq": _awq}
         numbers = of[tensor.packing.layout](reader, rows, columns)
@@ -238,7 +238,7 @@ def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
     region.target[...] = numbers.astype(region.target.dtype)
 
 
-class _Reader(NamedTuple):
+class _PackedReader(NamedTuple):
     """Reads rectangles of the tensors that make up one packed matrix."""
 
     tensor: PackedTensor
@@ -299,7 +299,7 @@ class _Reader(NamedTuple):
         return -(-d_in // group) if group else 1
 
 
-def _codes(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _codes(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """The codes of an INT4 matrix, -8..7. Raises CheckpointError if columns are out of order, or a
     matrix declared symmetric has zero points."""
     packing = reader.tensor.packing
@@ -323,7 +323,7 @@ def _codes(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     return codes.astype(np.int8) - np.int8(8)
 
 
-def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
+def _places(reader: _PackedReader, columns: slice) -> tuple[slice, np.ndarray]:
     """Maps columns of delivered scales to stored groups: the range of groups to read, and for each
     column its index within that range."""
     of = np.arange(columns.start, columns.stop) * reader.tensor.group
@@ -331,7 +331,7 @@ def _places(reader: _Reader, columns: slice) -> tuple[slice, np.ndarray]:
     return slice(int(of[0]), int(of[-1]) + 1), of - of[0]
 
 
-def _scales(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _scales(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     if reader.tensor.packing.layout == "scaled":
         return _channel_scales(reader, rows)
     groups, of = _places(reader, columns)
@@ -340,12 +340,12 @@ def _scales(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     return reader.floats("scales", groups, rows)[of].T
 
 
-def _zeros(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _zeros(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     groups, of = _places(reader, columns)
     return _zero_codes(reader, rows, groups)[:, of]
 
 
-def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
+def _zero_codes(reader: _PackedReader, rows: slice, groups: slice) -> np.ndarray:
     """The zero points of an INT4 matrix, -8..7."""
     packing = reader.tensor.packing
     if packing.layout == "packed":
@@ -355,12 +355,12 @@ def _zero_codes(reader: _Reader, rows: slice, groups: slice) -> np.ndarray:
     return zeros.astype(np.int8) - np.int8(8)
 
 
-def _scaled(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _scaled(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """Dequantises the layout `scaled`: values · scale."""
     return reader.floats("weight", rows, columns) * _channel_scales(reader, rows)
 
 
-def _channel_scales(reader: _Reader, rows: slice) -> np.ndarray:
+def _channel_scales(reader: _PackedReader, rows: slice) -> np.ndarray:
     """Scales [rows, 1] of output channels. The file stores them as [d_out, 1], as [d_out] (read as
     one row), or as a single scale (repeated)."""
     first = slice(0, 1)
@@ -372,7 +372,7 @@ def _channel_scales(reader: _Reader, rows: slice) -> np.ndarray:
     return reader.floats("weight_scale", rows, first)
 
 
-def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _compressed(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """Dequantises the layout `packed`: (code - offset - zero) · scale. Zero points have the same
     offset and are packed along d_out."""
     offset = 1 << (reader.tensor.packing.bits - 1)
@@ -384,20 +384,20 @@ def _compressed(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
     return codes * reader.floats("weight_scale", rows, all_groups)[:, of]
 
 
-def _gptq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _gptq(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """Dequantises GPTQ: (code - zero) · scale, stored as [d_in, d_out] with zero points packed
     along d_out."""
     codes = reader.codes("qweight", columns, rows, packed=0)
     return _grouped(reader, codes, rows, columns)
 
 
-def _awq(reader: _Reader, rows: slice, columns: slice) -> np.ndarray:
+def _awq(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """Dequantises AWQ: like GPTQ, but values are packed along d_out, too."""
     codes = reader.codes("qweight", columns, rows, packed=1)
     return _grouped(reader, codes, rows, columns)
 
 
-def _grouped(reader: _Reader, codes: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
+def _grouped(reader: _PackedReader, codes: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
     packing = reader.tensor.packing
     of, all_groups = reader.groups(columns, "g_idx"), slice(0, reader.all_groups)
     zeros = reader.codes("qzeros", all_groups, rows, packed=1).astype(np.int32)

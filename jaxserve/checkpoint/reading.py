@@ -56,7 +56,7 @@ _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 Counter = Callable[[int], None]
 
 
-class Scales(NamedTuple):
+class BlockScales(NamedTuple):
     """The scales of a rectangle of an FP8 matrix.
 
     Attributes:
@@ -82,7 +82,7 @@ class Region(NamedTuple):
     columns: int
     target: np.ndarray
     """[rows, columns], of any strides."""
-    scales: Scales | None = None
+    scales: BlockScales | None = None
     """Scales that FP8 values are multiplied by; None: no dequantisation."""
 
     @property
@@ -350,7 +350,7 @@ def _buffer(which: int, rows: int, columns: int, dtype: np.dtype) -> np.ndarray:
     return memory[: rows * pitch].view(dtype).reshape(rows, -1)[:, :columns]
 
 
-def _converted(rows: np.ndarray, dtype: np.dtype, scales: Scales | None) -> np.ndarray:
+def _converted(rows: np.ndarray, dtype: np.dtype, scales: BlockScales | None) -> np.ndarray:
     """The rows in another dtype, dequantised in FP32 if there are scales."""
     height, width = rows.shape
     if scales is None:

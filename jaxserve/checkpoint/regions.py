@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.checkpoint.expert_stacks import ExpertStack
 from jaxserve.checkpoint.packed import PackedTensor
-from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, Scales
+from jaxserve.checkpoint.reading import SCALE_BLOCK, BlockScales, Region
 from jaxserve.checkpoint.source import Shape, Source
 from jaxserve.checkpoint.tensors import Tensor
 from jaxserve.errors import CheckpointError
@@ -146,14 +146,14 @@ def _rectangles(
 
 def _scales(
     grid: np.ndarray, tensor: Tensor | PackedTensor | ExpertStack, first: int, stride: int
-) -> Scales:
+) -> BlockScales:
     """The scales of a rectangle whose first element has index `first` in the tensor."""
     *_, d_out, d_in = tensor.shape
     if stride != d_in:
         raise CheckpointError(f"{tensor.path}: FP8 rows of {d_in} are viewed as rows of {stride}")
     row, column = divmod(first, d_in)
     plane, row = divmod(row, d_out)
-    return Scales(grid.reshape(-1, *grid.shape[-2:])[plane], row, column)
+    return BlockScales(grid.reshape(-1, *grid.shape[-2:])[plane], row, column)
 
 
 def scale_leaf(

@@ -23,7 +23,7 @@ from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import Int8Products
-from jaxserve.checkpoint.manifest import Block, blocks_of
+from jaxserve.checkpoint.manifest import StoredBlock, blocks_of
 from jaxserve.checkpoint.records import write_record
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
@@ -40,7 +40,7 @@ PAGE = 16
 Layers = frozenset[int]
 
 
-class Loss(NamedTuple):
+class ProductLoss(NamedTuple):
     """Cost of INT8 products in some layers, relative to float products on the same INT8 pages."""
 
     layers: list[int]
@@ -64,7 +64,7 @@ def measure(
     budget: float,
     on_layer: Callable[[int, int, str], None] = lambda done, layers, note: None,
     ignored: Collection[str] = (),
-) -> tuple[list[Loss], Loss | None]:
+) -> tuple[list[ProductLoss], ProductLoss | None]:
     """Measures every layer alone, then the least sensitive layers together; writes the list.
 
     Layers are taken in the order of their divergence. Among the layers that are within the budget
@@ -86,10 +86,10 @@ def measure(
       ConfigError, CheckpointError: the model cannot be read.
     """
     revision = Revision(local_folder(folder))
-    model = _Model(folder, sequences, ignored)
+    model = _MeasuredModel(folder, sequences, ignored)
     count = model.config.layers
 
-    def losses(sets: Sequence[Layers], passes: int) -> list[Loss]:
+    def losses(sets: Sequence[Layers], passes: int) -> list[ProductLoss]:
         def counted(layer: int) -> None:
             on_layer(passes * count + layer + 1, 2 * count, f"pass {passes + 1}, layer {layer}")
 
@@ -113,7 +113,7 @@ def measure(
     return alone, chosen
 
 
-def prefixes(alone: Sequence[Loss], budget: float) -> list[Layers]:
+def prefixes(alone: Sequence[ProductLoss], budget: float) -> list[Layers]:
     """Sets of layers to be tried together: the least sensitive layer, the two least sensitive, …
     among the layers that are within the budget alone."""
     able = [one for one in sorted(alone, key=lambda one: one.divergence) if one.most <= budget]
@@ -121,12 +121,12 @@ def prefixes(alone: Sequence[Loss], budget: float) -> list[Layers]:
     return [frozenset(order[: size + 1]) for size in range(len(order))]
 
 
-def longest(together: Sequence[Loss], budget: float) -> Loss | None:
+def longest(together: Sequence[ProductLoss], budget: float) -> ProductLoss | None:
     """The largest of the growing sets that is within the budget; None if none is."""
     return next((one for one in reversed(together) if one.most <= budget), None)
 
 
-class _Model:
+class _MeasuredModel:
     """Runs a text through the layers, once for each tried set of layers with INT8 products."""
 
     def __init__(self, folder: str | Path, sequences: np.ndarray, ignored: Collection[str]):
@@ -146,7 +146,7 @@ class _Model:
         self._attend = functools.cache(self._compiled)
         self.perplexity = math.nan
 
-    def losses(self, sets: Sequence[Layers], on_layer: Callable[[int], None]) -> list[Loss]:
+    def losses(self, sets: Sequence[Layers], on_layer: Callable[[int], None]) -> list[ProductLoss]:
         """Returns the loss of each set of layers."""
         plain: Layers = frozenset()
         embedding = self._leaves("embedding", self._of[False].embedding, ATTENTION_RULES)["table"]
@@ -167,7 +167,7 @@ class _Model:
             more = (self._nats(mine) - nats).mean(axis=1)
             noise = more.std(ddof=1) / math.sqrt(len(more))
             found.append(
-                Loss(
+                ProductLoss(
                     sorted(one),
                     float(np.mean(divergence)),
                     100 * math.expm1(more.mean()),
@@ -246,7 +246,7 @@ class _Model:
 
     def _leaves(self, name: str, template: Template, rules: Rules) -> dict[str, Array]:
         """Loads a block's leaves as floats, by name."""
-        block: Block = self._blocks[name]
+        block: StoredBlock = self._blocks[name]
         mesh = self._meshes.attention
         shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
         leaves = self._checkpoint.leaves(template, block.sources, shardings)

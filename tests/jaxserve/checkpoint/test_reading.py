@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import reading
-from jaxserve.checkpoint.reading import Region, Scales, aligned_empty, copy_across, read_regions
+from jaxserve.checkpoint.reading import (
+    BlockScales,
+    Region,
+    aligned_empty,
+    copy_across,
+    read_regions,
+)
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
 
@@ -87,7 +93,8 @@ def test_dequantises_blocks(dtype, tmp_path):
     target = np.zeros((190, 120), dtype)
     first = 100 * 200 + 30
     read_regions(
-        [Region(tensor, first, 200, 190, 120, target, Scales(grid, 100, 30))], lambda size: None
+        [Region(tensor, first, 200, 190, 120, target, BlockScales(grid, 100, 30))],
+        lambda size: None,
     )
     np.testing.assert_array_equal(target, expected)
 
@@ -96,7 +103,7 @@ def test_every_fp8_value(tmp_path):
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(1, 256)
     target = np.zeros((1, 256), np.float32)
     grid = np.full((1, 2), 0.5, np.float32)
-    region = Region(stored(tmp_path, values), 0, 256, 1, 256, target, Scales(grid, 0, 0))
+    region = Region(stored(tmp_path, values), 0, 256, 1, 256, target, BlockScales(grid, 0, 0))
     read_regions([region], lambda size: None)
     np.testing.assert_array_equal(target, values.astype(np.float32) * 0.5)
 

@@ -1,12 +1,12 @@
 """The choice of layers by what they cost; `test_convert.py` has the measurement."""
 
-from jaxserve.checkpoint.sensitivity import Loss, longest, prefixes
+from jaxserve.checkpoint.sensitivity import ProductLoss, longest, prefixes
 
 ALONE = [
-    Loss([0], 3e-4, 0.02, 0.01),
-    Loss([1], 1e-4, -0.5, 0.01),
-    Loss([2], 9e-4, 0.2, 0.0),
-    Loss([3], 2e-4, 0.0, 0.03),
+    ProductLoss([0], 3e-4, 0.02, 0.01),
+    ProductLoss([1], 1e-4, -0.5, 0.01),
+    ProductLoss([2], 9e-4, 0.2, 0.0),
+    ProductLoss([3], 2e-4, 0.0, 0.03),
 ]
 
 
@@ -19,9 +19,9 @@ def test_layers_are_tried_from_the_least_sensitive_on_if_they_are_within_the_bud
 
 def test_the_list_is_shortened_until_it_is_within_the_budget():
     together = [
-        Loss([1], 1e-4, 0.01, 0.0),
-        Loss([1, 3], 3e-4, 0.03, 0.01),
-        Loss([0, 1, 3], 6e-4, 0.05, 0.01),
+        ProductLoss([1], 1e-4, 0.01, 0.0),
+        ProductLoss([1, 3], 3e-4, 0.03, 0.01),
+        ProductLoss([0, 1, 3], 6e-4, 0.05, 0.01),
     ]
     assert longest(together, 0.06) == together[1]
     assert longest(together, 0.1) == together[2]
