@@ -17,7 +17,13 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.calibration.run import Calibration, LayerReport, Report, Settings, cut
+from jaxserve.calibration.run import (
+    CalibrationReport,
+    CalibrationSettings,
+    CalibrationText,
+    LayerReport,
+    cut,
+)
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
@@ -91,14 +97,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--calibration-tokens",
         type=_count,
-        default=Settings().tokens,
+        default=CalibrationSettings().tokens,
         metavar="N",
         help="of the text, to begin with (%(default)s)",
     )
     made.add_argument(
         "--expert-samples",
         type=_count,
-        default=Settings().expert_samples,
+        default=CalibrationSettings().expert_samples,
         metavar="N",
         help="take more of the text until each expert saw so many tokens (%(default)s)",
     )
@@ -182,13 +188,13 @@ def _convert(options: argparse.Namespace) -> int:
             on_read=lambda size: progress.advance(0, size=size),
         )
     if calibration is not None:
-        for report in read_record(Path(options.target) / CALIBRATION, Report).layers:
+        for report in read_record(Path(options.target) / CALIBRATION, CalibrationReport).layers:
             _say_rounded(report, options.expert_samples)
     print(f"{options.target} is complete; serve it with --model {options.target}")
     return 0
 
 
-def _calibration(options: argparse.Namespace) -> Calibration:
+def _calibration(options: argparse.Namespace) -> CalibrationText:
     """The text as the model's tokens.
 
     Raises:
@@ -196,12 +202,12 @@ def _calibration(options: argparse.Namespace) -> Calibration:
       OSError, UnicodeDecodeError: it cannot be read.
     """
     config, _ = read_config(options.source, options.ignore_key)
-    settings = Settings(options.expert_samples, options.calibration_tokens)
+    settings = CalibrationSettings(options.expert_samples, options.calibration_tokens)
     token_ids = _token_ids(options.calibrate, options.source)
     try:
         target = conversion.rounded_to(options.weights, options.group)
         assert target is not None
-        return Calibration(settings, cut(token_ids, settings, config.max_positions), target)
+        return CalibrationText(settings, cut(token_ids, settings, config.max_positions), target)
     except ValueError as error:
         raise ConfigError(f"{options.calibrate}: {error}") from None
 
@@ -220,8 +226,8 @@ def _int8_products(options: argparse.Namespace) -> int:
             f"{options.calibrate}: {len(token_ids)} tokens; two sequences of 2 or more are needed"
         )
     # What differs between sequences says how sure a loss is.
-    length = min(Settings().sequence, len(token_ids) // 2)
-    settings = Settings(tokens=options.calibration_tokens, sequence=length)
+    length = min(CalibrationSettings().sequence, len(token_ids) // 2)
+    settings = CalibrationSettings(tokens=options.calibration_tokens, sequence=length)
     sequences = cut(token_ids, settings, config.max_positions)
     sequences = sequences[: max(2, settings.tokens // sequences.shape[1])]
     with Progress("sensitivity", 1) as progress:

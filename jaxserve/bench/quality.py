@@ -25,8 +25,8 @@ from jaxserve.bench.outliers import write_outliers
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO
 from jaxserve.bench.workers import BenchError
-from jaxserve.calibration.gptq import INT8, Target
-from jaxserve.calibration.run import Calibration, Settings, cut
+from jaxserve.calibration.gptq import INT8, RoundingTarget
+from jaxserve.calibration.run import CalibrationSettings, CalibrationText, cut
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
@@ -112,7 +112,7 @@ class Judge:
         conversion.quieten_libraries()
         self.folder = Path(load_deployment(DEMO).model)
         self.texts = held_out(self.folder, 2 if quick else 24, 256 if quick else 1024)
-        self._settings = Settings(tokens=2048 if quick else 16384)
+        self._settings = CalibrationSettings(tokens=2048 if quick else 16384)
 
     def __call__(
         self, name: str, format: Format, folder: Path | None = None, more: Mapping[str, Any] = {}
@@ -123,10 +123,10 @@ class Judge:
         print(f"{name}: {found.bits:.4f}", file=sys.stderr, flush=True)
         return found
 
-    def calibration(self, target: Target = INT8) -> Calibration:
+    def calibration(self, target: RoundingTarget = INT8) -> CalibrationText:
         """Text to calibrate on, from files that are not held out."""
         text = calibration_text(self.folder, self._settings.tokens)
-        return Calibration(self._settings, cut(text, self._settings, len(text)), target)
+        return CalibrationText(self._settings, cut(text, self._settings, len(text)), target)
 
     @property
     def note(self) -> str:
@@ -222,7 +222,7 @@ def measure_int4(quick: bool) -> Iterator[Part]:
     }
     with tempfile.TemporaryDirectory() as directory:
         for group in GROUPS[: 1 if quick else 2]:
-            calibration = judge.calibration(Target(4, group, int8_rows=False))
+            calibration = judge.calibration(RoundingTarget(4, group, int8_rows=False))
             for name, own in (("rounded", None), ("calibrated", calibration)):
                 folder = Path(directory) / f"{name}{group}"
                 conversion.convert(judge.folder, folder, "int4", group=group, calibration=own)

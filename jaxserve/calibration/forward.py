@@ -53,7 +53,7 @@ Inputs = dict[str, Array]
 first leaf."""
 
 
-class Routing(NamedTuple):
+class RoutedRows(NamedTuple):
     """Experts that the router chose for each row, with gate weights."""
 
     experts: np.ndarray
@@ -195,7 +195,7 @@ def normed_rows(config: ModelConfig, norm: np.ndarray, x: np.ndarray) -> np.ndar
     return np.asarray(rms_norm(rows, jnp.asarray(norm, jnp.float32), config.norm_epsilon))
 
 
-def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
+def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> RoutedRows:
     """Chooses each row's experts with the serving router, in FP32."""
     template = Template(
         functools.partial(ExpertRouter, normed.shape[1], rule, jnp.dtype(jnp.float32))
@@ -204,10 +204,10 @@ def route(rule: Rule, leaves: Leaves, normed: np.ndarray) -> Routing:
         [jnp.asarray(leaves[f"router.{n}"], jnp.float32) for n in template.names]
     )
     experts, gates = router(jnp.asarray(normed), jnp.ones(len(normed), bool), rule.experts)
-    return Routing(np.asarray(experts), np.asarray(gates))
+    return RoutedRows(np.asarray(experts), np.asarray(gates))
 
 
-def units(leaves: Leaves, routing: Routing | None) -> Iterator[tuple[str, int | None]]:
+def units(leaves: Leaves, routing: RoutedRows | None) -> Iterator[tuple[str, int | None]]:
     """Yields the FFNs of a block: (prefix of the leaves, expert number; None for the dense FFN)."""
     if any(name.startswith("dense.") for name in leaves):
         yield "dense", None
@@ -235,7 +235,7 @@ def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return product * (0.5 + 0.5 * np.tanh(0.5 * product)) * (x @ up.T)
 
 
-def feed_forward(leaves: Leaves, normed: np.ndarray, routing: Routing | None) -> np.ndarray:
+def feed_forward(leaves: Leaves, normed: np.ndarray, routing: RoutedRows | None) -> np.ndarray:
     """The FFN's output, [tokens, d_model]."""
     total = np.zeros_like(normed)
     for name, expert in units(leaves, routing):

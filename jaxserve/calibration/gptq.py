@@ -22,7 +22,7 @@ SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
 value. Larger weights are clipped, and the others are rounded more finely."""
 
 
-class Target(NamedTuple):
+class RoundingTarget(NamedTuple):
     """Number format that matrices are rounded to, and format of their inputs."""
 
     bits: Literal[8, 4] = 8
@@ -37,7 +37,7 @@ class Target(NamedTuple):
         return float(2 ** (self.bits - 1) - 1)
 
 
-INT8 = Target()
+INT8 = RoundingTarget()
 
 
 class IntMatrix(NamedTuple):
@@ -70,7 +70,7 @@ def _spread(scales: np.ndarray, d_in: int) -> np.ndarray:
 
 
 def group_scales(
-    weight: np.ndarray, target: Target, importance: np.ndarray | None = None
+    weight: np.ndarray, target: RoundingTarget, importance: np.ndarray | None = None
 ) -> np.ndarray:
     """Scales of a matrix, FP32 [d_out, groups]. For INT4, the clipping ratio (`SHRUNK`) with the
     least squared error is chosen for each group.
@@ -105,7 +105,7 @@ def row_scales(weight: np.ndarray) -> np.ndarray:
     return np.where(scales < SMALLEST_SCALE, np.float32(1), scales)
 
 
-def rounded(weight: np.ndarray, target: Target = INT8) -> IntMatrix:
+def rounded(weight: np.ndarray, target: RoundingTarget = INT8) -> IntMatrix:
     """Rounds every weight to the nearest value of its channel or group (RTN)."""
     weight = np.asarray(weight, np.float32)
     scales = group_scales(weight, target)
@@ -146,7 +146,7 @@ class Hessian:
         return None
 
 
-def gptq(weight: np.ndarray, hessian: Hessian, target: Target = INT8) -> IntMatrix:
+def gptq(weight: np.ndarray, hessian: Hessian, target: RoundingTarget = INT8) -> IntMatrix:
     """Rounds a matrix to INT8 or INT4 so that its products with inputs like the Hessian's change
     little.
 

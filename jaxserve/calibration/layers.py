@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.calibration.forward import Leaves, Routing, gated, unit, units
-from jaxserve.calibration.gptq import INT8, Hessian, IntMatrix, Target, gptq, rounded
+from jaxserve.calibration.forward import Leaves, RoutedRows, gated, unit, units
+from jaxserve.calibration.gptq import INT8, Hessian, IntMatrix, RoundingTarget, gptq, rounded
 from jaxserve.calibration.smoothing import Reader, smoothed, spread_over, widest
 from jaxserve.config.model import GQA, MFA, MLA, Attention
 
@@ -119,9 +119,9 @@ def quantise_ffn(
     attention: Block,
     block: Leaves,
     normed: np.ndarray,
-    routing: Routing | None,
+    routing: RoutedRows | None,
     enough: int,
-    target: Target = INT8,
+    target: RoundingTarget = INT8,
 ) -> FFNResult:
     """Quantises the FFN part's matrices to INT8 or INT4; smooths the norm and the router before it
     in place.
@@ -161,7 +161,7 @@ def quantise_ffn(
     return FFNResult(made, found.strength, counts)
 
 
-def _rows(routing: Routing | None, expert: int | None) -> np.ndarray:
+def _rows(routing: RoutedRows | None, expert: int | None) -> np.ndarray:
     if expert is None or routing is None:
         return np.arange(0)
     return routing.rows_of(expert)[0]
@@ -174,7 +174,7 @@ def _quantise_unit(
     scales: np.ndarray,
     rows: np.ndarray,
     enough: int,
-    target: Target,
+    target: RoundingTarget,
 ) -> dict[str, IntMatrix]:
     """Quantises gate, up and down of one FFN. `rows` are its inputs, already divided by `scales`;
     gate and up are multiplied by them."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.calibration import forward
-from jaxserve.calibration.gptq import INT8, Target, dequantised
+from jaxserve.calibration.gptq import INT8, RoundingTarget, dequantised
 from jaxserve.calibration.layers import quantise_attention, quantise_ffn
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.module import rms_norm
@@ -25,7 +25,7 @@ from jaxserve.model.module import rms_norm
 Leaves = dict[str, np.ndarray]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CalibrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Amount of text that a calibration takes."""
 
     expert_samples: int = 4
@@ -36,13 +36,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of a sequence, which attend to each other."""
 
 
-class Calibration(NamedTuple):
+class CalibrationText(NamedTuple):
     """Text, settings and target format of a calibration."""
 
-    settings: Settings
+    settings: CalibrationSettings
     sequences: np.ndarray
     """Token ids of the available text, int [sequences, tokens]; only as many as needed are used."""
-    target: Target = INT8
+    target: RoundingTarget = INT8
     """Format of the quantised matrices. INT4 applies to FFNs only: attention stays float."""
 
 
@@ -60,13 +60,13 @@ class LayerReport(msgspec.Struct, frozen=True):
     """Experts with too few samples → their samples; their weights are rounded to nearest."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class CalibrationReport(msgspec.Struct, frozen=True):
     """Report on a whole calibration."""
 
     layers: list[LayerReport]
 
 
-class Source(NamedTuple):
+class BlockAccess(NamedTuple):
     """Functions that read blocks by name."""
 
     floats: Callable[[str], Leaves]
@@ -77,7 +77,7 @@ class Source(NamedTuple):
     """Returns the quantised leaves of a written block."""
 
 
-def cut(token_ids: Sequence[int], settings: Settings, positions: int) -> np.ndarray:
+def cut(token_ids: Sequence[int], settings: CalibrationSettings, positions: int) -> np.ndarray:
     """Cuts a text into sequences of equal length, int32 [sequences, tokens]. A rest is dropped; a
     shorter text becomes one sequence.
 
@@ -107,8 +107,8 @@ class Calibrator:
     def __init__(
         self,
         config: ModelConfig,
-        source: Source,
-        calibration: Calibration,
+        source: BlockAccess,
+        calibration: CalibrationText,
         on_report: Callable[[LayerReport], None] = lambda report: None,
     ):
         self._config, self._source, self._on_report = config, source, on_report
@@ -177,12 +177,12 @@ class Calibrator:
 
     def _routed(
         self, layer: int, attention: Leaves, rows: np.ndarray
-    ) -> tuple[np.ndarray, forward.Routing | None]:
+    ) -> tuple[np.ndarray, forward.RoutedRows | None]:
         normed = forward.normed_rows(self._config, attention["post_norm"], rows)
         rule = self._config.layer(layer).ffn.router
         return normed, forward.route(rule, attention, normed) if rule else None
 
-    def _short(self, routing: forward.Routing | None) -> dict[int, int]:
+    def _short(self, routing: forward.RoutedRows | None) -> dict[int, int]:
         """Experts that saw too few samples, with the number of samples."""
         if routing is None:
             return {}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.calibration.gptq import INT8, LARGEST, Target, rounded, row_scales
+from jaxserve.calibration.gptq import INT8, LARGEST, RoundingTarget, rounded, row_scales
 
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)
 """How much of a channel's width moves from activations to weights (the paper's α); 0: none."""
@@ -41,7 +41,7 @@ def smoothed(
     columns: np.ndarray,
     readers: Sequence[Reader],
     group: int = 1,
-    target: Target = INT8,
+    target: RoundingTarget = INT8,
 ) -> Smoothing:
     """Chooses the strength with the smallest error of the readers' quantised products, compared
     with their FP32 products.
@@ -94,7 +94,7 @@ def _scales(rows: np.ndarray, columns: np.ndarray, strength: float) -> np.ndarra
     return np.where(used, np.exp2(np.clip(power, -60, 60)), 1.0).astype(np.float32)
 
 
-def _error(reader: Reader, scales: np.ndarray, target: Target) -> float:
+def _error(reader: Reader, scales: np.ndarray, target: RoundingTarget) -> float:
     """Squared error of the reader's products when weights are rounded to the target, and inputs to
     INT8 with one scale per token if the target says so."""
     step = -(-len(reader.rows) // ROWS) or 1

@@ -27,8 +27,14 @@ import msgspec
 import numpy as np
 
 from jaxserve.calibration.forward import refuse_unsupported
-from jaxserve.calibration.gptq import INT8, Target
-from jaxserve.calibration.run import Calibration, Calibrator, LayerReport, Report, Source
+from jaxserve.calibration.gptq import INT8, RoundingTarget
+from jaxserve.calibration.run import (
+    BlockAccess,
+    CalibrationReport,
+    CalibrationText,
+    Calibrator,
+    LayerReport,
+)
 from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
@@ -110,7 +116,7 @@ def convert(
     weights: TargetFormat | None = None,
     *,
     group: int = 128,
-    calibration: Calibration | None = None,
+    calibration: CalibrationText | None = None,
     ignored: Collection[str] = (),
     on_block: Callable[[int, int, str], None] = lambda done, blocks, note: None,
     on_read: Callable[[int], None] = lambda size: None,
@@ -192,13 +198,13 @@ def convert(
         (target / CONVERSION).unlink(missing_ok=True)
 
 
-def rounded_to(weights: TargetFormat | None, group: int) -> Target | None:
+def rounded_to(weights: TargetFormat | None, group: int) -> RoundingTarget | None:
     """Returns the numbers that a calibration for these weights rounds to; None: no calibration
     improves such weights."""
     if weights is None or weights not in FORMATS or FORMATS[weights].products != "int8":
         return None
     if sharing(weights) == "group":
-        return Target(4, group, int8_rows=False)
+        return RoundingTarget(4, group, int8_rows=False)
     return INT8
 
 
@@ -331,7 +337,7 @@ class _Calibrated:
         floats: _Model,
         checkpoint: HFCheckpoint,
         target: Path,
-        calibration: Calibration,
+        calibration: CalibrationText,
     ):
         self._model, self._floats, self._checkpoint = model, floats, checkpoint
         self._target, self._calibration = target, calibration
@@ -340,7 +346,7 @@ class _Calibrated:
         self._path = target / CALIBRATION
         self._reports: list[LayerReport] = []
         if self._path.exists():
-            self._reports = read_record(self._path, Report).layers
+            self._reports = read_record(self._path, CalibrationReport).layers
 
     def convert(self, on_block: Callable[[int, int, str], None]) -> dict[str, Records]:
         """Makes and writes every block that is missing or damaged."""
@@ -351,7 +357,7 @@ class _Calibrated:
                 leaves = _leaves(self._model, self._checkpoint, self._blocks[name])
                 _write(self._target / BLOCKS, name, leaves, self._records)
             on_block(len(self._records), count, name)
-        source = Source(self._read, self._done, self._written)
+        source = BlockAccess(self._read, self._done, self._written)
         made = Calibrator(self._model.config, source, self._calibration, self._report)
         for name, own in made.blocks():
             note = f"{name} is there"
@@ -369,7 +375,7 @@ class _Calibrated:
     def _report(self, report: LayerReport) -> None:
         self._reports = [known for known in self._reports if known.layer != report.layer]
         self._reports.append(report)
-        write_record(self._path, Report(self._reports))
+        write_record(self._path, CalibrationReport(self._reports))
 
     def _read(self, name: str) -> dict[str, np.ndarray]:
         leaves = _leaves(self._floats, self._checkpoint, self._blocks[name])
@@ -389,7 +395,7 @@ class _Calibrated:
         }
 
 
-def _calibration_digest(calibration: Calibration) -> str:
+def _calibration_digest(calibration: CalibrationText) -> str:
     digest = hashlib.sha256(msgspec.json.encode(calibration.settings))
     digest.update(repr(calibration.sequences.shape).encode())
     digest.update(np.ascontiguousarray(calibration.sequences, np.int32).tobytes())

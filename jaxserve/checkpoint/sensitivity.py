@@ -194,7 +194,7 @@ class _MeasuredModel:
             made = []
             for sequence in before[one]:
                 x, normed, *routed = map(np.asarray, attend([*attention.values()], sequence))
-                routing = forward.Routing(*routed) if kind.ffn.router else None
+                routing = forward.RoutedRows(*routed) if kind.ffn.router else None
                 made.append(x + forward.feed_forward(floats, normed, routing))
             behind[one] = np.stack(made)
         return behind

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.calibration.run import Source
+from jaxserve.calibration.run import BlockAccess
 from jaxserve.checkpoint import conversion
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
@@ -21,7 +21,7 @@ class FloatModel:
         self._checkpoint = HFCheckpoint(folder, names)
         self._blocks = {block.name: block for block in blocks_of(names)}
         self.made: dict[str, dict[str, np.ndarray]] = {}
-        self.source = Source(self.floats, self.made.__contains__, self.written)
+        self.source = BlockAccess(self.floats, self.made.__contains__, self.written)
 
     def floats(self, name: str) -> dict[str, np.ndarray]:
         leaves = conversion._leaves(self._model, self._checkpoint, self._blocks[name])

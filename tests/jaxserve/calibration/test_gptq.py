@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.calibration.gptq import Hessian, Target, gptq, rounded
+from jaxserve.calibration.gptq import Hessian, RoundingTarget, gptq, rounded
 from pallas_kernels.quantize import quantize_weight
 
 
@@ -84,7 +84,9 @@ def test_fewer_samples_than_columns():
 def test_groups_of_int4():
     """The largest of a group is 7 scales, or that times 0.95, 0.9, 0.85 or 0.8, whichever makes the
     squared error smallest: 0.0173 for 0.0204 in the first group, 0.85 for 1 in the second."""
-    found = rounded(np.array([[1.0, 2.0, 7.0, -14.0]], np.float32), Target(4, 2, int8_rows=False))
+    found = rounded(
+        np.array([[1.0, 2.0, 7.0, -14.0]], np.float32), RoundingTarget(4, 2, int8_rows=False)
+    )
     assert found.values.tolist() == [[4, 7, 4, -7]]
     np.testing.assert_allclose(found.scales, [[1.9 / 7, 1.9]], rtol=1e-6)
     np.testing.assert_allclose(found.floats, [[7.6 / 7, 1.9, 7.6, -13.3]], rtol=1e-6)
@@ -93,7 +95,7 @@ def test_groups_of_int4():
 def test_errors_of_int4_products_fall():
     rows = correlated(300, 64, seed=3)
     weight = np.random.default_rng(4).normal(size=(16, 64)).astype(np.float32)
-    target = Target(4, 32, int8_rows=False)
+    target = RoundingTarget(4, 32, int8_rows=False)
     errors = []
     for made in (rounded(weight, target), gptq(weight, Hessian(rows), target)):
         assert (made.scales.shape, np.abs(made.values).max()) == ((16, 2), 7)

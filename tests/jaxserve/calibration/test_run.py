@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.calibration import layers, smoothing
 from jaxserve.calibration.gptq import IntMatrix
-from jaxserve.calibration.run import Calibration, Calibrator, Settings, cut
+from jaxserve.calibration.run import CalibrationSettings, CalibrationText, Calibrator, cut
 from tests.jaxserve.calibration.float_model import FloatModel, all_layers
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.decoder_numpy import DecoderNumpy, rms_norm
@@ -17,8 +17,10 @@ pytestmark = pytest.mark.unoptimised
 
 def calibrated(model, sequences, settings=None):
     reports = []
-    settings = settings or Settings(tokens=sequences.size)
-    made = Calibrator(model.config, model.source, Calibration(settings, sequences), reports.append)
+    settings = settings or CalibrationSettings(tokens=sequences.size)
+    made = Calibrator(
+        model.config, model.source, CalibrationText(settings, sequences), reports.append
+    )
     for name, leaves in made.blocks():
         if leaves is not None:
             model.made[name] = leaves
@@ -91,7 +93,7 @@ def test_goes_on_until_every_expert_saw_enough(step3):
     """With 8 tokens to begin with some expert of 8 has fewer than 4; the text is doubled until none
     has, and the rest of the text is not taken."""
     model = FloatModel(step3)
-    _, reports = calibrated(model, tokens(model, 64, 8), Settings(tokens=8))
+    _, reports = calibrated(model, tokens(model, 64, 8), CalibrationSettings(tokens=8))
     assert [report.fewest is None for report in reports] == [True, False, False, True]
     assert reports[0].tokens == 8
     assert 8 < reports[1].tokens <= reports[2].tokens < 512
@@ -101,7 +103,9 @@ def test_goes_on_until_every_expert_saw_enough(step3):
 
 def test_experts_without_enough_text_are_named_and_rounded(step3):
     model = FloatModel(step3)
-    _, reports = calibrated(model, tokens(model, 2, 8), Settings(tokens=8, expert_samples=7))
+    _, reports = calibrated(
+        model, tokens(model, 2, 8), CalibrationSettings(tokens=8, expert_samples=7)
+    )
     report = reports[1]
     assert report.tokens == 16
     assert report.rounded
@@ -129,8 +133,11 @@ def test_goes_on_from_what_is_written(step3):
 
 
 def test_a_text_is_cut_into_sequences():
-    assert cut(range(10), Settings(sequence=4), 100).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert cut(range(10), Settings(), 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert cut(range(3), Settings(), 100).tolist() == [[0, 1, 2]]
+    assert cut(range(10), CalibrationSettings(sequence=4), 100).tolist() == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert cut(range(10), CalibrationSettings(), 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert cut(range(3), CalibrationSettings(), 100).tolist() == [[0, 1, 2]]
     with pytest.raises(ValueError, match="1 tokens, calibration needs at least 2"):
-        cut([7], Settings(), 100)
+        cut([7], CalibrationSettings(), 100)
