@@ -122,7 +122,7 @@ class LLM:
                 raise InvalidRequestError(
                     f"prompts[{index}].{error.field}", error.message
                 ) from None
-        return _Batch(self._generator, requests).run()
+        return _PromptBatch(self._generator, requests).run()
 
     def chat(
         self,
@@ -162,7 +162,7 @@ class LLM:
             token_ids = self._encode_chat(text, field)
             self._check(token_ids, own, f"{field}." if len(several) > 1 else "")
             requests.append((text, token_ids, own))
-        return _Batch(self._generator, requests).run()
+        return _PromptBatch(self._generator, requests).run()
 
     def chat_prompt(
         self,
@@ -273,7 +273,7 @@ class LLM:
 _Item = tuple[Prompt, list[int], SamplingParams]
 
 
-class _Batch:
+class _PromptBatch:
     """Runs checked prompts together, as many concurrently as the engine accepts."""
 
     def __init__(self, generator: TextGenerator, requests: Sequence[_Item]):

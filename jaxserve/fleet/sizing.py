@@ -20,7 +20,7 @@ from jaxserve.errors import CheckpointError
 if TYPE_CHECKING:
     from jaxserve.config.model import ModelConfig
     from jaxserve.config.topology import Role
-    from jaxserve.roles.sizing import Choice, Machine
+    from jaxserve.roles.sizing import SizeChoice, UsableDevices
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Sizing:
         `attention.hardware` names.
     """
 
-    def __init__(self, machine: "Machine | None" = None, *, elsewhere: bool = False):
+    def __init__(self, machine: "UsableDevices | None" = None, *, elsewhere: bool = False):
         self._machine, self._elsewhere = machine, elsewhere
-        self.found: dict[str, Choice] = {}
+        self.found: dict[str, SizeChoice] = {}
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
         """See `Choose`. Chooses nothing where processes share the deployment, or where its model is
@@ -124,34 +124,38 @@ def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelCo
     return msgspec.structs.replace(config, platform=platform)
 
 
-def named_machine(hardware: str) -> "Machine | None":
+def named_machine(hardware: str) -> "UsableDevices | None":
     """A host of the named hardware; None where JAX knows no such accelerator."""
-    from jaxserve.roles.sizing import DEVICE_PART, Machine
+    from jaxserve.roles.sizing import DEVICE_PART, UsableDevices
 
     kind = device_kind(hardware)
     if not kind.startswith(("TPU", "NVIDIA")):
         return None
     host = hardware_file(hardware)
     memory = round(DEVICE_PART * host["memory_gb"] * 1e9)
-    return Machine("tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory)
+    return UsableDevices(
+        "tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory
+    )
 
 
-def this_machine() -> "Machine":
+def this_machine() -> "UsableDevices":
     """The devices of this process. Starts a JAX backend unless they are the CPU's."""
     import jax
 
     from jaxserve.fleet.hardware import choose_platform
     from jaxserve.mesh import memory_limit
     from jaxserve.roles.host_resources import free_host_memory
-    from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, Machine
+    from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, UsableDevices
 
     if choose_platform() == "cpu":
         free = free_host_memory()
-        return Machine("cpu", _cpu_devices(), None if free is None else round(HOST_PART * free))
+        return UsableDevices(
+            "cpu", _cpu_devices(), None if free is None else round(HOST_PART * free)
+        )
     devices = jax.local_devices()
     known = [size for device in devices if (size := memory_limit(device)) is not None]
     memory = round(DEVICE_PART * min(known)) if known else None
-    return Machine("tpu" if devices[0].platform == "tpu" else "gpu", len(devices), memory)
+    return UsableDevices("tpu" if devices[0].platform == "tpu" else "gpu", len(devices), memory)
 
 
 def _cpu_devices() -> int:

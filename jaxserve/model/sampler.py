@@ -28,7 +28,7 @@ class SamplerState(NamedTuple):
     """Position that the drawn token will have."""
 
 
-class Rules(NamedTuple):
+class LogitRules(NamedTuple):
     """Penalties, biases and masks for the logits of a draw, one row per slot; see `adjust`."""
 
     repetition: Float[Array, " slots"]
@@ -64,7 +64,7 @@ token was generated."""
 
 def count(
     counts: Int[Array, "slots vocab"],
-    rules: Rules,
+    rules: LogitRules,
     token_ids: Int[Array, " tokens"],
     slot: Int[Array, " tokens"],
     position: Int[Array, " tokens"],
@@ -91,7 +91,7 @@ def count(
 
 
 def adjust(
-    logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: Rules
+    logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: LogitRules
 ) -> Float[Array, "slots vocab"]:
     """Returns the FP32 logits after penalties, then biases, then the mask.
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.mesh import sharded_zeros
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
-from jaxserve.model.sampler import Rules, adjust, count, log_probabilities
+from jaxserve.model.sampler import LogitRules, adjust, count, log_probabilities
 from jaxserve.roles.compilation import Get, ProgramKey
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
@@ -176,10 +176,10 @@ def _packed(
     return jnp.concatenate([bits(logs)[:, None], ids.astype(jnp.int32), bits(best)], axis=1)
 
 
-def _rules(fields: dict[str, Array]) -> Rules:
+def _rules(fields: dict[str, Array]) -> LogitRules:
     for name in FLOATS:
         fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
-    return Rules(
+    return LogitRules(
         **{name: field[:, 0] if field.shape[1] == 1 else field for name, field in fields.items()}
     )
 

@@ -41,7 +41,7 @@ AFD_KEYS = frozenset(
 """Keys that only separate meshes have; a file with such a key means them."""
 
 
-class Machine(NamedTuple):
+class UsableDevices(NamedTuple):
     """The devices that a process may use for a deployment."""
 
     platform: Platform
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
     """Bytes of each device that the deployment may use, on a CPU of all together; None: unknown."""
 
 
-class Choice(NamedTuple):
+class SizeChoice(NamedTuple):
     """The value chosen for an open key, and why."""
 
     value: Any
@@ -59,8 +59,8 @@ class Choice(NamedTuple):
 
 
 def choose_sizes(
-    config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: Machine
-) -> dict[str, Choice]:
+    config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: UsableDevices
+) -> dict[str, SizeChoice]:
     """Values for the open keys of a deployment that one process has to itself.
 
     Args:
@@ -78,15 +78,19 @@ class _Sizes:
     """Chooses key after key; each choice sees the ones before."""
 
     def __init__(
-        self, config: ModelConfig, deployment: Deployment, written: frozenset[str], machine: Machine
+        self,
+        config: ModelConfig,
+        deployment: Deployment,
+        written: frozenset[str],
+        machine: UsableDevices,
     ):
         self._written, self._machine = written, machine
         self._now = deployment
-        self._found: dict[str, Choice] = {}
+        self._found: dict[str, SizeChoice] = {}
         self._on_cpu = machine.platform == "cpu"
         self._config = msgspec.structs.replace(config, platform=machine.platform)
 
-    def choose(self) -> dict[str, Choice]:
+    def choose(self) -> dict[str, SizeChoice]:
         """All choices, in the order of `AUTO_KEYS`."""
         self._step_sizes()
         self._formats()
@@ -100,7 +104,7 @@ class _Sizes:
         """Chooses a value, unless the key is written."""
         if key in self._written:
             return
-        self._found[key] = Choice(value, reason)
+        self._found[key] = SizeChoice(value, reason)
         self._now = changed(self._now, key, value)
 
     def _formats(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.model.sampler import (
     MAX,
-    Rules,
+    LogitRules,
     SamplerState,
     adjust,
     count,
@@ -286,8 +286,8 @@ NO_RULES = {
 FLOATS = dict.fromkeys(("repetition", "presence", "frequency", "biases"), np.float32)
 
 
-def rules(*rows) -> Rules:
-    return Rules(**columns(NO_RULES, rows, FLOATS, np.int32))
+def rules(*rows) -> LogitRules:
+    return LogitRules(**columns(NO_RULES, rows, FLOATS, np.int32))
 
 
 class TestCounts:

@@ -14,17 +14,17 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import Sizing, named_machine
 from jaxserve.roles.capacity import check_capacity
 from jaxserve.roles.role_bytes import role_bytes
-from jaxserve.roles.sizing import Machine
+from jaxserve.roles.sizing import UsableDevices
 from tests import golden
 
 GB = 10**9
-HOST = Machine("cpu", 1, 8 * GB)
-TPUS = Machine("tpu", 8, 30 * GB)
-GPU = Machine("gpu", 1, 70 * GB)
-GPUS = Machine("gpu", 8, 70 * GB)
+HOST = UsableDevices("cpu", 1, 8 * GB)
+TPUS = UsableDevices("tpu", 8, 30 * GB)
+GPU = UsableDevices("gpu", 1, 70 * GB)
+GPUS = UsableDevices("gpu", 8, 70 * GB)
 
 
-def sized(model: str, machine: Machine, **overrides) -> Deployment:
+def sized(model: str, machine: UsableDevices, **overrides) -> Deployment:
     written = {key.replace("__", "."): value for key, value in overrides.items()}
     return load_deployment(CONFIGS / "models" / model, written, choose=Sizing(machine))
 
@@ -42,18 +42,18 @@ def test_a_small_model_on_a_cpu():
 def test_cores_that_share_a_model():
     """Layers of 636 M parameters, 1.27 GB in BF16, over as many cores as there are K and V heads;
     the demo's are too small for a second core."""
-    deployment = sized("qwen3-30b-a3b", Machine("cpu", 16, 200 * GB))
+    deployment = sized("qwen3-30b-a3b", UsableDevices("cpu", 16, 200 * GB))
     assert (deployment.attention.dp, deployment.attention.tp) == (1, 4)
     part = role_bytes(read_config(deployment.model)[0], deployment)[0]
     assert 4 * part.total <= 200 * GB
-    demo = load_deployment(CONFIGS / "demo", choose=Sizing(Machine("cpu", 16, 8 * GB)))
+    demo = load_deployment(CONFIGS / "demo", choose=Sizing(UsableDevices("cpu", 16, 8 * GB)))
     assert demo.devices == 1
 
 
 def test_positions_that_a_host_has_no_room_for():
     """30.5 B parameters in 2 bytes are 61.06 GB; 48 layers of 2 x 4 heads x 128 x 2 bytes make
     98,304 bytes a token, 1.572864 MB a page of 16: of 62 GB 0.83 are left, for 530 pages."""
-    deployment = sized("qwen3-30b-a3b", Machine("cpu", 1, 62 * GB))
+    deployment = sized("qwen3-30b-a3b", UsableDevices("cpu", 1, 62 * GB))
     part = role_bytes(read_config(deployment.model)[0], deployment)[0]
     assert deployment.dtype == "bfloat16"
     assert deployment.cache.pages == (62 * GB - part.total + part.cache) // 1_572_864
@@ -83,7 +83,7 @@ def test_kv_heads_are_not_copied():
     """4 K and V heads on 8 chips: tp 4, and experts over dp 2; latents have one head."""
     attention = sized("qwen3-30b-a3b", TPUS).attention
     assert (attention.dp, attention.tp) == (2, 4)
-    attention = sized("deepseek-v3", Machine("gpu", 16, 140 * GB)).attention
+    attention = sized("deepseek-v3", UsableDevices("gpu", 16, 140 * GB)).attention
     assert (attention.dp, attention.tp) == (16, 1)
 
 
@@ -187,12 +187,12 @@ def test_hardware_that_is_named_and_not_here():
     memory = {"attention": 34_300_000_000, "ffn": 34_300_000_000}
     assert sizing.reported(config, deployment) == memory
     assert role_bytes(config, deployment)[0].total <= 0.9 * 34_300_000_000
-    assert named_machine("H200") == Machine("gpu", 8, round(0.9 * 150_700_000_000))
+    assert named_machine("H200") == UsableDevices("gpu", 8, round(0.9 * 150_700_000_000))
     assert named_machine("cpu") is named_machine("910b") is named_machine("") is None
 
 
 def test_what_a_simulated_device_may_use_is_told_where_sizes_were_chosen():
-    sizing = Sizing(Machine("cpu", 2, 4 * GB))
+    sizing = Sizing(UsableDevices("cpu", 2, 4 * GB))
     deployment = load_deployment(CONFIGS / "demo", choose=sizing)
     config = read_config(deployment.model)[0]
     assert sizing.reported(config, deployment) == {"attention": 8 * GB}
