@@ -24,7 +24,7 @@ MAX_SECTION_CHARACTERS = 2**16
 """Longer text between the markers of calls that does not begin a call is treated as content."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class WrittenCall(msgspec.Struct, frozen=True):
     """A tool call; `arguments` is what the model wrote, usually JSON."""
 
     name: str
@@ -40,14 +40,14 @@ class Piece(msgspec.Struct, frozen=True):
     call: CallPart | None = None
 
 
-def calls_of(pieces: Iterable[Piece]) -> list[Call]:
+def calls_of(pieces: Iterable[Piece]) -> list[WrittenCall]:
     """The calls of a whole answer."""
     parts = [piece.call for piece in pieces if piece.call is not None]
     calls = []
     for _, group in itertools.groupby(parts, lambda part: part.number):
         first, *rest = group
         arguments = first.arguments + "".join(part.arguments for part in rest)
-        calls.append(Call(first.name, arguments, first.id))
+        calls.append(WrittenCall(first.name, arguments, first.id))
     return calls
 
 
@@ -56,7 +56,7 @@ State = Callable[[str, bool], tuple[list["Piece"], str | None]]
 
 
 class AnswerParser:
-    """Parses one answer. Made by `AnswerFormat.parser` (`answer_format.py`).
+    """Parses one answer. Made by `AnswerMarkers.parser` (`answer_format.py`).
 
     Attributes:
       held: the end of the text, while it may be the beginning of a marker.

@@ -13,7 +13,7 @@ from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.storage.mirror import local_folder
 from jaxserve.text.messages import MessageForm, checked_tools, plain_field
-from jaxserve.text.template import Template, TemplateError, TemplateRefusal
+from jaxserve.text.template import CheckedTemplate, TemplateError, TemplateRefusal
 
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Files in which templates are looked for; the first file that has one wins."""
@@ -46,18 +46,18 @@ class ChatTemplate:
         Args:
           sources: name → template; `default`, and perhaps `tool_use` for requests with tools.
           special_tokens: `bos_token`, `eos_token`, ... → spelling.
-          author: "model" or "request": the origin of the templates; see `Template`.
+          author: "model" or "request": the origin of the templates; see `CheckedTemplate`.
 
         Raises:
           CheckpointError: templates cannot be parsed, or none is the default; lists all problems.
         """
         problems = [] if "default" in sources else ["there is no default one"]
         self.special_tokens = dict(special_tokens or {})
-        self._templates: dict[str, Template] = {}
+        self._templates: dict[str, CheckedTemplate] = {}
         self._forms: dict[str, MessageForm] = {}
         for name, source in sources.items():
             try:
-                template = Template(source, author)
+                template = CheckedTemplate(source, author)
                 self._forms[name] = MessageForm.of(template, self.special_tokens)
                 self._templates[name] = template
             except TemplateError as error:

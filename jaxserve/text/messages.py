@@ -14,7 +14,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.template import (
-    Template,
+    CheckedTemplate,
     TemplateError,
     TemplateLimitError,
     TemplateRefusal,
@@ -61,7 +61,7 @@ class MessageForm(msgspec.Struct, frozen=True):
     developer: bool
 
     @classmethod
-    def of(cls, template: Template, special_tokens: Mapping[str, str]) -> "MessageForm":
+    def of(cls, template: CheckedTemplate, special_tokens: Mapping[str, str]) -> "MessageForm":
         """Determines the form that a template reads, by rendering small conversations."""
         roles = frozenset(role for role in ROLES if _reads_parts(template, special_tokens, role))
         empty, objects = _call_form(template, special_tokens)
@@ -127,7 +127,7 @@ class MessageForm(msgspec.Struct, frozen=True):
 
 
 def _render(
-    template: Template,
+    template: CheckedTemplate,
     special_tokens: Mapping[str, str],
     messages: Sequence[Mapping[str, Any]],
     tools: Any = None,
@@ -142,7 +142,7 @@ def _render(
         return ""
 
 
-def _reads_parts(template: Template, special_tokens: Mapping[str, str], role: str) -> bool:
+def _reads_parts(template: CheckedTemplate, special_tokens: Mapping[str, str], role: str) -> bool:
     """Whether the template writes the texts of parts, and not the list itself."""
     parts = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
     message = {"role": role, "content": parts, "tool_call_id": "probed000", "name": "f"}
@@ -154,7 +154,9 @@ def _reads_parts(template: Template, special_tokens: Mapping[str, str], role: st
     )
 
 
-def _call_form(template: Template, special_tokens: Mapping[str, str]) -> tuple[str | None, bool]:
+def _call_form(
+    template: CheckedTemplate, special_tokens: Mapping[str, str]
+) -> tuple[str | None, bool]:
     """Returns `empty_content` and `call_objects` of a template's `MessageForm`."""
     if "tool_calls" not in template.source:
         return "", True

@@ -1,8 +1,8 @@
 """Chat templates, rendered by Jinja2 in a process of its own.
 
-`Template` is one template. The templates of models share a process (`limited_process.py`), which
-runs `template_worker.py`; those of requests share another one. Called by `chat.py`. Knows nothing
-of messages, tokenizers or models.
+`CheckedTemplate` is one template. The templates of models share a process (`limited_process.py`),
+which runs `template_worker.py`; those of requests share another one. Called by `chat.py`. Knows
+nothing of messages, tokenizers or models.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class TemplateRefusal(Exception):
     """The template called `raise_exception`; has the template's message."""
 
 
-class Template:
+class CheckedTemplate:
     """A template, checked once. Safe for many threads.
 
     Args:

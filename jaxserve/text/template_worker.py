@@ -28,7 +28,7 @@ KEPT = 16
 FILE = "<template>"
 
 
-class Refusal(Exception):
+class TemplateRefusal(Exception):
     """The template called `raise_exception`."""
 
 
@@ -62,7 +62,7 @@ def _tojson(
 
 
 def _raise_exception(message: Any = "") -> None:
-    raise Refusal(str(message))
+    raise TemplateRefusal(str(message))
 
 
 def _strftime_now(format: str) -> str:
@@ -101,7 +101,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         if values is None:
             return {"variables": _variables(source)}
         text = compiled.render(values)
-    except Refusal as refusal:
+    except TemplateRefusal as refusal:
         return {"refusal": str(refusal)}
     except MemoryError:
         raise

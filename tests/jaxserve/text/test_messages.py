@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.messages import MessageForm
-from jaxserve.text.template import Template
+from jaxserve.text.template import CheckedTemplate
 from tests import golden
 from tests.jaxserve.text.conversations import call
 
@@ -80,7 +80,7 @@ def test_arguments_that_are_no_object(arguments: str) -> None:
 
 @golden.table("text/parts_of_roles.yaml")
 def test_whose_parts_are_read(source: str, roles: tuple[str, ...]) -> None:
-    assert MessageForm.of(Template(source), {}).part_roles == set(roles)
+    assert MessageForm.of(CheckedTemplate(source), {}).part_roles == set(roles)
 
 
 def test_the_developer_is_the_system_where_a_template_does_not_know_it() -> None:

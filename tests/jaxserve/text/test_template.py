@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from jaxserve.text.template import Template, TemplateError, TemplateRefusal, plain
+from jaxserve.text.template import CheckedTemplate, TemplateError, TemplateRefusal, plain
 from tests import golden
 from tests.jaxserve.text.conversations import CONVERSATIONS, OBJECT_CONVERSATIONS, TOOLS
 from tests.jaxserve.text.jinja2_oracle import jinja2_render
@@ -27,7 +27,7 @@ FAMILIES = {
 }
 
 
-parsed = functools.cache(Template)
+parsed = functools.cache(CheckedTemplate)
 
 
 def render(source: str, **values: Any) -> str:
@@ -175,8 +175,8 @@ def test_variables_are_what_the_caller_may_set() -> None:
         "{% set ns = namespace(x=1) %}{% for m in messages %}{{ m.role.upper() }}{{ loop.index }}"
         "{{ strftime_now('%d') }}{% endfor %}{% macro f(a) %}{{ a }}{{ outer }}{% endmacro %}"
     )
-    assert Template(source).variables >= {"messages", "enable_thinking", "outer"}
-    assert Template(source).variables <= {"messages", "enable_thinking", "outer"}
+    assert CheckedTemplate(source).variables >= {"messages", "enable_thinking", "outer"}
+    assert CheckedTemplate(source).variables <= {"messages", "enable_thinking", "outer"}
 
 
 # ------------------------------------------------------------------------------------ plain
